@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax import config
-from fcljax.data.augment import preset
+from fcljax.data.augment import input_pipeline
 from fcljax.data.store import Split, client_indices
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
@@ -32,7 +32,7 @@ from fcljax.federated.engine import Lanes, RoundInputs, init_clients, make_engin
 from fcljax.federated.schedule import ClientPartition, capacities
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs.build import frozen_of, make_method
-from fcljax.runs.inputs import fetch, network_of
+from fcljax.runs.inputs import inputs_of, network_of
 from fcljax.types import Sizes
 
 CLASSES, CLIENTS, BATCH = 10, 4, 32
@@ -120,7 +120,7 @@ def make_round(split: Split):
     present = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
     partition = ClientPartition(rows, offset, present)
     lanes = Lanes()
-    reader = partial(fetch, preset("fppl", loaded.config.image_size), False)
+    reader = partial(inputs_of, input_pipeline("fppl", loaded.config.image_size), False)
     rooms, example = (
         capacities(method, [partition], lanes.count, CLIENTS),
         Example(frozen, Host(split, 1), task),

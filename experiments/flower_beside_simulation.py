@@ -62,7 +62,7 @@ def largest_difference(a: PyTree, b: PyTree) -> float:
 def main(method: str, arguments: list[str]) -> None:
     given = running.parse_run(method, arguments, "flower_beside_simulation.py", "")
     out = given.pop("out")
-    cfg = node.settings_of(method, given)
+    cfg = node.federation_settings(method, given)
     states, counted = simulated(cfg)
     found = flowered(method, given, cfg.clients, out)
     apart = [largest_difference(*pair) for pair in zip(states, found, strict=True)]

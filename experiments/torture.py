@@ -4,9 +4,10 @@
 
 Makes small runs, then tries in turns, until the time is up or as many as asked for are done:
 
-- kills: a run of one of several methods, most of which have server files or client state, is ended by
-  SIGKILL, SIGTERM or SIGINT at a random moment, some of them twice and some while a checkpoint is being
-  written, and resumed. It must end with the bits of the run that was left alone.
+- kills: a run of one of ten methods, most of which have server files or client state, is ended by SIGKILL,
+  SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed, up to ten
+  times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
+  (torture_kills.py).
 - damage: in a copy of such a run without its results, something of the last checkpoint or of what the server
   keeps is changed: bits, sizes, whole files and folders. The run must go on from the checkpoint before it and
   end with the same bits, or be refused in one line.
@@ -23,146 +24,53 @@ if anything went wrong.
 """
 
 import argparse
-import json
 import os
 import random
-import shlex
 import shutil
-import signal
 import string
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torture_files
-from torture_common import DECODER, PATIENCE, Outcome, ended, one_line, start
+from torture_common import PATIENCE, Outcome, one_line
 from torture_files import damaged_file
 from torture_inputs import bad_input
+from torture_kills import RUNS, References, kill, numbers, references
 from torture_uploads import hostile_upload
-
-COMMON = (
-    "--tasks 2 --rounds 2 --clients 2 --epochs 1 --batch-size 32 --dataset glyphs "
-    "--glyph-train 8 --glyph-test 2"
-)
-RUNS = {
-    "linear": "--image-size 8",
-    # files of the server's
-    "pmae": "--image-size 16 --vpt-length 1 --vpt-blocks 1 --tune-epochs 1 --tune-batch 16 --decoder "
-    + shlex.quote(str(DECODER)),
-    "glfc": "--image-size 16 --match-steps 2 --prototype-steps 1 --monitor-images 2",  # proxy, exemplars
-    "pilora": "--image-size 8 --lora-blocks 1 --lora-rank 1",  # prototypes
-    "vfcl": "--image-size 16",  # clients' heads and exemplars
-    "fedweit": "--image-size 16",  # clients' masks, a knowledge base
-}
-CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s", "traces"}
-STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-
-
-class References(NamedTuple):
-    """Runs that were left alone, each made when it is first needed."""
-
-    folder: Path
-    methods: tuple[str, ...] = tuple(RUNS)
-    """Those of which runs are killed and damaged."""
-
-    def of(self, method: str) -> Path:
-        """The run of a method."""
-        out = self.folder / method
-        if not (out / "summary.json").exists():
-            shutil.rmtree(out, ignore_errors=True)
-            code, err = ended(start(*command(method), "--out", str(out)))
-            assert not code, err
-        return out
-
-
-def command(method: str) -> list[str]:
-    """The command that makes the run of a method."""
-    return ["run", method, *shlex.split(COMMON), *shlex.split(RUNS[method])]
-
-
-def numbers(out: Path) -> tuple[bytes, dict]:
-    """What a run has found: its log, and its summary without times."""
-    summary = json.loads((out / "summary.json").read_text())
-    kept = {name: value for name, value in summary.items() if name not in CLOCK}
-    return (out / "metrics.jsonl").read_bytes(), kept
-
-
-# ---- kills -------------------------------------------------------------------------------------------------
-
-
-def kill(rng: random.Random, out: Path, references: References) -> Outcome:
-    """A run that is ended once or twice and resumed."""
-    method = rng.choice(references.methods)
-    reference = references.of(method)
-    arguments, ends = [*command(method), "--out", str(out)], [method]
-    for _ in range(rng.choice((1, 1, 2))):
-        process, number = start(*arguments), rng.choice(STOPS)
-        where = _wait(rng, process, out)
-        if process.poll() is None:
-            process.send_signal(number)
-        code, err = ended(process)
-        ends.append(f"{number.name} {where}")
-        if code not in (0, -number, 128 + number) or "Traceback" in err:
-            return Outcome("other", f"{ends}: exit code {code}: {err[-600:]}")
-        if (out / "config.yaml").exists():
-            arguments = ["run", method, "--resume", str(out)]
-    code, err = ended(start(*arguments))
-    if code:
-        return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}")
-    return Outcome("survived" if numbers(out) == numbers(reference) else "different", str(ends))
-
-
-def _wait(rng: random.Random, process: subprocess.Popen, out: Path) -> str:
-    """Wait for a random moment: of the whole run, of a round, or of a checkpoint that is being written."""
-    place, end = rng.choice(("at any time", "in a round", "in a checkpoint")), time.monotonic() + PATIENCE
-    wanted, log = rng.randrange(4), out / "metrics.jsonl"
-    there = {
-        "at any time": lambda: False,
-        "in a round": lambda: log.exists() and log.read_bytes().count(b"\n") >= wanted,
-        "in a checkpoint": lambda: any((out / "checkpoints").glob(f"{wanted + 1}*tmp*")),
-    }[place]
-    if place == "at any time":
-        end = time.monotonic() + rng.uniform(0, 30)
-    while process.poll() is None and time.monotonic() < end and not there():
-        time.sleep(0.001)
-    if place == "in a round":
-        time.sleep(rng.uniform(0, 0.1))
-    return place
-
 
 # ---- damaged checkpoints -----------------------------------------------------------------------------------
 
 
-def damage(rng: random.Random, out: Path, references: References) -> Outcome:
+def damage(rng: random.Random, out: Path, references: References, number: int) -> Outcome:
     """A copy of a finished run without a summary, whose last checkpoint, or what its server keeps, is
     damaged."""
-    method = rng.choice(references.methods)
+    method = references.methods[number % len(references.methods)]
     reference = references.of(method)
     shutil.copytree(reference, out)
     (out / "summary.json").unlink()
     if (out / "kept").exists() and rng.random() < 0.5:
         what = f"{method}: {torture_files.damaged(rng, rng.choice(sorted((out / 'kept').iterdir())))[0]}"
-        return _resumed(method, what, out, reference)
+        return _resumed(references, method, what, out)
     steps = sorted((out / "checkpoints").iterdir(), key=lambda path: int(path.name))
     last = steps[-1]
     name = rng.choice(list(DAMAGES))
     file = rng.choice(sorted(path for path in last.rglob("*") if path.is_file()))
     DAMAGES[name](rng, file, last, steps[0])
-    return _resumed(method, f"{method}: {name} {file.relative_to(last)}", out, reference)
+    return _resumed(references, method, f"{method}: {name} {file.relative_to(last)}", out)
 
 
-def _resumed(method: str, what: str, out: Path, reference: Path) -> Outcome:
+def _resumed(references: References, method: str, what: str, out: Path) -> Outcome:
     """Whether a damaged run is refused, or ends as the one that was left alone."""
-    code, err = ended(start("run", method, "--resume", str(out)))
+    code, err = references.programs.start("run", method, "--resume", str(out)).ended(PATIENCE)
     if code == 2 and one_line(err):
         return Outcome("survived", what)
     if code or "Traceback" in err:
         return Outcome("other", f"{what}: exit code {code}: {err[-600:]}")
-    return Outcome("survived" if numbers(out) == numbers(reference) else "different", what)
+    same = numbers(out) == numbers(references.of(method))
+    return Outcome("survived" if same else "different", what)
 
 
 def _digit(rng: random.Random, file: Path, last: Path, before: Path) -> None:
@@ -207,10 +115,10 @@ DAMAGES: dict[str, Callable] = {
 
 # ---- all of it ---------------------------------------------------------------------------------------------
 
-TRIALS: dict[str, Callable] = {
+TRIALS: dict[str, Callable[[random.Random, Path, References, int], Outcome]] = {
     "kills": kill,
     "damage": damage,
-    "files": lambda rng, folder, references: damaged_file(rng, folder, references.of("linear")),
+    "files": lambda rng, folder, references, _: damaged_file(rng, folder, references.of("linear")),
     "bad inputs": bad_input,
     "uploads": hostile_upload,
 }
@@ -221,29 +129,43 @@ def torture(
     out: Path, seed: int, minutes: float, wanted: dict[str, int], methods: tuple[str, ...] = tuple(RUNS)
 ) -> dict[str, list[Outcome]]:
     """Outcomes by kind of trial, until the time is up or as many as wanted have been tried."""
-    end, folder, found = time.monotonic() + 60 * minutes, out / "trial", {kind: [] for kind in wanted}
-    references = References(out / "reference", methods)
+    end, found = time.monotonic() + 60 * minutes, {kind: [] for kind in wanted}
     os.environ.setdefault("FCLJAX_COMPILED", str(out / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.0")
     os.environ["FCLJAX_DATA"] = str(out / "data")
-    for kind in _turns(wanted):
-        if time.monotonic() > end:
-            break
-        rng = random.Random(f"{seed} {kind} {len(found[kind])}")
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            outcome = TRIALS[kind](rng, folder, references)
-        except KeyboardInterrupt:
-            break
-        except Exception as error:  # a run that should have been left alone failed
-            outcome = Outcome("other", f"{type(error).__name__}: {error}")
-        found[kind].append(outcome)
-        if outcome.result != "survived":
-            with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{kind} {len(found[kind]) - 1}: {outcome.result}: {outcome.what!r}\n")
-        write_table(out / "table.md", found)
-    shutil.rmtree(folder, ignore_errors=True)
+    with references(out / "reference", methods) as left_alone:
+        while (kind := _next(wanted, found)) and time.monotonic() < end:
+            try:
+                outcome = _tried(kind, seed, len(found[kind]), out / "trial", left_alone)
+            except KeyboardInterrupt:
+                break
+            found[kind].append(outcome)
+            if outcome.result != "survived":
+                with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(f"{kind} {len(found[kind]) - 1}: {outcome.result}: {outcome.what!r}\n")
+            write_table(out / "table.md", found)
+    shutil.rmtree(out / "trial", ignore_errors=True)
     return found
+
+
+def _next(wanted: dict[str, int], found: dict[str, list[Outcome]]) -> str | None:
+    """The kind of which the smallest share has been tried, so that all end at about the same time."""
+    share = {kind: tried(found[kind]) / number for kind, number in wanted.items() if number}
+    return min((kind for kind in share if share[kind] < 1), key=share.__getitem__, default=None)
+
+
+def _tried(kind: str, seed: int, number: int, folder: Path, left_alone: References) -> Outcome:
+    """What became of a trial, in a folder that is not there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return TRIALS[kind](random.Random(f"{seed} {kind} {number}"), folder, left_alone, number)
+    except Exception as error:  # a run that should have been left alone failed
+        return Outcome("other", f"{type(error).__name__}: {error}")
+
+
+def tried(outcomes: list[Outcome]) -> int:
+    """How many times something was tried."""
+    return sum(each.times for each in outcomes)
 
 
 def write_table(path: Path, found: dict[str, list[Outcome]]) -> None:
@@ -253,19 +175,13 @@ def write_table(path: Path, found: dict[str, list[Outcome]]) -> None:
     part.replace(path)
 
 
-def _turns(wanted: dict[str, int]) -> Iterator[str]:
-    """Kinds of trials, mixed so that all of them end at about the same time."""
-    places = [((i + 0.5) / count, kind) for kind, count in wanted.items() for i in range(count)]
-    return (kind for _, kind in sorted(places))
-
-
 def table(found: dict[str, list[Outcome]]) -> str:
     """What was tried and what became of it, in Markdown."""
     lines = ["| | tried | survived | silent differences | tracebacks and others |", "|---|---|---|---|---|"]
     for kind, outcomes in found.items():
-        count = lambda result, outcomes=outcomes: sum(each.result == result for each in outcomes)
+        count = lambda result, outcomes=outcomes: tried([each for each in outcomes if each.result == result])
         lines.append(
-            f"| {kind} | {len(outcomes)} | {count('survived')} | {count('different')} | {count('other')} |"
+            f"| {kind} | {tried(outcomes)} | {count('survived')} | {count('different')} | {count('other')} |"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,7 @@
-"""What the parts of experiments/torture.py share: outcomes, and ways to run the program."""
+"""What the parts of experiments/torture.py share: outcomes, and the program in this process."""
 
 import contextlib
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,27 +10,11 @@ DECODER = Path(__file__).parent.parent / "fcljax" / "assets" / "vit_micro_decode
 
 
 class Outcome(NamedTuple):
-    """What became of one trial: "survived", "different" or "other", and what it was."""
+    """What became of one trial: "survived", "different" or "other", what it was, and how many it counts."""
 
     result: str
     what: str
-
-
-def start(*arguments: str) -> subprocess.Popen:
-    """The program with these arguments."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fcljax", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-
-
-def ended(process: subprocess.Popen) -> tuple[int, str]:
-    """Exit code and stderr of a program that ends by itself; it is killed if it does not."""
-    try:
-        err = process.communicate(timeout=PATIENCE)[1]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return -1, "no end: " + process.communicate()[1].decode(errors="replace")
-    return process.returncode, err.decode(errors="replace")
+    times: int = 1
 
 
 def one_line(err: str) -> bool:

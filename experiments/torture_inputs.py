@@ -22,7 +22,7 @@ class Bad(NamedTuple):
     files: dict[str, bytes] = {}
 
 
-def bad_input(rng: random.Random, folder: Path, _: Path) -> Outcome:
+def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
     """One of the generated inputs, in an empty folder."""
     bad = rng.choice(GENERATORS)(rng)
     folder.mkdir()

@@ -11,6 +11,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @functools.cache
 def flower_server(method: str) -> Any:
-    """A server of `fcljax.bridges.flower` whose nodes have connected, and an honest answer."""
+    """A server of `fcljax.bridges.flower` whose nodes have connected, and an honest answer to a call."""
     from flwr.app import RecordDict
 
     from fcljax.bridges import flower, node
@@ -131,17 +132,24 @@ def flower_server(method: str) -> Any:
 
     server = server_of(method)
     mine = node.Facts(-1, [], {"clients": 3}, {"images": "x"})
-    nodes = flower.Nodes(None, 3, (), mine, lambda line: None)
+    nodes = flower.Nodes(_no_grid(), 3, (), mine, lambda line: None)
     link = flower.Link(nodes, server.exp, 1.0, lambda line: None)
-    call = {"index": server.index, "task": 0, "round": 0}
+    call = {"index": server.index, "task": 0, "round": 0, "nonce": "5f" * 16}
     metrics = jax.tree.map(np.zeros_like, server.player.empty().metrics)
 
     def answer() -> Any:
         stamp = config({"incomplete": False, "valid": True, "fresh": False, **call})
         records = {"upload": to_arrays(server.upload), "metrics": to_metrics(metrics), "call": stamp}
-        return RecordDict(records)
+        return flower.Answer(call, "first payload", RecordDict(records))
 
-    return link, call, answer
+    return link, answer
+
+
+def _no_grid() -> Any:
+    """A grid by which nothing is sent."""
+    from flwr.serverapp import Grid
+
+    return Mock(spec=Grid)
 
 
 def by_flower(rng: random.Random) -> Outcome:
@@ -149,18 +157,21 @@ def by_flower(rng: random.Random) -> Outcome:
     from fcljax.bridges.records import to_arrays
 
     method = rng.choice(METHODS)
-    server, (link, call, answer) = server_of(method), flower_server(method)
-    content = answer()
-    empty = server.player.empty()
-    before = link._receive(server.index, empty, server.context, content, 0, link._stale(call, content))
-    upload, what, must = server.upload, rng.choice(("arrays", "values", "metrics", "stamp", "records")), True
-    content = answer()
+    server, (link, answer) = server_of(method), flower_server(method)
+    link.accepted.clear()
+    before = link._receive(server.player.empty(), server.context, answer(), 0)
+    upload, tampered = server.upload, answer()
+    # who trains does not repeat itself; who only reports may
+    ways = (*_TAMPER, "values", *(["again"] if any(before.metrics) else []))
+    what, must = rng.choice(ways), True
     if what == "values":
         upload, how = spoiled(rng, server.upload)
-        content["upload"], must = to_arrays(upload), False
+        tampered.content["upload"], must = to_arrays(upload), False
+    elif what == "again":
+        tampered, how = tampered._replace(payload="second payload"), "to another payload"
     else:
-        how = _TAMPER[what](rng, content)
-    after = link._receive(server.index, before, server.context, content, 1, link._stale(call, content))
+        how = _TAMPER[what](rng, tampered.content)
+    after = link._receive(before, server.context, tampered, 1)
     valid = int(after.rejected) == int(before.rejected)
     if must and valid:
         return Outcome("different", f"flower {method}: {what} {how}: taken")
@@ -196,11 +207,11 @@ def _other_metrics(rng: random.Random, content: Any) -> str:
     record = content["metrics"]
     name = rng.choice(list(record))
     weights = [each for each in record if each.endswith("weight")]
-    how = rng.choice(("gone", "added", "nan", "inf", *(("weight", "negative") if weights else ())))
+    how = rng.choice(("gone", "added", "nan", "inf", *(("weight", "more", "negative") if weights else ())))
     if how == "gone":
         del record[name]
-    elif how in ("weight", "negative"):
-        record[rng.choice(weights)] = 1e30 if how == "weight" else -1.0
+    elif how in ("weight", "more", "negative"):
+        record[rng.choice(weights)] = {"weight": 1e30, "more": 1e6, "negative": -1.0}[how]
     else:
         value = {"added": 1.0, "nan": float("nan"), "inf": float("inf")}[how]
         record["x" if how == "added" else name] = value
@@ -209,13 +220,13 @@ def _other_metrics(rng: random.Random, content: Any) -> str:
 
 def _other_stamp(rng: random.Random, content: Any) -> str:
     record = content["call"]
-    name = rng.choice(("index", "task", "round", "valid"))
+    name = rng.choice(("index", "task", "round", "nonce", "valid"))
     if name == "valid":
         record[name] = False
     elif rng.random() < 0.3:
         del record[name]
     else:
-        record[name] = rng.choice((record[name] + 1, -1, 2**62, "0", 0.5, b"0"))
+        record[name] = rng.choice((7, -1, 2**62, "0", "", 0.5, b"0"))
     return f"{name} {record.get(name)!r}"
 
 
@@ -267,7 +278,7 @@ def by_hello(rng: random.Random) -> Outcome:
     text = json.dumps(facts | {field: value}) if rng.random() < 0.4 else rng.choice(wrong)
     said = RecordDict({"facts": config({"json": text})} if rng.random() < 0.95 else {})
     asked = Message(RecordDict(), 7, "query.hello")
-    nodes = flower.Nodes(None, 3, (), mine, lambda line: None)
+    nodes = flower.Nodes(_no_grid(), 3, (), mine, lambda line: None)
     what = f"flower hello: {text[:80]}"
     try:
         nodes._add(Message(said, reply_to=asked), 2)
@@ -291,7 +302,7 @@ def ways() -> tuple:
     return (by_simulation, by_flower, by_hello)
 
 
-def hostile_upload(rng: random.Random, folder: Path, _: Path) -> Outcome:
+def hostile_upload(rng: random.Random, folder: Path, *_: object) -> Outcome:
     """One of them."""
     way = rng.choice(ways())
     try:

@@ -1,5 +1,7 @@
 """`fcljax.run`: a run from Python, on data, methods and networks that may be objects in memory."""
 
+from __future__ import annotations
+
 import base64
 import dataclasses
 import html
@@ -51,7 +53,7 @@ class Result:
     """The caller's own labels, in the order of the data set's numbers."""
 
     @classmethod
-    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> "Result":
+    def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> Result:
         """The result of a run directory, made by `fcljax run` or `fcljax.run`.
 
         Args:
@@ -238,5 +240,5 @@ def _network(backbone: Any) -> Pretrained | None:
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
         raise InputError(f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)")
-    shape, digest = own_config(backbone, describe), checkpoint.digest(backbone.params)
+    shape, digest = own_config(backbone, describe), checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

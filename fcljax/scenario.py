@@ -23,14 +23,14 @@ from fcljax.data.partition import (
     whole_classes,
 )
 from fcljax.data.store import ClientIndices, client_indices, merge
-from fcljax.data.streams import own_streams, pool_of, shared_streams
+from fcljax.data.streams import own_streams, shared_streams, split_pool
 from fcljax.data.task_schedule import (
     PURPOSE,
     TaskSchedule,
     blurred,
     by_class,
     by_domain,
-    listed,
+    tasks_of_examples,
 )
 from fcljax.data.tasks import (
     chosen_sizes,
@@ -200,7 +200,7 @@ def _schedule(
     classes, column = len(dataset.class_names), options.tasks_by.partition(":")[2]
     if says_tasks(options.partition):
         _check_listed(options)
-        return listed(read_tasks(options.partition, dataset), label, test_label, classes)
+        return tasks_of_examples(read_tasks(options.partition, dataset), label, test_label, classes)
     if column:
         problem = f"tasks_by: no column {column!r} of the {{}} examples"
         domain = find_column(column, dataset.columns, problem.format("training"), dataset)
@@ -227,7 +227,7 @@ def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:
     return chosen_sizes(classes, options.tasks, *numbers, options.task_sizes or None)
 
 
-def fitted(options: Value, dataset: Dataset) -> Value:
+def fit_partition(options: Value, dataset: Dataset) -> Value:
     """Options with the numbers of clients and tasks that a partition of the user's own and the sizes of tasks
     decide.
 
@@ -497,7 +497,7 @@ def _private(
     else:
         names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
         size = options.task_pool_classes
-        pool = pool_of(options.task_pool, names, sources[order], size, options.task_pool_limit)
+        pool = split_pool(options.task_pool, names, sources[order], size, options.task_pool_limit)
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
         of_tasks = zip(*(stream.classes for stream in streams), strict=True)
         tasks = tasks_of([np.unique(np.concatenate(each)) for each in of_tasks], classes)

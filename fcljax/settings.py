@@ -359,7 +359,7 @@ class Preset(NamedTuple):
 Presets = Mapping[str, Preset]  # fidelity -> preset; a fidelity that is missing is the intended one
 
 
-def changed(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
+def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
     """Presets with other options of adapters, and other values of the run's fields."""
     return {
         name: Preset(preset.options, dataclasses.replace(preset.run, **run), adapters or preset.adapters)

@@ -8,6 +8,8 @@ of all tasks. Most methods are made of parts (`parts/federate.py`); the engine p
 The engine passes all arguments by position, so functions may name them as they like.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -152,7 +154,7 @@ class Task(NamedTuple):
     @classmethod
     def of_numpy(
         cls, index: np.ndarray | np.int32, classes: np.ndarray, current: np.ndarray, seen: np.ndarray
-    ) -> "Task":
+    ) -> Task:
         """A task made on the host."""
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(index, classes, current, seen)
@@ -171,7 +173,7 @@ class ClientInfo(NamedTuple):
     """Number of the round within the task, from 0."""
 
     @classmethod
-    def example(cls, classes: int) -> "ClientInfo":
+    def example(cls, classes: int) -> ClientInfo:
         """A client with one example, made on the host for its shapes and types."""
         zero, one = np.int32(0), np.int32(1)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
@@ -230,7 +232,7 @@ class RoundContext(NamedTuple):
     """The `Broadcast` that clients worked from; () where nothing was sent."""
 
     @classmethod
-    def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> "RoundContext":
+    def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> RoundContext:
         """A round context made on the host."""
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(frozen, task, np.int32(round_), np.bool_(last))

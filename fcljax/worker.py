@@ -4,11 +4,11 @@ import os
 import sys
 
 from fcljax.cli import quiet_threads, reported
-from fcljax.commands.running import join
+from fcljax.commands.running import run_as_process
 from fcljax.runs.hosts import run_child
 
 if __name__ == "__main__":
     quiet_threads()
-    code = run_child(lambda log: reported(lambda: join(sys.argv[2:], log)), int(sys.argv[1]))
+    code = run_child(lambda log: reported(lambda: run_as_process(sys.argv[2:], log)), int(sys.argv[1]))
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)  # at once: jax would wait for processes that may be gone

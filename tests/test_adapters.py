@@ -9,7 +9,7 @@ from micro import FORMULA, KEY, SCALE, SIZES, TASKS, WIDTH, resolved, rows_of
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS, find_adapter
-from fcljax.federated.communication import scalars
+from fcljax.federated.communication import count_scalars
 from fcljax.parts.classifiers import linear, nearest_mean, prototypes
 from fcljax.parts.learner import learner
 from fcljax.types import Frozen
@@ -216,8 +216,8 @@ def test_numbers_that_train_travel_and_are_cached(variant, trained, sent, cached
     adapter = adapter_of(variant)
     params = params_of(adapter)
     trainable = adapter.trainable(params, TASKS[1])
-    assert scalars(adapter.counted(trainable, TASKS[1])) == trained
-    assert (scalars(trainable), scalars(adapter.cached(params))) == (sent, cached)
+    assert count_scalars(adapter.counted(trainable, TASKS[1])) == trained
+    assert (count_scalars(trainable), count_scalars(adapter.cached(params))) == (sent, cached)
 
 
 @every

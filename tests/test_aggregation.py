@@ -345,7 +345,7 @@ def streamed(upload: dict, clients: int, weight: float | None, lanes: int = 8) -
 
     def receive(i, total):
         valid = i * lanes + jnp.arange(lanes) < clients
-        dirty = jax.tree.map(lambda x: jnp.where(sums.align(valid, x), x, x * jnp.nan), rows)
+        dirty = jax.tree.map(lambda x: jnp.where(sums.broadcast_left(valid, x), x, x * jnp.nan), rows)
         return sums.add_stacked(total, dirty, valid, None if weight is None else jnp.full(lanes, weight))
 
     ticks = -(-clients // lanes)

@@ -1,6 +1,8 @@
 """`fcljax.run` on objects in memory, its result and its model; backbones and models of the user's own."""
 
 import dataclasses
+import inspect
+import re
 import subprocess
 import sys
 
@@ -304,3 +306,10 @@ def test_an_entry_s_name_stands_in_the_tables(tmp_path, capsys):
     assert (metrics["method"], metrics["config"]["method"]) == ("Mine", file)
     with pytest.raises(InputError, match="is a program, and a file of settings runs none"):
         fcljax.Result.of(out)
+
+
+def test_help_names_keys_and_arrays_by_their_aliases():
+    for name in sorted({name for names in fcljax._MODULES.values() for name in names}):
+        exported = getattr(fcljax, name)
+        if inspect.isclass(exported) or inspect.isfunction(exported):
+            assert not re.search(r"jaxlib|typing\.", str(inspect.signature(exported))), name

@@ -14,7 +14,7 @@ from fcljax.data.augment import (
     Preprocess,
     clean_view,
     crop_resize,
-    preset,
+    input_pipeline,
     sample_crops,
     train_view,
 )
@@ -326,14 +326,14 @@ def greys(preprocess, view):
 @pytest.mark.parametrize("side", [32, 400])
 def test_the_test_images_of_every_release_are_pillows(name, side):
     images = patches(side, 2)
-    preprocess = preset(name, 224)
+    preprocess = input_pipeline(name, 224)
     theirs = np.stack([pillow_release(name, image, 224) for image in images])
     np.testing.assert_array_equal(np.rint(greys(preprocess, clean(preprocess, images))), theirs)
 
 
 @pytest.mark.parametrize("name", ["hepco", "hepco_domainnet"])
 def test_hepco_squashes_photographs(name):
-    preprocess = preset(name, 64)
+    preprocess = input_pipeline(name, 64)
     theirs = np.stack([pillow_release(name, image, 64) for image in PHOTOS])
     np.testing.assert_array_equal(np.rint(greys(preprocess, clean(preprocess, PHOTOS))), theirs)
 
@@ -342,7 +342,7 @@ def test_hepco_squashes_photographs(name):
     ("name", "least"), [("fppl", 0.05), ("pmae", 0.05), ("hepco", 0.08), ("hepco_domainnet", 0.08)]
 )
 def test_the_training_crops_of_a_release_cover_its_range_of_areas(name, least):
-    boxes, _ = crops(preset(name, 224), 256, 256, keys(3000))
+    boxes, _ = crops(input_pipeline(name, 224), 256, 256, keys(3000))
     area = np.prod(np.asarray(boxes)[:, 2:], axis=1) / 256**2
     assert least - 0.002 < area.min() < least + 0.01 and area.max() > 0.95
     reference = reference_crops(3000, 256, 256, least)[:, 0]
@@ -353,7 +353,7 @@ def test_the_training_crops_of_a_release_cover_its_range_of_areas(name, least):
 
 def test_pilora_trains_on_whole_images_flipped_and_brightened_as_pillow_does():
     images = 60 + patches(32, 64) // 2  # far enough from black and white to see the factor
-    preprocess = preset("pilora", 48)
+    preprocess = input_pipeline("pilora", 48)
     views = greys(preprocess, train(preprocess, images, keys(64)))
     _, flips = crops(preprocess, 32, 32, keys(64))
     factors = [
@@ -376,12 +376,12 @@ def test_brightness_does_not_change_the_crops():
 
 
 def test_what_is_stored_for_a_release_is_what_its_test_view_wants():
-    assert preset("fppl", 224).geometry == Geometry(256, 256, False, "bicubic")
-    assert preset("pilora", 224).geometry == Geometry(256, 224, False, "bilinear")
-    assert preset("hepco", 224).geometry == Geometry(256, 224, True, "bilinear")
-    assert preset("hepco_domainnet", 224).geometry == Geometry(256, 256, True, "bilinear")
+    assert input_pipeline("fppl", 224).geometry == Geometry(256, 256, False, "bicubic")
+    assert input_pipeline("pilora", 224).geometry == Geometry(256, 224, False, "bilinear")
+    assert input_pipeline("hepco", 224).geometry == Geometry(256, 224, True, "bilinear")
+    assert input_pipeline("hepco_domainnet", 224).geometry == Geometry(256, 256, True, "bilinear")
     for name in PIPELINES:  # images stored as the geometry says are not resampled again
-        preprocess = preset(name, 56)
+        preprocess = input_pipeline(name, 56)
         side = preprocess.geometry.test
         images = patches(side, 2)
         corner = round((side - 56) / 2)
@@ -391,13 +391,16 @@ def test_what_is_stored_for_a_release_is_what_its_test_view_wants():
 
 def test_letters_that_fill_their_frame_lose_no_border():
     images = patches(32, 2)
-    views = greys(preset("fppl", 32, fills_frame=True), clean(preset("fppl", 32, fills_frame=True), images))
+    views = greys(
+        input_pipeline("fppl", 32, fills_frame=True),
+        clean(input_pipeline("fppl", 32, fills_frame=True), images),
+    )
     np.testing.assert_allclose(views, images, atol=1e-3)
 
 
 def test_an_unknown_pipeline_is_refused_with_the_nearest():
     with pytest.raises(InputError, match="preprocess: unknown value 'hepko'; did you mean 'hepco'?"):
-        preset("hepko", 224)
+        input_pipeline("hepko", 224)
 
 
 def test_one_trace_serves_all_batches():

@@ -38,7 +38,7 @@ from fcljax.parts.classifiers import Sums, linear, mean_logits
 from fcljax.parts.distil import Teacher, distil_first_model, first_model_of_task
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params, learner
-from fcljax.parts.replay import Exemplars, draw, keep_highest
+from fcljax.parts.replay import Exemplars, draw_exemplars, keep_highest
 from fcljax.types import Batch, ClientContext, Weighted
 
 KEY = jax.random.key(0)
@@ -232,13 +232,13 @@ def test_padding_is_never_kept_and_an_empty_memory_gives_nothing_to_replay():
     padded = batch_of([3, 4])._replace(mask=jnp.array([True, False]), index=jnp.array([3, -1]))
     memory = keep_highest(empty(3), padded, jax.random.key_data(KEY))
     assert sorted(memory.index.tolist()) == [-1, -1, 3]
-    assert draw(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
+    assert draw_exemplars(empty(3), jnp.ones(5, bool), 4, KEY).tolist() == [-1] * 4
 
 
 def test_only_old_classes_are_replayed():
     memory = keep_highest(empty(20), batch_of(np.arange(1, 21)), jax.random.key_data(KEY))
     old = jnp.array([False, True, False, True, False])
-    places = np.asarray(draw(memory, old, 64, KEY))
+    places = np.asarray(draw_exemplars(memory, old, 64, KEY))
     assert places.shape == (64,) and places.min() >= 0
     assert set(LABEL[np.asarray(memory.index)[places]].tolist()) == {1, 3}
 

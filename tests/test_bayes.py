@@ -14,7 +14,7 @@ from fcljax.methods.vfcl.posterior import (
     log_mixture,
     of_gaussian,
     sample,
-    total,
+    sum_all,
 )
 
 LOG_HALF_TAU = 0.5 * math.log(2 * math.pi)
@@ -51,7 +51,7 @@ def test_where_posterior_and_prior_are_one_their_difference_is_0_for_every_sampl
     pair = (own, other) if weight == 1 else (other, own)
     for seed in range(3):
         draw = sample(jax.random.key(seed), own)
-        difference = total(log_density(draw, own)) - total(log_mixture(draw, *pair, weight))
+        difference = sum_all(log_density(draw, own)) - sum_all(log_mixture(draw, *pair, weight))
         np.testing.assert_allclose(difference, 0, atol=1e-5)
 
 
@@ -97,5 +97,5 @@ def test_log_density_is_the_sum_over_all_numbers_of_the_formula():
     x, mean, sigma = (rng.normal(size=(2, 3)), rng.normal(size=(2, 3)), rng.uniform(0.1, 2, (2, 3)))
     expected = np.sum(-0.5 * ((x - mean) / sigma) ** 2 - np.log(sigma * np.sqrt(2 * np.pi)))
     tree = lambda value: {"trainable": [jnp.asarray(value[0]), jnp.asarray(value[1])]}
-    found = total(log_density(tree(x), of_gaussian(tree(mean), tree(sigma))))
+    found = sum_all(log_density(tree(x), of_gaussian(tree(mean), tree(sigma))))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

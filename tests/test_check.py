@@ -11,7 +11,7 @@ import toys
 from toys import Lanes, Phase, Upload, View, Weighted, begin, logits, send_mean, toy, train
 
 from fcljax.errors import InputError
-from fcljax.federated.check import Example, check_method, describe, named
+from fcljax.federated.check import Example, check_method, describe, name_part
 from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
 from fcljax.types import Program, Round
@@ -222,7 +222,7 @@ def test_a_wrong_function_is_named_with_its_place():
     line = my_finish.__code__.co_firstlineno
     assert f"method: finish (test_check.py:{line} my_finish()) returned float32[3]" in str(error.value)
     assert describe(lambda: 0).endswith(" lambda") and describe(print) == "builtin_function_or_method"
-    assert named("server", check_method) == "server"  # of the package itself
+    assert name_part("server", check_method) == "server"  # of the package itself
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from fcljax import config
-from fcljax.federated.communication import Traffic, extra_storage, num_bytes, scalars, total, traffic
+from fcljax.federated.communication import (
+    Traffic,
+    count_scalars,
+    extra_storage,
+    num_bytes,
+    total_traffic,
+    traffic,
+)
 from fcljax.runs.build import build, placed
 from fcljax.runs.features import make_fill
 from fcljax.runs.records import Clock, Records
@@ -26,19 +33,19 @@ def test_scalars_are_floating_point_leaves_only_and_bytes_are_everything():
         "index": jnp.arange(5),
         "mask": jnp.ones(7, bool),
     }
-    assert scalars(tree) == 10
+    assert count_scalars(tree) == 10
     assert num_bytes(tree) == 24 + 8 + 20 + 7
 
 
 def test_shapes_count_as_the_arrays_they_stand_for():
     tree = {"w": jnp.ones((2, 3), jnp.float16), "n": np.zeros((4,), np.int8), "s": jnp.float32(1), "p": 0.5}
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
-    assert scalars(tree) == scalars(shapes) == 8
+    assert count_scalars(tree) == count_scalars(shapes) == 8
     assert num_bytes(tree) == num_bytes(shapes) == 12 + 4 + 4 + 4
 
 
 def test_empty_trees_and_empty_leaves_count_nothing():
-    assert (scalars(()), num_bytes(()), scalars(jnp.ones((0, 5)))) == (0, 0, 0)
+    assert (count_scalars(()), num_bytes(()), count_scalars(jnp.ones((0, 5)))) == (0, 0, 0)
 
 
 def test_pilora_on_cifar_sends_27648_and_receives_19968_parameters():  # PILoRA section 9
@@ -74,7 +81,7 @@ def test_cached_state_is_storage_and_not_traffic():
 
 def test_sums_are_counted_like_means_and_the_total_scales_with_client_rounds():
     one = traffic(Upload(sum=shape(6), mean=shape(2)), Broadcast(payload=shape(5)))
-    assert total(one, 300) == {
+    assert total_traffic(one, 300) == {
         "upload_scalars": 2400,
         "upload_bytes": 36 * 300,
         "download_scalars": 1500,

@@ -107,7 +107,7 @@ def federation(name):
 @functools.cache
 def history(name):
     """The states after every round of both tasks."""
-    return conformance.play(federation(name))
+    return conformance.states_after_rounds(federation(name))
 
 
 def predict(name, server, task):
@@ -149,13 +149,13 @@ def test_a_method_that_reads_padding_is_caught():
     method = method_of("linear", epochs=2, batch_size=4, lr=RATE)
     broken = method._replace(rounds=tuple(map(reading_padding, method.rounds)))
     made = conformance.federation(broken, TINY, EXAMPLES)
-    found = conformance.padding_is_inert(made, conformance.play(made))
+    found = conformance.padding_is_inert(made, conformance.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
 
 
 def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
     made = federation(name)
-    before, after = made.states, conformance.play(made, ids=[2])[0].clients
+    before, after = made.states, conformance.states_after_rounds(made, ids=[2])[0].clients
     row = lambda tree, client: jax.tree.map(lambda x: np.asarray(x[client]), tree)
     for client in (0, 1, 3):
         same(row(after, client), row(before, client))

@@ -19,7 +19,14 @@ from micro import (
     play,
 )
 
-from fcljax.methods.dolfin import LENGTH, DolfinOptions, new_directions, possible_gram, remember, threshold
+from fcljax.methods.dolfin import (
+    LENGTH,
+    DolfinOptions,
+    extend_directions,
+    new_directions,
+    possible_gram,
+    threshold,
+)
 from fcljax.models.vit import apply_vit, attention_inputs
 
 D = 8
@@ -52,7 +59,7 @@ def test_the_memory_is_dual_gpm_s():
     for task in range(3):
         gram, epsilon = gram_of(2, task), 0.97 + 0.01 * task
         expected = dual_gpm(basis, gram, epsilon)
-        memory = remember(memory, jnp.asarray(gram, jnp.float32), jnp.float32(epsilon))
+        memory = extend_directions(memory, jnp.asarray(gram, jnp.float32), jnp.float32(epsilon))
         np.testing.assert_allclose(memory, expected @ expected.T, atol=1e-4)
         basis = expected
         sizes.append(basis.shape[1])
@@ -61,7 +68,7 @@ def test_the_memory_is_dual_gpm_s():
 
 def test_a_new_task_reads_directions_of_its_own():
     old, new = (jnp.asarray(gram_of(2, seed), jnp.float32) for seed in (0, 1))
-    memory = remember(jnp.zeros((D, D)), old, jnp.float32(0.9999))
+    memory = extend_directions(jnp.zeros((D, D)), old, jnp.float32(0.9999))
     a = new_directions(memory, new, 2)
     np.testing.assert_allclose(a @ a.T, LENGTH**2 * np.eye(2), atol=1e-5)
     np.testing.assert_allclose(a @ memory, 0, atol=1e-5)

@@ -174,7 +174,7 @@ def test_the_upload_is_what_a_client_sends(column):
     sent, *others = traffic_by_round(exp, payload_shapes(exp))
     assert not any(other.upload_scalars for other in others)
     restore = payload_shapes(exp).uploads[0].gather if method == "pmae" else ()  # images, counted apart
-    assert column.upload == sent.upload_scalars - communication.scalars(restore)
+    assert column.upload == sent.upload_scalars - communication.count_scalars(restore)
 
 
 def test_the_columns_of_table_three_turn_the_parts_on_that_their_names_say():

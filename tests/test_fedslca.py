@@ -15,8 +15,8 @@ from fcljax.methods.fedslca import (
     SPREAD,
     FedSLCAOptions,
     Gaussians,
-    align,
-    draw,
+    align_classifier,
+    draw_features,
     fedslca,
     normalised,
 )
@@ -72,7 +72,7 @@ def gaussians(mean, tasks, present=None):
 
 def test_drawn_features_follow_the_gaussians_of_all_classes_that_exist():
     known = gaussians([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]], [0, 1, 1], [True, True, False])
-    feature, label = draw(known, jnp.int32(1), 500, jax.random.key(0))
+    feature, label = draw_features(known, jnp.int32(1), 500, jax.random.key(0))
     assert sorted(set(label[:1000].tolist())) == [0, 1] and set(label[1000:].tolist()) == {2}
     assert len(set(label[:20].tolist())) == 2  # shuffled
     for index, mean in ((0, [0.95, 0.0]), (1, [0.0, 2.0])):  # shrunk by 0.9 + 0.1 (t + 1) / (T + 1)
@@ -93,11 +93,11 @@ def test_alignment_removes_the_advantage_of_the_newest_classes():
     """A classifier whose second task has far larger biases answers class 2 for every feature."""
     known = gaussians([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [0, 0, 1])
     head = Head(jnp.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]), jnp.array([0.0, 0.0, 5.0]))
-    feature, label = draw(known, jnp.int32(1), 100, jax.random.key(5))
+    feature, label = draw_features(known, jnp.int32(1), 100, jax.random.key(5))
     right = lambda head: float(jnp.mean(jnp.argmax(apply_head(head, feature), 1) == label))
     assert right(head) < 0.4
     options = FedSLCAOptions(align_epochs=40)
-    assert right(align(options, head, known, jnp.int32(1), 2, jax.random.key(1))) > 0.95
+    assert right(align_classifier(options, head, known, jnp.int32(1), 2, jax.random.key(1))) > 0.95
 
 
 def test_a_client_sends_what_fppl_s_table_1_says():
@@ -109,9 +109,9 @@ def test_a_client_sends_what_fppl_s_table_1_says():
     known = dict(method=method, scenario=scenario, sizes=sizes, key=jax.random.key(0))
     frozen = Frozen(parameter_shapes(vit))
     payloads = payload_shapes(Experiment(**dict.fromkeys(Experiment._fields) | known | {"frozen": frozen}))
-    sent = [communication.scalars((upload.mean, upload.sum)) for upload in payloads.uploads]
+    sent = [communication.count_scalars((upload.mean, upload.sum)) for upload in payloads.uploads]
     assert sent == [85_952_456, 10 * 768 + 10 * 768**2] and sum(sent) == 91_858_376
-    assert communication.scalars(payloads.broadcast.payload) == 85_952_456
+    assert communication.count_scalars(payloads.broadcast.payload) == 85_952_456
 
 
 def test_its_rates_are_those_of_the_slow_learner():

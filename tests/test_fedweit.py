@@ -52,8 +52,8 @@ from fcljax.methods.fedweit.fedweit import (
     fedweit,
     hand_out,
     preservation,
-    remember,
     sparsity,
+    store_uploads,
 )
 from fcljax.models.resnet import resnet_network
 from fcljax.models.shapes import RESNETS
@@ -426,10 +426,10 @@ EMPTY = Knowledge(jnp.zeros((2, 3, 3)), jnp.zeros((2, 3), bool))  # two tasks of
 
 
 def test_the_knowledge_base_has_what_each_client_sent_last_and_nothing_of_those_who_did_not():
-    state = remember(EMPTY, 0, arrived([1, 2, np.nan], [0, 2, 1], [True, True, False]))
+    state = store_uploads(EMPTY, 0, arrived([1, 2, np.nan], [0, 2, 1], [True, True, False]))
     assert state.adaptive[0, :, 0].tolist() == [1, 0, 2] and state.known[0].tolist() == [True, False, True]
-    state = remember(state, 1, arrived([3], [1], [True]))
-    state = remember(state, 0, arrived([4], [1], [True]))
+    state = store_uploads(state, 1, arrived([3], [1], [True]))
+    state = store_uploads(state, 0, arrived([4], [1], [True]))
     assert state.adaptive[:, :, 0].tolist() == [[1, 4, 2], [0, 3, 0]]
     assert state.known.tolist() == [[True, True, True], [False, True, False]]
 
@@ -437,8 +437,8 @@ def test_the_knowledge_base_has_what_each_client_sent_last_and_nothing_of_those_
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.long
 def test_a_task_is_handed_at_most_so_many_of_what_is_known_each_once(count):
-    state = remember(EMPTY, 0, arrived([1, 2], [0, 2], [True, True]))
-    state = remember(state, 1, arrived([3], [1], [True]))
+    state = store_uploads(EMPTY, 0, arrived([1, 2], [0, 2], [True, True]))
+    state = store_uploads(state, 1, arrived([3], [1], [True]))
     received = Received(jnp.zeros((2, count, 3)), jnp.full((2, count), -1))
     drawn = []
     for seed in range(8):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from micro import NETWORK, PARTITIONS, SIZES, STREAM, TINY, begin, engine_of, method_of, receive
 from test_adapters import VARIANTS
+from test_conformance import OPTIONS
 
 from fcljax import config
 from fcljax.errors import InputError
@@ -25,6 +26,12 @@ REMAT = vit_network(TINY, autoencoder=NETWORK.autoencoder, remat=True)
 # Adam would make differences of rounding in gradients near zero as large as the gradients
 ONE = Lanes(1, "loop")
 STEADY = dict(optimiser="sgd", lr=0.1, batch_size=8, epochs=2)
+PAPERS = ("fppl", "pilora", "hepco", "pmae", "vfcl", "ewc", "lwf")
+
+
+def steady(name, **values):
+    """A method of a size that fits the network of the tests."""
+    return method_of(name, **OPTIONS[name] | STEADY | values)
 
 
 def uploads(method, lanes=ONE, mesh=None):
@@ -71,9 +78,9 @@ def test_clients_in_microbatches_or_with_blocks_computed_again_send_the_same(var
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fppl", "pilora", "hepco", "pmae", "vfcl", "ewc", "lwf"])
+@pytest.mark.parametrize("name", PAPERS)
 def test_every_papers_clients_send_the_same_in_microbatches(name):
-    alike(uploads(method_of(name, **STEADY)), uploads(method_of(name, microbatch=3, **STEADY)))
+    alike(uploads(steady(name)), uploads(steady(name, microbatch=3)))
 
 
 def shared(method, batch):
@@ -104,9 +111,9 @@ def test_clients_whose_batches_are_shared_send_the_same_with_every_adapter(varia
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [2, 4, 8])
-@pytest.mark.parametrize("name", ["fppl", "pilora", "hepco", "pmae", "vfcl", "ewc", "lwf"])
+@pytest.mark.parametrize("name", PAPERS)
 def test_every_papers_clients_send_the_same_on_a_mesh_of_clients_and_batches(name, batch):
-    method = method_of(name, **STEADY)
+    method = steady(name)
     alike(uploads(method, Lanes(8, "loop"), mesh_of(jax.devices())), shared(method, batch))
 
 
@@ -160,7 +167,7 @@ def chosen(monkeypatch, room, network=TINY, **given):
 
     monkeypatch.setattr(fit, "largest_need", need)
     settings = config.resolve(config.from_mapping("fppl", {"batch_size": 32, **given}, "test"))
-    exp, line = fit.fitted(experiment(settings, network), room, lambda new: experiment(new, network))
+    exp, line = fit.fit_memory(experiment(settings, network), room, lambda new: experiment(new, network))
     changed = (exp.settings.lanes, exp.settings.microbatch) != (settings.lanes, settings.microbatch)
     assert (line is not None) == changed
     return exp.settings.lanes, exp.settings.microbatch

@@ -19,7 +19,7 @@ import flower_machines  # noqa: E402
 from flwr.app import Array, Context, Message, RecordDict  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 
-from fcljax.bridges import node  # noqa: E402
+from fcljax.bridges import flower, node  # noqa: E402
 from fcljax.bridges.flower import (  # noqa: E402
     HELLO,
     Nodes,
@@ -38,6 +38,10 @@ from fcljax.bridges.records import (  # noqa: E402
     to_metrics,
 )
 from fcljax.errors import InputError  # noqa: E402
+from fcljax.federated.client_loop import Shapes, empty_accumulator  # noqa: E402
+from fcljax.federated.schedule import Capacity  # noqa: E402
+from fcljax.runs import resume  # noqa: E402
+from fcljax.types import ClientContext, ClientInfo, Phase, Program, Upload, View, Weighted  # noqa: E402
 
 TINY = dict(tasks=2, clients=3, rounds=2, epochs=1, image_size=8, batch_size=64)
 TREE = {
@@ -148,7 +152,68 @@ def test_pieces_that_are_alike_are_counted_once():
 )
 def test_what_only_a_simulation_can_do_is_refused_by_name(settings, words):
     with pytest.raises(InputError, match=words):
-        node.settings_of("linear", settings)
+        node.federation_settings("linear", settings)
+
+
+def test_machines_compare_the_number_format_in_which_they_compute(monkeypatch):
+    server = node.federation_settings("linear", {})
+    assert server.dtype == "float32"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    client = node.federation_settings("linear", {})
+    assert client.dtype == "bfloat16" and node.federation_settings("linear", {"dtype": "float32"}) == server
+    facts = [node.Facts(0, [5], resume.plain_settings(each), {}) for each in (server, client)]
+    words = "dtype ('bfloat16', not 'float32'); give all machines the same dtype"
+    with pytest.raises(InputError, match=re.escape(words)):
+        node.check_facts(*facts, 1)
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+CALL = {"index": 0, "task": 1, "round": 2, "nonce": "5f"}
+
+
+def test_an_answer_has_the_stamp_of_its_call():
+    def check(said):
+        flower._check_stamp(flower.Answer(CALL, "", RecordDict({"call": config(said)})))
+
+    check(CALL)
+    for said in (*(CALL | {name: 7} for name in CALL), {**CALL, "nonce": "5e"}, {"index": 0}):
+        with pytest.raises(InputError, match="^upload: its (index|task|round|nonce) is "):
+            check(said)
+
+
+@pytest.mark.parametrize(("weight", "replay", "good"), [(20, 0, True), (21, 0, False), (38, 3, True)])
+def test_metrics_are_over_no_more_examples_than_the_client_reads(weight, replay, good):
+    """10 examples, twice, in 6 batches of at most 4."""
+    phase = Phase(View(epochs=2, batch_size=4, replay=replay), lambda *_: ({}, {}))
+    client = ClientInfo(jnp.int32(0), jnp.int32(10), jnp.zeros(3, jnp.int32), jnp.int32(0))
+    context, program = ClientContext((), (), (), (), client), Program(lambda *_: {}, (phase,), lambda *_: ())
+    empty = empty_accumulator(
+        Shapes((), Upload(), ({"loss": Weighted(jnp.float32(0), jnp.float32(0))},), ()),
+        Capacity(1, 1, 1, 1, (1,), ((4,),)),
+        1,
+    )
+
+    def check(weight):
+        said = ({"loss": Weighted(jnp.float32(1), jnp.float32(weight))},)
+        return flower._metrics(program, empty, context, RecordDict({"metrics": to_metrics(said)}))
+
+    if good:
+        assert check(weight)[0]["loss"].weight == weight
+    for wrong in (-1, 1e30, *(() if good else (weight,))):
+        with pytest.raises(InputError, match="^metrics: loss is over .* examples; the client reads"):
+            check(wrong)
+
+
+def test_an_upload_is_taken_again_only_where_the_same_was_sent():
+    before, upload = flower.Accepted("p", 0, 3), Upload({"a": jnp.array([0.0, 1.0])}, weight=jnp.float32(5))
+    check = lambda payload, upload: flower._check_repeated(
+        upload, before, flower.Answer(CALL, payload, RecordDict())
+    )
+    check("p", upload)
+    check("q", upload._replace(mean=jnp.zeros(2)))
+    with pytest.raises(InputError, match="^upload: it repeats that of task 0, round 3$"):
+        check("q", upload)
 
 
 # ---- a grid in this process --------------------------------------------------------------------------------
@@ -257,14 +322,21 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
 
 
 class Lying(Here):
-    """A fourth node says that it has 1e18 examples, a fifth that it is a client that there is already; and
-    client 2 answers once with an upload of another round."""
+    """A fourth node says that it has 1e18 examples, a fifth that it is a client that there is already. Client
+    2 answers once with an upload of another round. Client 1 answers in the second round with its first upload
+    under a new stamp, and in the third one with its first answer, stamp and all."""
 
     lied = False
 
     def one(self, message):
         place, reply = message.metadata.dst_node_id, super().one(message)
         records = reply.content.config_records
+        if "call" in records and place == 101:
+            self.sent.append(reply.content)
+            if len(self.sent) == 2:
+                reply.content["upload"] = self.sent[0]["upload"]
+            if len(self.sent) == 3:
+                return Message(self.sent[0], reply_to=message)
         if "facts" in records and place == 103:
             facts = json.loads(str(records["facts"]["json"]))
             records["facts"]["json"] = json.dumps(facts | {"examples": [10**18, 1]})
@@ -276,12 +348,16 @@ class Lying(Here):
 @pytest.mark.long
 def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tmp_path, capsys):
     nodes = [{"partition-id": i} for i in (0, 1, 2, 0, 1)]
-    summary = run_here(Lying(client_app("linear", **TINY), nodes), tmp_path / "out", **TINY)
+    grid = Lying(client_app("linear", **TINY), nodes)
+    grid.sent = []
+    summary = run_here(grid, tmp_path / "out", **TINY)
     err = " ".join(capsys.readouterr().err.split())
     assert "a node is refused: client 0: it has 1000000000000000000 examples" in err
     assert "a node is refused: partition-id: two nodes say that they are client 1" in err
     assert "client 2 was left out: upload: its round is 7, not 0" in err
-    assert summary["rejected_uploads"] == 1
+    assert "client 1 was left out: upload: it repeats that of task 0, round 0" in err
+    assert "client 1 was left out: upload: its task is 0, not 1" in err
+    assert summary["rejected_uploads"] == 3
 
 
 class Claims(Here):
@@ -356,7 +432,7 @@ FPPL = {"prompt_blocks": 2, "prompt_length": 2, "server_epochs": 1}
 )
 def test_flowers_simulation_gives_the_numbers_of_ours(method, more):
     module, settings = beside(), TINY | more
-    states, _ = module.simulated(node.settings_of(method, settings))
+    states, _ = module.simulated(node.federation_settings(method, settings))
     found = module.flowered(method, settings, TINY["clients"])
     assert len(found) == TINY["tasks"] * TINY["rounds"]
     apart = [module.largest_difference(*pair) for pair in zip(states, found, strict=True)]

@@ -17,12 +17,12 @@ from micro import round_context_of as round_context
 
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
-from fcljax.federated.communication import extra_storage, scalars, traffic
+from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
 from fcljax.methods.fppl import ServerTraining, debias, store_prototypes, unified_representation_loss
-from fcljax.models.heads import Head, apply_head, class_sums, correct, cross_entropy
+from fcljax.models.heads import Head, apply_head, correct, cross_entropy, sum_by_class
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
@@ -196,9 +196,9 @@ def test_the_learned_scale_of_the_gate_is_one_number_more(classes, tasks, comm):
 @pytest.mark.parametrize(("classes", "tasks", "model"), [(100, 10, 852_581), (200, 20, 1_705_161)])
 def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
     upload, broadcast, _, _ = counts("released", classes, tasks)
-    assert scalars(upload.mean) == scalars(broadcast.payload.trainable) == model
-    assert scalars(upload.gather) == 768 * classes // tasks
-    assert scalars(broadcast.payload.sent) == 768 * classes
+    assert count_scalars(upload.mean) == count_scalars(broadcast.payload.trainable) == model
+    assert count_scalars(upload.gather) == 768 * classes // tasks
+    assert count_scalars(broadcast.payload.sent) == 768 * classes
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_release_sends_all_prompts_both_ways(classes, tasks, model):
 )
 def test_the_parts_of_the_model_have_the_releases_sizes(classes, tasks, parts):
     adapter, head, *_ = counts("released", classes, tasks)[0].mean
-    assert tuple(map(scalars, (head, adapter.prompt, adapter.gate.psi, adapter.gate.sigma))) == parts
+    assert tuple(map(count_scalars, (head, adapter.prompt, adapter.gate.psi, adapter.gate.sigma))) == parts
 
 
 @pytest.mark.parametrize(
@@ -224,17 +224,17 @@ def test_storage_trained_parameters_and_pool_are_the_papers(classes, tasks, estg
     for fidelity, scale in (("paper", 0), ("intended", 1)):
         _, broadcast, trainable, server = counts(fidelity, classes, tasks)
         assert extra_storage(broadcast) == {"scalars": estg, "bytes": 4 * estg}
-        assert scalars(trainable["adapter"]) == param + scale
-        assert scalars(trainable["classifier"]) == (768 + 1) * classes
-        assert scalars(pool_of(server)) == 768 * 10 * classes == pool
+        assert count_scalars(trainable["adapter"]) == param + scale
+        assert count_scalars(trainable["classifier"]) == (768 + 1) * classes
+        assert count_scalars(pool_of(server)) == 768 * 10 * classes == pool
 
 
 def test_trained_parameters_without_head_are_a_thousandth_of_the_backbone():
     _, _, trainable, _ = counts("paper", 200, 20)
-    backbone = scalars(VIT_B16)
+    backbone = count_scalars(VIT_B16)
     assert backbone == 590_592 + 768 + 151_296 + 12 * 7_087_872 + 1_536 == 85_798_656
-    assert backbone + scalars(trainable["classifier"]) == 85_952_456
-    assert 100 * scalars(trainable["adapter"]) / backbone == pytest.approx(0.1074, abs=5e-5)
+    assert backbone + count_scalars(trainable["classifier"]) == 85_952_456
+    assert 100 * count_scalars(trainable["adapter"]) / backbone == pytest.approx(0.1074, abs=5e-5)
 
 
 # ---- gate and fusion ---------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_nan_in_masked_rows_reaches_no_loss_and_no_other_row():
         lambda x: cross_entropy(x, label, jnp.ones(2, bool), mask),
         lambda x: unified(x, label, mask=mask),
         lambda x: unified(x, label, mask=mask, average="batch"),
-        lambda x: jnp.sum(class_sums(x, label, jnp.array([0, 1]), mask)[0] ** 2),
+        lambda x: jnp.sum(sum_by_class(x, label, jnp.array([0, 1]), mask)[0] ** 2),
     )
     results = map(jax.jit(lambda x: [jax.value_and_grad(loss)(x) for loss in losses]), (clean, poisoned))
     for (value, gradient), (bad, bad_gradient) in zip(*results, strict=True):
@@ -611,7 +611,7 @@ def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
         assert uploads[0].mean.adapter.prompt.shape == (*tasks, 2, 2, WIDTH)
         broadcast, before = broadcast_of(method, server, TASKS[1]), adapter_of(server).prompt
         assert broadcast.payload.trainable.adapter.prompt.shape == uploads[0].mean.adapter.prompt.shape
-        assert scalars(broadcast.cached) == (0 if tasks else before.size)
+        assert count_scalars(broadcast.cached) == (0 if tasks else before.size)
         after[choice], _ = served(method, server, TASKS[1], receive(uploads, (0, 1), (True, True)))
         new = adapter_of(after[choice]).prompt
         assert changed(before[1], new[1]).all()
@@ -821,10 +821,10 @@ def test_padding_classes_store_and_send_nothing():
 
 
 def test_no_row_is_of_a_padding_class():
-    sums, counts = class_sums(batch([]).image, batch([]).label, jnp.array([0, -1]), batch([]).mask)
+    sums, counts = sum_by_class(batch([]).image, batch([]).label, jnp.array([0, -1]), batch([]).mask)
     assert not sums.any() and not counts.any()
     np.testing.assert_array_equal(
-        class_sums(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0]
+        sum_by_class(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0]
     )
 
 

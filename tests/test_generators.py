@@ -69,7 +69,7 @@ def test_running_statistics_tell_those_of_a_batch():
     stats = variables["batch_stats"], after["batch_stats"]
     np.testing.assert_allclose(M.statistics_gap(*stats), kl.mean(), rtol=1e-4)
     gap = np.linalg.norm(mean) + np.linalg.norm(var - 1)
-    np.testing.assert_allclose(L.statistics_gap(*stats), gap, rtol=1e-4)
+    np.testing.assert_allclose(L.statistics_distance(*stats), gap, rtol=1e-4)
 
 
 # ---- MFCL: the generator's loss ----------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_what_stands_for_old_classes_goes_down_in_every_round_and_is_counted(nam
     sent = broadcast.payload.sent["generator" if name == "mfcl" else "synthesis"]
     if name == "mfcl":
         shape = ImageGeneratorConfig(8, 8, 4, 4)
-        expected = communication.scalars(jax.eval_shape(lambda: init_image_generator(shape, KEY)))
-        assert communication.scalars(sent) == expected > 0
+        expected = communication.count_scalars(jax.eval_shape(lambda: init_image_generator(shape, KEY)))
+        assert communication.count_scalars(sent) == expected > 0
     else:
         assert sent.shape == (8, 8, 8, 3) and sent.dtype == jnp.uint8
     assert communication.traffic(None, broadcast).download_bytes > communication.num_bytes(sent)

@@ -311,7 +311,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     mask = jnp.arange(10) != 0
     parts = [slice(0, 6), slice(6, 10)]
     batches = [Batch(image[s], label[s], mask[s], row[s]) for s in parts]
-    for look in (G.add_features, G.find_nearest):
+    for look in (G.add_statistics, G.find_nearest):
         for batch in batches:
             work = look(step_of(learner_of(forward), context, Params((), ()), batch), work)
     feature = np.asarray(image.reshape(10, -1)[:, :4])

@@ -1,6 +1,8 @@
 """ViTs with scaled layers, registers, normed queries and CLIP's norms give the outputs of their source
 libraries, under each library's names (by golden/make_vits.py)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import safetensors.numpy
 from test_golden import FOLDER, HEADS, agree
 
 from fcljax.errors import InputError
-from fcljax.models.vit import apply_vit
+from fcljax.models.vit import Injection, ViTConfig, apply_vit, patch_angles, rotate
 from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.dialects import translate
 from fcljax.models.weights.pretrained import WeightOptions, load_backbone
@@ -28,14 +30,24 @@ FILES = {
     "vit_facebook_registers": {"layer_scale": True, "registers": 3},
     "vit_huggingface_clip": {"pre_norm": True, "activation": "quick_gelu", "epsilon": 1e-5},
     "vit_openai_clip": {"pre_norm": True, "activation": "quick_gelu"},
+    "vit_huggingface_dinov3": {"rotary_base": 100.0, "registers": 3, "layer_scale": True, "epsilon": 1e-5},
+    "vit_facebook_dinov3": {"rotary_base": 100.0, "registers": 3, "layer_scale": True, "epsilon": 1e-5},
+    "vit_timm_dinov3": {"rotary_base": 100.0, "registers": 3, "layer_scale": True, "epsilon": 1e-5},
     "vit_moco": {},
 }
-PIXELS = {"clip": "clip", "dinov2": "imagenet", "registers": "imagenet", "moco": "imagenet"}
+PIXELS = {
+    "clip": "clip",
+    "dinov2": "imagenet",
+    "dinov3": "imagenet",
+    "registers": "imagenet",
+    "moco": "imagenet",
+}
 encode = jax.jit(apply_vit, static_argnums=0)
 
 
 def load(name, folder=FOLDER, **options):
-    return load_backbone(None, str(folder / f"{name}.safetensors"), None, options=WeightOptions(**options))
+    size = EXPECTED["image"].shape[1] if "dinov3" in name else None  # their files have no size of their own
+    return load_backbone(None, str(folder / f"{name}.safetensors"), size, options=WeightOptions(**options))
 
 
 def quick(name, folder):
@@ -56,11 +68,13 @@ def test_the_class_token_is_that_of_the_source_library(name, tmp_path):
         assert (loaded.mean, loaded.std) == NORMALISE[kind]
 
 
-@pytest.mark.parametrize("name", ["vit_facebook_registers", "vit_openai_clip", "vit_timm_qk_norm"])
+@pytest.mark.parametrize(
+    "name", ["vit_facebook_registers", "vit_openai_clip", "vit_timm_qk_norm", "vit_facebook_dinov3"]
+)
 def test_a_converted_file_is_the_same_network(name, tmp_path):
-    out = tmp_path / "own.safetensors"
+    out = tmp_path / f"own_{name}.safetensors"
     convert(str(FOLDER / f"{name}.safetensors"), str(out), ConvertOptions(heads=HEADS))
-    theirs, ours = load(name, heads=HEADS), load("own", tmp_path)
+    theirs, ours = load(name, heads=HEADS), load(f"own_{name}", tmp_path)
     assert (theirs.config, theirs.mean, theirs.std) == (ours.config, ours.mean, ours.std)
     jax.tree.map(np.testing.assert_array_equal, theirs.params, ours.params)
 
@@ -95,8 +109,9 @@ def test_each_part_matters():
 
 def test_networks_of_another_kind_are_refused_by_what_they_have():
     for name, says in (
-        ("rope_embeddings.inv_freq", "rotary positions"),
+        ("rope.freqs_cos", "rotary positions"),
         ("blocks.0.mlp.w12.weight", "gated MLPs"),
+        ("layer.0.mlp.gate_proj.weight", "gated MLPs"),
     ):
         with pytest.raises(InputError, match=says):
             translate({name: np.zeros(1)})
@@ -110,3 +125,34 @@ def test_other_images_sizes_keep_registers_and_scales(tmp_path):
     assert encode(loaded.config, loaded.params, image).cls.shape == (1, loaded.config.width)
     tensors = safetensors.numpy.load_file(FOLDER / "vit_facebook_registers.safetensors")
     np.testing.assert_array_equal(loaded.params["registers"], tensors["register_tokens"][0])
+
+
+def test_rotary_positions_stay_with_their_patches():
+    """An autoencoder's encoder reads some of the patches, in any order; prompts have no place."""
+    loaded, rng = load("vit_timm_dinov3", heads=HEADS), np.random.default_rng(1)
+    image, width = jnp.asarray(EXPECTED["image"][:2]), loaded.config.width
+    keep = jnp.asarray([[3, 9, 0, 14, 7], [1, 2, 15, 8, 4]])
+    prompt = jnp.asarray(rng.normal(size=(2, width)), jnp.float32)
+    extra = Injection(prompt={0: prompt}, tokens=prompt)
+
+    def cls(keep):
+        return encode(loaded.config, loaded.params, image, extra._replace(keep=keep)).cls
+
+    whole = encode(loaded.config, loaded.params, image, extra).cls
+    np.testing.assert_allclose(cls(jnp.tile(jnp.arange(16), (2, 1))), whole, atol=1e-6)
+    np.testing.assert_allclose(cls(keep[:, ::-1]), cls(keep), atol=1e-6)
+    assert jnp.abs(cls(keep) - whole).max() > 1e-3
+    shifted = dataclasses.replace(loaded.config, rotary_base=0.0)
+    assert jnp.abs(encode(shifted, loaded.params, image, extra).cls - whole).max() > 1e-3
+
+
+def test_a_rotation_turns_pairs_of_channels():
+    """From Siméoni et al. 2025: channels i and i + half of a head are a point in a plane; those of rows come
+    first. At base 16, with a head of 8, periods are 1 and 4 half images."""
+    config = ViTConfig(image_size=4, patch=2, width=8, heads=1, rotary_base=16.0)
+    angle = patch_angles(config)
+    np.testing.assert_allclose(angle[1], np.tile([-np.pi, -np.pi / 4, np.pi, np.pi / 4], 2), rtol=1e-6)
+    x = jnp.zeros((1, 1, 4, 8)).at[..., 1].set(1.0)
+    turned = rotate(x, angle)[0, 0, 1]
+    np.testing.assert_allclose(turned[1], np.cos(np.pi / 4), rtol=1e-6)
+    np.testing.assert_allclose(turned[5], -np.sin(np.pi / 4), rtol=1e-6)

@@ -12,7 +12,7 @@ from fcljax import cli, config
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.studies import grid
-from fcljax.studies.grid import name_of, plan_of
+from fcljax.studies.grid import folder_name, plan_of
 
 
 def plan(text):
@@ -152,7 +152,7 @@ RUNS = st.tuples(TEXTS, TEXTS, st.lists(TEXTS, min_size=2, max_size=2), st.integ
 
 def named(run):
     method, variant, values, seed = run
-    return name_of(method, variant, list(zip(("lr", "class_list"), values, strict=True)), seed)
+    return folder_name(method, variant, list(zip(("lr", "class_list"), values, strict=True)), seed)
 
 
 @given(st.lists(RUNS, min_size=2, max_size=8, unique_by=repr))
@@ -170,7 +170,7 @@ def test_further_values_and_variants_leave_names_as_they_are():
 
 
 def test_a_value_whose_name_says_all_is_shown_as_it_is():
-    assert name_of("./mine.py", None, [("batch_size", 64), ("lr", 1e-5), ("augment", None)], 1) == (
+    assert folder_name("./mine.py", None, [("batch_size", 64), ("lr", 1e-5), ("augment", None)], 1) == (
         "mine.py-f66860_batch-size-64_lr-1e-05_augment-None_seed-1"
     )
 

@@ -197,7 +197,7 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
 @pytest.mark.parametrize("name", run_folder.SEALED)
 def test_a_changed_result_is_told_of(name, tmp_path, capsys):
     shutil.copytree(small_runs.finished("linear"), tmp_path / "run")
-    assert run_folder.changed(tmp_path / "run") == []
+    assert run_folder.changed_files(tmp_path / "run") == []
     with (tmp_path / "run" / name).open("a") as file:
         file.write("\n")
     said = f"{name} is not as the run wrote it"
@@ -210,11 +210,11 @@ def test_a_changed_result_is_told_of(name, tmp_path, capsys):
 
 
 def test_digests_that_are_no_digests_are_told_of(tmp_path):
-    assert run_folder.changed(tmp_path) == []
+    assert run_folder.changed_files(tmp_path) == []
     for text in ("{", "[]", "", "[" * 2000, "{}"):
         (tmp_path / run_folder.DIGESTS).write_text(text)
         (tmp_path / "summary.json").write_text("{}")
-        assert run_folder.changed(tmp_path)
+        assert run_folder.changed_files(tmp_path)
 
 
 # ---- weights -----------------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def test_dicts_that_hold_each_other_many_times_over_end():
     for _ in range(30):
         inner = {"a": inner, "b": inner}
     with pytest.raises(ValueError, match="more than 100,000 entries"):
-        list(torch_zip.named("", inner, float))
+        list(torch_zip.tensors_in("", inner, float))
     for _ in range(40):
         inner = {"a": inner}
     with pytest.raises(ValueError, match="32 levels"):
-        list(torch_zip.named("", inner, float))
-    assert list(torch_zip.named("", {"a": {"b": 1.0}, "optimizer": {"c": 2.0}, "d": 3.0}, float)) == [
+        list(torch_zip.tensors_in("", inner, float))
+    assert list(torch_zip.tensors_in("", {"a": {"b": 1.0}, "optimizer": {"c": 2.0}, "d": 3.0}, float)) == [
         ("a.b", 1.0),
         ("d", 3.0),
     ]

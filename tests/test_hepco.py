@@ -566,8 +566,8 @@ def test_latents_are_compared_with_real_features_class_by_class():
     # the mask leaves an example out that would move everything
     points, labels = np.vstack([points, [[1e3, 1e3]]]), np.append(labels, 0)
     real = D.sums(jnp.asarray(points), jnp.asarray(labels), every, jnp.arange(13) < 12)
-    np.testing.assert_allclose(D.spread_of(real).mean, means, atol=1e-5)
-    np.testing.assert_allclose(D.spread_of(real).variance, np.ones(3), rtol=1e-4)
+    np.testing.assert_allclose(D.class_spread(real).mean, means, atol=1e-5)
+    np.testing.assert_allclose(D.class_spread(real).variance, np.ones(3), rtol=1e-4)
     label = np.repeat(np.arange(3), D.PER_CLASS)
     latent = np.zeros((len(label), 2))
     latent[label == 0, 1] = np.tile([2.0, -2], D.PER_CLASS // 2)

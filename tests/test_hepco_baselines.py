@@ -26,7 +26,7 @@ from toys import same
 
 from fcljax.adapters.pool import weighted_prompts
 from fcljax.methods.fed_cprompt import contrastive_loss
-from fcljax.methods.fedlwf_mc import binary_loss
+from fcljax.methods.fedlwf_mc import distilled_binary_loss
 from fcljax.parts.task_start import teacher
 
 POOL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 1}
@@ -53,10 +53,10 @@ def test_old_classes_learn_what_the_teacher_says_of_them():
     """Specification C9: targets (.880797, 1, 0)."""
     z, old_z = jnp.array([[0.0, 1, -1]]), jnp.array([[2.0, 9, 9]])
     old, seen, mask = jnp.array([True, False, False]), jnp.ones(3, bool), jnp.array([True])
-    loss = binary_loss(z, old_z, jnp.array([1]), old, seen, mask)
+    loss = distilled_binary_loss(z, old_z, jnp.array([1]), old, seen, mask)
     np.testing.assert_allclose(loss, 0.439890, atol=1e-6)
     three = lambda x: jnp.concatenate([x, x + 7, x * jnp.nan])  # rows outside of the mask, and unseen classes
-    partly = binary_loss(
+    partly = distilled_binary_loss(
         three(z),
         three(old_z),
         jnp.array([1, 0, 0]),
@@ -118,7 +118,7 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
         return batch.image * part.adapter["scale"] @ head.kernel + head.bias
 
     old = logits(server.rules[0].trainable)
-    loss = lambda part: binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
+    loss = lambda part: distilled_binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
     expected = jax.tree.map(lambda x, g: x - 0.1 * g, part, jax.grad(loss)(part))
     local = compiled(program.start)(context, made.init_client(KEY, server), KEY)
     after, _ = compiled(program.phases[0].step)(context, local, batch, KEY)

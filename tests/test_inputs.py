@@ -32,7 +32,7 @@ from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
 from fcljax.runs import build
 from fcljax.runs.features import feature_file, frozen_features, save_features, saved_features
-from fcljax.runs.inputs import fetch, load_inputs, make_splits, read_clean, surrogate_images
+from fcljax.runs.inputs import inputs_of, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
 
 SMALL = InputConfig(image_size=8)  # 8 pixels are one patch of vit_micro
@@ -166,7 +166,7 @@ def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, p
     assert dataset.x_test.shape == (6, *({"fppl": (9, 9), "hepco": (8, 8)}[pipeline]), 3)
     train, test = make_splits(dataset, (dataset.y_train, dataset.y_test), None, 4)
     rows, keys = jnp.arange(24), jax.random.split(jax.random.key(0), 24)
-    image, label, _ = fetch(found.preprocess, True, train, rows, keys, True)
+    image, label, _ = inputs_of(found.preprocess, True, train, rows, keys, True)
     expected = train_view(
         found.preprocess, jnp.asarray(dataset.x_train), keys, jnp.asarray(dataset.size_train)
     )

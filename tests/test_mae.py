@@ -12,7 +12,7 @@ from test_vit import products
 
 from fcljax.adapters.prompts import init_prompts
 from fcljax.errors import InputError
-from fcljax.federated.communication import scalars
+from fcljax.federated.communication import count_scalars
 from fcljax.models.mae import (
     DecoderConfig,
     decode,
@@ -72,7 +72,7 @@ def latent():
 
 def test_the_decoder_has_the_published_number_of_parameters():
     shapes = decoder_shapes(DecoderConfig())
-    parts = {name: scalars(tree) for name, tree in shapes.items()}
+    parts = {name: count_scalars(tree) for name, tree in shapes.items()}
     assert {name: parts[name] for name in ("embed", "mask", "block_00", "norm", "predict", "pos")} == {
         "embed": 393_728,
         "mask": 512,
@@ -81,19 +81,19 @@ def test_the_decoder_has_the_published_number_of_parameters():
         "predict": 393_984,
         "pos": 100_864,
     }
-    assert scalars(shapes) - parts["pos"] == 26_008_320
+    assert count_scalars(shapes) - parts["pos"] == 26_008_320
 
 
 def test_prompts_and_latents_of_pmae_have_the_published_sizes():
-    assert scalars(parameter_shapes(VITS["vit_b16"])) == 85_798_656
+    assert count_scalars(parameter_shapes(VITS["vit_b16"])) == 85_798_656
     prompts = jax.eval_shape(lambda key: init_prompts(key, 1, 5, 20, 768)[0], jax.random.key(0))
     reconstructive = jax.eval_shape(
         lambda key: init_prompts(key, 1, 1, 5, DecoderConfig().width)[0], jax.random.key(0)
     )
     head = 200 * (768 + 1)
-    assert (prompts.shape, scalars(prompts)) == ((5, 20, 768), 76_800)
-    assert (reconstructive.shape, scalars(reconstructive)) == ((1, 5, 512), 2_560)
-    assert scalars((prompts, reconstructive)) + head == 233_160
+    assert (prompts.shape, count_scalars(prompts)) == ((5, 20, 768), 76_800)
+    assert (reconstructive.shape, count_scalars(reconstructive)) == ((1, 5, 512), 2_560)
+    assert count_scalars((prompts, reconstructive)) + head == 233_160
 
 
 def test_an_uploaded_latent_is_50_tokens_and_an_order_of_196_patches():

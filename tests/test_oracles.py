@@ -13,7 +13,7 @@ from test_hepco import world
 from test_vfcl import fresh, method_of, run_of
 
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align, draw
+from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align_classifier, draw_features
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.posterior import Posterior
@@ -258,10 +258,10 @@ def test_slcas_alignment_is_descent_on_normalised_logits():
     known = Gaussians(means, roots, jnp.asarray(task_of), jnp.ones(3, bool))
     head = Head(jnp.array([[0.5, -0.2, 0.9], [0.1, 0.4, 0.7]]), jnp.array([0.3, -0.1, 2.0]))
     task, key = jnp.int32(1), jax.random.key(3)
-    drawn = [draw(known, task, options.align_samples, jax.random.fold_in(key, i)) for i in range(3)]
+    drawn = [draw_features(known, task, options.align_samples, jax.random.fold_in(key, i)) for i in range(3)]
     epochs = [(np.asarray(x, float), np.asarray(y)) for x, y in drawn]
     start = np.vstack([np.asarray(head.kernel, float), np.asarray(head.bias, float)])
     expected = aligned_by_hand(start, epochs, task_of, options)
-    found = align(options, head, known, task, 2, key)
+    found = align_classifier(options, head, known, task, 2, key)
     assert np.abs(expected - start).max() > 0.05
     close(np.vstack([found.kernel, found.bias]), expected)

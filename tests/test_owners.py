@@ -14,7 +14,7 @@ from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
 from fcljax.data.owners import find_owners, owners_csv, with_owners
 from fcljax.data.tasks import chosen_sizes, listed_order
 from fcljax.errors import InputError
-from fcljax.scenario import fitted, make_scenario
+from fcljax.scenario import fit_partition, make_scenario
 
 DIGITS = load_dataset("digits")
 COUNT = len(DIGITS.y_train)
@@ -29,7 +29,7 @@ def csv_file(folder, lines, head="example,client"):
 
 def scenario_of(dataset, **given):
     settings = config.from_mapping("linear", given, "test")
-    settings = config.resolve(fitted(settings, dataset))
+    settings = config.resolve(fit_partition(settings, dataset))
     return settings, make_scenario(dataset, settings, 2, False)
 
 
@@ -129,7 +129,7 @@ def test_a_file_that_does_not_fit_is_named_with_its_line(tmp_path, head, lines, 
 def given(**values):
     settings = config.from_mapping("linear", values, "options")
     config.check_given(settings, values)
-    return fitted(settings, DIGITS)
+    return fit_partition(settings, DIGITS)
 
 
 @pytest.mark.parametrize(

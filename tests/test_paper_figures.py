@@ -67,7 +67,7 @@ def test_a_figure_over_tasks_has_our_means_beside_the_papers_curve():
 def test_rows_that_were_not_run_and_have_no_numbers_are_not_drawn():
     nothing = [each._replace(values=((),)) for each in results("figure1")]
     assert set(paper_figures.lines(FigureEntry("tasks"), nothing)) == {"linear [a]"}
-    assert paper_figures.draw(FigureEntry("tasks"), nothing[-1:]) is None
+    assert paper_figures.draw_figure(FigureEntry("tasks"), nothing[-1:]) is None
 
 
 def test_what_a_run_gives_a_figure():
@@ -87,7 +87,7 @@ def test_what_a_run_gives_a_figure():
 
 
 def test_the_papers_line_is_dashed_in_the_colour_of_ours():
-    drawn = paper_figures.draw(FigureEntry("clients"), results())
+    drawn = paper_figures.draw_figure(FigureEntry("clients"), results())
     ours, paper = drawn.axes[0].lines[:2]
     assert ours.get_color() == paper.get_color() and paper.get_linestyle() == "--"
     assert list(ours.get_ydata()) == [1, 3] and paper.get_ydata()[0] == 40

@@ -21,7 +21,7 @@ from micro import round_context_of as round_context
 from fcljax.adapters.lora import pair_of
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
-from fcljax.federated.communication import extra_storage, scalars, traffic
+from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.methods.pilora import PRESETS, l1, learning_rate_factor, orthogonality, pl_loss
@@ -204,9 +204,9 @@ def counts(fidelity="intended", classes=100, **fields):
 def test_a_client_sends_and_receives_the_papers_numbers(fidelity, classes, up, down):
     upload, broadcast, _, _ = counts(fidelity, classes)
     assert traffic(upload, broadcast)[::2] == (up, down)
-    assert scalars(upload.mean) == scalars(broadcast.payload.trainable.adapter) == 12_288
+    assert count_scalars(upload.mean) == count_scalars(broadcast.payload.trainable.adapter) == 12_288
     sent = upload.gather
-    assert scalars(sent["classifier"]) == scalars(sent["features"]) == 768 * classes // 10
+    assert count_scalars(sent["classifier"]) == count_scalars(sent["features"]) == 768 * classes // 10
 
 
 @pytest.mark.parametrize(("fidelity", "down"), [("intended", 12_288 + 7_680), ("released", 6_144 + 7_680)])
@@ -219,7 +219,7 @@ def test_the_last_state_of_a_finished_task_comes_down_too(fidelity, down):
     def handover(key, frozen):
         return method.handover(round_context(task, frozen=frozen), method.init(key, frozen))
 
-    assert scalars(jax.eval_shape(handover, KEY, frozen)) == down
+    assert count_scalars(jax.eval_shape(handover, KEY, frozen)) == down
 
 
 def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
@@ -228,35 +228,37 @@ def test_bytes_of_a_task_are_a_sixth_of_one_transfer_of_the_network():
     assert 4 * floats * 300 == 57_139_200
     # which classes are present, and the weight
     assert traffic(upload, broadcast).upload_bytes == 110_592 + 10 + 4
-    assert scalars(VIT_B16) == 85_798_656
+    assert count_scalars(VIT_B16) == 85_798_656
 
 
 def test_the_a_matrices_that_clients_keep_are_the_papers_share_of_the_network():
     _, broadcast, _, _ = counts("released")
-    per_task = scalars(broadcast.cached.adapter) / 10
+    per_task = count_scalars(broadcast.cached.adapter) / 10
     assert per_task == 6_144
-    assert 100 * per_task * np.mean(np.arange(1, 11)) / scalars(VIT_B16) == pytest.approx(0.0394, abs=5e-5)
+    assert 100 * per_task * np.mean(np.arange(1, 11)) / count_scalars(VIT_B16) == pytest.approx(
+        0.0394, abs=5e-5
+    )
     _, broadcast, _, _ = counts("intended")
-    assert scalars(broadcast.cached.adapter) == 10 * 12_288
+    assert count_scalars(broadcast.cached.adapter) == 10 * 12_288
     assert extra_storage(broadcast)["scalars"] == 10 * 12_288 + 76_800
 
 
 def test_ablations_send_only_what_they_need():
     upload, broadcast, trainable, server = counts(adapter="linear")
     assert traffic(upload, broadcast)[::2] == (15_360, 7_680)
-    assert scalars(server) == scalars(broadcast.cached) == 76_800
-    assert scalars(trainable) == 7_680
+    assert count_scalars(server) == count_scalars(broadcast.cached) == 76_800
+    assert count_scalars(trainable) == 7_680
     upload, _, _, _ = counts(wo_reweight=True)
-    assert scalars(upload) == 19_968
+    assert count_scalars(upload) == 19_968
     upload, broadcast, _, server = counts(adapter="full")
     assert traffic(upload, broadcast)[::2] == (85_798_656 + 15_360, 85_798_656 + 7_680)
-    assert scalars(server) == 85_798_656 + 76_800
+    assert count_scalars(server) == 85_798_656 + 76_800
 
 
 def test_a_network_that_is_not_tuned_is_not_in_the_servers_state():
     for adapter, pairs in (("lora", 10 * 12_288), ("linear", 0)):
         server = counts(adapter=adapter)[3]
-        assert scalars(server.params.adapter) == pairs and scalars(server) == pairs + 76_800
+        assert count_scalars(server.params.adapter) == pairs and count_scalars(server) == pairs + 76_800
     frozen = Frozen({"scale": jnp.ones(WIDTH, jnp.bfloat16)})
     tuned = build(SIZES, adapter="full").init(KEY, frozen)
     assert tuned.params.adapter["scale"].dtype == jnp.float32

@@ -17,7 +17,7 @@ from fcljax.adapters import find_adapter
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
-from fcljax.federated.server_replay import make_replayer, replay
+from fcljax.federated.server_replay import make_replayer, replay_on_server
 from fcljax.methods import pmae
 from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, restore_plan
 from fcljax.models.heads import cross_entropy
@@ -124,13 +124,13 @@ def test_what_trains_and_what_is_uploaded_have_the_numbers_of_the_paper(name, ex
     server = jax.eval_shape(method.init, KEY, frozen)
     task = round_context_of(make_tasks(200, 20)[0])
     part = jax.eval_shape(lambda server: method.broadcast(task, server).payload.trainable, server)
-    assert communication.scalars(part) == expected
+    assert communication.count_scalars(part) == expected
     kept = jax.eval_shape(method.server_replay.buffer, task, server)
     # 40 images of a client; 38,400 numbers and 196 places each, more than the image's 150,528 bytes
     assert len(kept.label) == 10 * 40 and kept.examples.latent.shape[1:] == (50, 768)
-    assert communication.scalars(kept.examples.latent) // 400 == 38_400 and kept.examples.order.shape[1:] == (
-        196,
-    )
+    assert communication.count_scalars(kept.examples.latent) // 400 == 38_400 and kept.examples.order.shape[
+        1:
+    ] == (196,)
     assert communication.num_bytes(kept.examples) // 400 > 3 * 224**2
 
 
@@ -471,7 +471,9 @@ def test_a_round_reads_every_row_once_an_epoch_in_batches_and_only_these_reach_t
     server, batches = history()[3][0], []
     round_context = round_context_of(TASKS[1], 1, True)
     past = (history_kept(0),)
-    found = replay(replayer, round_context, server, past, KEY, lambda batch: batches.append(batch) or batch)
+    found = replay_on_server(
+        replayer, round_context, server, past, KEY, lambda batch: batches.append(batch) or batch
+    )
     mine = int(np.sum(method.server_replay.buffer(round_context, server).used))
     rows = mine + len(past[0].label)
     assert found.examples == 3 * rows and len(batches) == 3 * -(-rows // 8)
@@ -521,7 +523,7 @@ def test_without_any_row_nothing_is_trained():
     method = method_of("pmae", **VALUES)
     replayer = make_replayer(method.server_replay, lambda name, function, **_: jax.jit(function))
     server, _ = begin(method)
-    found = replay(replayer, round_context_of(TASKS[0]), server, (), KEY, lambda tree: tree)
+    found = replay_on_server(replayer, round_context_of(TASKS[0]), server, (), KEY, lambda tree: tree)
     assert found.examples == 0 and not found.metrics
     same(found.server, server)
 

@@ -67,7 +67,7 @@ def test_what_is_uploaded_is_what_the_paper_counts(method, fidelity, expected):
     made = make_method(cfg, sizes, vit_network(vit))
     server = jax.eval_shape(made.init, KEY, Frozen(parameter_shapes(vit)))
     broadcast = jax.eval_shape(functools.partial(made.broadcast, round_context_of(OLD)), server)
-    assert communication.scalars(broadcast.payload.trainable) == expected
+    assert communication.count_scalars(broadcast.payload.trainable) == expected
 
 
 # ---- tokens that go through the network --------------------------------------------------------------------
@@ -110,9 +110,9 @@ def test_a_batch_chooses_the_prompts_with_the_most_votes():
     """O14: {0,1}, {0,2}, {0,1} -> votes 3, 2, 1 -> {0, 1}; padding has none."""
     score = jnp.array([[3.0, 2, 1], [3, 1, 2], [3, 2, 1], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
     mask = jnp.array([True, True, True, False, False, False])
-    np.testing.assert_array_equal(l2p.choose(score, mask, 2, True), [[0, 1]] * 6)
-    np.testing.assert_array_equal(l2p.choose(score, ~mask, 2, True), [[1, 2]] * 6)
-    alone = l2p.choose(score, mask, 2, False)
+    np.testing.assert_array_equal(l2p.choose_prompts(score, mask, 2, True), [[0, 1]] * 6)
+    np.testing.assert_array_equal(l2p.choose_prompts(score, ~mask, 2, True), [[1, 2]] * 6)
+    alone = l2p.choose_prompts(score, mask, 2, False)
     np.testing.assert_array_equal(alone, [[0, 1], [0, 2], [0, 1], [2, 1], [2, 1], [2, 1]])
 
 

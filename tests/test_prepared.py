@@ -135,7 +135,7 @@ def test_later_runs_map_what_the_first_has_decoded(load, monkeypatch):
 def test_the_digest_names_the_content_and_nothing_else(raw, load, tmp_path):
     data = load()
     arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test", "size_train")}
-    assert data.digest == prepared.digest({key: np.array(array) for key, array in arrays.items()})
+    assert data.digest == prepared.digest_of_arrays({key: np.array(array) for key, array in arrays.items()})
     assert (
         data.digest
         == load_dataset(f"folder:{raw}", DataOptions(geometry=GEOMETRY, data_dir=tmp_path / "other")).digest

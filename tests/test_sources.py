@@ -375,8 +375,8 @@ def test_data_in_memory_have_digests_of_their_content(tmp_path):
         arrays = {key: getattr(data, key) for key in ("x_train", "y_train", "x_test", "y_test")}
         assert (
             data.digest
-            == prepared.digest(arrays)
-            != prepared.digest(arrays | {"x_train": 255 - data.x_train})
+            == prepared.digest_of_arrays(arrays)
+            != prepared.digest_of_arrays(arrays | {"x_train": 255 - data.x_train})
         )
     assert load_dataset("glyphs", DataOptions(glyph_train=1, glyph_test=1, seed=1)).digest != glyphs.digest
 

@@ -9,7 +9,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.config import PartitionConfig
 from fcljax.data.files.sources import load_dataset
-from fcljax.data.streams import SUPERCLASSES, own_streams, pool_of, shared_streams
+from fcljax.data.streams import SUPERCLASSES, own_streams, shared_streams, split_pool
 from fcljax.data.tasks import make_tasks, tasks_of
 from fcljax.errors import InputError
 from fcljax.scenario import make_scenario
@@ -71,17 +71,17 @@ def test_pools_are_of_neighbours_of_superclasses_or_of_one_source_each():
     names = [name for group in SUPERCLASSES.values() for name in group]
     assert len(names) == len(set(names)) == 100 and len(SUPERCLASSES) == 20
     nothing = np.zeros(100, int)
-    pool = pool_of("superclasses", names[::-1], nothing, 5, 0)
+    pool = split_pool("superclasses", names[::-1], nothing, 5, 0)
     assert len(pool) == 20 and all(np.ptp(task) == 4 for task in pool)
     whales = {names[::-1][i] for i in pool[0]}
     assert whales == set(SUPERCLASSES["aquatic mammals"])
-    assert [list(task) for task in pool_of("order", ["x"] * 5, nothing[:5], 2, 0)] == [[0, 1], [2, 3]]
+    assert [list(task) for task in split_pool("order", ["x"] * 5, nothing[:5], 2, 0)] == [[0, 1], [2, 3]]
     sources = np.array([0, 1, 0, 1, 0, 0])
-    pool = pool_of("sources", ["x"] * 6, sources, 2, 0)
+    pool = split_pool("sources", ["x"] * 6, sources, 2, 0)
     assert [list(task) for task in pool] == [[0, 2], [4, 5], [1, 3]]
-    assert len(pool_of("sources", ["x"] * 6, sources, 2, 1)) == 2
+    assert len(split_pool("sources", ["x"] * 6, sources, 2, 1)) == 2
     with pytest.raises(InputError, match="task_pool: 'superclasses' gives no task"):
-        pool_of("superclasses", ["0", "1"], nothing[:2], 5, 0)
+        split_pool("superclasses", ["0", "1"], nothing[:2], 5, 0)
 
 
 def test_tasks_of_any_classes_say_what_was_seen_before():

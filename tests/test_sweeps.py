@@ -81,7 +81,7 @@ def quick(monkeypatch):
 
 def test_so_many_at_a_time_each_on_a_device_of_its_own_and_a_failure_ends_nothing(quick):
     start, codes, seen = Fake({"b": 2}), {}, []
-    sweeps.play(
+    sweeps.run_all(
         [job(name) for name in "abcde"], start, ["0", "3"], codes, lambda *now: seen.append(len(now[1]))
     )
     assert codes == {"a": 0, "b": 2, "c": 0, "d": 0, "e": 0}
@@ -97,7 +97,7 @@ def test_a_signal_is_passed_on_and_waited_for(number, quick):
         signal.raise_signal(number)
 
     with sweeps_stopped(number):
-        sweeps.play([job(name) for name in "abc"], start, [None, None], codes, watch)
+        sweeps.run_all([job(name) for name in "abc"], start, [None, None], codes, watch)
     assert start.log == [("a", None), ("b", None), ("a", number), ("b", number)]
     assert not start.now and codes == {}
 

@@ -142,7 +142,10 @@ def test_values_of_a_summary_in_the_papers_units():
     assert tables.value_of(summary, "forgetting.paper") is None
     assert tables.value_of(summary, "A_avg.more") is None and tables.value_of(summary, "B") is None
     assert tables.value_of({"A_avg": True}, "A_avg") is None
-    assert (tables.unit("A_avg"), tables.unit("communication.upload_bytes")) == ("%", "MiB")
+    assert (tables.unit_of_metric("A_avg"), tables.unit_of_metric("communication.upload_bytes")) == (
+        "%",
+        "MiB",
+    )
 
 
 def test_difference_and_interval_are_those_of_a_calculation_by_hand():

@@ -19,7 +19,7 @@ from fcljax.methods import METHODS
 from fcljax.runs import loop, resume, signals
 from fcljax.runs.build import build
 from fcljax.runs.inputs import Inputs
-from fcljax.scenario import domains_of, fitted, make_scenario, scenario_of_one
+from fcljax.scenario import domains_of, fit_partition, make_scenario, scenario_of_one
 
 DIGITS = load_dataset("digits")
 SHIFTED = load_dataset("shifted_digits")
@@ -30,7 +30,7 @@ SHORT = {"image_size": 8, "rounds": 2, "epochs": 1, "clients": 4, "batch_size": 
 def scenario_of(dataset=DIGITS, rounds=2, **given):
     settings = config.from_mapping("linear", given, "options")
     config.check_given(settings, given)
-    settings = config.resolve(fitted(settings, dataset))
+    settings = config.resolve(fit_partition(settings, dataset))
     return settings, make_scenario(dataset, settings, rounds, False)
 
 

@@ -3,7 +3,10 @@
 import importlib
 import os
 import random
+import shutil
+import signal
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -30,7 +33,7 @@ def tried(torture, folder, monkeypatch, **wanted):
     for name in ("FCLJAX_DATA", "FCLJAX_COMPILED"):  # which the trials change
         monkeypatch.setenv(name, os.environ.get(name, "off"))
     wanted = {kind.replace("_", " "): number for kind, number in wanted.items()}
-    return torture.torture(folder, 1, 10.0, wanted)
+    return torture.torture(folder, 1, 10.0, wanted, tuple(torture.RUNS))
 
 
 def test_bad_inputs_end_in_one_line_and_leave_nothing(torture, tmp_path, monkeypatch):
@@ -48,6 +51,7 @@ def test_damaged_files_are_named_refused_or_made_again(torture, tmp_path, monkey
     assert results(found, "files") == ([], 40)
 
 
+@pytest.mark.filterwarnings("ignore")  # Flower's own, where it is installed
 def test_hostile_uploads_are_left_out_and_counted(torture, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torture_uploads"], "METHODS", ("linear",))
     found = tried(torture, tmp_path, monkeypatch, uploads=60)
@@ -90,6 +94,65 @@ def test_a_trial_that_goes_wrong_is_counted_and_kept(torture, tmp_path, monkeypa
     assert (tmp_path / "wrong").read_text() == "bad inputs 1: different: 'b'\n"
 
 
+class Ended:
+    """A process that has ended at once, after it has done `work`."""
+
+    def __init__(self, work):
+        work()
+
+    def poll(self, seconds=0.0):
+        return 0
+
+    def send_signal(self, number):
+        raise AssertionError("it has ended")
+
+    def ended(self, seconds):
+        return 0, ""
+
+
+def test_a_killed_run_that_ends_otherwise_or_loses_a_checkpoint_is_counted(torture, tmp_path):
+    """The judge of kills, with programs that write what a test says."""
+    kills = sys.modules["torture_kills"]
+
+    def outcome(name, log, checkpoints):
+        folder, steps = tmp_path / name, iter(checkpoints)
+
+        def start(*arguments):
+            def work():
+                out = folder / "trial" if "trial" in str(arguments) else folder / "linear"
+                out.mkdir(parents=True, exist_ok=True)
+                (out / "summary.json").write_text('{"A_last": 1, "time": 5}')
+                (out / "metrics.jsonl").write_text("{}" if out.name == "linear" else log)
+                if out.name == "trial":
+                    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+                    (out / "checkpoints" / str(next(steps, 9))).mkdir(parents=True)
+
+            return Ended(work)
+
+        programs = types.SimpleNamespace(start=start)
+        references = kills.References(folder, programs, ("linear",))
+        (folder / "trial" / "checkpoints" / "2").mkdir(parents=True)
+        return kills.kill(random.Random(0), folder / "trial", references, 0).result
+
+    assert outcome("same", "{}", [3]) == "survived"
+    assert outcome("other", "{1}", [3]) == "different"
+    assert outcome("lost", "{}", [1]) == "different"
+
+
+def test_a_program_is_forked_and_ended_by_signals(torture):
+    programs = sys.modules["torture_programs"].Programs()
+    try:
+        assert programs.start("--version").ended(300) == (0, "")
+        code, err = programs.start("run", "linea").ended(300)
+        assert code == 2 and err.startswith("fcljax: method: unknown value 'linea'") and err.count("\n") == 1
+        process = programs.start("run", "linear", "--help")
+        process.send_signal(signal.SIGKILL)
+        assert process.ended(300)[0] in (0, -signal.SIGKILL)
+    finally:
+        programs.close()
+    assert programs.parent.returncode == 0
+
+
 def test_there_are_twenty_kinds_of_bad_inputs_and_each_is_drawn_from_the_seed(torture):
     generators = sys.modules["torture_inputs"].GENERATORS
     draw = lambda: [make(random.Random(i)) for make in generators for i in range(3)]
@@ -99,12 +162,14 @@ def test_there_are_twenty_kinds_of_bad_inputs_and_each_is_drawn_from_the_seed(to
 
 @pytest.mark.long
 def test_kills_and_damaged_runs_lose_nothing_and_change_nothing(torture, tmp_path, monkeypatch):
-    found = tried(torture, tmp_path, monkeypatch, kills=6, damage=12)
-    assert results(found, "kills") == ([], 6)
+    monkeypatch.setattr(torture, "RUNS", ("linear", "pmae"))
+    found = tried(torture, tmp_path, monkeypatch, kills=11, damage=12)
+    assert results(found, "kills")[0] == [] and torture.tried(found["kills"]) >= 11
     assert results(found, "damage") == ([], 12)
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # Flower's own, where it is installed
 def test_hostile_uploads_of_every_method_are_left_out_and_counted(torture, tmp_path, monkeypatch):
     found = tried(torture, tmp_path, monkeypatch, uploads=200)
     assert results(found, "uploads") == ([], 200)

@@ -244,9 +244,9 @@ def test_where_files_cannot_be_locked_nobody_cleans_up_after_others(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", unsupported)
-        with prepared.alone(target, Console()):
+        with prepared.one_process(target, Console()):
             assert other.exists()
-    with prepared.alone(target, Console()):
+    with prepared.one_process(target, Console()):
         assert not other.exists()
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fcljax.federated.communication import scalars
+from fcljax.federated.communication import count_scalars
 from fcljax.models.heads import init_head
 from fcljax.models.products import matmul
 from fcljax.models.shapes import VITS
@@ -128,7 +128,7 @@ def test_parameter_counts(name, count):
     c = VITS[name]
     patch, embed = (3 * c.patch**2 + 1) * c.width, (2 + c.grid**2) * c.width
     block = 4 * c.width * (c.width + 1) + 2 * c.width * c.mlp + c.mlp + c.width + 4 * c.width
-    assert scalars(parameter_shapes(c)) == patch + embed + c.depth * block + 2 * c.width == count
+    assert count_scalars(parameter_shapes(c)) == patch + embed + c.depth * block + 2 * c.width == count
 
 
 def test_heads_and_low_rank_updates_have_the_numbers_that_the_papers_count():
@@ -136,12 +136,12 @@ def test_heads_and_low_rank_updates_have_the_numbers_that_the_papers_count():
 
     PILoRA section 2: rank 4 on q and v.
     """
-    body = scalars(parameter_shapes(VITS["vit_b16"]))
-    head = lambda classes: scalars(jax.eval_shape(lambda: init_head(jax.random.key(0), 768, classes)))
+    body = count_scalars(parameter_shapes(VITS["vit_b16"]))
+    head = lambda classes: count_scalars(jax.eval_shape(lambda: init_head(jax.random.key(0), 768, classes)))
     assert (head(100), head(200), head(345)) == (76_900, 153_800, 265_305)
     assert (body + head(200), body + head(1000)) == (85_952_456, 86_567_656)
     down, up = jax.ShapeDtypeStruct((4, 768), jnp.float32), jax.ShapeDtypeStruct((768, 4), jnp.float32)
-    assert scalars(Lora(down, up, down, up)) == 12_288
+    assert count_scalars(Lora(down, up, down, up)) == 12_288
 
 
 def test_a_random_network_depends_on_its_key_and_has_the_declared_shapes():

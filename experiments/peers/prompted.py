@@ -16,13 +16,13 @@ from jaxtyping import Array, PyTree
 
 from fcljax import config
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, prompt_injection
-from fcljax.data.augment import Preprocess, clean_view, preset, train_view
+from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_view
 from fcljax.data.store import Split
 from fcljax.methods.pilora import orthogonality
 from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
-from fcljax.runs.inputs import fetch, read_clean
+from fcljax.runs.inputs import inputs_of, read_clean
 from fcljax.runs.predict import Predicted, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
@@ -53,7 +53,7 @@ class Work(NamedTuple):
     @property
     def preprocess(self) -> Preprocess:
         """How its images are made: as the papers' releases do."""
-        return preset(self.method, self.vit.image_size)
+        return input_pipeline(self.method, self.vit.image_size)
 
 
 # What is not the clients' own work is off: FPPL's server would train the classifier on prototypes.
@@ -96,7 +96,7 @@ def game_of(work: Work) -> Game:
         Split(jnp.asarray(image), jnp.asarray(label)),
         partition(work.rows, label, CLASSES),
         task,
-        functools.partial(fetch, preprocess, work.augment),
+        functools.partial(inputs_of, preprocess, work.augment),
     )
 
 

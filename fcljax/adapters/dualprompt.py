@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from fcljax.adapters.l2p import choose, pull, uniform
+from fcljax.adapters.l2p import choose_prompts, pull, uniform
 from fcljax.adapters.slots import Slots
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
@@ -107,7 +107,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         every = slots.merge(cached, task, trainable) if isinstance(cached, DualPrompts) else trainable
         seen = (jnp.arange(sizes.tasks) <= task.index) | (options.dual_candidates == "all")
         score = mask_logits(cosine(query, every.key), seen)
-        return every.own[choose(score, mask, 1, options.dual_batchwise)[:, 0]]
+        return every.own[choose_prompts(score, mask, 1, options.dual_batchwise)[:, 0]]
 
     def inject(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array

@@ -69,7 +69,7 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
         return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
 
     def chosen(trainable: KeyedPrompts, query: Array, mask: Array) -> Int[Array, "batch chosen"]:
-        return choose(cosine(query, trainable.key), mask, options.l2p_top_k, options.l2p_batchwise)
+        return choose_prompts(cosine(query, trainable.key), mask, options.l2p_top_k, options.l2p_batchwise)
 
     def tokens(trainable: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
         return trainable.prompt[chosen(trainable, query, mask)].reshape(len(query), -1, network.width)
@@ -109,7 +109,7 @@ def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
     return features.prompts.mean(axis=1)
 
 
-def choose(
+def choose_prompts(
     score: Float[Array, "batch size"], mask: Bool[Array, " batch"], count: int, batchwise: bool
 ) -> Int[Array, "batch count"]:
     """The prompts of each image: those with the highest scores, or those with the most votes of the batch.

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from fcljax.bridges.records import (
     config,
     from_arrays,
     from_metrics,
-    listed,
+    list_in,
     load_records,
     record_bytes,
     save_records,
@@ -40,7 +41,7 @@ from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Exchange, Played
-from fcljax.federated.schedule import ClientPartition, phase_steps
+from fcljax.federated.schedule import ClientPartition, phase_examples, phase_steps
 from fcljax.methods import find_method
 from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
@@ -51,7 +52,16 @@ from fcljax.runs.rounds import first_server, make_play_round
 from fcljax.runs.summary import figures_of, summarize, warnings_of
 from fcljax.runs.traffic import payload_shapes
 from fcljax.terminal import say
-from fcljax.types import Broadcast, ClientContext, ClientInfo, PyTree, RoundContext
+from fcljax.types import (
+    Broadcast,
+    ClientContext,
+    ClientInfo,
+    Metrics,
+    Program,
+    PyTree,
+    RoundContext,
+    Upload,
+)
 
 # after our own modules: records.py says what to do if Flower is not installed
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip
@@ -60,9 +70,9 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 HELLO, ROUND = "query.hello", "train.round"
 STATE, CACHED, OWNER = "fcljax.state", "fcljax.cached", "fcljax.owner"  # records of a client's context
-MOST_WEIGHT = 1e9  # of a metric: examples times passes over them
+ROUNDING = 1.01  # a metric's weight is added up in float32
 MOST_FACTS = 1 << 20  # characters of a node's report about itself
-_STAMP = ("index", "task", "round")  # of an exchange: an answer has that of the call
+_STAMP = ("index", "task", "round", "nonce")  # of a call: an answer has the same
 _CLASSES = "classes.png"  # the figure of examples per class and client, which clients do not report
 
 _SERVER = (
@@ -113,10 +123,10 @@ def _reply(
     context: Context,
 ) -> Message:
     given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-    resolved = node.settings_of(method, settings | given)
+    resolved = node.federation_settings(method, settings | given)
     client = node.check_client(resolved, context.node_config.get("partition-id"))
     call, path = message.content.config_records["call"], context.node_config.get("data")
-    class_names = tuple(map(str, listed(call, "class_names")))
+    class_names = tuple(map(str, list_in(call, "class_names")))
     own = None if path is None else OwnData(client, str(path), class_names)
     return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
 
@@ -143,20 +153,20 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
     upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
-    stamp = {name: int(me.call[name]) for name in _STAMP}
+    stamp = {name: me.call[name] for name in _STAMP}
     answer = config({"incomplete": False, "valid": valid, "fresh": fresh, **stamp})
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
 
 def _request(call: ConfigRecord) -> Request:
-    key = jax.random.wrap_key_data(jnp.asarray(listed(call, "key"), jnp.uint32))
+    key = jax.random.wrap_key_data(jnp.asarray(list_in(call, "key"), jnp.uint32))
     return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
 def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
     """What every client has of earlier broadcasts, from the node's own arrays and from those that were sent;
     None: an array is missing, or does not have the digest that the server expects."""
-    expected = dict(zip(listed(call, "cached"), listed(call, "digests"), strict=True))
+    expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
     both = {**mine, **sent}
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     return cached if _digests(cached) == expected else None
@@ -168,6 +178,11 @@ def _digests(arrays: ArrayRecord) -> dict[str, str]:
         name: hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.data).hexdigest()
         for name, array in arrays.items()
     }
+
+
+def _digest(arrays: ArrayRecord) -> str:
+    """sha256 of all arrays and their names."""
+    return hashlib.sha256(json.dumps(sorted(_digests(arrays).items())).encode()).hexdigest()
 
 
 # ---- what a client stores ----------------------------------------------------------------------------------
@@ -246,7 +261,7 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         own = {name: value for name, value in context.run_config.items() if name in _SERVER}
         given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-        serve(grid, node.settings_of(method, settings | given), usual._replace(**own), on_round)
+        serve(grid, node.federation_settings(method, settings | given), usual._replace(**own), on_round)
 
     return app
 
@@ -450,6 +465,22 @@ def _facts(reply: Message) -> Facts:
     return found
 
 
+class Answer(NamedTuple):
+    """What a client has answered, and to what."""
+
+    call: dict[str, Any]  # as it was sent to the client
+    payload: str  # digest of the payload that was sent with it
+    content: RecordDict
+
+
+class Accepted(NamedTuple):
+    """Where an upload was accepted."""
+
+    payload: str  # digest of the payload that the client had been sent
+    task: int
+    round: int
+
+
 class Link:
     """The clients' part of every exchange, played by nodes. Counts the traffic."""
 
@@ -458,6 +489,8 @@ class Link:
         self.uploads = [node.upload_shape(each) for each in payload_shapes(exp).uploads]
         self.cached: dict[int, dict[str, str]] = {}  # client -> digests of its arrays of earlier broadcasts
         self.begun: set[int] = set()  # clients that have a state
+        # (the method's round, client) -> the uploads that were accepted, by their digests
+        self.accepted: dict[tuple[int, int], dict[str, Accepted]] = {}
         self.now: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
@@ -484,8 +517,7 @@ class Link:
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
             context = _client_context(round_context, broadcast, partition, client)
-            stale = self._stale(call, replies[client])
-            accumulator = self._receive(index, accumulator, context, replies[client], position, stale)
+            accumulator = self._receive(accumulator, context, replies[client], position)
         phases = player.round.program.phases
         steps = sum(int(phase_steps(partition.count[present], phase.view).sum()) for phase in phases)
         self._count(uploads=len(replies), dropped=len(ids) - len(replies))
@@ -502,20 +534,21 @@ class Link:
             "class_names": list(self.nodes.class_names),
         }
 
-    def _replies(
-        self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]
-    ) -> dict[int, RecordDict]:
-        """The answers of those clients that answer. A client that lacks an array is sent everything again."""
+    def _replies(self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]) -> dict[int, Answer]:
+        """The answers of those clients that answer. A client that lacks an array is sent everything again.
+        Each call has a nonce of its own, which the answer must have, too."""
         payload, cached = to_arrays(broadcast.payload), to_arrays(broadcast.cached)
-        found: dict[int, RecordDict] = {}
+        sent, found = _digest(payload), {}
         for _ in range(2):
-            contents = {client: self._content(client, call, payload, cached) for client in clients}
+            calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
+            contents = {client: self._content(client, own, payload, cached) for client, own in calls.items()}
             answers = self._ask(contents)
             for client, content in answers.items():
                 if content.config_records["call"].get("incomplete"):
                     self.cached.pop(client, None)
                 else:
-                    found[client], self.cached[client] = content, _digests(cached)
+                    found[client] = Answer(calls[client], sent, content)
+                    self.cached[client] = _digests(cached)
                     self._begin(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in found]
         for client in clients:
@@ -560,44 +593,75 @@ class Link:
             self.say(f"warning: client {client} did not answer")
         return found
 
-    def _stale(self, call: dict[str, Any], content: RecordDict) -> str:
-        """Why an answer is none to this call; empty if it is one."""
-        said = content.config_records["call"]
-        wrong = [name for name in _STAMP if said.get(name) != call[name]]
-        return f"its {wrong[0]} is {said.get(wrong[0])!r}, not {call[wrong[0]]}" if wrong else ""
-
     def _receive(
-        self,
-        index: int,
-        accumulator: Accumulator,
-        context: ClientContext,
-        content: RecordDict,
-        position: int,
-        stale: str,
+        self, accumulator: Accumulator, context: ClientContext, answer: Answer, position: int
     ) -> Accumulator:
         """Add an answer. A wrong one is left out and counted, as one that is not finite."""
+        index, client = answer.call["index"], int(context.client.id)
         player = self.exp.engine.players[index]
+        before = self.accepted.setdefault((index, client), {})
         try:
-            if stale:
-                raise InputError(f"upload: {stale}")
+            _check_stamp(answer)
+            metrics = _metrics(player.round.program, accumulator, context, answer.content)
+            added = accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, metrics))
             if player.round.server is None:
-                return self._add_metrics(accumulator, content)
-            if not content.config_records["call"].get("valid"):
+                return added
+            if not answer.content.config_records["call"].get("valid"):
                 raise InputError("upload: it is not finite")
-            upload = from_arrays(content.array_records.get("upload", {}), self.uploads[index], "upload")
-            accumulator = self._add_metrics(accumulator, content)
+            records = answer.content.array_records.get("upload", ArrayRecord())
+            upload, digest = from_arrays(records, self.uploads[index], "upload"), _digest(records)
+            if any(metrics) and digest in before:
+                _check_repeated(upload, before[digest], answer)
         except InputError as error:
-            self.say(f"warning: the answer of client {int(context.client.id)} was left out: {error}")
+            self.say(f"warning: the answer of client {client} was left out: {error}")
             return accumulator._replace(rejected=accumulator.rejected + 1)
-        return player.receive(accumulator, context, upload, np.int32(position))[0]
+        received, valid = player.receive(added, context, upload, np.int32(position))
+        if valid:
+            before.setdefault(digest, Accepted(answer.payload, answer.call["task"], answer.call["round"]))
+        return received
 
-    def _add_metrics(self, accumulator: Accumulator, content: RecordDict) -> Accumulator:
-        record = content.metric_records.get("metrics", {})
-        metrics = from_metrics(record, accumulator.metrics, "metrics")
-        for weight in (each.weight for phase in metrics for each in phase.values()):
-            if weight < 0 or weight > MOST_WEIGHT:
-                raise InputError(f"metrics: a weight is {float(weight):g}; expected 0 to {MOST_WEIGHT:g}")
-        return accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, metrics))
+
+def _check_stamp(answer: Answer) -> None:
+    """Check that an answer belongs to its call.
+
+    Raises:
+      InputError: naming what differs.
+    """
+    said = answer.content.config_records["call"]
+    for name in _STAMP:
+        if said.get(name) != answer.call[name]:
+            raise InputError(f"upload: its {name} is {said.get(name)!r}, not {answer.call[name]!r}")
+
+
+def _metrics(
+    program: Program, accumulator: Accumulator, context: ClientContext, content: RecordDict
+) -> tuple[Metrics, ...]:
+    """The metrics of an answer, none of which may be over more examples than the client reads.
+
+    Raises:
+      InputError: naming the metric.
+    """
+    found = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
+    for phase, own in zip(program.phases, found, strict=True):
+        most = phase_examples(np.asarray(context.client.examples)[None], phase.view)[0]
+        for name, metric in own.items():
+            if not 0 <= metric.weight <= ROUNDING * most:
+                raise InputError(
+                    f"metrics: {name} is over {float(metric.weight):g} examples; the client reads {most}"
+                )
+    return found
+
+
+def _check_repeated(upload: Upload, before: Accepted, answer: Answer) -> None:
+    """Check an upload of a client that trains, of which the same bits were accepted before: what is trained
+    from another payload differs. From the same payload it may be the same, and so may nothing but zeros.
+
+    Raises:
+      InputError: naming the round in which it was accepted.
+    """
+    says = any(map(np.any, jax.tree.leaves((upload.mean, upload.sum, upload.gather))))
+    if says and before.payload != answer.payload:
+        raise InputError(f"upload: it repeats that of task {before.task}, round {before.round}")
 
 
 def _client_context(

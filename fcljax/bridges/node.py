@@ -26,7 +26,7 @@ from fcljax.methods import check_no_code, find_method
 from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.features import with_queries
-from fcljax.runs.inputs import Inputs, load_inputs
+from fcljax.runs.inputs import Inputs, compute_type, load_inputs
 from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
@@ -38,8 +38,8 @@ OWN = "its own"  # stands for the digest of a client's own images
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
-    """The resolved settings of a federation.
+def federation_settings(method: str | None, given: dict[str, Any]) -> RunConfig:
+    """The resolved settings of a federation, with the number format in which this machine computes.
 
     Args:
       method: its name or file; None: `given` has it under "method".
@@ -56,7 +56,8 @@ def settings_of(method: str | None, given: dict[str, Any]) -> RunConfig:
         check_no_code(named, "method", "give it to client_app and server_app")
     settings = config.resolve(config.from_mapping(named, given, "settings"))
     check_deployable(settings)
-    return settings
+    # what runs on this machine: `auto` on a CPU is not that of an accelerator
+    return dataclasses.replace(settings, dtype=compute_type(settings))
 
 
 def check_deployable(settings: RunConfig) -> None:
@@ -297,7 +298,8 @@ def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
     check_client_id(theirs.client, mine.settings["clients"])
     differ = resume.differing(mine.settings, theirs.settings)
     if differ:
-        raise InputError(f"{who}: it has other settings: {', '.join(differ.values())}")
+        hint = "; give all machines the same dtype" if "dtype" in differ else ""
+        raise InputError(f"{who}: it has other settings: {', '.join(differ.values())}{hint}")
     for name, digest in mine.digests.items():
         other = theirs.digests.get(name, "")
         if other != digest and not (name == "images" and OWN in (other, digest)):

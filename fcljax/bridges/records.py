@@ -87,7 +87,7 @@ def record_bytes(record: RecordDict) -> int:
     return sum(found.values())
 
 
-def listed(record: ConfigRecord, name: str) -> list:
+def list_in(record: ConfigRecord, name: str) -> list:
     """A list in a record; empty where there is none.
 
     Raises:

@@ -102,7 +102,7 @@ def check(settings: RunConfig) -> list[Statement]:
       InputError: for a method that does not follow the protocol.
     """
     made = federation(make_method(settings, SIZES, network(TINY)))
-    history = play(made)
+    history = states_after_rounds(made)
     return [statement(made, history) for statement in STATEMENTS]
 
 
@@ -211,7 +211,7 @@ def _with_short(widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({min(SHORT, widths[-1]), *widths}))
 
 
-def play(
+def states_after_rounds(
     made: Federation,
     data: Split | None = None,
     start: int = 0,
@@ -328,7 +328,7 @@ def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
     image = jnp.where(owned, made.data.image, jnp.nan)
     assert made.data.query is not None
     query = _padding(*GARBAGE, made.data.query.shape[1])
-    poisoned = play(made, made.data._replace(image=image, query=query))
+    poisoned = states_after_rounds(made, made.data._replace(image=image, query=query))
     found = _differing(poisoned[-1], history[-1])
     return _equal("padding is inert: with other images and labels in it, nothing changes", found)
 
@@ -361,7 +361,7 @@ def resumes(made: Federation, history: list[PlayedState]) -> Statement:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
-    again = play(made, start=1, state=found.state if found else None)
+    again = states_after_rounds(made, start=1, state=found.state if found else None)
     return _equal("a resumed run equals the uninterrupted one", _differing(again[-1], history[-1]))
 
 

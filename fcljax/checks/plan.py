@@ -23,10 +23,10 @@ from fcljax.models.networks import NetworkConfig, make_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
-from fcljax.runs.fit import Need, fitted
-from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, load_network, load_split, preset
+from fcljax.runs.fit import Need, fit_memory
+from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
 from fcljax.runs.programs import EngineState, engine_state
-from fcljax.scenario import fitted as fitted_to_data
+from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
 LOOPS = " phase "  # in the names of programs that train
@@ -100,7 +100,7 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
     def again(other: config.RunConfig) -> Experiment:
         return assemble(other, exp.inputs, exp.scenario, exp.sizes, machine=where)
 
-    exp, line = fitted(exp, chip.memory, again, need)
+    exp, line = fit_memory(exp, chip.memory, again, need)
     return ChipPlan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
 
 
@@ -139,7 +139,7 @@ def experiment(
     backbone = abstract_backbone(settings)
     size = backbone.config.image_size
     data = load_split(settings, size) if stand is None else blank_images(stand)
-    views = preset(settings.preprocess, size, fills_frame=not data.augment)
+    views = input_pipeline(settings.preprocess, size, fills_frame=not data.augment)
     settings = config.resolve(fitted_to_data(settings, data))
     scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
     inputs = Inputs(backbone, data, views, data.augment)

@@ -9,7 +9,7 @@ from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.results import figures
 from fcljax.runs.inputs import load_split
-from fcljax.scenario import fitted, make_scenario
+from fcljax.scenario import fit_partition, make_scenario
 
 SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
 
@@ -30,7 +30,7 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
     check_folder(out)
     dataset = load_split(cfg, cfg.image_size or 224)
-    cfg, classes = fitted(cfg, dataset), len(dataset.class_names)
+    cfg, classes = fit_partition(cfg, dataset), len(dataset.class_names)
     scenario = make_scenario(dataset, cfg, rounds=1, joint=False)
     counts, tasks = scenario.holdings, scenario.tasks
     Path(out).mkdir(parents=True, exist_ok=True)

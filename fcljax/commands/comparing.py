@@ -29,7 +29,7 @@ def compare(arguments: list[str]) -> int:
 
     from fcljax.results import figures, page
     from fcljax.results.comparison import compare as compare_runs
-    from fcljax.results.run_folder import changed, run_folders
+    from fcljax.results.run_folder import changed_files, run_folders
 
     out = options.out or Path(folders[0]).parent / "accuracy.png"
     html = Path(out).with_suffix(".html") if options.out else Path(out).with_name(page.NAME)
@@ -40,7 +40,7 @@ def compare(arguments: list[str]) -> int:
         raise InputError(f"out: {str(html)!r}, where the page would go, is another file; give another name")
     tables, figure = compare_runs(folders, out)
     console = Console()
-    for line in (line for each in folders for run in run_folders(each) for line in changed(run)):
+    for line in (line for each in folders for run in run_folders(each) for line in changed_files(run)):
         say(Console(stderr=True), line)
     for table in tables:
         console.print(table)

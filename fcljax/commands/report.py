@@ -28,9 +28,9 @@ def report(arguments: list[str]) -> int:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")
 
     from fcljax.results import page
-    from fcljax.results.run_folder import changed, run_folders
+    from fcljax.results.run_folder import changed_files, run_folders
 
-    for line in (line for each in folders for run in run_folders(each) for line in changed(run)):
+    for line in (line for each in folders for run in run_folders(each) for line in changed_files(run)):
         say(Console(stderr=True), line)
     say(Console(), f"report: {page.report(folders, options.out)}")
     return 0

@@ -81,7 +81,7 @@ def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
     lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
     lines += [f"the paper in words: {claim}" for claim in plan.column.entry.claims]
     if plan.scale == "paper":
-        lines += work.update(found, outcomes, plan, _device())
+        lines += work.record_paper_runs(found, outcomes, plan, _device())
     for line in [*lines, f"table: {out / work.TEXT}"]:
         say(console, line)
     return int(any(each.why for each in found))

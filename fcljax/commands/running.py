@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     return hosts.supervised(command, host_options, lambda out: _advice(arguments[0], out or paths.resume))
 
 
-def join(arguments: list[str], log: TextIO) -> int:
+def run_as_process(arguments: list[str], log: TextIO) -> int:
     """The same in the child of a process that has a coordinator; `log` is read by its parent."""
     from fcljax.runs import hosts
 

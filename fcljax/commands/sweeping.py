@@ -67,7 +67,9 @@ def sweep(arguments: list[str]) -> int:
     say(console, f"folder of the sweep: {out}")
     if figure:
         say(console, f"accuracy curve: {figure}")
-        if page.try_report(sweeps.finished(outcomes, out), out / page.NAME, lambda line: say(console, line)):
+        if page.try_report(
+            sweeps.finished_folders(outcomes, out), out / page.NAME, lambda line: say(console, line)
+        ):
             say(console, f"report: {out / page.NAME}")
     return int(any(outcome.state != "finished" for outcome in outcomes.values()))
 

@@ -92,7 +92,7 @@ _RELEASE: dict[str, dict[str, Any]] = {  # each paper's released code, pixel ran
 }
 
 
-def preset(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
+def input_pipeline(name: str, image_size: int, fills_frame: bool = False) -> Preprocess:
     """A paper's input pipeline as its release has it.
 
     Specifications: FPPL 1.2-1.3, pMAE 1.5, PILoRA 1.3-1.4, HePCo 1.2-1.3.

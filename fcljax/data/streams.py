@@ -40,7 +40,7 @@ SUPERCLASSES = {
 }
 
 
-def pool_of(
+def split_pool(
     kind: TaskPool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
 ) -> list[Int64[np.ndarray, " _"]]:
     """The classes of each task of a pool.

@@ -107,7 +107,7 @@ def by_domain(
     return TaskSchedule(_tasks(train, label, classes), train, test)
 
 
-def listed(
+def tasks_of_examples(
     task: Int[np.ndarray, " N"],
     label: Int[np.ndarray, " N"],
     test_label: Int[np.ndarray, " M"],

@@ -82,7 +82,7 @@ def describe(function: Callable) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} {name}"
 
 
-def named(part: str, function: Callable) -> str:
+def name_part(part: str, function: Callable) -> str:
     """A part of a method for messages, with the place of the function unless this package wrote it."""
     code = _code(function)
     ours = code is None or Path(code.co_filename).is_relative_to(_PACKAGE)
@@ -139,7 +139,7 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     _alike("begin_task", method.begin_task, begun, server)
     broadcast = _call("broadcast", method.broadcast, context, server)
     if not isinstance(broadcast, Broadcast):
-        raise _wrong(named("broadcast", method.broadcast), broadcast, "a Broadcast(payload, cached)")
+        raise _wrong(name_part("broadcast", method.broadcast), broadcast, "a Broadcast(payload, cached)")
     state = _call("init_client", method.init_client, key, server)
     case = _Case(context, server, state, key, fetch, data)
     _check_predictions(method, case)
@@ -169,7 +169,7 @@ def _check_predictions(method: Method, case: _Case) -> None:
         logits = _call(name, function, *args, batch)
         if getattr(logits, "shape", None) != expected:
             message = f"logits of shape [batch, classes], here {list(expected)}"
-            raise _wrong(named(name, function), logits, message)
+            raise _wrong(name_part(name, function), logits, message)
 
 
 def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
@@ -179,7 +179,7 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
     buffer = call("buffer")
     if not isinstance(buffer, ReplayBuffer):
         message = "a ReplayBuffer(examples, label, used)"
-        raise _wrong(named("server_replay.buffer", rule.buffer), buffer, message)
+        raise _wrong(name_part("server_replay.buffer", rule.buffer), buffer, message)
     examples, label, mask = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rule.batch_size, *x.shape[1:]), x.dtype), buffer
     )
@@ -199,7 +199,7 @@ def _check_round(where: str, each: Round, case: _Case) -> Shapes:
         raise InputError(f"method: {where}phases is empty; expected at least one pass over the examples")
     if program.replay_buffer:
         indices = _call(f"{where}replay_buffer", program.replay_buffer, case.state)
-        _check_indices(named(f"{where}replay_buffer", program.replay_buffer), indices, None)
+        _check_indices(name_part(f"{where}replay_buffer", program.replay_buffer), indices, None)
     metrics = tuple(
         _check_phase(f"{where}phases[{i}].", program, phase, context, local, case)
         for i, phase in enumerate(program.phases)
@@ -224,7 +224,7 @@ def _check_phase(
         )
     if phase.replay:
         chosen = _call(f"{where}replay", phase.replay, context, local, case.key)
-        _check_indices(named(f"{where}replay", phase.replay), chosen, wanted)
+        _check_indices(name_part(f"{where}replay", phase.replay), chosen, wanted)
     batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
     result = _call(f"{where}step", phase.step, context, local, batch, case.key)
     return _check_local_and_metrics(f"{where}step", phase.step, result, local)
@@ -242,9 +242,9 @@ def _check_finish(where: str, program: Program, context: ClientContext, local, s
     name, finish = f"{where}finish", program.finish
     upload, new = _pair(name, finish, _call(name, finish, context, local, state), "(Upload, client state)")
     if not isinstance(upload, Upload):
-        raise _wrong(named(name, finish), upload, "an Upload as the first of two")
+        raise _wrong(name_part(name, finish), upload, "an Upload as the first of two")
     if getattr(upload.weight, "shape", ()):
-        raise _wrong(f"{named(name, finish)}, weight,", upload.weight, "a scalar")
+        raise _wrong(f"{name_part(name, finish)}, weight,", upload.weight, "a scalar")
     _alike(name, finish, new, state)
     upload = jax.eval_shape(_with_weight, upload)
     receive = program.receive
@@ -278,7 +278,7 @@ def _call(part: str, function: Callable, *args) -> PyTree:
       InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
         that is no array.
     """
-    returned, name = [], named(part, function)
+    returned, name = [], name_part(part, function)
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
@@ -307,7 +307,7 @@ def _call(part: str, function: Callable, *args) -> PyTree:
 
 def _pair(part: str, function: Callable, result: PyTree, expected: str) -> tuple:
     if type(result) is not tuple or len(result) != 2:
-        raise _wrong(named(part, function), result, f"two things, {expected}")
+        raise _wrong(name_part(part, function), result, f"two things, {expected}")
     return result
 
 
@@ -315,7 +315,7 @@ def _check_local_and_metrics(
     part: str, function: Callable, result: PyTree, before: PyTree, expected: str = "(local, metrics)"
 ) -> Metrics:
     """The metrics of a function that returns a pytree like `before`, and named `Weighted` numbers."""
-    name = named(part, function)
+    name = name_part(part, function)
     new, metrics = _pair(part, function, result, expected)
     _alike(part, function, new, before)
     if not isinstance(metrics, dict):
@@ -330,7 +330,7 @@ def _check_local_and_metrics(
 
 def _alike(part: str, function: Callable, got: PyTree, expected: PyTree) -> None:
     """Check that `got` has the structure, shapes and types of `expected`."""
-    name = named(part, function)
+    name = name_part(part, function)
     if jax.tree.structure(got) != jax.tree.structure(expected):
         raise _wrong(name, got, f"the structure that it was given, {_shown(expected)}")
     leaves = jax.tree_util.tree_leaves_with_path(expected)

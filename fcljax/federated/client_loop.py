@@ -19,7 +19,7 @@ from fcljax.federated import claims
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey
 from fcljax.federated.schedule import Capacity, Chunk
-from fcljax.federated.sums import add_stacked, align, finite_guard, is_finite, sum_zeros
+from fcljax.federated.sums import add_stacked, broadcast_left, finite_guard, is_finite, sum_zeros
 from fcljax.mesh import AXIS, WHOLE, AnyMesh, add_over_devices, rows_on, split, take_rows, write_rows
 from fcljax.types import (
     Batch,
@@ -392,7 +392,9 @@ def run_ticks(
             batch = read(examples[:width], place[:width], mask[:width], image_key, draws_key)
             if phase.replay:
                 keys = step_key, draws_key
-                batch = join(batch, _replayed(settings.fetch, phase.replay, context, past, slot, local, keys))
+                batch = join_batches(
+                    batch, _replayed(settings.fetch, phase.replay, context, past, slot, local, keys)
+                )
             return batch
 
         return context, step_key, mask, batch_of
@@ -552,7 +554,7 @@ def _replayed(
     return _read(fetch, False, past.data, index, place, mask, *keys)
 
 
-def join(batch: Batch, other: Batch) -> Batch:
+def join_batches(batch: Batch, other: Batch) -> Batch:
     """Both batches as one, with cached features and keys of draws if both have them."""
 
     def both(a: Array | None, b: Array | None) -> Array | None:
@@ -568,7 +570,7 @@ def _read(fetch: Fetch, augment: bool, data: PyTree, index, place, mask, key, dr
     image, label, query = fetch(data, jnp.where(mask, place, 0), keys, augment)
 
     def clear(x: Array) -> Array:
-        return jnp.where(align(mask, x), x, jnp.zeros_like(x))
+        return jnp.where(broadcast_left(mask, x), x, jnp.zeros_like(x))
 
     query = None if query is None else clear(query)
     draws = jax.vmap(jax.random.fold_in, (None, 0))(draws_key, jnp.where(mask, index, 0))
@@ -584,7 +586,7 @@ def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
         return _read(fetch, augment, data, none, none, none > 0, key, key)
 
     batch = padding(view.augment, view.batch_size)
-    batch = join(batch, padding(False, view.replay)) if phase.replay else batch
+    batch = join_batches(batch, padding(False, view.replay)) if phase.replay else batch
     return batch._replace(measured=jnp.zeros((), bool)) if phase.measures else batch
 
 
@@ -619,7 +621,7 @@ def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
 
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
     """The leaves of `new` where the mask, which has their leading axes, is True, else those of `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(align(mask, b), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(broadcast_left(mask, b), a, b), new, old)
 
 
 def squeeze(tree: PyTree) -> PyTree:

@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
     download_bytes: int
 
 
-def scalars(tree: PyTree) -> int:
+def count_scalars(tree: PyTree) -> int:
     """Floating-point numbers in the leaves of `tree`."""
     leaves = map(_size_dtype, jax.tree.leaves(tree))
     return sum(size for size, dtype in leaves if jnp.issubdtype(dtype, jnp.floating))
@@ -44,11 +44,11 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
         adds 4 bytes. None: nothing is sent.
       broadcast: only `payload` is counted; `cached` is storage, see `extra_storage`.
     """
-    down = scalars(broadcast.payload), num_bytes(broadcast.payload)
+    down = count_scalars(broadcast.payload), num_bytes(broadcast.payload)
     if upload is None:
         return Traffic(0, 0, *down)
     sent = (upload.mean, upload.sum, upload.gather)
-    return Traffic(scalars(sent), num_bytes(sent) + WEIGHT_BYTES, *down)
+    return Traffic(count_scalars(sent), num_bytes(sent) + WEIGHT_BYTES, *down)
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
@@ -58,10 +58,10 @@ def extra_storage(broadcast: Broadcast) -> dict[str, int]:
 
 def size(tree: PyTree) -> dict[str, int]:
     """{scalars, bytes} of a tree."""
-    return {"scalars": scalars(tree), "bytes": num_bytes(tree)}
+    return {"scalars": count_scalars(tree), "bytes": num_bytes(tree)}
 
 
-def total(traffic: Traffic, times: int) -> dict[str, int]:
+def total_traffic(traffic: Traffic, times: int) -> dict[str, int]:
     """The sum of several equal exchanges, by the field names of `Traffic`."""
     return {name: value * times for name, value in traffic._asdict().items()}
 

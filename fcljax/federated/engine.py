@@ -54,7 +54,7 @@ from fcljax.federated.server_replay import (
     became_non_finite,
     current_buffer,
     make_replayer,
-    replay,
+    replay_on_server,
 )
 from fcljax.federated.sums import sum_value
 from fcljax.mesh import (
@@ -442,7 +442,9 @@ def run_round(
             with section("server"):
                 own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
                 (context, own_key), server = engine.place((context, own_key)), put_server(server, engine.mesh)
-                replayed = replay(engine.replayer, context, server, inputs.past, own_key, engine.place)
+                replayed = replay_on_server(
+                    engine.replayer, context, server, inputs.past, own_key, engine.place
+                )
                 server = replayed.server
     states = jax.tree.map(lambda x, clients: x if len(x) == clients else x[:clients], states, given)
     return server, states, _together(engine.method, reports, replayed)
@@ -658,7 +660,7 @@ def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) 
     return ClientResult(upload, squeeze(carry.states), received.metrics, received.valid[0])
 
 
-def alone(capacity: Capacity) -> Capacity:
+def alone_capacity(capacity: Capacity) -> Capacity:
     """The capacity of an engine that runs one client at a time and knows no other: it cannot know how many
     examples the others have, so all batches are padded to the full size."""
     full = tuple(widths[-1:] for widths in capacity.widths)

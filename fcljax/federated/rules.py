@@ -19,7 +19,7 @@ from fcljax.errors import InputError
 from fcljax.federated.distances import SHRINK, clip, difference, norm
 from fcljax.federated.sums import (
     add_stacked,
-    align,
+    broadcast_left,
     cast_like,
     shares,
     sum_value,
@@ -116,7 +116,7 @@ def trimmed_mean(
         inner = jnp.sum(jnp.where((wide > lowest) & (wide < highest), share * wide, 0), axis=0)
         # equal values at an end: those that are not cut off
         low = jnp.sum(wide <= lowest, axis=0) - cut
-        high = jnp.sum((wide >= highest) & align(valid, leaf), axis=0) - cut
+        high = jnp.sum((wide >= highest) & broadcast_left(valid, leaf), axis=0) - cut
         ends = (share * low) * lowest + (share * high) * highest
         mean = jnp.where(lowest < highest, inner + ends, lowest)
         return cast_like(jnp.where(count > 0, mean, 0), leaf)
@@ -156,7 +156,7 @@ def geometric_median(
         # steps of unit vectors, all relative to the nearest upload: 1 / distance itself would underflow
         pull = jnp.sum(jnp.where(counted, share * (nearest / distance), 0))
         length = jnp.where(pull > 0, nearest / SHRINK / jnp.where(pull > 0, pull, 1), 0)
-        unit = _mix(share, jax.tree.map(lambda x: x / align(distance, x), change))
+        unit = _mix(share, jax.tree.map(lambda x: x / broadcast_left(distance, x), change))
         return jax.tree.map(lambda c, u: c + length * u, centre, unit)
 
     start = coordinate_median(wide, weight, counted)

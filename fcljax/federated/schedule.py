@@ -140,6 +140,12 @@ def phase_steps(count: Ints, view: View) -> Ints:
     return view.epochs * -(-count // view.batch_size)
 
 
+def phase_examples(count: Ints, view: View) -> Ints:
+    """The most examples that a client with `count` of its own reads in a phase, with those that it
+    replays."""
+    return view.epochs * count + phase_steps(count, view) * view.replay
+
+
 def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tuple[int, ...]:
     """Batch sizes, ascending, that a step is compiled for; the last one is the view's.
 

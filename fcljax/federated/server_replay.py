@@ -70,7 +70,7 @@ def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTr
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(buffer.used)], buffer)
 
 
-def replay(
+def replay_on_server(
     replayer: Replayer,
     round_context: RoundContext,
     server: PyTree,

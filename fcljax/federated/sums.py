@@ -44,8 +44,8 @@ def add_stacked(
     def add(total: Array, leaf: Array) -> Array:
         terms = leaf.astype(total.dtype)
         if weight is not None:
-            terms = terms * align(weight, leaf).astype(total.dtype)
-        terms = jnp.where(align(valid, leaf), terms, jnp.zeros((), total.dtype))
+            terms = terms * broadcast_left(weight, leaf).astype(total.dtype)
+        terms = jnp.where(broadcast_left(valid, leaf), terms, jnp.zeros((), total.dtype))
         if total.dtype == bool:
             return total | jnp.any(terms, axis=0)
         return total + jnp.sum(terms, axis=0)
@@ -112,11 +112,11 @@ def cast_like(value: Array, leaf: Leaf) -> Array:
     return (jnp.round(value) if rounds else value).astype(leaf.dtype)
 
 
-def align(mask: Array, leaf: Array) -> Array:
+def broadcast_left(mask: Array, leaf: Array) -> Array:
     """The mask with trailing axes of size 1, so that it broadcasts against the leaf from the left."""
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 
 def where_valid(leaf: Array, valid: Bool[Array, " K"], other: float) -> Array:
     """The leaf [K, ...] in float32, with `other` for invalid clients."""
-    return jnp.where(align(valid, leaf), widen(leaf), other)
+    return jnp.where(broadcast_left(valid, leaf), widen(leaf), other)

@@ -129,7 +129,7 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
         a = jax.vmap(lambda p, g: new_directions(p, g, pairs.a_q.shape[2]))(memory, gram)
         new = pairs._replace(a_q=pairs.a_q.at[number].set(a), a_v=pairs.a_v.at[number].set(a))
         epsilon = threshold(options, number, run.sizes.tasks)
-        memory = jax.vmap(lambda p, g: remember(p, g, epsilon))(memory, gram)
+        memory = jax.vmap(lambda p, g: extend_directions(p, g, epsilon))(memory, gram)
         used = jnp.mean(jnp.trace(memory, axis1=1, axis2=2)) / memory.shape[1]
         metrics = {"used": Weighted(used, jnp.float32(1))}
         return ServerUpdate(params._replace(adapter=new), memory, metrics)
@@ -157,7 +157,7 @@ def new_directions(
     return LENGTH * jnp.where(real[:, None], left[:, :rank].T, 0.0)
 
 
-def remember(
+def extend_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], epsilon: Float[Array, ""]
 ) -> Float[Array, "D D"]:
     """P with the fewest directions of (I - P) G that make it explain the share epsilon of G's squares."""

@@ -7,11 +7,11 @@ is FedProx on prompts.
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
-from fcljax.settings import changed
+from fcljax.settings import with_changes
 from fcljax.types import Method
 
-FEDPROX = changed(CLIENT, prox_weight=0.01)
-CENTRALIZED = changed(
+FEDPROX = with_changes(CLIENT, prox_weight=0.01)
+CENTRALIZED = with_changes(
     CLIENT, partition="iid", long_tail="applied", aggregator="mean", clients=1, rounds=1, epochs=20
 )
 

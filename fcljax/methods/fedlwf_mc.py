@@ -39,12 +39,12 @@ def binary_problems() -> ClientRule:
         del memory
         batch, task = step.batch, step.context.task
         old = step.forward(teacher(step.context)).logits
-        return binary_loss(step.output.logits, old, batch.label, task.old, task.seen, batch.mask)
+        return distilled_binary_loss(step.output.logits, old, batch.label, task.old, task.seen, batch.mask)
 
     return ClientRule("lwf_mc", loss)
 
 
-def binary_loss(
+def distilled_binary_loss(
     logits: Float[Array, "batch C"],
     teacher: Float[Array, "batch C"],
     label: Int[Array, " batch"],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.models.heads import class_sums, masked_sum
+from fcljax.models.heads import masked_sum, sum_by_class
 from fcljax.models.prototypes import class_means, distance_logits, distances
 from fcljax.options import option
 from fcljax.parts.classifiers import Sums, computed, empty_sums, linear_on
@@ -127,7 +127,7 @@ def distance_of_examples(step: ClientStep, known: Prototypes) -> Float[Array, ""
 def distance_of_means(step: ClientStep, known: Prototypes) -> Float[Array, ""]:
     """Sum over the batch's classes of ||mean of f(x) - C_j|| (eq. 8)."""
     every: Int[Array, " C"] = jnp.arange(len(known.present))
-    sums, examples = class_sums(step.output.feature, step.batch.label, every, step.batch.mask)
+    sums, examples = sum_by_class(step.output.feature, step.batch.label, every, step.batch.mask)
     mean, here = class_means(sums, examples)
     squared = jnp.sum((mean - known.vector) ** 2, axis=-1)
     counts = here & known.present & (squared > 0)  # the root has no gradient at 0

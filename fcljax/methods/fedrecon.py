@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.models.heads import class_sums
+from fcljax.models.heads import sum_by_class
 from fcljax.models.prototypes import class_means, dce_loss, distances
 from fcljax.parts.classifiers import Sums, empty_sums, nearest_mean
 from fcljax.parts.client import ClientRule, ClientStep, Report
@@ -79,7 +79,7 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
 
     def add(step: ClientStep, total: Sums) -> Sums:
         feature, batch = step.forward(step.trainable, train=False).feature, step.batch
-        more, examples = class_sums(feature, batch.label, jnp.arange(classes), batch.mask)
+        more, examples = sum_by_class(feature, batch.label, jnp.arange(classes), batch.mask)
         return Sums(total.feature + more, total.examples + examples)
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
@@ -120,7 +120,7 @@ def episode_loss(
     examples of each are those of the batch, where the paper draws a fixed number of both.
     """
     support = jnp.arange(len(label)) % 2 == 0
-    prototypes, present = class_means(*class_sums(feature, label, classes, mask & support))
+    prototypes, present = class_means(*sum_by_class(feature, label, classes, mask & support))
     place = jnp.argmax(label[:, None] == classes, axis=1)
     queries = mask & ~support & present[place]
     return dce_loss(distances(feature, prototypes, "squared"), place, present, queries)

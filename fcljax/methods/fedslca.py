@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.full import FullOptions
 from fcljax.federated.claims import possible_counts
-from fcljax.models.heads import Head, apply_head, class_sums
+from fcljax.models.heads import Head, apply_head, sum_by_class
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.options import option
 from fcljax.parts.classifiers import computed, linear_on
@@ -128,7 +128,7 @@ def statistics(width: int, classes: int) -> Report:
     def add(step: ClientStep, total: ClassSums) -> ClassSums:
         x = step.forward(step.trainable, train=False).feature
         batch, own = step.batch, step.context.task.classes
-        feature, examples = class_sums(x, batch.label, own, batch.mask)
+        feature, examples = sum_by_class(x, batch.label, own, batch.mask)
 
         def outer(label: Array) -> Float[Array, "D D"]:
             mine = jnp.where((batch.mask & (batch.label == label))[:, None], x, 0.0)
@@ -157,7 +157,7 @@ def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "C
     return mean, scatter / jnp.maximum(n[..., None] - 1, 1)
 
 
-def remember(known: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
+def merge_gaussians(known: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
     """The Gaussians of all classes with those of the task's; padding classes are dropped."""
     mean, covariance = gaussians_of(sums)
     values, vectors = jnp.linalg.eigh(covariance)  # rounding may leave values just below 0
@@ -182,11 +182,11 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
         return Gaussians(jnp.zeros((classes, width)), root, jnp.zeros(classes, jnp.int32), nobody)
 
     def update(round: ServerRound, params: Params, known: Gaussians) -> ServerUpdate:
-        known = remember(known, round.reports["statistics"], round.task)
+        known = merge_gaussians(known, round.reports["statistics"], round.task)
         head, number = params.classifier.inner, round.task.index
 
         def aligned() -> Head:
-            return align(options, head, known, number, run.sizes.tasks, round.key)
+            return align_classifier(options, head, known, number, run.sizes.tasks, round.key)
 
         new = jax.lax.cond(number > 0, aligned, lambda: head)
         return ServerUpdate(params._replace(classifier=Aligned(head, new, number)), known)
@@ -195,7 +195,7 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
     return ServerRule("alignment", update, init, reports=(report,), when="task_end")
 
 
-def align(
+def align_classifier(
     options: FedSLCAOptions,
     head: Head,
     known: Gaussians,
@@ -208,7 +208,7 @@ def align(
     descent = optax.chain(optax.add_decayed_weights(options.align_decay), optax.trace(0.9))
 
     def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
-        features, labels = draw(known, task, size, jax.random.fold_in(key, number))
+        features, labels = draw_features(known, task, size, jax.random.fold_in(key, number))
         rate = options.align_lr * (1 + jnp.cos(jnp.pi * number / options.align_epochs)) / 2
 
         def step(i: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
@@ -228,7 +228,7 @@ def align(
     return head
 
 
-def draw(
+def draw_features(
     known: Gaussians, task: Int[Array, ""], size: int, key: PRNGKeyArray
 ) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
     """`size` features of every class, shuffled, those of classes that nobody had at the end.

@@ -396,11 +396,13 @@ def maker_loss(
 
     loss = options.label_weight * right + bound + jax.lax.cond(disputed, against, lambda: jnp.zeros(()))
     return (
-        loss + options.statistics_weight * statistics_gap(running, theirs.stats) if has_statistics else loss
+        loss + options.statistics_weight * statistics_distance(running, theirs.stats)
+        if has_statistics
+        else loss
     )
 
 
-def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
+def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
     """The lengths of the differences of means and of variances, added up over layers."""
     layers = batch_statistics(running, after)
     return sum(

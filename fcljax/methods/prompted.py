@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from fcljax.adapters.full import FullOptions
 from fcljax.parts.client import LearningRateFactor
 from fcljax.parts.federate import Run
-from fcljax.settings import Preset, RunConfig, changed
+from fcljax.settings import Preset, RunConfig, with_changes
 
 Schedule = Literal["cosine", "cosine_lag", "constant"]
 
@@ -34,7 +34,7 @@ CLIENT = {
     "released": Preset(PromptedOptions("cosine_lag"), _RELEASED),
 }
 # baselines that train the whole network (section 5)
-WHOLE = changed(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5)
+WHOLE = with_changes(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5)
 
 
 def epoch_schedule(options: PromptedOptions, run: Run) -> LearningRateFactor:

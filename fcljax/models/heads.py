@@ -1,5 +1,7 @@
 """Linear classifiers and masked losses: all classes are preallocated, and masks say which compete."""
 
+from __future__ import annotations
+
 from typing import Literal, NamedTuple
 
 import jax
@@ -41,7 +43,7 @@ def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array,
 
 
 def mask_logits(
-    logits: Float[Array, "*batch classes"], allowed: Bool[Array, "..."]
+    logits: Float[Array, "*batch classes"], allowed: Bool[Array, ...]
 ) -> Float[Array, "*batch classes"]:
     """Logits with the classes that are not allowed at the lowest finite value.
 
@@ -106,7 +108,7 @@ def distillation(
 
 def kl(
     p: Float[Array, "*p classes"], q: Float[Array, "*q classes"], allowed: Bool[Array, " classes"]
-) -> Float[Array, "..."]:
+) -> Float[Array, ...]:
     """The divergence KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
     p, q = (jnp.where(allowed, jax.nn.log_softmax(mask_logits(x, allowed)), 0.0) for x in (p, q))
     return jnp.sum(jnp.where(allowed, jnp.exp(p) * (p - q), 0.0), axis=-1)
@@ -125,7 +127,7 @@ def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 
     return exact_matmul(unit(a, eps), unit(b, eps).T)
 
 
-def class_sums(
+def sum_by_class(
     feature: Float[Array, "batch width"],
     label: Int[Array, " batch"],
     classes: Int[Array, " Ct"],

@@ -1,5 +1,7 @@
 """A backbone of the user's own: any function from images to features."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
@@ -37,7 +39,7 @@ class Backbone:
     """In tables and on pages."""
 
     @classmethod
-    def of(cls, module: Any, image_size: int, variables: PyTree = None, **fields: Any) -> "Backbone":
+    def of(cls, module: Any, image_size: int, variables: PyTree = None, **fields: Any) -> Backbone:
         """The backbone that a Flax module is, in evaluation mode.
 
         Args:

@@ -28,6 +28,7 @@ class ViTConfig:
     qk_norm: bool = False  # LayerNorms of the queries and keys of each head
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
+    rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
 
     @property
     def grid(self) -> int:

@@ -2,7 +2,8 @@
 
 The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings, class
 token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. DINOv2 (Oquab et al. 2024) adds scaled
-layers and registers, CLIP (Radford et al. 2021) a norm before the blocks. Adapters change it through an
+layers and registers, DINOv3 (Siméoni et al. 2025) rotary positions, CLIP (Radford et al. 2021) a norm before
+the blocks. Adapters change it through an
 `Injection` and never touch this code. The patch embedding is a reshape and a matrix product because
 convolutions inside loops fall off XLA's fast path.
 """
@@ -84,13 +85,39 @@ def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
     return layer(epsilon=c.epsilon, dtype=jnp.float32, name=name)
 
 
+def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
+    """The angles by which DINOv3 rotates the channels of a head's queries and keys, patches row by row.
+
+    A quarter of the channels turns with the patch's row, the next with its column, each at its own period,
+    base^(i / (head / 4)) half images; the second half of the channels has the angles of the first.
+    """
+    quarter = c.width // c.heads // 4
+    period = c.rotary_base ** (jnp.arange(quarter) / quarter)
+    place = 2 * (jnp.arange(c.grid) + 0.5) / c.grid - 1  # of the patches' centres, from -1 to 1
+    angle = 2 * jnp.pi * place[:, None] / period
+    rows, columns = jnp.repeat(angle, c.grid, axis=0), jnp.tile(angle, (c.grid, 1))
+    return jnp.tile(jnp.concatenate([rows, columns], axis=-1), (1, 2))
+
+
+def rotate(
+    x: Float[Array, "batch heads tokens head"], angle: Float[Array, "*images tokens head"]
+) -> Float[Array, "batch heads tokens head"]:
+    """Each pair of channels (i, i + half) turned by its angle; an angle of 0 leaves it as it is."""
+    first, second = jnp.split(x, 2, axis=-1)
+    angle = angle[..., None, :, :]  # for all heads alike
+    return x * jnp.cos(angle) + jnp.concatenate([-second, first], axis=-1) * jnp.sin(angle)
+
+
 class Attention(nn.Module):
-    """Multi-head attention of the first `queries` tokens of x over all its tokens, prompts and prefix."""
+    """Multi-head attention of the first `queries` tokens of x over all its tokens, prompts and prefix.
+
+    `angle` is that of each token of x, for networks with rotary positions. Prompts and prefixes have none.
+    """
 
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, x, prompt, prefix, lora, queries):
+    def __call__(self, x, prompt, prefix, lora, queries, angle=None):
         c = self.config
         qkv = dense(3 * c.width, c.dtype, "qkv")
         kernel, bias = self._materialise(qkv, x)
@@ -109,6 +136,10 @@ class Attention(nn.Module):
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if c.qk_norm:
             q, k = (_norm(c, name)(part).astype(c.dtype) for name, part in (("q_norm", q), ("k_norm", k)))
+        if angle is not None:
+            own = rotate(k[:, :, : x.shape[1]], angle).astype(c.dtype)
+            q = rotate(q, angle[..., :queries, :]).astype(c.dtype)
+            k = jnp.concatenate([own, k[:, :, x.shape[1] :]], axis=2)
         if prefix is not None:
             key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
@@ -156,13 +187,13 @@ class Block(nn.Module):
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None):
+    def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None, angle=None):
         c = self.config
         queries = x.shape[1] if queries is None else queries
         norm1 = _norm(c, "norm1")
         if prompt is not None:
             prompt = norm1(prompt).astype(c.dtype)
-        attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries)
+        attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries, angle)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
         hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)))
         return (x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))).astype(c.dtype)
@@ -208,17 +239,27 @@ class ViT(nn.Module):
         if c.pre_norm:
             x = _norm(c, "norm_pre")(x)
         x = x.astype(c.dtype)
+        angle = _token_angles(c, injection, x.shape[1]) if c.rotary_base else None
         taps = {"embed": x}
         for i in range(c.depth):
             # Only the class token and injected tokens are read from the last block: query, projection and
             # MLP are for them alone.
             queries = read if i == c.depth - 1 and not full else None
             x = block(c, name=f"block_{i:02d}")(
-                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries
+                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries, angle
             )
             taps[f"block_{i:02d}"] = x
         x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
         return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
+
+
+def _token_angles(c: ViTConfig, injection: Injection, tokens: int) -> Float[Array, "*images tokens head"]:
+    """Those of the patches that stay, behind zeros for the tokens without a place."""
+    angle = patch_angles(c)
+    if injection.keep is not None:
+        angle = angle[injection.keep]
+    before = tokens - angle.shape[-2]
+    return jnp.pad(angle, [(0, 0)] * (angle.ndim - 2) + [(before, 0), (0, 0)])
 
 
 def init_vit(key: PRNGKeyArray, config: ViTConfig) -> PyTree:

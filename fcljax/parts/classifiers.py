@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.models.heads import Head, apply_head, class_sums, init_head, init_truncated, mask_logits
+from fcljax.models.heads import Head, apply_head, init_head, init_truncated, mask_logits, sum_by_class
 from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.parts.learner import Adapter, Classifier
@@ -184,7 +184,7 @@ def empty_sums(classes: int, width: int) -> Sums:
 
 def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
     """A client's sums of the task's classes with the examples of a batch."""
-    more, examples = class_sums(feature, batch.label, task.classes, batch.mask)
+    more, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
     return Sums(sums.feature + more, sums.examples + examples)
 
 

@@ -4,6 +4,8 @@ A `ClientRule` acts in training and may keep a state per client; a `Report` is w
 trainable parameters. This file also holds the only training step of the package.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -6,6 +6,8 @@
 Methods that do not fit these parts can implement `types.Method` directly.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple

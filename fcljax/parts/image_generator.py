@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.models.initialisers import uniform
+from fcljax.models.initialisers import uniform_by_inputs
 from fcljax.models.products import exact_matmul
 
 SLOPE = 0.2  # of the leaky ReLU
@@ -36,7 +36,7 @@ class _Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w d"]:
-        init, (h, w, c) = uniform(9 * x.shape[-1]), x.shape[1:]
+        init, (h, w, c) = uniform_by_inputs(9 * x.shape[-1]), x.shape[1:]
         kernel = self.param("kernel", init, (3, 3, c, self.features))
         bias = self.param("bias", init, (self.features,))
         padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -58,7 +58,7 @@ class _ImageGenerator(nn.Module):
         def double(x: Array) -> Array:
             return x.repeat(2, axis=1).repeat(2, axis=2)
 
-        init = uniform(c.noise)
+        init = uniform_by_inputs(c.noise)
         x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
         x = norm(x.reshape(-1, h, w, wide))
         for channels in (wide, c.channels):

@@ -4,6 +4,8 @@ Adapters and classifiers know networks and tasks, nothing of federation. Both ke
 (`params`). In each task some of them are trainable and travel; a client caches those that it also reads.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 

@@ -1,5 +1,7 @@
 """The loop in which servers and generators train: so many steps of an optimiser on a loss."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

@@ -35,7 +35,9 @@ def no_exemplars(size: int) -> Exemplars:
     return Exemplars(jnp.zeros(size, jnp.int32), jnp.full(size, -1, jnp.int32), jnp.full(size, -1.0))
 
 
-def draw(exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray) -> Int[Array, " count"]:
+def draw_exemplars(
+    exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray
+) -> Int[Array, " count"]:
     """Indices of `count` exemplars of old classes, drawn uniformly with repetition; -1 if there are none."""
     usable = _usable(exemplars, old)
     chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
@@ -84,7 +86,7 @@ def replay(size: int, batch_size: int) -> ClientRule:
         return state.exemplars.index
 
     def choose(context: ClientContext, memory: Memory, key: PRNGKeyArray) -> Int[Array, " count"]:
-        return draw(memory.exemplars, context.task.old, batch_size, key)
+        return draw_exemplars(memory.exemplars, context.task.old, batch_size, key)
 
     at_end = ClientPass("task_end", pass_over(batch_size), offer, on_end=keep)
     return ClientRule("replay", init=init, passes=(at_end,), replay=Replay(batch_size, stored, choose))
@@ -320,5 +322,5 @@ def draw_union(
     `examples` would have on average, and at most as many as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
     wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
-    chosen = draw(exemplars, old, batch_size, key)
+    chosen = draw_exemplars(exemplars, old, batch_size, key)
     return jnp.where(jnp.arange(batch_size) < wanted, chosen, -1)

@@ -1,5 +1,7 @@
 """What servers do: the rules that a method adds to the aggregation of what clients send."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable

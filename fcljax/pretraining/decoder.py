@@ -38,7 +38,7 @@ from rich.console import Console
 
 from fcljax import config as settings
 from fcljax.config import BackboneConfig, SplitConfig
-from fcljax.data.augment import Preprocess, clean_view, preset, sample_crops
+from fcljax.data.augment import Preprocess, clean_view, input_pipeline, sample_crops
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields
 from fcljax.errors import InputError
 from fcljax.files import write_text
@@ -63,8 +63,8 @@ from fcljax.pretraining.training import (
     check_weights_file,
     command_line,
     fresh_letters,
+    optimiser_step,
     training_bar,
-    update,
     warmup_cosine,
 )
 from fcljax.results import figures
@@ -292,7 +292,7 @@ def _step(
         visible = reconstruction_loss(patches, seen, ~masking.masked) if weight else 0.0
         return hidden + weight * visible, hidden
 
-    params, opt, loss = update(_optimiser(plan), objective, state.params, state.opt)
+    params, opt, loss = optimiser_step(_optimiser(plan), objective, state.params, state.opt)
     return DecoderState(params, opt, state.curve.at[0, point].add(share * loss)), loss
 
 
@@ -382,7 +382,7 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> D
         cfg.decoder_mlp,
         "float32" if cfg.dtype == "auto" else cfg.dtype,  # it trains
     )
-    views = preset(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
+    views = input_pipeline(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     views = dataclasses.replace(
         with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
     )

@@ -37,8 +37,8 @@ from fcljax.pretraining.training import (
     check_weights_file,
     command_line,
     fresh_letters,
+    optimiser_step,
     training_bar,
-    update,
     warmup_cosine,
 )
 from fcljax.results.metrics import nearest_class_mean
@@ -154,7 +154,7 @@ def _step(
         )
         return loss, jnp.stack([loss, accuracy])
 
-    params, opt, metrics = update(_optimiser(config), objective, *state)
+    params, opt, metrics = optimiser_step(_optimiser(config), objective, *state)
     return EncoderState(params, opt), metrics
 
 

@@ -23,7 +23,7 @@ VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
 
-def update(
+def optimiser_step(
     optimiser: optax.GradientTransformation, objective: Callable, params: PyTree, opt: optax.OptState
 ) -> tuple[PyTree, optax.OptState, PyTree]:
     """One step of an optimiser.

@@ -14,7 +14,7 @@ from fcljax import __version__
 from fcljax.errors import InputError, printable
 from fcljax.files import check_folder, open_regular, write_text
 from fcljax.results.comparison import groups_of
-from fcljax.results.run_folder import FinishedRun, changed, load_summary, read_lines, run_folders
+from fcljax.results.run_folder import FinishedRun, changed_files, load_summary, read_lines, run_folders
 
 NAME = "report.html"
 PICTURE = Path("figures") / "restored.png"
@@ -130,7 +130,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _lead(runs: Sequence[FinishedRun]) -> str:
-    said = "".join(f" {line}." for run in runs for line in changed(run.folder))
+    said = "".join(f" {line}." for run in runs for line in changed_files(run.folder))
     if len(runs) == 1:
         return f"One run, seed {runs[0].summary['seed']}.{said}"
     return f"{len(runs)} runs of {len(groups_of([run.summary for run in runs]))} settings.{said}"

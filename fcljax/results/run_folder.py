@@ -65,7 +65,7 @@ def seal(run_dir: str | Path) -> None:
     write_json(Path(run_dir) / DIGESTS, found)
 
 
-def changed(run_dir: str | Path) -> list[str]:
+def changed_files(run_dir: str | Path) -> list[str]:
     """Warnings, in lines, about files that are not as the run wrote them; none without digests."""
     path = Path(run_dir) / DIGESTS
     if not path.exists():

@@ -23,7 +23,7 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
-from fcljax.federated.engine import Engine, Lanes, alone, make_engine, sending
+from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
 from fcljax.mesh import AnyMesh, device_count, with_batch
@@ -37,14 +37,14 @@ from fcljax.runs.inputs import (
     Inputs,
     compute_type,
     device_mesh,
-    fetch,
     forward_flops,
+    inputs_of,
     load_inputs,
     make_splits,
     network_of,
     read_clean,
 )
-from fcljax.scenario import Scenario, fitted, make_scenario
+from fcljax.scenario import Scenario, fit_partition, make_scenario
 from fcljax.types import Frozen, Method, Network, Round, Sizes
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
@@ -118,7 +118,7 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     inputs = load_inputs(settings, dataset, supplied.backbone)
     if supplied.owners is not None:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
-    settings = config.resolve(fitted(settings, inputs.dataset))
+    settings = config.resolve(fit_partition(settings, inputs.dataset))
     scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
     return assemble(settings, inputs, scenario, sizes_of(scenario))
 
@@ -154,7 +154,7 @@ def assemble(
     frozen = frozen_of(inputs.backbone, inputs.surrogate)
     example, read = (
         Example(frozen, train, scenario.tasks[0]),
-        partial(fetch, inputs.preprocess, inputs.augments),
+        partial(inputs_of, inputs.preprocess, inputs.augments),
     )
     shares = parse_faults(settings.faults)
     if shares:
@@ -330,7 +330,7 @@ def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) 
     process share what was compiled."""
     index, none = np.zeros(sizes.examples, np.int32), np.zeros((1, sizes.classes), np.int32)
     largest = ClientPartition(index, np.array([0, sizes.examples]), none)
-    room = tuple(map(alone, capacities(method, [largest], lanes=1, slots=1)))
+    room = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
 
 

@@ -160,7 +160,7 @@ def set_aside(folder: str | Path, step: int) -> Path:
     return place
 
 
-def digest(tree: PyTree) -> str:
+def digest_of_tree(tree: PyTree) -> str:
     """sha256 of a tree: the names, types, shapes and values of its arrays."""
     sums = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -207,7 +207,7 @@ def _read(folder: Path, step: int, **items: Any) -> Any:
 def _seal(snapshot: Snapshot) -> str:
     """The checksum of a snapshot, the same before it is written and after it is read."""
     host = json.dumps([snapshot.step, snapshot.records, snapshot.origin], sort_keys=True)
-    return hashlib.sha256(f"{digest(snapshot.state)} {host}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest_of_tree(snapshot.state)} {host}".encode()).hexdigest()
 
 
 def _unwritable(manager: ocp.CheckpointManager, error: Exception) -> InputError:

@@ -48,13 +48,13 @@ def on_devices(exp: Experiment, say_line: Callable[[str], None]) -> Experiment:
     def again(settings: RunConfig) -> Experiment:
         return assemble(settings, exp.inputs, exp.scenario, exp.sizes, machine=machine)
 
-    found, line = fitted(exp, device_memory(), again)
+    found, line = fit_memory(exp, device_memory(), again)
     if line:
         say_line(line)
     return found
 
 
-def fitted(
+def fit_memory(
     exp: Experiment,
     room: int,
     again: Callable[[RunConfig], Experiment],

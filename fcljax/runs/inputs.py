@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from rich.console import Console
 
 from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig, TrainConfig
-from fcljax.data.augment import Preprocess, clean_view, preset, train_view
+from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_view
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
 from fcljax.data.store import Split
@@ -66,7 +66,7 @@ def load_inputs(
     dataset = load_split(cfg, size) if dataset is None else dataset
     # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
     # a whole, without the margin.
-    preprocess = preset(cfg.preprocess, size, fills_frame=not dataset.augment)
+    preprocess = input_pipeline(cfg.preprocess, size, fills_frame=not dataset.augment)
     preprocess = with_constants(preprocess, cfg, backbone)
     other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
     return Inputs(backbone, dataset, preprocess, dataset.augment, other)
@@ -158,7 +158,7 @@ def surrogate_images(
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
     chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
-    plain = preset(cfg.preprocess, image_size, fills_frame=not dataset.augment)
+    plain = input_pipeline(cfg.preprocess, image_size, fills_frame=not dataset.augment)
     view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
     size = dataset.size_train
 
@@ -179,7 +179,7 @@ def report_notes(backbone: Pretrained, console: Console) -> None:
 def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
     """The options of `load_dataset` and `prepare` under these settings, for a network that takes images of
     image_size pixels."""
-    geometry = preset(cfg.preprocess, image_size).geometry
+    geometry = input_pipeline(cfg.preprocess, image_size).geometry
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
         data_dir=cfg.data_dir,
@@ -197,7 +197,7 @@ def read_clean(preprocess: Preprocess, split: Split, index: Array) -> Float[Arra
     return clean_view(preprocess, mine.image, mine.size)
 
 
-def fetch(
+def inputs_of(
     preprocess: Preprocess, augments: bool, split: Split, index: Array, keys: Array, augment: bool
 ) -> tuple[Array, Array, Array | None]:
     """What the engine reads of these examples: the network's input, the labels, and the query features where

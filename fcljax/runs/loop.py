@@ -18,7 +18,7 @@ from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.mesh import put_server, put_shared
 from fcljax.results import page, trackers
-from fcljax.results.run_folder import changed, seal, write_json
+from fcljax.results.run_folder import changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
@@ -183,7 +183,7 @@ def _resume(session: Session) -> dict[str, Any]:
 
 def _say_changed(session: Session) -> None:
     """Say which results of a run that may be resumed were changed since."""
-    for line in session.hosts.from_first(lambda: changed(session.out)):
+    for line in session.hosts.from_first(lambda: changed_files(session.out)):
         session.observer.say(line)
 
 

@@ -1,6 +1,8 @@
 """The model that a run ends with: it predicts, and is saved in one file that needs neither the method's code
 nor the data."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Callable
@@ -81,7 +83,7 @@ class Model:
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Model":
+    def load(cls, path: str | Path) -> Model:
         """The model of a file that `save` wrote.
 
         Raises:

@@ -42,8 +42,8 @@ def digests(inputs: Inputs) -> dict[str, str]:
     return {
         "images": inputs.dataset.digest,
         "weights": inputs.backbone.digest,
-        "decoder's weights": checkpoint.digest(decoder.params) if decoder else "",
-        "surrogate images": checkpoint.digest(inputs.surrogate),
+        "decoder's weights": checkpoint.digest_of_tree(decoder.params) if decoder else "",
+        "surrogate images": checkpoint.digest_of_tree(inputs.surrogate),
     }
 
 

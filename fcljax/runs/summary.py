@@ -52,7 +52,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
     settings, payloads = exp.settings, payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
-    by_part = {name: communication.scalars(tree) for name, tree in payloads.trainable.items()}
+    by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     return {
         "method": short_name(settings.source),
         "dataset": settings.dataset,

@@ -57,7 +57,7 @@ def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
 def handover_traffic(payloads: Payloads) -> Traffic:
     """What each client downloads of a finished task when the next one begins, since it caches it from then
     on."""
-    down = communication.scalars(payloads.handover), communication.num_bytes(payloads.handover)
+    down = communication.count_scalars(payloads.handover), communication.num_bytes(payloads.handover)
     return Traffic(0, 0, *down)
 
 

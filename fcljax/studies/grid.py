@@ -191,7 +191,7 @@ def _planned(point: Point, grid: list[str]) -> Planned:
         raise InputError(f"{_blamed(point, said)}: {said}") from None
     given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
-    return Planned(name_of(point.method, point.variant, values, cfg.seed), given, cfg)
+    return Planned(folder_name(point.method, point.variant, values, cfg.seed), given, cfg)
 
 
 def _blamed(point: Point, message: str) -> str:
@@ -207,7 +207,7 @@ def _blamed(point: Point, message: str) -> str:
     return f"the run {' '.join(about).strip()}"
 
 
-def name_of(method: str, variant: str | None, values: list[tuple[str, object]], seed: int) -> str:
+def folder_name(method: str, variant: str | None, values: list[tuple[str, object]], seed: int) -> str:
     """The name of a run's folder: method, variant, what the grid varies, seed. It depends on the run and the
     grid's options alone, so that further values and variants leave it as it is; two runs never share one."""
     parts = [method, *([] if variant is None else [variant])]

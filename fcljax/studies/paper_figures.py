@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from fcljax.results import figures
 from fcljax.results.run_folder import Summary, read_lines
-from fcljax.studies.paper_tables import RowResult, unit
+from fcljax.studies.paper_tables import RowResult, unit_of_metric
 from fcljax.studies.papers import Column, FigureEntry, Row, words_of
 
 OVER = ("tasks", "rounds")
@@ -121,14 +121,14 @@ def _name(column: Column, row: Row, option: str) -> str:
 # ---- drawing -----------------------------------------------------------------------------------------------
 
 
-def draw(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | None:
+def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | None:
     """The figure: our lines with markers, the paper's numbers dashed in the same colour; None if there is
     nothing to draw."""
     found = lines(figure, results)
     if not found:
         return None
     metric = results[0].column.metrics[0]
-    y = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit(metric)})"
+    y = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit_of_metric(metric)})"
     drawn = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(found)))
     axes = drawn.add_subplot()
     axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=y)

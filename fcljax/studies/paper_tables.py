@@ -103,10 +103,10 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
         value = value.get(name) if isinstance(value, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) * {"MiB": 2**-20, "10^6": 1e-6, "%": 100.0}[unit(metric)]
+    return float(value) * {"MiB": 2**-20, "10^6": 1e-6, "%": 100.0}[unit_of_metric(metric)]
 
 
-def unit(metric: str) -> str:
+def unit_of_metric(metric: str) -> str:
     """The unit of a metric in tables."""
     if metric.endswith("scalars"):
         return "10^6"
@@ -115,7 +115,7 @@ def unit(metric: str) -> str:
 
 def tolerance(metric: str, number: float) -> float:
     """How far from the paper's number ours may be."""
-    return POINTS if unit(metric) == "%" else SHARE * abs(number)
+    return POINTS if unit_of_metric(metric) == "%" else SHARE * abs(number)
 
 
 def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Compared:
@@ -200,7 +200,7 @@ def _cells(found: Compared) -> tuple[str, ...]:
     """The cells of a metric."""
     no_difference = found.difference is None or math.isnan(found.difference)
     return (
-        f"{found.metric} ({unit(found.metric)})",
+        f"{found.metric} ({unit_of_metric(found.metric)})",
         _paper(found.paper),
         _ours(found),
         str(len(found.values)),
@@ -294,6 +294,6 @@ def _plain(found: Compared) -> dict[str, Any]:
     known = found.paper is not None and bool(found.values)
     return numbers | {
         "paper": found.paper and found.paper._asdict(),
-        "unit": unit(found.metric),
+        "unit": unit_of_metric(found.metric),
         "met": found.met if known else None,
     }

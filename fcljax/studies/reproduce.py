@@ -22,7 +22,7 @@ from fcljax.results.comparison import compare
 from fcljax.results.run_folder import write_json
 from fcljax.studies import paper_figures, papers, sweeps
 from fcljax.studies import paper_tables as tables
-from fcljax.studies.grid import Planned, name_of
+from fcljax.studies.grid import Planned, folder_name
 from fcljax.studies.mini import MOST, RATES, mini
 from fcljax.studies.paper_tables import RowResult
 from fcljax.studies.papers import Column, Row, Verified
@@ -175,7 +175,7 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
             for field in dataclasses.fields(cfg)
             if getattr(cfg, field.name) != getattr(usual, field.name)
         }
-        runs[cfg] = Planned(name_of(row.method, variant, [], seed), given, cfg)
+        runs[cfg] = Planned(folder_name(row.method, variant, [], seed), given, cfg)
     return runs[cfg].name
 
 
@@ -274,10 +274,10 @@ def write(
             "figure": figure and paper_figures.as_json(figure, found),
         },
     )
-    drawn = paper_figures.draw(figure, found) if figure else None
+    drawn = paper_figures.draw_figure(figure, found) if figure else None
     if drawn:
         figures.save(out / DRAWN, drawn)
-    done = sweeps.finished(outcomes, out)
+    done = sweeps.finished_folders(outcomes, out)
     if done:
         compare(done, out / FIGURE)
         page.try_report(done, out / page.NAME, tell)
@@ -295,7 +295,9 @@ def shown(made: Plan, found: Sequence[RowResult]) -> Table:
     return table
 
 
-def update(found: Sequence[RowResult], outcomes: Mapping[str, Outcome], made: Plan, device: str) -> list[str]:
+def record_paper_runs(
+    found: Sequence[RowResult], outcomes: Mapping[str, Outcome], made: Plan, device: str
+) -> list[str]:
     """Write status and cost of runs at the paper's scale into the file of the paper.
 
     Returns:

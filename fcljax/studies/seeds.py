@@ -89,7 +89,7 @@ def run_seeds(
             begun = (folder / "config.yaml").exists()
             own = dataclasses.replace(cfg, seed=seed)
             summaries.append(loop.run(own, folder, begun, observer))
-        write_json(out / "seeds.json", over_seeds(summaries))
+        write_json(out / "seeds.json", seed_statistics(summaries))
         page.try_report([out], out / page.NAME, observer.say)
     return summaries
 
@@ -114,7 +114,7 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
         yield
 
 
-def over_seeds(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean and population standard deviation over seeds of the numbers that papers report."""
     found = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
     found["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]

@@ -88,7 +88,7 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
                 engines.engine(ways.engine, ways.slurm, ways.ray, out / LOGS / "engine") as start,
                 _watched(runs, out, console) as watch,
             ):
-                play([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
+                run_all([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
         finally:
             outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
             write_json(out / RESULT, result(runs, outcomes))
@@ -108,10 +108,10 @@ def _write_plan(runs: Sequence[Planned], out: Path) -> None:
         (out / name).mkdir(exist_ok=True)
     for run in runs:
         write_text(_settings(run, out), config.to_yaml(run.cfg))
-    write_text(out / PLAN, yaml.safe_dump(plan_of(runs), sort_keys=False))
+    write_text(out / PLAN, yaml.safe_dump(plan_values(runs), sort_keys=False))
 
 
-def plan_of(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
+def plan_values(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
     """The content of plan.yaml: name of the run -> its method and the options that the file gives it."""
     return {run.name: {"method": run.method} | run.given for run in runs}
 
@@ -167,10 +167,10 @@ def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
         )
     if code is None:
         return Outcome("not finished", None, "", summary)
-    return Outcome("failed", code, last_line(out / LOGS / f"{run.name}.log"), summary)
+    return Outcome("failed", code, last_line_of(out / LOGS / f"{run.name}.log"), summary)
 
 
-def last_line(log: Path) -> str:
+def last_line_of(log: Path) -> str:
     """The last line of a process's output."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 10_000))
@@ -200,7 +200,7 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
 # ---- running -----------------------------------------------------------------------------------------------
 
 
-def play(
+def run_all(
     jobs: Sequence[Job],
     start: Start,
     slots: Sequence[str | None],
@@ -289,14 +289,14 @@ def _rounds(folder: Path) -> int:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
-def finished(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
+def finished_folders(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
     """The folders of the runs that finished."""
     return [out / name for name, outcome in outcomes.items() if outcome.state == "finished"]
 
 
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
     """The tables and the figure of `compare` over the finished runs, and a table of the others, if any."""
-    done = finished(outcomes, out)
+    done = finished_folders(outcomes, out)
     compared, figure = compare(done, out / "accuracy.png") if done else ([], None)
     failed = Table("run", "exit code", "why", title="failed")
     for name, found in outcomes.items():

@@ -23,6 +23,7 @@ from make_golden import CLASSES, HF, TIMM, pixels, prefixed, randomise, state, t
 from make_golden import write as write_file
 from timm.layers import QuickGELU
 from timm.models.convnext import ConvNeXt
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -37,6 +38,17 @@ CLIP_NAMES = (
     (r"encoder\.layers\.(\d+)\.layer_norm([12])", r"transformer.resblocks.\1.ln_\2"),
     (r"encoder\.layers\.(\d+)\.mlp\.fc1", r"transformer.resblocks.\1.mlp.c_fc"),
     (r"encoder\.layers\.(\d+)\.mlp\.fc2", r"transformer.resblocks.\1.mlp.c_proj"),
+)
+DINOV3_NAMES = (
+    (r"embeddings\.cls_token", "cls_token"),
+    (r"embeddings\.mask_token", "mask_token"),
+    (r"embeddings\.register_tokens", "storage_tokens"),
+    (r"embeddings\.patch_embeddings", "patch_embed.proj"),
+    (r"model\.layer\.(\d+)\.attention\.o_proj", r"blocks.\1.attn.proj"),
+    (r"model\.layer\.(\d+)\.layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
+    (r"model\.layer\.(\d+)\.mlp\.up_proj", r"blocks.\1.mlp.fc1"),
+    (r"model\.layer\.(\d+)\.mlp\.down_proj", r"blocks.\1.mlp.fc2"),
+    (r"model\.layer\.(\d+)\.", r"blocks.\1."),
 )
 DINOV2_NAMES = (
     (r"embeddings\.cls_token", "cls_token"),
@@ -93,6 +105,33 @@ def renamed(tensors: dict, names: tuple, split: str, fused: str) -> dict:
     return found
 
 
+@torch.no_grad()
+def timm_dinov3(seed: int) -> tuple[dict, dict]:
+    """A DINOv3 of timm, whose queries, keys and values have no biases."""
+    rotary = dict(rope_type="dinov3", rope_temperature=100, use_rot_pos_emb=True, rope_rotate_half=True)
+    others = dict(use_abs_pos_emb=False, use_fc_norm=False, qkv_bias=False, num_reg_tokens=REGISTERS)
+    norm = partial(nn.LayerNorm, eps=1e-5)
+    model = Eva(**TIMM, num_classes=0, init_values=1e-5, norm_layer=norm, **rotary, **others)
+    model = randomise(model, seed)
+    return state(model), {"cls": model.forward_features(torch_pixels())[:, 0].numpy()}
+
+
+def facebook_dinov3(tensors: dict) -> dict:
+    """A DINOv3 of transformers under its authors' names: one bias, and a mask with zeros for that of keys."""
+    keys = {name.replace("q_proj", "k_proj"): x + 9 for name, x in tensors.items() if "q_proj.bias" in name}
+    found = renamed(
+        tensors | keys,
+        DINOV3_NAMES,
+        r"model\.layer\.(\d+)\.attention\.(q|k|v)_proj\.(weight|bias)",
+        "blocks.{block}.attn.qkv.{leaf}",
+    )
+    masks = {f"{name}_mask": np.ones_like(x) for name, x in found.items() if name.endswith("qkv.bias")}
+    for mask in masks.values():
+        mask[len(mask) // 3 : 2 * len(mask) // 3] = 0
+    periods = 100.0 ** np.arange(0, 1, 4 * HF["num_attention_heads"] / HF["hidden_size"])
+    return found | masks | {"rope_embed.periods": periods.astype(np.float32)}
+
+
 def formats() -> dict[str, tuple[dict, dict]]:
     """Weights and outputs by file name."""
     hf = {key: value for key, value in HF.items() if key not in ("num_labels", "intermediate_size")}
@@ -119,6 +158,10 @@ def formats() -> dict[str, tuple[dict, dict]]:
         "blocks.{block}.attn.qkv.{leaf}",
     )
     norm = partial(nn.LayerNorm, eps=1e-5)
+    own = {key: value for key, value in HF.items() if key != "num_labels"} | {
+        "num_register_tokens": REGISTERS
+    }
+    dinov3, dinov3_out = hugging_face(transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**own)), 78)
     return {
         "vit_timm_registers.safetensors": timm(
             70, init_values=1e-5, reg_tokens=REGISTERS, no_embed_class=True
@@ -134,6 +177,9 @@ def formats() -> dict[str, tuple[dict, dict]]:
             prefixed("visual.", openai) | {"visual.proj": clip["post_layernorm.bias"][:, None]},
             clip_out,
         ),
+        "vit_huggingface_dinov3.safetensors": (dinov3, dinov3_out),
+        "vit_facebook_dinov3.safetensors": (facebook_dinov3(dinov3), dinov3_out),
+        "vit_timm_dinov3.safetensors": timm_dinov3(79),
         "vit_moco.safetensors": (
             prefixed("module.base_encoder.", moco | projector)
             | prefixed("module.momentum_encoder.", {name: x + 1 for name, x in moco.items()})

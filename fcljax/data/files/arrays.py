@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.files.prepared import digest
+from fcljax.data.files.prepared import digest_of_arrays
 from fcljax.errors import InputError
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -50,7 +50,7 @@ def dataset_of_arrays(arrays: Sequence[np.ndarray], class_names: Sequence[str] |
     if len(names) != len(labels):
         raise InputError(f"class_names: {len(names)} names for {len(labels)} classes")
     y, y_test = y.astype(np.int64), np.searchsorted(labels, y_test)
-    sha256 = digest(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
+    sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
     return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
 
 

@@ -1,5 +1,7 @@
 """Labelled images in two splits, wherever they come from."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

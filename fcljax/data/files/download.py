@@ -125,7 +125,7 @@ def fetch(
     root = folder / archives[0].place.parts[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with prepared.alone(root, console), temporary_folder(root) as stage:
+        with prepared.one_process(root, console), temporary_folder(root) as stage:
             if not all((folder / archive.place).exists() for archive in archives):
                 _fetch(name, archives, folder, stage, console, timeout)
     except _Failed as error:
@@ -151,7 +151,7 @@ def fetch_file(
     """
     console, part = console or Console(stderr=True), target.with_name(f"{target.name}.part")
     try:
-        with prepared.alone(target, console):
+        with prepared.one_process(target, console):
             if not target.exists():
                 say(console, f"downloading {target}, {_readable(archive.bytes)}")
                 with _progress(console) as progress:

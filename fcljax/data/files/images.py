@@ -58,11 +58,11 @@ def quiet() -> Iterator[None]:
 def fits(geometry: Geometry) -> tuple[Fit, Fit]:
     """The functions that bring training and test images to the size of `geometry`."""
     kernel = _KERNELS[geometry.kernel]
-    test = squeeze if geometry.squash else centre
-    return partial(squeeze, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
+    test = resize_whole if geometry.squash else centre
+    return partial(resize_whole, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
 
 
-def squeeze(
+def resize_whole(
     image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC
 ) -> Image.Image:
     """The whole image resized to side x side, whatever its shape."""

@@ -47,7 +47,11 @@ def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
         raw = named.find(base, choice)
         if raw is not None:
             return raw
-    return tfds.find(folder / tfds.FOLDER, named.tfds, named.tfds_listing) if named.tfds_listing else None
+    return (
+        tfds.find_builders(folder / tfds.FOLDER, named.tfds, named.tfds_listing)
+        if named.tfds_listing
+        else None
+    )
 
 
 def how_to_get(name: str, folder: Path) -> str:
@@ -95,7 +99,7 @@ _SUBSET = (
     "ImageNet classes: those of --class-list, else numpy's RandomState(1993) picks, "
     "as code of iCaRL, PODNet and BiC does"
 )
-_R_TFDS = partial(tfds.pooled, splits=("test",), field="file_name")
+_R_TFDS = partial(tfds.from_all_splits, splits=("test",), field="file_name")
 
 NAMED = {
     "cifar10": Named(
@@ -152,7 +156,7 @@ NAMED = {
         partial(image_folders.split_or_pooled, split="cub", official="CUB_200_2011/images"),
         11_788,
         ("caltech_birds2011",),
-        partial(tfds.pooled, splits=("train", "test"), field="image/filename"),
+        partial(tfds.from_all_splits, splits=("train", "test"), field="image/filename"),
     ),
     "domainnet": Named(
         "DomainNet: 345 classes, its six domains pooled, random 80/20 split",
@@ -160,7 +164,7 @@ NAMED = {
         partial(image_folders.domains, folder="domainnet", names=image_folders.DOMAINS),
         None,
         tuple(f"domainnet/{domain}" for domain in image_folders.DOMAINS),
-        partial(tfds.pooled, splits=("train", "test")),
+        partial(tfds.from_all_splits, splits=("train", "test")),
         folders="domain",
     ),
     "office_home": Named(
@@ -183,7 +187,7 @@ NAMED = {
         image_folders.eurosat,
         27_000,
         ("eurosat/rgb",),
-        partial(tfds.pooled, splits=("train",)),
+        partial(tfds.from_all_splits, splits=("train",)),
     ),
     "tiny_imagenet": Named(
         "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "

@@ -118,7 +118,7 @@ def build(
     _check_classes(listing, [listing.train.labels, listing.test.labels], "no")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(target, console), temporary_folder(target) as folder:
+        with one_process(target, console), temporary_folder(target) as folder:
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
@@ -190,7 +190,7 @@ def info(prepared: Prepared) -> PreparedInfo:
     return PreparedInfo(prepared.folder, counts, size, prepared.digest, prepared.skipped)
 
 
-def digest(arrays: dict[str, np.ndarray]) -> str:
+def digest_of_arrays(arrays: dict[str, np.ndarray]) -> str:
     """sha256 over the arrays, their names, types and shapes."""
     return _digest({key: _sha256(array) for key, array in arrays.items()})
 
@@ -231,7 +231,7 @@ class _Work(NamedTuple):
 
 
 @contextlib.contextmanager
-def alone(target: Path, console: Console) -> Iterator[None]:
+def one_process(target: Path, console: Console) -> Iterator[None]:
     """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
 
     def wait() -> None:

@@ -214,7 +214,7 @@ def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
     else:
         dataset = _npz(name, _path(name))
     arrays = {key: getattr(dataset, key) for key in ARRAYS}
-    return dataset._replace(digest=prepared.digest(arrays))
+    return dataset._replace(digest=prepared.digest_of_arrays(arrays))
 
 
 def _dataset(name: str, data: Prepared) -> Dataset:
@@ -290,7 +290,7 @@ def _find(name: str, folder: Path, choice: Choice) -> Raw | None:
 
 def _of_tfds(name: str, folder: Path) -> Raw:
     builder = name.removeprefix("tfds:")
-    raw = tfds.find(folder / tfds.FOLDER, [builder], tfds.named)
+    raw = tfds.find_builders(folder / tfds.FOLDER, [builder], tfds.from_own_splits)
     if raw is None:
         raise InputError(
             f"dataset: {name!r} is not in {str(folder / tfds.FOLDER)!r}; prepare {builder!r} there with "
@@ -470,7 +470,7 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
         )
     black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
     arrays = (x, y, *black) if split == "train" else (*black, x, y)
-    digest = prepared.digest(dict(zip(ARRAYS, arrays, strict=True)))
+    digest = prepared.digest_of_arrays(dict(zip(ARRAYS, arrays, strict=True)))
     return Dataset(name, *arrays, class_names, suggests_crops(name), digest=digest)
 
 

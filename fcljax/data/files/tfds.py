@@ -33,7 +33,7 @@ FOLDER = "tensorflow_datasets"  # below the data folder
 Read = Callable[[Sequence[Path]], Listing]  # from the folders of prepared builders
 
 
-def find(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
+def find_builders(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
     """What these builders have prepared in `folder`, if all of them have."""
     versions = [_newest(folder / builder) for builder in builders]
     found = [version for version in versions if version is not None]
@@ -53,7 +53,7 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     return _listing(versions, records, records.features["label"].names, *splits)
 
 
-def named(versions: Sequence[Path]) -> Listing:
+def from_own_splits(versions: Sequence[Path]) -> Listing:
     """A data set that we know nothing of: its images and labels, tested on its test split, else on its
     validation split, else on a random fifth.
 
@@ -81,7 +81,7 @@ def _by_source(rows: list[tuple], sources: int) -> list[list[tuple]]:
     return [[row for row in rows if row[0] == source] for source in range(sources)]
 
 
-def pooled(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
+def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
     """All images of all splits, split at random.
 
     `field` holds a path that ends in CLASS/FILE; without it the label gives the class.

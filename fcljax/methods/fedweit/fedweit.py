@@ -255,7 +255,7 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
 
     def update(round: ServerRound, params: Params, state: Knowledge) -> ServerUpdate:
         task = round.task.index
-        state = remember(state, task % options.kb_tasks, round)
+        state = store_uploads(state, task % options.kb_tasks, round)
         received = hand_out(state, params.adapter.received, task + 1, round.key)
         params = params._replace(adapter=params.adapter._replace(received=received))
         return ServerUpdate(params, state, {"nonzero": _nonzero(round)})
@@ -265,7 +265,7 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
     return ServerRule("knowledge", update, init, reports=(report,), when="task_end")
 
 
-def remember(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Knowledge:
+def store_uploads(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Knowledge:
     """The knowledge base with what arrived in place of what these clients sent S tasks ago."""
     client = jnp.where(round.valid, round.ids, state.known.shape[1])
 

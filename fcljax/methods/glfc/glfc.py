@@ -36,7 +36,7 @@ from fcljax.methods.glfc.proxy import (
     proxy_server,
     share_correct,
 )
-from fcljax.models.heads import class_sums, mask_logits, reduce_rows, unit
+from fcljax.models.heads import mask_logits, reduce_rows, sum_by_class, unit
 from fcljax.parts.client import (
     ClientEnd,
     ClientPass,
@@ -276,7 +276,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
 
     passes = (
         ClientPass("before_training", view, measure_entropy),
-        ClientPass("after_training", view, if_changed(options, add_features)),
+        ClientPass("after_training", view, if_changed(options, add_statistics)),
         ClientPass("after_training", view, if_changed(options, find_nearest)),
         ClientPass("task_end", view, gather, gather_from(sizes, run.network.width), choose_exemplars),
     )
@@ -348,7 +348,7 @@ def weighted_loss(weights: LossWeights, step: ClientStep, known: Known, old: Old
     context, batch, logits = step.context, step.batch, step.output.logits
     label = jax.nn.one_hot(batch.label, logits.shape[-1])
     weight = weights.weigh(gap_of(logits, batch.label), batch, known, context.task)
-    binary = functools.partial(binary_loss, logits, seen=context.task.seen, mask=batch.mask)
+    binary = functools.partial(weighted_binary_loss, logits, seen=context.task.seen, mask=batch.mask)
 
     def both() -> Float[Array, ""]:
         forward = step.learner.forward
@@ -366,7 +366,7 @@ def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array,
     return jnp.abs(jax.nn.sigmoid(own) - 1)
 
 
-def binary_loss(
+def weighted_binary_loss(
     logits: Float[Array, "B C"],
     target: Float[Array, "B C"],
     weight: Float[Array, " B"],
@@ -397,13 +397,13 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
 # ---- prototypes (B9) ---------------------------------------------------------------------------------------
 
 
-def add_features(step: ClientStep, work: LocalState) -> LocalState:
+def add_statistics(step: ClientStep, work: LocalState) -> LocalState:
     """After training: adds the features of a batch by class, under the client's own model."""
     batch, classes, own = step.batch, step.context.task.classes, work.sums
     feature = step.forward(step.trainable, train=False).feature
 
     def add(values: Array) -> tuple[Array, Array]:
-        return class_sums(values, batch.label, classes, batch.mask)
+        return sum_by_class(values, batch.label, classes, batch.mask)
 
     (near, examples), (plain, _) = add(unit(feature)), add(feature)
     (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
@@ -475,7 +475,7 @@ def perturb(
         batch = unlabelled(learner, pixels)
         output = learner.forward(context.frozen, context.cached, trainable, batch, task, False)
         one = jnp.ones(len(pixels))
-        return len(pixels) * binary_loss(output.logits, target, one, task.seen, batch.mask)
+        return len(pixels) * weighted_binary_loss(output.logits, target, one, task.seen, batch.mask)
 
     def step(i: Array, pixels: Array) -> Array:
         del i

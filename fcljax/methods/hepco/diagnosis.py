@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.federated.claims import possible_counts
-from fcljax.models.heads import class_sums, mask_logits
+from fcljax.models.heads import mask_logits, sum_by_class
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run
@@ -78,11 +78,11 @@ def sums(
     mask: Bool[Array, " batch"],
 ) -> RealFeatures:
     """The sums of a batch."""
-    total, examples = class_sums(feature, label, classes, mask)
-    return RealFeatures(total, class_sums(feature**2, label, classes, mask)[0], examples)
+    total, examples = sum_by_class(feature, label, classes, mask)
+    return RealFeatures(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
 
 
-def spread_of(total: RealFeatures) -> Spread:
+def class_spread(total: RealFeatures) -> Spread:
     """E|x|^2 - |E x|^2 of each class."""
     mean, variance = normal_of(total)
     return Spread(mean, jnp.sum(variance, axis=1), total.examples >= 2)
@@ -123,9 +123,9 @@ def compare(
     """
     every, all_of_them = jnp.arange(len(drawn)), jnp.ones(len(label), bool)
     right = jnp.argmax(mask_logits(logits, seen), axis=1) == label
-    count, of_class = class_sums(right[:, None].astype(jnp.float32), label, every, all_of_them)
+    count, of_class = sum_by_class(right[:, None].astype(jnp.float32), label, every, all_of_them)
     share = count[:, 0] / of_class
-    made, truth = spread_of(sums(latent, label, every, all_of_them)), spread_of(real)
+    made, truth = class_spread(sums(latent, label, every, all_of_them)), class_spread(real)
     known = drawn & truth.present
     deviation = jnp.sqrt(jnp.where(known, truth.variance, 1))
     away = jnp.sqrt(jnp.sum((made.mean - truth.mean) ** 2, axis=1)) / deviation

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from fcljax.models.initialisers import uniform
+from fcljax.models.initialisers import uniform_by_inputs
 
 HIDDEN = (256, 1024)
 
@@ -33,7 +33,7 @@ class Generator(NamedTuple):
 
 
 def _linear(width: int, fan_in: int, name: str) -> nn.Dense:
-    init = uniform(fan_in)
+    init = uniform_by_inputs(fan_in)
     return nn.Dense(width, kernel_init=init, bias_init=init, name=name)
 
 

@@ -61,7 +61,7 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
         cached=cached_of,
         forward=forward,
         predict=predict,
-        sampling=Sampling(draw, training, evaluation),
+        sampling=Sampling(draw_parameters, training, evaluation),
     )
 
 
@@ -70,7 +70,7 @@ def means(params: Params) -> Params:
     return params._replace(adapter=params.adapter.mean, classifier=params.classifier.mean)
 
 
-def draw(key: PRNGKeyArray, trainable: Params) -> Params:
+def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
     """Parameters drawn from their posteriors."""
     first, second = jax.random.split(key)
     adapter, classifier = sample(first, trainable.adapter), sample(second, trainable.classifier)

@@ -131,7 +131,7 @@ def log_mixture(
     return jax.tree.map(mixed, params, first.mean, first.sigma, second.mean, second.sigma)
 
 
-def total(tree: PyTree) -> Float[Array, ""]:
+def sum_all(tree: PyTree) -> Float[Array, ""]:
     """The sum over all numbers."""
     return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), jnp.float32(0))
 

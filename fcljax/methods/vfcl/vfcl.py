@@ -32,7 +32,7 @@ from fcljax.methods.vfcl.posterior import (
     log_density,
     log_mixture,
     of_gaussian,
-    total,
+    sum_all,
 )
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
@@ -173,7 +173,7 @@ def classifier_ratio(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
     def counted(one: Array, other: Array) -> Array:
         return jnp.where(seen, one - other, 0)
 
-    return total(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, of_new)))
+    return sum_all(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, of_new)))
 
 
 def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:

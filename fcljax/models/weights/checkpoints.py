@@ -29,7 +29,7 @@ import safetensors
 
 from fcljax.archives import check_members, read_npz, sha256
 from fcljax.errors import InputError, reason
-from fcljax.models.weights.torch_zip import check_unpacked, named, read_torch_zip
+from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tensors_in
 
 TORCH = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH)
@@ -226,7 +226,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
         warnings.simplefilter("ignore")  # old files make torch warn about its own storages
         content = torch.load(path, map_location="cpu", weights_only=True)
-    return {name: _numpy(name, tensor) for name, tensor in named("", content, torch.Tensor)}
+    return {name: _numpy(name, tensor) for name, tensor in tensors_in("", content, torch.Tensor)}
 
 
 def _zip_imports(path: Path) -> list[str]:

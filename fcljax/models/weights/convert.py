@@ -14,7 +14,7 @@ from fcljax.models.weights.pretrained import (
     FORMAT,
     Loaded,
     WeightOptions,
-    listed,
+    colour_text,
     loaded,
     save_native,
     shape_text,
@@ -125,7 +125,7 @@ def _rows(found: Loaded, keep_head: bool) -> list[tuple[str, str]]:
         ("parameters", f"{sum(x.size for x in jax.tree.leaves(network.params)):,}"),
         ("head", head),
         ("decoder", decoder),
-        ("mean", listed(found.mean)),
-        ("std", listed(found.std)),
+        ("mean", colour_text(found.mean)),
+        ("std", colour_text(found.std)),
         ("sha256", found.source.digest),
     ]

@@ -1,8 +1,8 @@
-"""Files whose networks are a ViT under other names than timm's: DINOv2, CLIP's visual tower, MoCo v3.
+"""Files whose networks are a ViT under other names than timm's: DINOv2, DINOv3, CLIP's visual tower, MoCo v3.
 
 Each dialect renames a file's tensors to timm's names, so that `naming` reads them all: scales of layers are
 `ls1` and `ls2`, registers `reg_token`, the norm before the blocks `norm_pre`. Sources: facebookresearch's
-dinov2 and moco-v3, openai's CLIP (open_clip has the same names), and transformers.
+dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same names), timm's Eva, and transformers.
 """
 
 import re
@@ -28,6 +28,8 @@ class Dialect(NamedTuple):
     pixels: str
     """The pixel range that its authors trained with, of `pixels.NORMALISE`."""
     activation: Activation = "gelu"
+    rotary: bool = False
+    """Whether queries and keys are rotated by the places of their patches; a file does not tell it."""
 
 
 _HF_ATTENTION = (
@@ -36,7 +38,13 @@ _HF_ATTENTION = (
     (r"(.*)attention\.(q|k|v)_proj\.", r"\1attn.\2."),  # what transformers 5 writes
     (r"(.*)attention\.o_proj\.", r"\1attn.proj."),
 )
-_SCALES = ((r"(.*ls[12])\.gamma$", r"\1.weight"), (r"(.*)layer_scale([12])\.lambda1$", r"\1ls\2.weight"))
+_PARTS = (
+    (r"(.*ls[12])\.gamma$", r"\1.weight"),
+    (r"(.*)layer_scale([12])\.lambda1$", r"\1ls\2.weight"),
+    (r"(.*)gamma_([12])$", r"\1ls\2.weight"),
+    (r"(.*)mlp\.up_proj\.", r"\1mlp.fc1."),
+    (r"(.*)mlp\.down_proj\.", r"\1mlp.fc2."),
+)
 _CLIP_HF = (
     (r"embeddings\.class_embedding$", "cls_token"),
     (r"embeddings\.position_embedding\.weight$", "pos_embed"),
@@ -68,7 +76,22 @@ _DINOV2_HF = (
     (r"layernorm\.", "norm."),
     (r"encoder\.layer\.(\d+)\.", r"blocks.\1."),
 )
+_DINOV3_HF = (
+    (r"embeddings\.cls_token$", "cls_token"),
+    (r"embeddings\.register_tokens$", "reg_token"),
+    (r"embeddings\.patch_embeddings\.", "patch_embed.proj."),
+    (r"(model\.)?layer\.(\d+)\.", r"blocks.\2."),
+)
 DIALECTS = (
+    Dialect(
+        "DINOv3 of transformers",
+        r"(.*)embeddings\.patch_embeddings\.weight$",
+        _DINOV3_HF,
+        "imagenet",
+        rotary=True,
+    ),
+    Dialect("DINOv3", r"(.*)storage_tokens$", ((r"storage_tokens$", "reg_token"),), "imagenet", rotary=True),
+    Dialect("DINOv3 of timm", r"(.*)blocks\.0\.gamma_1$", (), "imagenet", rotary=True),
     Dialect("CLIP of transformers", r"(.*)pre_layrnorm\.weight$", _CLIP_HF, "clip", "quick_gelu"),
     Dialect("CLIP", r"(.*)ln_pre\.weight$", _CLIP, "clip", "quick_gelu"),
     Dialect(
@@ -78,7 +101,10 @@ DIALECTS = (
     Dialect("MoCo v3", r"(.*)base_encoder\.blocks\.0\.norm1\.weight$", (), "imagenet"),
 )
 # content beside the network in these files, by the names without its prefix
-_BESIDE = re.compile(r"(embeddings\.)?mask_token|(.*\.)?position_ids|proj|head\.\d.*")
+_BESIDE = re.compile(
+    r"(embeddings\.)?mask_token|(.*\.)?position_ids|proj|head\.\d.*|rope_embed(dings)?\.(periods|inv_freq)"
+)
+DINOV3_GRID = 16  # patches per side of its authors' images; computed positions have no size of their own
 
 
 class Translated(NamedTuple):
@@ -88,6 +114,7 @@ class Translated(NamedTuple):
     pixels: str | None = None
     """The pixel range of its kind; None: `naming` decides."""
     activation: Activation | None = None
+    rotary: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -95,7 +122,8 @@ def translate(tensors: Tensors) -> Translated:
     """The tensors of a file under timm's names, if they are in one of the dialects; else as they are.
 
     Raises:
-      InputError: for networks with rotary positions or gated MLPs, which are not supported.
+      InputError: for networks with rotary positions of another kind than DINOv3's, or with gated MLPs, which
+        are not supported.
     """
     _refuse(tensors)
     for dialect in DIALECTS:
@@ -107,8 +135,11 @@ def translate(tensors: Tensors) -> Translated:
 
 def _refuse(tensors: Tensors) -> None:
     other = (
-        (r"(.*\.)?rope(_embeddings)?\.|(.*\.)?storage_tokens$", "rotary positions (DINOv3, EVA-02)"),
-        (r"(.*\.)?mlp\.(w12|weights_in|fc1_g)\.", "gated MLPs (DINOv2 giant, EVA-02)"),
+        (r"(.*\.)?rope\.", "rotary positions other than DINOv3's (EVA-02)"),
+        (
+            r"(.*\.)?mlp\.(w[123]|w12|weights_in|gate_proj|fc1_g)\.",
+            "gated MLPs (DINOv2 giant, DINOv3 S+ and H+, EVA-02)",
+        ),
     )
     for pattern, what in other:
         name = next((name for name in tensors if re.match(pattern, name)), None)
@@ -128,11 +159,36 @@ def _translated(tensors: Tensors, dialect: Dialect, prefix: str) -> Translated:
         width = kept["cls_token"].size
         kept = {**kept, "cls_token": kept["cls_token"].reshape(1, 1, -1)}
         kept["pos_embed"] = kept["pos_embed"].reshape(1, -1, width)
-    return Translated(_completed(_joined(kept)), dialect.pixels, dialect.activation, notes)
+    if dialect.rotary:
+        kept = _without_rotary_traces(kept)
+    tensors = _completed(_joined(kept))
+    return Translated(tensors, dialect.pixels, dialect.activation, dialect.rotary, notes)
+
+
+def _without_rotary_traces(tensors: Tensors) -> Tensors:
+    """DINOv3's tensors with zeros for what it lacks: learned positions, and biases of keys or of all three.
+
+    Raises:
+      InputError: for a network with learned positions, which is none of DINOv3's.
+    """
+    if "pos_embed" in tensors:
+        raise InputError("checkpoint: it has both DINOv3's names and pos_embed, which DINOv3 does not have")
+    found = dict(tensors)
+    for name, x in tensors.items():
+        if name.endswith("attn.qkv.bias_mask"):  # its zeros are the biases of keys
+            bias = found.get(name.removesuffix("_mask"))
+            if bias is not None and bias.shape == x.shape:
+                found[name.removesuffix("_mask")] = bias * found.pop(name)
+        if name.endswith(("attn.qkv.weight", "attn.k.weight")):
+            bias = f"{name.removesuffix('weight')}bias"
+            found.setdefault(bias, np.zeros(x.shape[:1], np.float32))
+    if "cls_token" in found:
+        found["pos_embed"] = np.zeros((1, 1 + DINOV3_GRID**2, found["cls_token"].size), np.float32)
+    return found
 
 
 def _renamed(name: str, names: Names) -> str:
-    for patterns in (names, _HF_ATTENTION, _SCALES):
+    for patterns in (names, _HF_ATTENTION, _PARTS):
         for pattern, ours in patterns:
             if re.match(pattern, name):
                 name = re.sub(f"^{pattern}", ours, name)

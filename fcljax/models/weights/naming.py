@@ -46,6 +46,7 @@ class TensorFacts(NamedTuple):
     heads: int | None = None
     decoder_heads: int | None = None
     activation: Literal["gelu", "quick_gelu"] | None = None
+    rotary_base: float | None = None
 
 
 class Interpreted(NamedTuple):
@@ -64,6 +65,7 @@ class Interpreted(NamedTuple):
     pixels: str | None = None  # the pixel range of its kind, of NORMALISE, where that is known
 
 
+DINOV3_BASE = 100.0
 SOME_HAVE = ("ls1", "ls2", "attn.q_norm", "attn.k_norm")  # modules of some networks' blocks
 
 
@@ -188,6 +190,10 @@ def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str)
     found = _find(translated.tensors, choose("part", part, sorted(_ROLES)))
     naming = found.naming
     _refuse_other_networks(naming, found.tensors)
+    if translated.rotary and not facts.rotary_base:
+        facts = facts._replace(rotary_base=DINOV3_BASE)
+    if not translated.rotary and naming.layout != "ours":
+        facts = facts._replace(rotary_base=None)
     config, assumed = _architecture(naming, found.tensors, name, facts)
     if translated.activation and name is None:
         activation = facts.activation or translated.activation
@@ -380,7 +386,8 @@ def _architecture(
         qk_norm=_leaf(naming, f"{first}attn.q_norm", "scale") in tensors,
         pre_norm=pre in tensors,
         activation=facts.activation or "gelu",
-        epsilon=1e-5 if pre in tensors else ViTConfig.epsilon,  # CLIP's
+        epsilon=1e-5 if pre in tensors or facts.rotary_base else ViTConfig.epsilon,  # CLIP's and DINOv3's
+        rotary_base=float(facts.rotary_base or 0),
     )
     has = None
     if naming.layout == "google":

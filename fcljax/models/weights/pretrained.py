@@ -34,7 +34,14 @@ ASSET_DIGESTS = {
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
 FORMAT = "fcljax-1"
-VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "activation")  # fields of some ViTs' shapes
+VARIANTS = (
+    "layer_scale",
+    "registers",
+    "qk_norm",
+    "pre_norm",
+    "activation",
+    "rotary_base",
+)  # fields of some ViTs' shapes
 
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls them
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
@@ -386,10 +393,14 @@ def _said(file: checkpoints.Checkpoint) -> naming.TensorFacts:
             "'quick_gelu'"
         )
     heads = ours.get("heads", config.get("num_attention_heads"))
+    base = ours.get("rotary_base", config.get("rope_theta"))
+    if base is not None and not (isinstance(base, int | float) and 1 < base <= 1e6):
+        raise InputError(f"checkpoint: {file.source!r} says that its rotary positions have base {base!r}")
     return naming.TensorFacts(
         _whole(file, "heads", heads),
         _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads"))),
         activation,
+        base,
     )
 
 
@@ -452,7 +463,7 @@ def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.Tenso
         if None not in (ours, theirs) and ours != theirs:
             raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
     heads, decoder_heads = asked.heads or said.heads, asked.decoder_heads or said.decoder_heads
-    return naming.TensorFacts(heads, decoder_heads, said.activation)
+    return said._replace(heads=heads, decoder_heads=decoder_heads)
 
 
 def _resized(
@@ -517,7 +528,7 @@ def _said_constants(file: checkpoints.Checkpoint) -> tuple[Colour, Colour] | Non
 
 
 def _assumed(mean: Colour, std: Colour, kind: str) -> str:
-    constants = f"pixel mean {listed(mean)} and std {listed(std)} are assumed ({kind})"
+    constants = f"pixel mean {colour_text(mean)} and std {colour_text(std)} are assumed ({kind})"
     return f"{constants}: the checkpoint does not tell them"
 
 
@@ -605,6 +616,6 @@ def _read_decoder(
     return file, PretrainedDecoder(config, params, mean, std), notes
 
 
-def listed(colour: Colour) -> str:
+def colour_text(colour: Colour) -> str:
     """A colour in a line."""
     return ", ".join(f"{x:g}" for x in colour)

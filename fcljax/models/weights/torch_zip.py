@@ -206,7 +206,7 @@ def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
             raise ValueError("its bytes are in the order of another kind of machine")
         size = path.stat().st_size
         check_unpacked(archive, size)
-        tensors = dict(named("", _load(archive.read(found[0])), Tensor))
+        tensors = dict(tensors_in("", _load(archive.read(found[0])), Tensor))
         if sum(map(_bytes, tensors.values())) > MOST_UNPACKED * size:
             raise ValueError(f"its tensors have more than {MOST_UNPACKED} times the bytes of the file")
         return {
@@ -232,7 +232,7 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
 
 
-def named(prefix: str, content: object, tensor: type) -> Iterator[tuple[str, Any]]:
+def tensors_in(prefix: str, content: object, tensor: type) -> Iterator[tuple[str, Any]]:
     """The values of type `tensor` in nested dicts, with dotted names; an optimiser's are left out.
 
     Raises:

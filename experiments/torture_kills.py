@@ -1,0 +1,171 @@
+"""Runs that are killed many times, for experiments/torture.py: small ones of every method whose server has
+files, or whose clients have a state."""
+
+import contextlib
+import functools
+import json
+import random
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from torture_common import PATIENCE, Outcome
+from torture_programs import Forked, Programs
+
+TASKS, ROUNDS = 2, 5  # ten checkpoints
+COMMON = f"--tasks {TASKS} --rounds {ROUNDS} --clients 2 --epochs 1 --batch-size 16"
+VIT = f"{COMMON} --image-size 16 --heads 2"
+NETWORK = f"{COMMON} --image-size 8 --backbone resnet_micro"
+SYNTHESIS = (
+    "--synthesis-rounds 1 --synthesis-batch 8 --synthesis-warmup 1 --generator-steps 2 --synthetic-batch 8"
+)
+RUNS = {
+    "linear": VIT,
+    # what the server keeps of finished tasks is in files
+    "pmae": f"{VIT} --vpt-length 1 --vpt-blocks 1 --tune-epochs 1 --tune-batch 16",
+    # a proxy; clients' exemplars
+    "glfc": f"{NETWORK} --match-steps 2 --prototype-steps 1 --monitor-images 2 --gradient-side 8",
+    "pilora": f"{VIT} --lora-blocks 1 --lora-rank 1",  # prototypes
+    "vfcl": NETWORK,  # clients' classifiers and exemplars
+    "fedweit": NETWORK,  # clients' masks, a knowledge base
+    "hepco": f"{VIT} --generator-steps 2 --distill-steps 2 --generator-growth 1",  # generators
+    # the server's images and generators
+    "target": f"{NETWORK} {SYNTHESIS}",
+    "lander": f"{NETWORK} {SYNTHESIS}",
+    "mfcl": f"{NETWORK} --generator-steps 2 --generator-batch 8 --synthetic-batch 8",
+}
+KILLS = 10  # of a run, at most
+CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s", "traces"}
+STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
+class References(NamedTuple):
+    """Runs that were left alone, each made when it is first needed."""
+
+    folder: Path
+    programs: Programs
+    methods: tuple[str, ...]
+    """Those of which runs are killed and damaged."""
+
+    def of(self, method: str) -> Path:
+        """The run of a method."""
+        out = self.folder / method
+        if not (out / "summary.json").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            code, err = self.programs.start(*self.command(method), "--out", str(out)).ended(PATIENCE)
+            assert not code, err
+        return out
+
+    def command(self, method: str) -> list[str]:
+        """The command that makes the run of a method."""
+        data, weights = _inputs(self.folder)
+        network = ["--checkpoint", str(weights)] if VIT in RUNS[method] else []
+        return ["run", method, *shlex.split(RUNS[method]), "--dataset", f"npz:{data}", *network]
+
+
+@contextlib.contextmanager
+def references(folder: Path, methods: tuple[str, ...] = tuple(RUNS)) -> Iterator[References]:
+    """Runs of these methods, as processes that are forked from one."""
+    programs = Programs()
+    try:
+        yield References(folder, programs, methods)
+    finally:
+        programs.close()
+
+
+@functools.cache
+def _inputs(folder: Path) -> tuple[Path, Path]:
+    """Images of four classes, and a masked autoencoder of one block, whose programs are traced in no time."""
+    from fcljax.models.mae import DecoderConfig, decoder_shapes
+    from fcljax.models.vit import ViTConfig, parameter_shapes
+    from fcljax.models.weights.pretrained import save_native
+
+    draw, data, weights = np.random.default_rng(0), folder / "images.npz", folder / "network.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    label = {"y_train": np.arange(64) % 4, "y_test": np.arange(16) % 4}
+    image = {
+        f"x{name[1:]}": draw.integers(0, 256, (len(y), 16, 16, 3), np.uint8) for name, y in label.items()
+    }
+    np.savez(data, **image, **label)
+    shapes = parameter_shapes(ViTConfig(image_size=16, patch=8, width=16, depth=1, heads=2, mlp=32))
+    shapes["decoder"] = decoder_shapes(DecoderConfig(16, 8, encoder_width=16, width=16, depth=1, mlp=32))
+    import jax
+
+    save_native(weights, jax.tree.map(lambda x: 0.1 * draw.normal(size=x.shape), shapes), {})
+    return data, weights
+
+
+def numbers(out: Path) -> tuple[bytes, dict]:
+    """What a run has found: its log, and its summary without times."""
+    summary = json.loads((out / "summary.json").read_text())
+    kept = {name: value for name, value in summary.items() if name not in CLOCK}
+    return (out / "metrics.jsonl").read_bytes(), kept
+
+
+def kill(rng: random.Random, out: Path, references: References, number: int) -> Outcome:
+    """A run that is ended, again and again, and resumed; `number`: of the trial, whose method comes next."""
+    method = references.methods[number % len(references.methods)]
+    reference = references.of(method)
+    arguments, ends, times = [*references.command(method), "--out", str(out)], [method], 0
+    while times < KILLS:
+        before, process = newest_checkpoint(out), references.programs.start(*arguments)
+        stop, where = rng.choice(STOPS), _wait(rng, process, out)
+        finished = process.poll() is not None
+        if not finished:
+            process.send_signal(stop)
+        code, err = process.ended(PATIENCE)
+        ends.append(f"{'after ' if finished else ''}{stop.name} {where}")
+        if code not in ((0,) if finished else (0, -stop, 128 + stop)) or "Traceback" in err:
+            return Outcome("other", f"{ends}: exit code {code}: {err[-600:]}", times + 1)
+        if newest_checkpoint(out) < before:
+            return Outcome("different", f"{ends}: checkpoint {before} is lost", times + 1)
+        if finished:
+            break
+        times += 1
+        if (out / "config.yaml").exists():
+            arguments = ["run", method, "--resume", str(out)]
+    code, err = references.programs.start(*arguments).ended(PATIENCE)
+    if code:
+        return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
+    same = numbers(out) == numbers(reference)
+    return Outcome("survived" if same else "different", str(ends), times)
+
+
+def newest_checkpoint(out: Path) -> int:
+    """The last round of which there is a complete checkpoint; 0: there is none."""
+    return max((int(path.name) for path in (out / "checkpoints").glob("*") if path.name.isdigit()), default=0)
+
+
+def _wait(rng: random.Random, process: Forked, out: Path) -> str:
+    """Wait for a random moment: while it starts, in a round, in a checkpoint, or while figures are drawn."""
+    begun, end = time.time(), time.monotonic() + PATIENCE
+    more = newest_checkpoint(out) + rng.randrange(2)
+    log, folder = out / "metrics.jsonl", out / "checkpoints"
+    places: dict[str, Callable[[], bool]] = {
+        "at the start": lambda: True,
+        "in a round": lambda: _is_new(log, begun) and log.read_bytes().count(b"\n") >= more,
+        "in a checkpoint": lambda: any(
+            "tmp" in path.name and int(path.name.split(".")[0]) > more and _is_new(path, begun)
+            for path in folder.glob("*")
+        ),
+        "at the end": lambda: (out / "summary.json").exists(),
+    }
+    place = rng.choices(list(places), (2, 5, 5, 1))[0]
+    while process.poll(0.002) is None and time.monotonic() < end and not places[place]():
+        pass
+    most = {"at the start": 5.0, "in a checkpoint": 0.03}.get(place, 0.3)
+    process.poll(rng.uniform(0, most))
+    return place
+
+
+def _is_new(path: Path, begun: float) -> bool:
+    """Whether something was written since."""
+    try:
+        return path.stat().st_mtime > begun
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,121 @@
+"""The program in processes that cost little, for experiments/torture.py: all are forked from one, which has
+imported everything.
+
+    python experiments/torture_programs.py
+
+reads commands from stdin, one JSON object a line, and prints the id of the process that runs it, and then how
+it ended. A forked process runs `fcljax.cli.main` in its main thread, and signals end it as they end others.
+"""
+
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "fcljax.cli",
+    "fcljax.commands.running",
+    "fcljax.results.page",
+    "fcljax.runs.loop",
+    "fcljax.studies.seeds",
+    "matplotlib.pyplot",
+    "orbax.checkpoint",
+)
+
+
+class Programs:
+    """Makes processes, one after the other, until `close`. They have the environment of the first `start`."""
+
+    @functools.cached_property
+    def parent(self) -> subprocess.Popen:
+        """The process that imports everything."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        return subprocess.Popen([sys.executable, __file__], **pipes)
+
+    def start(self, *arguments: str) -> "Forked":
+        """The program with these arguments; the one before must have ended."""
+        return Forked(self, arguments)
+
+    def close(self) -> None:
+        """End the parent, if there is one."""
+        if "parent" in self.__dict__:
+            self.parent.communicate()
+
+    def ask(self, request: dict[str, Any]) -> int:
+        """What the parent answers."""
+        assert self.parent.stdin is not None
+        self.parent.stdin.write(json.dumps(request).encode() + b"\n")
+        return self.answer()
+
+    def answer(self) -> int:
+        """The parent's next line."""
+        assert self.parent.stdout is not None
+        return int(self.parent.stdout.readline())
+
+
+class Forked:
+    """A process of `Programs`, with what is needed here of `subprocess.Popen`."""
+
+    def __init__(self, programs: Programs, arguments: tuple[str, ...]):
+        self.programs, self.returncode = programs, None
+        number, name = tempfile.mkstemp(prefix="torture-", suffix=".err")
+        os.close(number)
+        self.errors = Path(name)
+        self.pid = programs.ask({"arguments": arguments, "errors": name})
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        """The exit code, or minus the signal, as soon as it has ended; None: not within so many seconds."""
+        if self.returncode is None and select.select([self.programs.parent.stdout], [], [], seconds)[0]:
+            self.returncode = self.programs.answer()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def ended(self, seconds: float) -> tuple[int, str]:
+        """Exit code and stderr of a process that ends by itself; it is killed if it does not in time."""
+        late = self.poll(seconds) is None
+        if late:
+            self.send_signal(signal.SIGKILL)
+            self.poll(60.0)
+        err = self.errors.read_text(errors="replace")
+        self.errors.unlink()
+        return (-1, f"no end: {err}") if late else (int(self.returncode or 0), err)
+
+
+def main() -> int:
+    """Fork for every line of stdin."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if not child:
+            return _run(request)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return 0
+
+
+def _run(request: dict[str, Any]) -> int:
+    """The command itself, in the forked process."""
+    for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY)):
+        os.dup2(os.open(path, mode), number)
+    os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_TRUNC), 2)
+    sys.argv = ["fcljax", *request["arguments"]]
+    from fcljax import cli
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
