@@ -164,10 +164,10 @@ def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, view
 
 
 def test_a_chunk_ends_where_the_lane_that_is_free_has_a_device_without_slots():
-    """Two devices of one lane and two slots. By hand: 9 goes to the first, 5 and 4 to the second, and 3 to
-    the first again, since the loads are equal. Then the second one is free first, and has no slot for 1."""
-    found = pack_chunks(np.array([9, 5, 4, 3, 1]), 2, devices=2, slots=2)
-    assert found == [[[0, 3], [1, 2]], [[4], []]]
+    """Two devices of one lane and two slots. By hand: 9 goes to the first, 2 and 2 to the second, which is
+    free first and has no slot for 1, though the first has one."""
+    found = pack_chunks(np.array([9, 2, 2, 1]), 2, devices=2, slots=2)
+    assert found == [[[0], [1, 2]], [[3], []]]
 
 
 def test_clients_spread_over_the_devices_before_their_lanes():
