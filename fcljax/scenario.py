@@ -13,7 +13,6 @@ from fcljax.data.files.dataset import Dataset, natural_order
 from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
 from fcljax.data.partition import (
     Sample,
-    count_matrix,
     dirichlet,
     first_share,
     iid,
@@ -107,20 +106,18 @@ def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint
     drawn = 1 if options.population == "static" else rounds
     partitions, whole, holdings = [], [], np.zeros((options.clients, classes), np.int32)
 
-    def partition_of(owned: ClientIndices, reported: np.ndarray | None, own: Task | None) -> ClientPartition:
-        counts = _counts(owned, label, classes)
-        return ClientPartition(*owned, counts if reported is None else reported, own)
-
     for t, own in enumerate(assigned.own or (None,) * len(tasks)):
         of_task = []
         for r in range(drawn):
             owned = assigned.indices(t, r)
-            reported = assigned.reported(t, r) if assigned.reported else None
-            of_task.append(partition_of(owned, reported, own))
-            holdings = holdings + assigned.newly(t)[:, None] * _counts(owned, label, classes)
+            counts = _counts(owned, label, classes)
+            reported = assigned.reported(t, r) if assigned.reported else counts
+            of_task.append(ClientPartition(*owned, reported, own))
+            holdings = holdings + assigned.newly(t)[:, None] * counts
         partitions.append(of_task * (rounds // drawn))
         if online:
-            whole.append(partition_of(merge([assigned.indices(t, r) for r in range(rounds)]), None, own))
+            owned = merge([assigned.indices(t, r) for r in range(rounds)])
+            whole.append(ClientPartition(*owned, _counts(owned, label, classes), own))
         if not any(len(each.indices) for each in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
     test_label, test_task = assigned.test_label, assigned.test_task
@@ -259,7 +256,7 @@ def _check_listed(options: PartitionConfig) -> None:
 
 
 def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray:
-    return count_matrix(label, owned.by_client(), classes).astype(np.int32)
+    return owned.class_counts(label, classes).astype(np.int32)
 
 
 # ---- assigning examples to clients -------------------------------------------------------------------------
@@ -363,37 +360,38 @@ class _Data(NamedTuple):
             return self.used
         return self.used[self.schedule.train[self.used] == task]
 
-    def parts(self, task: int, rng: np.random.RandomState) -> list[np.ndarray]:
+    def parts(self, task: int, rng: np.random.RandomState) -> ClientIndices:
         """A partition of a task, or of all; of a task among the clients that have it."""
         mine, clients = self.of_task(task), np.arange(self.options.clients)
         if changes(self.options) and self.options.partition not in ("dirichlet", "iid"):
             clients = np.flatnonzero(self.holds[task] == task)
-        split = _split(self.dataset.y_train[mine], self.options, len(clients), rng)
-        owned, found = ClientIndices.of(split), [mine[:0]] * self.options.clients
-        own = owned._replace(indices=mine[owned.indices].astype(np.int32)).by_client()
-        for client, part in zip(clients.tolist(), own, strict=True):
-            found[client] = part
-        return found
+        owned = ClientIndices.of(_split(self.dataset.y_train[mine], self.options, len(clients), rng))
+        sizes = np.zeros(self.options.clients, np.int64)
+        sizes[clients] = np.diff(owned.offset)
+        offset = np.concatenate([[0], np.cumsum(sizes)])
+        return ClientIndices(mine[owned.indices].astype(np.int32), offset)
 
     def samples(self, task: int, round_: int) -> list[Sample]:
         """HePCo's clients."""
         return _sampled(self.dataset.y_train, self.of_task(task), self.options, (task, round_, self.rounds))
 
-    def sampled(self, task: int, round_: int) -> list[np.ndarray]:
+    def sampled(self, task: int, round_: int) -> ClientIndices:
         """The examples of HePCo's clients."""
-        return [sample.indices for sample in self.samples(task, round_)]
+        return ClientIndices.of([sample.indices for sample in self.samples(task, round_)])
 
-    def redrawn(self, task: int, round_: int) -> list[np.ndarray]:
+    def redrawn(self, task: int, round_: int) -> ClientIndices:
         """A partition of one round."""
         return self.parts(task, np.random.RandomState([self.options.seed, task, round_]))
 
-    def independent(self, task: int, round_: int) -> list[np.ndarray]:
+    def independent(self, task: int, round_: int) -> ClientIndices:
         """Of each client's own partition of one round its part."""
         everyone = range(self.options.clients)
         seeds = [[self.options.seed, task, round_, client] for client in everyone]
-        return [self.parts(task, np.random.RandomState(seeds[k]))[k] for k in everyone]
+        return ClientIndices.of(
+            [self.parts(task, np.random.RandomState(seeds[k])).by_client()[k] for k in everyone]
+        )
 
-    def static(self, stream: np.random.RandomState) -> Callable[[int, int], list[np.ndarray]]:
+    def static(self, stream: np.random.RandomState) -> Callable[[int, int], ClientIndices]:
         """Partitions that stay over the rounds, of all tasks or drawn task after task."""
         options, count = self.options, len(self.schedule.tasks)
         if is_owned(options.partition):
@@ -402,13 +400,13 @@ class _Data(NamedTuple):
                 raise InputError(
                     f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
                 )
-            of_tasks = [[np.intersect1d(part, self.used) for part in owned]] * count
+            of_tasks = [ClientIndices.of([np.intersect1d(part, self.used) for part in owned])] * count
         elif options.partition in ("dirichlet", "iid"):
             of_tasks = [self.parts(0, stream)] * count
         else:
             of_tasks = [self.parts(task, stream) for task in range(count)]
 
-        def drawn(task: int, round_: int) -> list[np.ndarray]:
+        def drawn(task: int, round_: int) -> ClientIndices:
             del round_
             return of_tasks[task]
 

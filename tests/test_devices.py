@@ -352,6 +352,22 @@ def test_features_of_eight_devices_are_those_of_one_bit_for_bit(host, split, mes
     same(np.asarray(found), np.asarray(one))
 
 
+def test_features_of_splits_of_all_sizes_come_from_one_compiled_loop(split):
+    """Training and test images, some or all of them."""
+    traced = []
+
+    def features(model, image):
+        traced.append(image.shape)
+        return image @ model
+
+    compute, whole = make_features(features, read, BATCH), ready(split, None)
+    half = jax.tree.map(lambda x: x[: ROWS // 2], whole)
+    found = [compute(MODEL, whole), compute(MODEL, half), compute(MODEL, whole, np.array([7, 3]))]
+    assert len(traced) == 1
+    same(found[1], found[0][: ROWS // 2])
+    same(found[2], found[0][np.array([7, 3])])
+
+
 # ---- commands ----------------------------------------------------------------------------------------------
 
 

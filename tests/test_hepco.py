@@ -295,7 +295,8 @@ def world(**values):
     """A learner on the formula network, three clients' parts around the server's, and what the step reads in
     the second task."""
     seen = {} if "fidelity" in values else {"generator_mse": "sum"}  # every part of the loss has its word
-    cfg = config.resolve(config.from_mapping("hepco", SMALL | FEW | seen | values, "test"))
+    given = {"scale": "paper"} | SMALL | FEW | seen | values
+    cfg = config.resolve(config.from_mapping("hepco", given, "test"))
     run, model = learns()
     params = model.init(KEY, SCALE)
     noise = lambda i, x: 0.1 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fcljax.data import partition
 from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards, split_at
 from fcljax.data.tasks import class_order, make_tasks, relabel, task_sizes
 from fcljax.errors import InputError
@@ -357,6 +358,25 @@ def test_labels_have_the_owners_that_a_draw_client_by_client_gives_them(clients,
     parts = quantity(y, clients, per_client, rng)
     owns = one_by_one(labels, clients, per_client, other)
     assert np.array_equal(count_matrix(y, parts, labels) > 0, owns)
+
+
+@pytest.mark.parametrize(
+    ("clients", "labels", "per_client"), [(6000, 5, 2), (6000, 5, 4), (6000, 3, 3), (3, 8, 4)]
+)
+def test_very_many_clients_draw_their_other_labels_at_once(clients, labels, per_client, monkeypatch):
+    """Each has the label of its turn and others, no label twice; every other label is as likely."""
+    monkeypatch.setattr(partition, "MOST_DRAWN_APART", 0)
+    y = np.repeat(np.arange(labels), clients)
+    parts = quantity(y, clients, per_client, np.random.RandomState(3))
+    owns = count_matrix(y, parts, labels) > 0
+    assert (owns.sum(axis=1) == per_client).all()
+    order = np.random.RandomState(3).permutation(labels)
+    turn = order[np.arange(clients) % labels]
+    assert owns[np.arange(clients), turn].all()
+    if 1 < per_client < labels < clients:
+        for label in range(labels):
+            others = owns[turn == label][:, np.arange(labels) != label].mean(axis=0)
+            np.testing.assert_allclose(others, (per_client - 1) / (labels - 1), atol=0.06)
 
 
 def test_values_are_split_into_parts_of_these_sizes():

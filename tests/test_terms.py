@@ -19,8 +19,10 @@ from micro import (
     by_hand,
     client_round,
     compiled,
+    context_of,
     end_of_task,
     engine_of,
+    info_of,
     main_of,
     method_of,
     play,
@@ -160,11 +162,19 @@ def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
     assert norm_of(context, local) == 0
 
 
-# CFeD, TARGET, GLFC, LGA and pMAE need networks of images
-IMAGES = {"cfed", "target", "glfc", "lga", *(name for name in METHODS if name.endswith("pmae"))}
+# CFeD, TARGET, LANDER, MFCL, GLFC, LGA and pMAE need networks of images
+IMAGES = {
+    "cfed",
+    "target",
+    "lander",
+    "mfcl",
+    "glfc",
+    "lga",
+    *(name for name in METHODS if name.endswith("pmae")),
+}
 
 
-FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac"}  # nothing trains by default
+FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran"}  # nothing trains by default
 
 
 @pytest.mark.parametrize(
@@ -318,6 +328,24 @@ def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, shar
     for _, metrics in played(with_rules(times(weight))):
         assert metrics["gradient_share_again"] == pytest.approx(share, abs=1e-5)
         assert metrics["gradient_share_own"] == pytest.approx(1 - share, abs=1e-5)
+
+
+def test_a_step_that_measures_its_terms_is_traced_once():
+    """Its shapes, its terms' gradients and its own are of one trace: a network takes seconds."""
+    traced = []
+
+    def loss(step, memory):
+        traced.append(step)
+        return 0.0
+
+    method = with_rules(ClientRule("counted", loss))
+    program, server = main_of(method).program, method.init(KEY, SCALE)
+    context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3), SCALE)
+    local = program.start(context, method.init_client(KEY, server), KEY)
+    batch = rows_of([0, 1, 2])._replace(measured=jnp.bool_(True))
+    _, metrics = jax.jit(program.phases[0].step)(context, local, batch, KEY)
+    assert metrics["gradient_share_own"].total == 1
+    assert len(traced) == 1
 
 
 def test_a_pull_to_what_was_sent_is_measured_where_the_client_has_moved():

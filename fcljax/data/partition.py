@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Int64
 
 from fcljax.errors import InputError
 
+MOST_DRAWN_APART = 100_000  # clients; a draw for each of a million takes seconds
 _PASSES = 1000  # draws before a setting counts as hopeless
 # far above it the draw is IID in all but name, and further up the gamma variates overflow
 _LARGEST_ALPHA = 1e6
@@ -96,8 +97,8 @@ def quantity(
       labels: labels of the examples to split.
       clients: number of clients K.
       per_client: labels per client.
-      rng: draws the order of the labels, then client by client the others, then label by label which examples
-        each owner gets.
+      rng: draws the order of the labels, then client by client the others (of more than `MOST_DRAWN_APART`
+        clients at once), then label by label which examples each owner gets.
 
     Raises:
       InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
@@ -238,10 +239,18 @@ def count_matrix(
     labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
     """How many examples of each class each client owns."""
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    label = labels[np.concatenate([np.empty(0, np.int64), *parts])]
-    counts = np.bincount(owner * num_classes + label, minlength=len(parts) * num_classes)
-    return counts.reshape(len(parts), num_classes)
+    indices = np.concatenate([np.empty(0, np.int64), *parts])
+    return class_counts(labels[indices], np.array([len(part) for part in parts], int), num_classes)
+
+
+def class_counts(
+    labels: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " K"], num_classes: int
+) -> Int64[np.ndarray, "K C"]:
+    """How many examples of each class each client owns, from the labels of the first client's examples, of
+    the second's, and so on."""
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    counts = np.bincount(owner * num_classes + labels, minlength=len(sizes) * num_classes)
+    return counts.reshape(len(sizes), num_classes)
 
 
 def check_clients(examples: int, clients: int, min_size: int) -> None:
@@ -276,17 +285,46 @@ def _label_owners(
     own[client, assigned] = order[position % labels]
     own = np.sort(own[:, :per_client], axis=1)
     have = (own < labels).sum(axis=1)
-    free, missing = (labels - have).tolist(), (per_client - have).tolist()
-    drawn = np.full((clients, per_client), labels)
-    # all that is done client by client: there may be a million of them
-    for others, left, wanted in zip(drawn, free, missing, strict=True):
-        others[:wanted] = rng.permutation(left)[:wanted]
+    draw = _draw_apart if clients <= MOST_DRAWN_APART else _draw_together
+    drawn = draw(labels, labels - have, per_client - have, per_client, rng)
     for label in own.T:  # from positions among the labels that a client does not have yet to labels
         drawn += drawn >= label[:, None]
     owns = np.zeros((clients, labels + 1), bool)
     for some in (own, np.minimum(drawn, labels)):
         np.put_along_axis(owns, some, True, axis=1)
     return owns[:, :labels]
+
+
+def _draw_apart(
+    labels: int,
+    free: Int[np.ndarray, " K"],
+    wanted: Int[np.ndarray, " K"],
+    most: int,
+    rng: np.random.RandomState,
+) -> Int[np.ndarray, "K most"]:
+    """For each client `wanted` of the first `free` numbers, drawn client after client; then `labels`."""
+    drawn = np.full((len(free), most), labels)
+    for others, left, count in zip(drawn, free.tolist(), wanted.tolist(), strict=True):
+        others[:count] = rng.permutation(left)[:count]
+    return drawn
+
+
+def _draw_together(
+    labels: int,
+    free: Int[np.ndarray, " K"],
+    wanted: Int[np.ndarray, " K"],
+    most: int,
+    rng: np.random.RandomState,
+) -> Int[np.ndarray, "K most"]:
+    """The same with all clients at once, from other draws: the first steps of a shuffle (Fisher and Yates)
+    in each row."""
+    client = np.arange(len(free))
+    deck = np.tile(np.arange(labels), (len(free), 1))
+    for i in range(most):
+        left = np.maximum(free - i, 1)
+        j = np.minimum(i + (rng.random_sample(len(free)) * left).astype(int), labels - 1)
+        deck[client, i], deck[client, j] = deck[client, j], deck[client, i]
+    return np.where(np.arange(most) < wanted[:, None], deck[:, :most], labels)
 
 
 def split_at(values: np.ndarray, sizes: Int[np.ndarray, " n"]) -> list[np.ndarray]:

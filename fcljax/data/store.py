@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
 
-from fcljax.data.partition import split_at
+from fcljax.data.partition import class_counts, split_at
 
 
 class Split(NamedTuple):
@@ -36,9 +36,13 @@ class ClientIndices(NamedTuple):
         """The indices of each client."""
         return split_at(self.indices, np.diff(self.offset))
 
+    def class_counts(self, label: Int[np.ndarray, " N"], classes: int) -> Int64[np.ndarray, "K C"]:
+        """How many examples of each class each client holds."""
+        return class_counts(label[self.indices], np.diff(self.offset), classes)
+
 
 def client_indices(
-    parts: Sequence[Int[np.ndarray, " _"]], task_of: Int[np.ndarray, " N"], task: int
+    parts: Sequence[Int[np.ndarray, " _"]] | ClientIndices, task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
     """The examples of each client that belong to the task; clients and examples keep their order.
 
@@ -47,7 +51,7 @@ def client_indices(
       task_of: the task of each example of the store.
       task: whose examples count.
     """
-    every = ClientIndices.of(parts)
+    every = parts if isinstance(parts, ClientIndices) else ClientIndices.of(parts)
     counts = task_of[every.indices] == task
     before = np.concatenate([[0], np.cumsum(counts)])
     return ClientIndices(every.indices[counts], before[every.offset])

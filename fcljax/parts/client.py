@@ -417,6 +417,7 @@ def _measured(
     names = term_names(work)
     # each term alone; at last all of them
     along = jnp.concatenate([jnp.eye(len(names)), jnp.ones((1, len(names)))])
+    descent = jax.jit(descent)  # so that it is traced once, for its shapes and for the loop
     shapes = jax.eval_shape(descent, along[-1])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jnp.zeros(len(along))
 

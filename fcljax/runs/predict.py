@@ -15,7 +15,8 @@ from fcljax.mesh import WHOLE, AnyMesh, by_device, device_count, jit, on_each, p
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, RoundContext
 
-BATCHES_PER_CALL = 16  # of features on each device: between calls, progress is shown
+BATCHES_PER_CALL = 16  # of features on each device, at most: between calls, progress is shown
+BYTES_PER_CALL = 2**27  # of images on each device, unless two batches have more
 
 # on_progress(images): called with the number of images that have been added
 OnProgress = Callable[[int], None]
@@ -102,21 +103,27 @@ def make_features(
       mesh: as in `make_predict`.
     """
 
+    @jax.jit  # so that it is traced once, for the shape and for the step
+    def of_batch(frozen: PyTree, split: Split, index: Array) -> Array:
+        return features(frozen, read(split, index))
+
     def loop(frozen: PyTree, split: Split, index: Array, batches: Array) -> Array:
-        shape = jax.eval_shape(lambda: features(frozen, read(split, index[:batch_size])))
+        shape = jax.eval_shape(of_batch, frozen, split, index[:batch_size])
 
         def step(i, out):
             mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
-            found = features(frozen, read(split, mine))
+            found = of_batch(frozen, split, mine)
             return jax.lax.dynamic_update_slice_in_dim(out, found, i * batch_size, 0)
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
 
     def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
-        everything = np.arange(len(whole(split).label))
-        capacity = min(len(everything), BATCHES_PER_CALL * batch_size * device_count(mesh))
-        index = everything if index is None else index
-        found = loops.over(frozen, split, index, capacity, on_progress)
+        image = whole(split).image
+        index = np.arange(len(image)) if index is None else index
+        fit = BYTES_PER_CALL // (batch_size * (image.nbytes // max(len(image), 1)))
+        capacity = min(BATCHES_PER_CALL, fit) * batch_size * device_count(mesh)
+        # windows, as a `Host` has them: one loop serves splits of any size
+        found = loops.over(frozen, split, index, capacity, on_progress, windows=True)
         return found if isinstance(split, Host) else jnp.asarray(found)
 
     loops = _Loops.of(loop, batch_size, mesh)
@@ -128,6 +135,7 @@ class _Loops(NamedTuple):
 
     resident: Callable  # reads images of a split that every device has
     window: Callable  # reads images of a device's own window
+    take: Callable  # (split, index) -> the windows of a split that every device has
     batch_size: int
     mesh: AnyMesh | None
 
@@ -138,7 +146,10 @@ class _Loops(NamedTuple):
         def compiled(images: PartitionSpec) -> Callable:
             return jit(on_each(loop, mesh, (WHOLE, images, parted(), WHOLE), parted()), mesh)
 
-        return cls(compiled(WHOLE), compiled(parted()), batch_size, mesh)
+        def take(split: Split, index: Array) -> Split:
+            return jax.tree.map(lambda x: x[index], split)
+
+        return cls(compiled(WHOLE), compiled(parted()), jit(take, mesh, parted()), batch_size, mesh)
 
     def over(
         self,
@@ -147,15 +158,16 @@ class _Loops(NamedTuple):
         index: np.ndarray,
         capacity: int,
         on_progress: OnProgress = lambda images: None,
+        windows: bool = False,
     ) -> PyTree:
         """The results of all images, at least one; at most `capacity` of them in a call.
 
-        A call has whole batches, of which the devices take turns. Calls of a `Host` get a window of the
-        images that each device reads, in order.
+        A call has whole batches, of which the devices take turns. Calls of a `Host`, or with `windows` of any
+        split, get a window of the images that each device reads, in order.
         """
         # At least two steps: XLA compiles a loop over one step's images differently, with other roundings.
         mesh, batch_size, devices = self.mesh, self.batch_size, device_count(self.mesh)
-        host = isinstance(split, Host)
+        windows = windows or isinstance(split, Host)
         steps = max(2, -(-capacity // (devices * batch_size)))
         steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
         width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
@@ -169,11 +181,13 @@ class _Loops(NamedTuple):
             jax.block_until_ready(done)
             if done:
                 on_progress(len(parts[i - 1]))
-            function, mine = (self.window, in_window) if host else (self.resident, padded[i])
+            function, mine = (self.window, in_window) if windows else (self.resident, padded[i])
             return [*done, function(arguments, window, put(mine, mesh, parted()), batches)]
 
         def load(i: int) -> Split:
-            return split.take(padded[i], mesh, parted=True) if isinstance(split, Host) else split
+            if isinstance(split, Host):
+                return split.take(padded[i], mesh, parted=True)
+            return self.take(split, padded[i]) if windows else split
 
         def joined(*results: Array) -> np.ndarray:
             return np.concatenate([np.asarray(x)[back] for x in results])[: len(index)]

@@ -1,14 +1,16 @@
 """A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL, specification section 1).
 
 Neither network nor adapter nor classifier know of it. Means and standard deviations train and travel; a
-training step draws parameters from them, evaluation uses the means. Running statistics are no parameters and
-stay as they are.
+training step draws parameters from them, evaluation uses the means. Those of the adapter are one vector
+(`Flat`). Running statistics are no parameters and stay as they are.
 """
+
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.methods.vfcl.posterior import Posterior, init_posterior, sample
+from fcljax.methods.vfcl.posterior import Flat, Posterior, init_posterior, sample
 from fcljax.parts.learner import Learner, Output, Params, Sampling
 from fcljax.types import Batch, Frozen, Task
 
@@ -50,10 +52,14 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
 
     def counted(trainable: Posterior, task: Task) -> PyTree:
         count = inner.adapter.counted
-        return Posterior(count(trainable.mean, task), count(trainable.rho, task))
+        return Posterior(count(trainable.mean.params, task), count(trainable.rho.params, task))
+
+    def loss(cached: PyTree, drawn: Flat, *others: Any) -> Float[Array, ""]:
+        assert inner.adapter.loss is not None
+        return inner.adapter.loss(cached, drawn.params, *others)
 
     return inner._replace(
-        adapter=inner.adapter._replace(counted=counted),
+        adapter=inner.adapter._replace(counted=counted, loss=loss if inner.adapter.loss else None),
         init=init,
         open_task=open_task,
         trainable=trainable_of,
@@ -67,11 +73,11 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
 
 def means(params: Params) -> Params:
     """The parameters that evaluation uses (VFCL, appendix F.4)."""
-    return params._replace(adapter=params.adapter.mean, classifier=params.classifier.mean)
+    return params._replace(adapter=params.adapter.mean.params, classifier=params.classifier.mean)
 
 
 def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
-    """Parameters drawn from their posteriors."""
+    """Parameters drawn from their posteriors; the adapter's are one vector."""
     first, second = jax.random.split(key)
     adapter, classifier = sample(first, trainable.adapter), sample(second, trainable.classifier)
     return trainable._replace(adapter=adapter, classifier=classifier)
@@ -79,14 +85,16 @@ def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
 
 def _drawn(params: Params) -> Params:
     """Parameters as they are if they have been drawn, else the means of their posteriors."""
-    return means(params) if isinstance(params.adapter, Posterior) else params
+    if isinstance(params.adapter, Posterior):
+        return means(params)
+    return params._replace(adapter=params.adapter.params)
 
 
 def _rhos(params: Params) -> Params:
-    return params._replace(adapter=params.adapter.rho, classifier=params.classifier.rho)
+    return params._replace(adapter=params.adapter.rho.params, classifier=params.classifier.rho)
 
 
 def _together(mean: Params, rho: Params) -> Params:
     """Posteriors of adapter and classifier; all else is that of `mean`."""
-    adapter = Posterior(mean.adapter, rho.adapter)
+    adapter = Posterior(Flat.of(mean.adapter), Flat.of(rho.adapter))
     return mean._replace(adapter=adapter, classifier=Posterior(mean.classifier, rho.classifier))

@@ -9,9 +9,11 @@ Source: VFCL (specification sections 1 and 3). What the paper leaves open is mar
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,35 @@ from fcljax.methods.vfcl.conflation import softplus_inverse
 
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _BLOCK = 2**14  # numbers of `in_blocks`
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("vector",), meta_fields=("tree", "shapes"))
+@dataclass(frozen=True)
+class Flat:
+    """A pytree as one vector. What is done with every number of a network of a hundred leaves is then
+    compiled once, not a hundred times."""
+
+    vector: Any
+    """All leaves, one after the other: [N], or its shape, or stacked over clients."""
+    tree: Any
+    """The structure of the pytree."""
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    """Of its leaves."""
+
+    @classmethod
+    def of(cls, params: PyTree) -> "Flat":
+        """From a pytree of arrays."""
+        leaves, tree = jax.tree.flatten(params)
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        return cls(ravel_pytree(params)[0], tree, shapes)
+
+    @property
+    def params(self) -> PyTree:
+        """The pytree."""
+        ends = list(itertools.accumulate(math.prod(shape.shape) for shape in self.shapes))
+        parts = jnp.split(self.vector, ends[:-1]) if ends else []
+        leaves = [x.reshape(like.shape) for x, like in zip(parts, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 class Posterior(NamedTuple):
