@@ -33,7 +33,9 @@ RUNS = {
     "pilora": f"{VIT} --lora-blocks 1 --lora-rank 1",  # prototypes
     "vfcl": NETWORK,  # clients' classifiers and exemplars
     "fedweit": NETWORK,  # clients' masks, a knowledge base
-    "hepco": f"{VIT} --generator-steps 2 --distill-steps 2 --generator-growth 1",  # generators
+    # generators
+    "hepco": f"{VIT} --pool-blocks 1 --pool-size 4 --pool-length 2 --generator-steps 2 --distill-steps 2 "
+    "--generator-growth 1",
     # the server's images and generators
     "target": f"{NETWORK} {SYNTHESIS}",
     "lander": f"{NETWORK} {SYNTHESIS}",
@@ -129,9 +131,10 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
         times += 1
         if (out / "config.yaml").exists():
             arguments = ["run", method, "--resume", str(out)]
-    code, err = references.programs.start(*arguments).ended(PATIENCE)
-    if code:
-        return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
+    else:
+        code, err = references.programs.start(*arguments).ended(PATIENCE)
+        if code:
+            return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
     same = numbers(out) == numbers(reference)
     return Outcome("survived" if same else "different", str(ends), times)
 

@@ -7,6 +7,7 @@ The devices may belong to several processes. Then each process runs this same pr
 jax connects the computations.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "clients"
 BATCH = "batch"
+AnyMesh = Mesh | AbstractMesh  # the latter for shapes alone: its devices need not be here
 WHOLE = PartitionSpec()  # every device has all of it
+COLLECTED = 2**26  # bytes on a device
+SHARED = 2**26  # bytes of an array, from which on accelerators share it
+
+
+def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
+    """The mesh of so many devices that are not here, for shapes alone; arguments as of `mesh_of`."""
+    auto = jax.sharding.AxisType.Auto
+    if batch == 1:
+        return AbstractMesh((devices,), (AXIS,), axis_types=(auto,))
+    return AbstractMesh((devices // batch, batch), (AXIS, BATCH), axis_types=(auto, auto))
+
+
+def with_batch(mesh: AnyMesh, batch: int) -> AnyMesh:
+    """The mesh of the same devices of which `batch` neighbours share the batches of a client."""
+    if isinstance(mesh, AbstractMesh):
+        return abstract_mesh(mesh.size, batch)
+    return mesh_of(list(mesh.devices.flat), batch)
 
 
 def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
@@ -34,7 +53,7 @@ def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
     return Mesh(np.asarray(devices).reshape(-1, batch), (AXIS, BATCH), axis_types=(auto, auto))
 
 
-def device_count(mesh: Mesh | None) -> int:
+def device_count(mesh: AnyMesh | None) -> int:
     """The number of devices that run clients of their own: all, unless some share a client's batch; one
     without a mesh."""
     return 1 if mesh is None else mesh.shape[AXIS]
@@ -53,7 +72,27 @@ def split(axis: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, AXIS)
 
 
-def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec = WHOLE) -> Any:
+def rows_on(mesh: AnyMesh | None, rows: int) -> int:
+    """The number of rows of an array that the devices share evenly: `rows`, and as few more as needed."""
+    devices = device_count(mesh)
+    return -(-rows // devices) * devices
+
+
+def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
+    """Arrays [N, ...] of which every device of the mesh has an equal part, in the order of the devices. The
+    last row is repeated up to a multiple of the devices. Without a mesh, the arrays as they are."""
+    if mesh is None:
+        return tree
+
+    def padded(x: Any) -> Any:
+        missing = rows_on(mesh, len(x)) - len(x)
+        of = jnp if isinstance(x, jax.Array) else np
+        return of.concatenate([x, of.repeat(x[-1:], missing, axis=0)]) if missing else x
+
+    return put(jax.tree.map(padded, tree), mesh, split())
+
+
+def put(tree: Any, mesh: AnyMesh | None, spec: PartitionSpec = WHOLE) -> Any:
     """Arrays on the devices of the mesh, sharded by `spec`; without a mesh, on the first device. Arrays that
     are there already stay."""
     if mesh is None:
@@ -76,7 +115,7 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def put_rows(array: np.ndarray, rows: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def put_rows(array: np.ndarray, rows: np.ndarray, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
     """`array[rows]` on the devices of the mesh, its first axis sharded by `spec`. A process reads only what
     its devices get."""
     shape = (len(rows), *array.shape[1:])
@@ -87,11 +126,45 @@ def put_rows(array: np.ndarray, rows: np.ndarray, mesh: Mesh, spec: PartitionSpe
     return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
 
 
-def jit(function: Callable, mesh: Mesh | None, spec: PartitionSpec = WHOLE, **options: Any) -> Callable:
-    """`jax.jit` of a function whose outputs are sharded on the mesh by `spec`. They are arguments of the next
-    call, and a function is traced again for arguments with another sharding."""
-    placed = None if mesh is None else NamedSharding(mesh, spec)
+def on_host(tree: Any) -> Any:
+    """The arrays in numpy, in every process. Those whose parts lie in several processes are collected by all
+    of them together, at most `COLLECTED` bytes at a time."""
+    return jax.tree.map(lambda x: jax.device_get(x) if _is_here(x) else collect(x), tree)
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def collect(x: jax.Array) -> np.ndarray:
+    """An array of `put_shared` in numpy, in every process."""
+    mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]  # a NamedSharding
+    devices, part = device_count(mesh), x.shape[0] // device_count(mesh)
+    rows = max(1, min(part, COLLECTED // max(1, x.nbytes // part)))
+
+    def some(mine: jax.Array, first: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(mine, first, rows), AXIS)
+
+    read = jit(on_each(some, mesh, (split(), WHOLE), WHOLE), mesh)
+    host = np.empty((devices, part, *x.shape[1:]), x.dtype)
+    for first in (min(first, part - rows) for first in range(0, part, rows)):
+        host[:, first : first + rows] = np.asarray(read(x, np.int32(first)))
+    return host.reshape(x.shape)
+
+
+def jit(function: Callable, mesh: AnyMesh | None, spec: Any = WHOLE, **options: Any) -> Callable:
+    """`jax.jit` of a function whose outputs are sharded on the mesh by `spec`, a specification or a tree of
+    them. They are arguments of the next call, and a function is traced again for arguments with another
+    sharding."""
+    placed = None if mesh is None else shardings(mesh, spec)
     return jax.jit(function, out_shardings=placed, compiler_options=compiler_options(), **options)
+
+
+def shardings(mesh: AnyMesh, spec: Any) -> Any:
+    """A tree of specifications as shardings on the mesh."""
+    return jax.tree.map(
+        lambda each: NamedSharding(mesh, each), spec, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
 
 
 def compiler_options() -> dict[str, Any]:
@@ -106,7 +179,7 @@ def compiler_options() -> dict[str, Any]:
     return {level: 1}
 
 
-def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+def on_each(function: Callable, mesh: AnyMesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """`function`, called by every device with its part of the arguments; without a mesh, `function`
     itself."""
     if mesh is None:
@@ -114,7 +187,7 @@ def on_each(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
+def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     """The sum over all devices, inside `on_each`, in the order of the devices: the same bits however many
     processes they belong to. In each step one device contributes its value and all others zero, so that the
     order of its additions does not matter."""
@@ -126,6 +199,112 @@ def add_over_devices(x: jax.Array, mesh: Mesh) -> jax.Array:
         return jax.lax.psum(jnp.where(mine == device, x, jnp.zeros_like(x)), AXIS)
 
     return jax.lax.fori_loop(1, device_count(mesh), lambda device, total: total + of(device), of(0))
+
+
+def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
+    """Arrays that the devices share, as functions see them that add over their first axis, inside jit.
+
+    On CPUs every device gets all of them, so that sums over them have the same bits however many processes
+    there are. On accelerators they stay shared, and XLA divides what is computed of them.
+    """
+    if mesh is None or not keeps_order(mesh):
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, WHOLE))
+
+
+def keeps_order(mesh: AnyMesh) -> bool:
+    """Whether sums over arrays are the same bits however many processes the devices belong to: on CPUs. An
+    abstract mesh stands for accelerators."""
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
+    """How the devices have a server's state, a specification for each array.
+
+    On accelerators, arrays of `SHARED` bytes and more lie in equal parts if the devices can share their first
+    axis, such as FPPL's prototypes of all clients. XLA divides what is computed of them.
+    """
+    devices, whole = device_count(mesh), mesh is None or keeps_order(mesh)
+
+    def spec(x: Any) -> PartitionSpec:
+        shape, size = jnp.shape(x), x.dtype.itemsize
+        divides = len(shape) > 0 and shape[0] % devices == 0 and math.prod(shape) * size >= SHARED
+        return split() if divides and not whole else WHOLE
+
+    return jax.tree.map(spec, server)
+
+
+def put_server(server: Any, mesh: AnyMesh | None) -> Any:
+    """A server's state as the devices have it; without a mesh, as it is."""
+    if mesh is None:
+        return server
+    return jax.tree.map(lambda x, spec: put(x, mesh, spec), server, server_specs(server, mesh))
+
+
+def take_rows(mine: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
+    """Rows [n, ...] of arrays that the devices share, inside `on_each`; each device asks for its own.
+
+    Args:
+      mine: the device's part of the arrays, leaves [N / devices, ...].
+      index: of rows, in the whole arrays; every one must be there.
+      mesh: the devices; None: one, which has all rows.
+
+    A request goes round all devices, and each fills in what it has: a device holds its own part and one
+    request at a time, never the whole arrays.
+    """
+    if mesh is None or not jax.tree.leaves(mine):
+        return jax.tree.map(lambda x: x[index], mine)
+
+    def fill_in(request: Any, nothing: Any) -> Any:
+        index, rows = request
+        here, place = _here(mine, index)
+
+        def filled(x: jax.Array, row: jax.Array) -> jax.Array:
+            return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x[place], row)
+
+        return (index, jax.tree.map(filled, mine, rows)), nothing
+
+    empty = jax.tree.map(lambda x: jnp.zeros((len(index), *x.shape[1:]), x.dtype), mine)
+    return _around((index, empty), fill_in, (), mesh)[0][1]
+
+
+def write_rows(mine: Any, index: jax.Array, rows: Any, mesh: AnyMesh | None) -> Any:
+    """The device's part of arrays that the devices share, with rows [n, ...] of all devices written to their
+    indices in the whole arrays, inside `on_each`. Indices beyond the end are ignored.
+
+    The rows of each device go round all devices, as in `take_rows`.
+    """
+
+    def write(sent: Any, mine: Any) -> Any:
+        index, rows = sent
+        place = index if mesh is None else jnp.where(*_here(mine, index), len(jax.tree.leaves(mine)[0]))
+        return sent, jax.tree.map(lambda x, row: x.at[place].set(row, mode="drop"), mine, rows)
+
+    if not jax.tree.leaves(mine):
+        return mine
+    if mesh is None:
+        return write((index, rows), mine)[1]
+    return _around((index, rows), write, mine, mesh)[1]
+
+
+def _here(mine: Any, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of these rows are in the device's part, and where there."""
+    part = len(jax.tree.leaves(mine)[0])
+    place = index - jax.lax.axis_index(AXIS) * part
+    return (place >= 0) & (place < part), jnp.clip(place, 0, part - 1)
+
+
+def _around(block: Any, visit: Callable[[Any, Any], Any], kept: Any, mesh: AnyMesh) -> Any:
+    """(block, kept) after each device's block has visited every device and come home: visit(block, kept) ->
+    both, on the device that the block is at."""
+    devices = device_count(mesh)
+    onwards = [(device, (device + 1) % devices) for device in range(devices)]
+
+    def step(_: Any, both: Any) -> Any:
+        block, kept = visit(*both)
+        return jax.lax.ppermute(block, AXIS, onwards), kept
+
+    return jax.lax.fori_loop(0, devices, step, (block, kept))
 
 
 def by_device(steps: int, devices: int, each: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, RoundInputs, init_clients, keep_task, make_engine, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition, capacities
+from fcljax.mesh import device_count
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
@@ -94,7 +95,7 @@ def method_of(name, sizes=SIZES, network=NETWORK, **values):
 def engine_of(
     method, lanes=PAIR, partitions=PARTITIONS, frozen=FROZEN, data=DATA, task=STREAM[0], fetch=read, mesh=None
 ):
-    shapes = capacities(method, list(partitions), lanes.count, 128)
+    shapes = capacities(method, list(partitions), lanes.count, 128, devices=device_count(mesh))
     return make_engine(method, fetch, lanes, shapes, Example(frozen, data, task), mesh=mesh)
 
 

@@ -5,15 +5,19 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from micro import DATA, FROZEN, KEY, PARTITIONS, SIZES, STREAM, engine_of, method_of
 from test_conformance import OPTIONS
 
 from fcljax import cli, config
 from fcljax.checks import chips, plan
+from fcljax.federated.engine import Lanes
+from fcljax.federated.schedule import ClientPartition
+from fcljax.mesh import abstract_mesh
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.inputs import compute_type
-from fcljax.runs.programs import RoundProgram, programs_of
+from fcljax.runs.programs import RoundProgram, engine_state, programs_of
 
 QUICK = ("fppl",)
 METHODS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
@@ -107,6 +111,38 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     assert found.run_seconds == pytest.approx(
         found.round_seconds * found.settings.rounds * found.settings.tasks
     )
+
+
+def test_what_the_engine_holds_on_a_chip_grows_with_the_chips_own_clients():
+    """FPPL by shapes: 16 clients on 2 chips, and 8,000 on 1,000, which are 8 a chip in both. The server's
+    prototypes of all clients are too small here to be shared."""
+    found = []
+    for clients, chips_ in ((16, 2), (8000, 1000)):
+        counts = np.full(clients, 5)
+        offset = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        examples = np.arange(offset[-1], dtype=np.int32) % 60
+        own = ClientPartition(examples, offset, np.ones((clients, SIZES.classes), np.int32))
+        sizes, where = SIZES._replace(clients=clients), abstract_mesh(chips_)
+        method = method_of("ewc", sizes=sizes, epochs=1, batch_size=4)
+        engine = engine_of(method, Lanes(8 * chips_, "vmap"), [own], mesh=where)
+        scenario = SimpleNamespace(tasks=STREAM, partitions=[[own]])
+        exp = Experiment(settings(), method, engine, FROZEN, DATA, None, scenario, None, sizes, KEY)
+        assert sum(player.capacity.slots for player in engine.players[:1]) == 8
+        found.append(engine_state(exp))
+    few, many = found
+    assert few == many and few.clients > 0 and few.slots > few.clients
+
+
+@pytest.mark.long
+def test_a_thousand_chips_hold_at_most_two_gigabytes_of_engine_state_each():
+    """FPPL with a ViT-B/16 and 8,000 slots, which were 16.4 GB on every chip; the table is in
+    docs/accelerators.md."""
+    options = {"backbone": "vit_b16", "partition": "iid", "clients": 8000, "lanes": 8000, "batch_devices": 1}
+    cfg = config.resolve(config.from_mapping("fppl", options, "test"))
+    exp, state = plan.many_chips(cfg, "v5e", 1000, plan.Stand(800_000, 100, 8))
+    assert [player.capacity.slots for player in exp.engine.players] == [8]
+    assert state.total <= 2e9
+    assert state.slots > 8 * 1e6 and state.server > 8000 * 100 * 768 * 4 / 1000
 
 
 def test_a_compiler_that_is_missing_is_named_with_what_installs_it(capsys, monkeypatch):

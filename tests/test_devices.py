@@ -2,23 +2,29 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
+import micro
 import numpy as np
 import pytest
 import toys
 from small_runs import OPTIONS, timeless
+from test_conformance import OPTIONS as OPTIONS_OF
 from toys import FROZEN, KEY, TOYS, same
 
 from fcljax import cli
 from fcljax import mesh as meshes
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
+from fcljax.federated import engine as engines
+from fcljax.federated.client_loop import Merging
 from fcljax.federated.engine import (
     Exchange,
     Lanes,
     RoundInputs,
+    begin_clients,
     init_clients,
     run_chunks,
     run_round,
@@ -59,9 +65,11 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
     played, most = np.zeros((devices, clients), bool), 0
     for chunk in chunks:
         carry = received_by_devices(engine, player, chunk, round_context, server, states, data)
-        found, used = np.asarray(carry.accumulator.valid), chunk.id < clients  # [devices, slots]
-        assert (found.sum(axis=0) <= 1).all()
-        played[:, chunk.id[used]] |= found[:, used]
+        found, ids = np.asarray(carry.accumulator.valid), chunk.id.reshape(devices, -1)  # [devices, slots]
+        assert (found == (ids < clients)).all()
+        for device in range(devices):
+            assert not played[:, ids[device][found[device]]].any()
+            played[device, ids[device][found[device]]] = True
         most += int(sum(chunk.ticks))
     assert (played.sum(axis=0) == 1).all()
     steps = sum(phase_steps(counts, phase.view) for phase in program.phases)
@@ -105,11 +113,163 @@ def test_sums_over_eight_devices_are_added_in_their_order_bit_for_bit(mesh):
     assert (np.asarray(some) == (x > 2.5).any(axis=0)).all() and some.any()
 
 
+def test_rows_that_devices_share_are_read_and_written_as_on_one(mesh):
+    """Each device asks for three of 16 rows; of those that are written, some do not exist."""
+    rng = np.random.default_rng(0)
+    whole = {
+        "a": rng.normal(size=(16, 3)).astype(np.float32),
+        "b": (np.arange(16) % 3 == 0, np.zeros((16, 0), np.float32)),
+    }
+    asked = rng.integers(0, 16, 3 * mesh.size).astype(np.int32)
+    target = rng.permutation(40)[: 3 * mesh.size].astype(np.int32)
+    new = jax.tree.map(lambda x: rng.permuted(x.repeat(3, axis=0), axis=0)[: 3 * mesh.size], whole)
+    parts = meshes.split()
+    take = on_each(functools.partial(meshes.take_rows, mesh=mesh), mesh, (parts, parts), parts)
+    write = on_each(functools.partial(meshes.write_rows, mesh=mesh), mesh, (parts,) * 3, parts)
+    same(jax.jit(take)(whole, asked), jax.tree.map(lambda x: x[asked], whole))
+    expected = jax.tree.map(np.copy, whole)
+    for place, row in zip(target, range(len(target)), strict=True):
+        if place < 16:
+            jax.tree.map(lambda old, x, p=place, r=row: old.__setitem__(p, x[r]), expected, new)
+    same(jax.jit(write)(whole, target, new), expected)
+    assert (target >= 16).any() and len(set(target)) == len(target)
+
+
+@pytest.mark.parametrize("room", [1, 2**20])
+def test_what_the_devices_share_comes_back_to_the_host_in_pieces(room, mesh, monkeypatch):
+    """20 rows become 24, three on each device; collected one row of each device at a time, or all at once."""
+    monkeypatch.setattr(meshes, "COLLECTED", room)
+    rows = {"a": np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32), "b": np.arange(20) > 7}
+    shared = meshes.put_shared(rows, mesh)
+    assert all(len(shard.data) == 3 for x in shared.values() for shard in x.addressable_shards)
+    same(jax.tree.map(lambda x: meshes.collect(x)[:20], shared), rows)
+    same(jax.tree.map(lambda x: x[:20], meshes.on_host(shared)), rows)
+
+
+def test_what_belongs_to_clients_lies_in_parts_and_no_device_is_sent_all_of_it(mesh):
+    """Of 24 participants a device has the entries of three, and slots for twice as many. What is merged goes
+    from device to device; nothing with an axis for all participants or all slots is gathered or added."""
+    owned = np.array_split(np.arange(1, 97), 24)
+    partition = toys.make_partition(list(owned), np.asarray(toys.examples().label))
+    engine = toys.build(toys.remembering(), [partition], Lanes(mesh.size, "loop"), mesh=mesh)
+    (player,) = engine.players
+    assert player.capacity.slots == 6
+    (chunk,), _ = plan_round(player.round.program, partition, np.arange(24), 0, mesh.size, player.capacity)
+    states = meshes.put_shared(init_clients(engine.method, jnp.zeros(3), 24, KEY), mesh)
+    accumulator = player.empty()
+    carry = player.open(accumulator, states, chunk)
+    parts = {"states": (states, 3), "entries": ((accumulator.gather, accumulator.valid), 3)}
+    for tree, rows in (*parts.values(), ((carry.states, carry.accumulator.gather), 1)):
+        assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(tree)} == {rows}
+    assert carry.accumulator.gather.shape == (mesh.size, 6, 3)
+    merged = Merging(jnp.int32(0), jnp.int32(0), np.bool_(False))
+    text = player.close.lower(accumulator, states, carry, chunk, merged).compile().as_text()
+    assert "collective-permute" in text and "all-gather" not in text and "all-to-all" not in text
+    added = re.findall(r"= \(?(\S+?)\S* all-reduce\(", text)
+    assert added and not any(re.search(r"\[(24|48|6|3),", shape) for shape in added), added
+
+
+def test_the_host_waits_once_for_all_chunks_of_a_round():
+    """Five chunks of one client: how often it reads how far they are merged."""
+    data, reads = toys.examples(), []
+    partitions = toys.partitions(data)
+    engine = toys.build(TOYS["gathering"](), partitions, Lanes(1, "loop"), slots=1)
+    (player,) = engine.players
+
+    class Progress:
+        """Chunks that are merged, on the device."""
+
+        def __init__(self, value):
+            self.value = value
+
+        def __int__(self):
+            reads.append(int(self.value))
+            return reads[-1]
+
+    def close(accumulator, states, carry, chunk, merged):
+        if isinstance(merged.chunks, Progress):
+            merged = merged._replace(chunks=merged.chunks.value)
+        *both, done = player.close(accumulator, states, carry, chunk, merged)
+        return *both, Progress(done)
+
+    watched = engine._replace(players=(player._replace(close=close),))
+    found = []
+    for each in (engine, watched):
+        server, states = toys.begin_run(engine.method)
+        inputs = RoundInputs(FROZEN, data, partitions[0], np.array([0, 1, 3, 5, 6]), toys.tasks()[0], 0, KEY)
+        found.append(run_round(each, server, toys.stack(states), inputs))
+    assert reads == [5]
+    same(found[0][:2], found[1][:2])
+
+
+@pytest.mark.long
+def test_a_server_that_accelerators_share_gives_the_numbers_of_one_on_every_device(monkeypatch):
+    """FPPL's server, whose prototypes of four clients lie on two devices, and the stack of uploads that it
+    reads. XLA divides its work as it would on accelerators."""
+    method, pair, found = (
+        micro.method_of("fppl", batch_size=4, **OPTIONS_OF["fppl"]),
+        mesh_of(jax.devices()[:2]),
+        [],
+    )
+    for shared in (False, True):
+        with monkeypatch.context() as patch:
+            if shared:
+                patch.setattr(meshes, "SHARED", 1)
+                for module in (meshes, engines):
+                    patch.setattr(module, "keeps_order", lambda mesh: False)
+            engine = micro.engine_of(method, mesh=pair)
+            (server, states), reports = micro.begin(method), []
+            for round_ in range(2):
+                ids = np.flatnonzero(micro.PARTITIONS[0].count)
+                inputs = RoundInputs(
+                    micro.FROZEN, micro.DATA, micro.PARTITIONS[0], ids, micro.STREAM[0], round_, KEY
+                )
+                server, states, report = run_round(engine, server, states, inputs)
+                reports.append(report.metrics)
+            parts = [x for x in jax.tree.leaves(server) if x.sharding.shard_shape(x.shape) != x.shape]
+            assert bool(parts) == shared
+            found.append((meshes.on_host(server), reports))
+    (whole, metrics), (parted, its_metrics) = found
+    toys.close(parted, whole, atol=1e-4)
+    for ours, expected in zip(its_metrics, metrics, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_on_another_number_of_devices(mesh):
+    """Two rounds, the second on two devices, or on one, with what the first left on the host: the numbers of
+    two rounds on eight, up to rounding. Seven clients are eight entries on eight and on two devices."""
+    data = toys.examples()
+    partitions, ids = toys.partitions(data), np.array([0, 1, 3, 5, 6])
+
+    def engine(devices):
+        own = mesh_of(jax.devices()[:devices]) if devices > 1 else None
+        return toys.build(TOYS["remembering"](), partitions, Lanes(devices, "loop"), mesh=own)
+
+    def play(engine, server, states, round_):
+        inputs = RoundInputs(FROZEN, data, partitions[0], ids, toys.tasks()[0], round_, KEY)
+        server, states, _ = run_round(engine, server, meshes.put_shared(states, engine.mesh), inputs)
+        return meshes.on_host(server), jax.tree.map(lambda x: x[: toys.CLIENTS], meshes.on_host(states))
+
+    eight = engine(8)
+    server, _ = toys.begin_run(eight.method)
+    states = begin_clients(eight, server, toys.CLIENTS, toys.fold(KEY, 1))
+    assert jax.tree.leaves(states)[0].shape[0] == 8
+    first = play(eight, server, states, 0)
+    expected = play(eight, *first, 1)
+    for devices in (2, 1):
+        toys.close(play(engine(devices), *first, 1), expected, atol=1e-6)
+
+
 def received_by_devices(engine, player, chunk, round_context, server, states, data):
     """The carry [devices, ...] of a chunk of clients, before what the devices received is put together."""
     kept = []
-    close = lambda accumulator, states, carry, chunk: (kept.append(carry), (accumulator, states))[1]
-    round_context, server, states, data, key = engine.place((round_context, server, states, data, KEY))
+    close = lambda accumulator, states, carry, chunk, merged: (
+        kept.append(carry),
+        (accumulator, states, merged.chunks + 1),
+    )[1]
+    round_context, server, data, key = engine.place((round_context, server, data, KEY))
+    states = meshes.put_shared(states, engine.mesh)
     broadcast = engine.broadcast(round_context, server)
     engine = engine._replace(players=(player._replace(close=close),))
     exchange = Exchange(0, round_context, broadcast, None, None, key)

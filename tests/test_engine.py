@@ -289,9 +289,9 @@ def counting(engine, opened: list):
     return engine._replace(players=(player._replace(open=open_),))
 
 
-@pytest.mark.parametrize(("bad", "plays"), [([], 0), ([3], 1), ([0, 1, 3, 6], 1)])
+@pytest.mark.parametrize(("bad", "plays"), [([], 0), ([3], 2), ([1], 1), ([0, 1, 3, 6], 2)])
 @pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
-def test_only_the_first_chunk_with_a_bad_upload_is_played_again(name, bad, plays, data, partitions):
+def test_chunks_are_played_again_from_the_first_with_a_bad_upload_on(name, bad, plays, data, partitions):
     """Guarded or not, the bits are the same; chunks of two clients."""
     found, begun, engine = [], [], engine_of(name, "unroll2")
     for guarded in (True, False):

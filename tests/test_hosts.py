@@ -29,14 +29,14 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def start(scratch, *processes, count=2, devices=1):
-    """A process of `fcljax run linear` for each list of options, with so many devices each."""
+def start(scratch, *processes, count=2, devices=1, method="linear"):
+    """A process of `fcljax run` for each list of options, with so many devices each."""
     address = f"127.0.0.1:{free_port()}"
     os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], exist_ok=True)
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "fcljax", "run", "linear", *options, "--coordinator", address]
+            [sys.executable, "-m", "fcljax", "run", method, *options, "--coordinator", address]
             + ["--processes", str(count), "--process", str(i)],
             env=small_runs.environment(scratch / str(i)) | {"XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
@@ -56,18 +56,24 @@ def ends(processes, timeout=300):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("devices", "sharing"), [(1, 1), (4, 1), (4, 2)])
-def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(devices, sharing, tmp_path):
-    """One or four devices each against all of them in one process, also where two share a batch. The second
-    is given another folder, where nothing appears."""
+@pytest.mark.parametrize(
+    ("devices", "sharing", "method"),
+    [(1, 1, "linear"), (4, 1, "linear"), (4, 2, "linear"), (2, 1, "ewc")],
+)
+def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(
+    devices, sharing, method, tmp_path
+):
+    """One to four devices each against all of them in one process, also where two share a batch, and where
+    the states of clients lie in both. The second is given another folder, where nothing appears."""
     out, elsewhere = str(tmp_path / "both"), str(tmp_path / "elsewhere")
     lanes, clients = str(2 * devices // sharing), str(2 * devices)
     same = [*TINY, "--lanes", lanes, "--clients", clients, "--batch-devices", str(sharing)]
     one = ["--devices", str(2 * devices), "--out", str(tmp_path / "one")]
-    assert cli.main(["run", "linear", *same, *one]) == 0
-    first, second = ends(start(tmp_path, [*same, "--out", out], [*same, "--out", elsewhere], devices=devices))
+    assert cli.main(["run", method, *same, *one]) == 0
+    ways = ([*same, "--out", each] for each in (out, elsewhere))
+    first, second = ends(start(tmp_path, *ways, devices=devices, method=method))
     assert (first[0], second[0]) == (0, 0), (first, second)
-    assert out in first[1] and "linear" in first[1]
+    assert out in first[1] and method in first[1]
     assert second[1:] == ("", []) and not os.path.exists(elsewhere)
     assert_same_run(tmp_path / "both", tmp_path / "one")
     assert json.loads((tmp_path / "both" / "summary.json").read_text())["traces"] == 1

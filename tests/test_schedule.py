@@ -17,6 +17,7 @@ from fcljax.federated.schedule import (
     capacities,
     capacity,
     pack,
+    pack_chunks,
     participants,
     paying_lanes,
     paying_mesh,
@@ -134,21 +135,67 @@ def test_few_widths_keep_the_padding_of_any_clients_small(size, most, seed):
     st.data(),
     st.lists(st.integers(0, 60), min_size=1, max_size=25).filter(any),
     VIEWS,
-    LANES,
+    st.integers(1, 3),
+    st.integers(1, 4),
     st.integers(1, 8),
 )
-def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, views, lanes, slots):
-    work, holds = program(*views), partition(counts)
-    shapes = capacity(work, [holds], lanes, slots)
+def test_the_tables_of_any_subset_of_clients_fit_the_capacity(data, counts, views, each, devices, slots):
+    """Each of several devices with `each` lanes has slots and examples of its own, and its lanes play clients
+    of its own slots alone."""
+    work, holds, lanes = program(*views), partition(counts), each * devices
+    shapes = capacity(work, [holds], lanes, max(each, slots), devices=devices)
     ids = np.array(sorted(data.draw(st.sets(st.integers(0, len(counts) - 1), min_size=1))))
     chunks, (useful, paid) = plan_round(work, holds, ids, 0, lanes, shapes)
     assert useful <= paid
     assert useful == sum(phase_steps(holds.count[ids], view).sum() for view in views)
     for chunk in chunks:
-        assert chunk.id.shape == (shapes.slots,) and chunk.indices.shape == (shapes.examples,)
+        assert chunk.id.shape == (devices * shapes.slots,)
+        assert chunk.indices.shape == (devices * shapes.examples,)
+        count = chunk.count.reshape(devices, -1)
         for table, ticks, most, view in zip(chunk.tables, chunk.ticks, shapes.ticks, views, strict=True):
             assert ticks <= most and table.slot.shape == (most, lanes)
+            for lane in range(lanes):
+                mine = table.slot[table.active[:, lane] > 0, lane]
+                steps = phase_steps(count[lane // each], view)
+                assert all((mine == slot).sum() == steps[slot] for slot in set(mine))
             assert table.active.sum() == phase_steps(chunk.count, view).sum()
+    there = np.concatenate([chunk.id for chunk in chunks])
+    assert sorted(there[there < len(counts)]) == [client for client in ids if counts[client]]
+
+
+def test_a_chunk_ends_where_the_lane_that_is_free_has_a_device_without_slots():
+    """Two devices of one lane and two slots. By hand: 9 goes to the first, 2 and 2 to the second, which is
+    free first and has no slot for 1, though the first has one."""
+    found = pack_chunks(np.array([9, 2, 2, 1]), 2, devices=2, slots=2)
+    assert found == [[[0], [1, 2]], [[3], []]]
+
+
+def test_clients_spread_over_the_devices_before_their_lanes():
+    """Three clients on two devices with two lanes each."""
+    assert pack_chunks(np.array([5, 5, 5]), 4, devices=2) == [[[0], [2], [1], []]]
+
+
+def test_a_device_has_slots_for_its_lanes_or_twice_its_part_of_more_clients():
+    slots = lambda clients, lanes, devices: (
+        capacity(program(View(1, 4)), [partition([5] * clients)], lanes, 128, devices=devices).slots
+    )
+    assert (slots(10, 1, 1), slots(10, 16, 16), slots(10, 8, 8)) == (10, 1, 4)
+    assert slots(8000, 8000, 1000) == 8 and slots(8000, 1000, 1000) == 16
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_each_device_has_the_examples_of_its_clients(devices):
+    work, holds = program(View(1, 4)), partition([5, 0, 9, 1, 30, 2, 8])
+    shapes = capacity(work, [holds], devices, 2, devices=devices)
+    chunks, _ = plan_round(work, holds, np.arange(7), 0, devices, shapes)
+    for chunk in chunks:
+        rows = [array.reshape(devices, -1) for array in chunk[:4]]
+        examples, slot_of = chunk.indices.reshape(devices, -1), chunk.slot_of_example.reshape(devices, -1)
+        for device, (ids, _, counts, offsets) in enumerate(zip(*rows, strict=True)):
+            for slot, (client, count, offset) in enumerate(zip(ids, counts, offsets, strict=True)):
+                mine = examples[device, offset : offset + count]
+                assert mine.tolist() == (holds.of_client(client).tolist() if count else [])
+                assert (slot_of[device, offset : offset + count] == slot).all()
 
 
 def test_a_pass_with_other_batches_than_training_fits_the_capacity():

@@ -28,6 +28,7 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
+from fcljax.mesh import device_count, put_shared
 from fcljax.methods.vfcl.conflation import conflate_sums
 from fcljax.types import (
     Aggregate,
@@ -664,7 +665,8 @@ def build(
     **options,
 ) -> Engine:
     """An engine with room for these rosters. short: no batch is padded."""
-    shapes = capacities(method, partitions, lanes.count, slots, participation)
+    devices = device_count(options.get("mesh"))
+    shapes = capacities(method, partitions, lanes.count, slots, participation, devices=devices)
     widths = lambda most: tuple(range(1, most + 1)) if short else (most,)
     shapes = tuple(each._replace(widths=tuple(widths(w[-1]) for w in each.widths)) for each in shapes)
     return make_engine(method, fetch, lanes, shapes, EXAMPLE, **options)
@@ -755,11 +757,14 @@ def receive(engine: Engine, frozen, server, states, data, partition, ids, task, 
     program, lanes = player.round.program, engine.lanes
     chunks, _ = plan_round(program, partition, ids, round_, lanes.count, player.capacity)
     round_context = RoundContext(frozen, task, np.int32(round_), np.bool_(False))
-    states = jax.tree.map(jnp.copy, states)  # the engine donates them
-    round_context, server, states, data, key = engine.place((round_context, server, states, data, key))
+    states = put_shared(jax.tree.map(jnp.copy, states), engine.mesh)  # the engine donates them
+    round_context, server, data, key = engine.place((round_context, server, data, key))
     broadcast = engine.broadcast(round_context, server)
     exchange = Exchange(0, round_context, broadcast, partition, ids, key)
-    return run_chunks(engine, chunks, exchange, states, data)
+    received, new = run_chunks(engine, chunks, exchange, states, data)
+    entries = {name: getattr(received, name) for name in ("gather", "weight", "id", "valid")}
+    entries = jax.tree.map(lambda x: x[: player.capacity.participants], entries)
+    return received._replace(**entries), jax.tree.map(lambda x: x[: player.capacity.clients], new)
 
 
 def close(left, right, atol: float = 1e-5) -> None:

@@ -102,7 +102,7 @@ def machine(name: str) -> tuple[Machine, Placement]:
     devices = (_tpus if chip.kind == "tpu" else _gpus)(chip)
     if chip.devices == 1:
         one = SingleDeviceSharding(devices[0])
-        return Machine(chip.kind), Placement(one, one)
+        return Machine(chip.kind), Placement(one)
     return Machine(chip.kind, mesh_of(devices[: chip.devices])), Placement()
 
 

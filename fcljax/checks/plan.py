@@ -15,6 +15,8 @@ from fcljax import config
 from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.store import Split
+from fcljax.errors import choose
+from fcljax.mesh import abstract_mesh
 from fcljax.methods import find_method
 from fcljax.models.mae import DecoderConfig, decoder_shapes
 from fcljax.models.networks import NetworkConfig, make_network
@@ -23,6 +25,7 @@ from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
 from fcljax.runs.fit import Need, fit_memory
 from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
+from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
@@ -99,6 +102,27 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
 
     exp, line = fit_memory(exp, chip.memory, again, need)
     return ChipPlan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
+
+
+def many_chips(
+    settings: config.RunConfig, name: str, chips: int, stand: Stand | None = None
+) -> tuple[Experiment, EngineState]:
+    """What the engine holds on each of so many chips that share the clients, by shapes alone: nothing is
+    compiled, and no compiler for the chip is needed.
+
+    Args:
+      settings: resolved.
+      name: one of `CHIPS`.
+      chips: their number.
+      stand: as of `plan`.
+
+    Raises:
+      InputError: for an unknown chip, or for settings that the chips cannot share.
+    """
+    chip = CHIPS[choose("chip", name, CHIPS)]
+    settings = dataclasses.replace(settings, data_budget=1)  # images on the host: none is copied
+    exp = experiment(settings, Machine(chip.kind, abstract_mesh(chips)), chip, stand)
+    return exp, engine_state(exp)
 
 
 def _beside(exp: Experiment) -> int:

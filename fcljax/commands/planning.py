@@ -19,6 +19,9 @@ class PlanOptions:
 
     chip: str = option("", unset="none")
     """The chip: v5e, v5e-16 (of four hosts), v6e, v5p, h100 or h200."""
+    chips: int = option(0, least=0, unset="those of the compiled machine")
+    """Chips that share the clients: then the plan is what the engine holds on each, by shapes alone; nothing
+    is compiled."""
     images: int = option(0, least=0, unset="the data set's")
     """Training images, for a data set that is not here."""
     classes: int = option(100, least=1)
@@ -46,7 +49,11 @@ def plan(arguments: list[str]) -> int:
 
     choose("chip", options.chip, CHIPS)
     stand = planned.Stand(options.images, options.classes, options.side) if options.images else None
-    found = planned.plan(settings(arguments[0], given, paths), options.chip, stand)
+    wanted = settings(arguments[0], given, paths)
+    if options.chips:
+        exp, state = planned.many_chips(wanted, options.chip, options.chips, stand)
+        return _show_state(exp, state, options)
+    found = planned.plan(wanted, options.chip, stand)
     if options.json:
         print(json.dumps(_plain(found), indent=2))
         return 0
@@ -66,6 +73,21 @@ def plan(arguments: list[str]) -> int:
     console.print(table)
     for line in lines(found, options.chip):
         say(console, line)
+    return 0
+
+
+def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
+    """Print what the engine holds on each of many chips."""
+    slots = sum(player.capacity.slots for player in exp.engine.players[:1]) * options.chips
+    if options.json:
+        print(json.dumps({"state": state._asdict(), "total": state.total, "slots": slots}, indent=2))
+        return 0
+    console, table = Console(), Table("on each chip", "memory")
+    for name, size in state._asdict().items():
+        add_row(table, name, f"{size / 2**20:.1f} MiB")
+    console.print(table)
+    share = f"{options.chips} chips share {exp.sizes.clients} clients, and have {slots} slots"
+    say(console, f"{share}; the engine holds {_gib(state.total)} on each, besides network and images")
     return 0
 
 

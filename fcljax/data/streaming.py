@@ -6,10 +6,9 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int
 
-from fcljax.mesh import WHOLE, put, put_rows, split
+from fcljax.mesh import WHOLE, AnyMesh, put, put_rows, split
 from fcljax.types import PyTree
 
 Carry = TypeVar("Carry")
@@ -29,7 +28,9 @@ class Host(NamedTuple):
     window: int  # the most examples of a window
     overlap: bool = True  # False: copy only when the device is idle, which is for measuring
 
-    def take(self, indices: Int[np.ndarray, " n"], mesh: Mesh | None = None, parted: bool = False) -> PyTree:
+    def take(
+        self, indices: Int[np.ndarray, " n"], mesh: AnyMesh | None = None, parted: bool = False
+    ) -> PyTree:
         """These examples: on the device, or on every device of a mesh.
 
         Args:
@@ -43,7 +44,7 @@ class Host(NamedTuple):
         return jax.tree.map(lambda array: put_rows(array, indices, mesh, spec), self.tree)
 
 
-def ready(data: PyTree, mesh: Mesh | None) -> PyTree:
+def ready(data: PyTree, mesh: AnyMesh | None) -> PyTree:
     """Data as devices read them: copied to each device, except a `Host`, which is read in windows."""
     return data if mesh is None or isinstance(data, Host) else put(data, mesh)
 

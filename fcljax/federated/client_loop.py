@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.federated import claims
@@ -21,7 +20,7 @@ from fcljax.federated.communication import num_bytes
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey
 from fcljax.federated.schedule import Capacity, Chunk
 from fcljax.federated.sums import add_stacked, broadcast_left, finite_guard, is_finite, sum_zeros
-from fcljax.mesh import AXIS, add_over_devices
+from fcljax.mesh import AXIS, WHOLE, AnyMesh, add_over_devices, rows_on, split, take_rows, write_rows
 from fcljax.types import (
     Batch,
     Broadcast,
@@ -79,7 +78,8 @@ class Accumulator(NamedTuple):
     """What has been received so far in a round of P participants, or of one chunk. In a chunk, what belongs
     to clients has an entry for each slot instead.
 
-    Sums are in float32 at least.
+    Sums are in float32 at least. On a mesh every device has a part of the entries of clients, of which there
+    are as many as a multiple of the devices, and all of the sums.
     """
 
     mean: PyTree  # sum of weight * leaf
@@ -106,6 +106,13 @@ class Carry(NamedTuple):
     waiting: PyTree  # local states [S, ...] of clients between phases
 
 
+# How the devices of a mesh have them: what belongs to clients in equal parts, the rest as a whole.
+# pyrefly: ignore[bad-argument-type]  # a tree of specifications
+ON_DEVICES = Accumulator(WHOLE, WHOLE, split(), split(), split(), split(), WHOLE, WHOLE, WHOLE)
+# pyrefly: ignore[bad-argument-type]
+OF_DEVICES = Chunk(*[split()] * 7, tables=split(1), ticks=WHOLE, round=WHOLE, task=split())
+
+
 class Call(NamedTuple):
     """What all ticks of a chunk read."""
 
@@ -123,6 +130,14 @@ class ReplayData(NamedTuple):
     data: PyTree  # data that hold the examples
     index: Int[Array | np.ndarray, "S M"]  # their indices in the training set, -1 for none
     place: Int[Array | np.ndarray, "S M"]  # their indices in `data`
+
+
+class Merging(NamedTuple):
+    """How far the chunks of a round are merged, on the device, so that the host need not wait for it."""
+
+    chunks: Int[Array | np.ndarray | np.int32, ""]  # the first so many are; a later one is ignored
+    current: Int[Array | np.ndarray | np.int32, ""]  # number of the chunk that is merged next
+    guarded: Bool[Array | np.bool_, ""]  # whether its uploads were checked as they arrived
 
 
 class TickWindow(NamedTuple):
@@ -172,9 +187,11 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
 # ---- what a round receives ---------------------------------------------------------------------------------
 
 
-def empty_accumulator(shapes: Shapes, capacity: Capacity, claimed: int) -> Accumulator:
+def empty_accumulator(
+    shapes: Shapes, capacity: Capacity, claimed: int, mesh: AnyMesh | None = None
+) -> Accumulator:
     """An empty accumulator for uploads of these shapes, with so many claims."""
-    p = capacity.participants
+    p = rows_on(mesh, capacity.participants)
     return Accumulator(
         mean=sum_zeros(shapes.upload.mean, floating=True),
         sum=sum_zeros(shapes.upload.sum),
@@ -270,27 +287,45 @@ def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
     return empty._replace(**{name: by_slot(name) for name in _BY_CLIENT})
 
 
-def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity) -> PyTree:
-    """The states [S, ...] of the chunk's clients; padding slots get some client's."""
-    return _at(states, jnp.minimum(chunk.id, capacity.clients - 1))
+def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
+    """The states [S, ...] of the chunk's clients; padding slots get some client's. On a mesh, those of a
+    device's clients from all devices."""
+    return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
 
 
 def close_chunk(
-    accumulator: Accumulator, states: PyTree, carry: Carry, chunk: Chunk, capacity: Capacity
-) -> tuple[Accumulator, PyTree]:
-    """What the chunk's clients sent and their new states, merged with everybody's."""
-    received = carry.accumulator
-    states = _write(jnp.where(carry.written, chunk.id, capacity.clients), states, carry.states)
-    position = jnp.where(received.valid, chunk.position, capacity.participants)
+    accumulator: Accumulator,
+    states: PyTree,
+    carry: Carry,
+    chunk: Chunk,
+    merged: Merging,
+    capacity: Capacity,
+    mesh: AnyMesh | None = None,
+) -> tuple[Accumulator, PyTree, Int[Array, ""]]:
+    """What the chunk's clients sent and their new states, merged with everybody's if all is sound and the
+    chunk is the next one; and how many chunks are merged now.
+
+    On a mesh, what each device received goes to the devices that have the entries of its clients.
+    """
+    fine = jax.lax.cond(merged.guarded, lambda: jnp.asarray(True), lambda: is_sound(carry.accumulator))
+    fine = fine if mesh is None else ~add_over_devices(~fine, mesh)
+    fine &= merged.chunks == merged.current
+    received = carry.accumulator if mesh is None else over_devices(carry.accumulator, mesh)
+    nowhere = jnp.iinfo(jnp.int32).max
+    client = jnp.where(carry.written & fine, chunk.id, nowhere)
+    states = write_rows(states, client, carry.states, mesh)
+    position = jnp.where(received.valid & fine, chunk.position, nowhere)
 
     def add(a: Array, b: Array) -> Array:
-        return a | b if a.dtype == bool else a + b
+        return jnp.where(fine, a | b if a.dtype == bool else a + b, a)
 
-    def merged(name: str) -> PyTree:
-        old, new = getattr(accumulator, name), getattr(received, name)
-        return _write(position, old, new) if name in _BY_CLIENT else jax.tree.map(add, old, new)
+    def parts(of: Accumulator, by_client: bool) -> dict[str, PyTree]:
+        names = [name for name in Accumulator._fields if (name in _BY_CLIENT) == by_client]
+        return {name: getattr(of, name) for name in names}
 
-    return Accumulator(**{name: merged(name) for name in Accumulator._fields}), states
+    entries = write_rows(parts(accumulator, True), position, parts(received, True), mesh)
+    sums = jax.tree.map(add, parts(accumulator, False), parts(received, False))
+    return Accumulator(**entries, **sums), states, jnp.asarray(merged.chunks + fine)
 
 
 def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:
@@ -301,23 +336,13 @@ def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array,
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.replay_buffer)(states), -1)
 
 
-def over_devices(carry: Carry, mesh: Mesh) -> Carry:
-    """What all devices of a mesh have received and changed together.
-
-    Exactly one device ran each client, so what belongs to clients adds up without rounding in any order. Sums
-    over clients are added in the order of the devices.
-    """
+def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
+    """What a device has received of its clients, with the sums of all devices, which are added in the order
+    of the devices."""
     ordered = functools.partial(jax.tree.map, functools.partial(add_over_devices, mesh=mesh))
-    new = jax.tree.map(
-        lambda x: jnp.where(broadcast_left(carry.written, x), x, jnp.zeros_like(x)), carry.states
-    )
-    got, written, new = jax.tree.map(_sum_devices, (carry.accumulator, carry.written, new))
-    sums = {name: ordered(getattr(carry.accumulator, name)) for name in ("mean", "sum", "metrics")}
-    return carry._replace(accumulator=got._replace(**sums), states=new, written=written)
-
-
-def _sum_devices(x: Array) -> Array:
-    return jax.lax.psum(x.astype(jnp.int32), AXIS) > 0 if x.dtype == bool else jax.lax.psum(x, AXIS)
+    sums = {name: ordered(getattr(received, name)) for name in ("mean", "sum", "metrics")}
+    counts = {name: jax.lax.psum(getattr(received, name), AXIS) for name in ("rejected", "impossible")}
+    return received._replace(**sums, **counts)
 
 
 def open_chunk(

@@ -7,26 +7,29 @@ not grow with the number of clients where they only send means and sums.
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.data.streaming import Host, over_windows, ready
+from fcljax.errors import InputError
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.claims import claims_of
 from fcljax.federated.client_loop import (
+    OF_DEVICES,
+    ON_DEVICES,
     Accumulator,
     Call,
     Carry,
     Fetch,
     Lanes,
     LoopSettings,
+    Merging,
     ReplayData,
     Shapes,
     TickWindow,
@@ -35,9 +38,7 @@ from fcljax.federated.client_loop import (
     empty_accumulator,
     expand,
     indices_of_ticks,
-    is_sound,
     open_chunk,
-    over_devices,
     receive_sent,
     replay_indices,
     run_ticks,
@@ -56,7 +57,20 @@ from fcljax.federated.server_replay import (
     replay_on_server,
 )
 from fcljax.federated.sums import sum_value
-from fcljax.mesh import WHOLE, add_over_devices, by_device, device_count, on_each, put, split
+from fcljax.mesh import (
+    WHOLE,
+    AnyMesh,
+    by_device,
+    device_count,
+    in_order,
+    keeps_order,
+    on_each,
+    put,
+    put_server,
+    put_shared,
+    server_specs,
+    split,
+)
 from fcljax.mesh import jit as jit_on
 from fcljax.types import (
     Aggregate,
@@ -75,6 +89,8 @@ from fcljax.types import (
     Weighted,
     When,
 )
+
+AHEAD = 2  # chunks that the host has given to the device at most, for the memory of their slots
 
 
 class RoundReport(NamedTuple):
@@ -111,7 +127,8 @@ class Player(NamedTuple):
     """The compiled functions of one of the method's rounds.
 
     Data on the host go through the same functions as resident data, a window at a time, and get the same
-    bits. On a mesh every device runs its lanes, on a carry [devices, ...].
+    bits. On a mesh every device runs its lanes, on a carry [devices, ...] that has the slots of its own
+    clients. States of clients and their entries in the accumulator lie in equal parts on the devices.
     """
 
     round: Round  # the round itself
@@ -119,20 +136,20 @@ class Player(NamedTuple):
     empty: Callable[[], Accumulator]  # empty() -> an accumulator
     # indices(chunk, key) -> the examples of every tick, for each phase
     indices: Callable[..., tuple[Array, ...]]
-    # replay_indices(states, chunk) -> the examples that each client may replay
+    # replay_indices(carry, chunk) -> the examples that each of the chunk's clients may replay
     replay_indices: Callable[..., Array] | None
     open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
     # for each phase: run_ticks(call, carry, window, past, parted) -> carry; `parted`: each device has its own
     # part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
-    sound: Callable[[Carry], Array]  # sound(carry) -> whether all that was received is finite
-    # close(accumulator, states, carry, chunk) -> both with what the chunk's clients sent and changed
-    close: Callable[..., tuple[Accumulator, PyTree]]
+    # close(accumulator, states, carry, chunk, merged) -> both with what the chunk's clients sent and changed,
+    # if all of it is finite, and how many chunks are merged
+    close: Callable[..., tuple[Accumulator, PyTree, Array]]
     # receive(accumulator, context, upload, position) adds an upload that was made elsewhere
     receive: Callable[..., tuple[Accumulator, Array]]
     # server(round_context, server, accumulator, key) -> (server, metrics, refused)
     server: Callable[..., tuple[PyTree, Metrics, Array]] | None
-    mesh: Mesh | None  # the devices; None: one device
+    mesh: AnyMesh | None  # the devices; None: one device
 
 
 class Exchange(NamedTuple):
@@ -179,7 +196,7 @@ class Engine(NamedTuple):
     """Puts arrays where the engine works, a copy on every device of its mesh; arrays that are there stay."""
     traces: dict[str, int]
     """How often each function was traced: once, after any number of rounds."""
-    mesh: Mesh | None
+    mesh: AnyMesh | None
     """The devices; None: one device."""
     replayer: Replayer | None = None
     """The server's training on its replay buffer, if it has one."""
@@ -192,7 +209,7 @@ def make_engine(
     capacities: tuple[Capacity, ...],
     example: Example,
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     shapes: tuple[Shapes, ...] | None = None,
 ) -> Engine:
     """Functions that are compiled once for all rounds of all tasks.
@@ -212,6 +229,15 @@ def make_engine(
     """
     traces: dict[str, int] = {}
     shapes = shapes or check_method(method, fetch, example)
+    for each in capacities:
+        if each.devices != device_count(mesh):
+            raise InputError(
+                f"capacities: made for {each.devices} devices; nearest valid value: {device_count(mesh)}"
+            )
+
+    specs = WHOLE  # how the devices have the server's state
+    if mesh is not None and not keeps_order(mesh):
+        specs = server_specs(jax.eval_shape(method.init, jax.random.key(0), example.frozen), mesh)
 
     def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
         return jit_on(_counted(traces, name, function), mesh, spec, **options)
@@ -222,7 +248,7 @@ def make_engine(
         def named_jit(name: str, *args, **options) -> Callable:
             return jit(f"{each.when} {index} {name}", *args, **options)
 
-        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit)
+        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit, specs)
 
     return Engine(
         method,
@@ -232,7 +258,7 @@ def make_engine(
         place=lambda tree: put(tree, mesh) if mesh else tree,
         traces=traces,
         mesh=mesh,
-        replayer=make_replayer(method.server_replay, jit) if method.server_replay else None,
+        replayer=make_replayer(method.server_replay, jit, specs) if method.server_replay else None,
     )
 
 
@@ -242,8 +268,9 @@ def _player(
     capacity: Capacity,
     fetch: Fetch,
     lanes: Lanes,
-    mesh: Mesh | None,
+    mesh: AnyMesh | None,
     jit: Callable,
+    specs: PyTree,
 ) -> Player:
     program = each.program
     # a device's part of the carry has an axis of its own
@@ -251,16 +278,16 @@ def _player(
     begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
 
     def empty():
-        return empty_accumulator(shapes, capacity, len(claims_of(program)))
+        return empty_accumulator(shapes, capacity, len(claims_of(program)), mesh)
 
     def indices(chunk, key):
         return tuple(indices_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
 
-    def may_replay(states, chunk):
-        return replay_indices(program, states_of_chunk(states, chunk, capacity), chunk)
+    def may_replay(carry, chunk):
+        return replay_indices(program, begun(carry).states, chunk)
 
     def open_(accumulator, states, chunk):
-        states = states_of_chunk(states, chunk, capacity)
+        states = states_of_chunk(states, chunk, capacity, mesh)
         return ending(open_chunk(program, shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
 
     def ticks_of(i, call, carry, window, past):
@@ -271,44 +298,42 @@ def _player(
     def ticks(i, call, carry, window, past, parted):
         images = split() if parted else WHOLE
         # pyrefly: ignore[bad-argument-type]  # a tree of specifications
-        spec = TickWindow(images, split(1), split(1), WHOLE, WHOLE)
-        specs = (_by_lane(call), split(), spec, WHOLE)
-        run = on_each(functools.partial(ticks_of, i), mesh, specs, split())
+        specs = TickWindow(images, split(1), split(1), WHOLE, WHOLE), ReplayData(images, split(), split())
+        run = on_each(functools.partial(ticks_of, i), mesh, (_OF_CALL, split(), *specs), split())
         return run(call, carry, window, past)
 
-    def sound(carry):
-        mine = is_sound(begun(carry).accumulator)
-        return ~add_over_devices(~mine, mesh) if mesh else mine
+    def close(accumulator, states, carry, chunk, merged):
+        return close_chunk(accumulator, states, begun(carry), chunk, merged, capacity, mesh)
 
-    def close(accumulator, states, carry, chunk):
-        carry = over_devices(begun(carry), mesh) if mesh else carry
-        return close_chunk(accumulator, states, carry, chunk, capacity)
-
-    open_ = on_each(open_, mesh, (WHOLE, WHOLE, WHOLE), split())
-    sound = on_each(sound, mesh, (split(),), WHOLE)
-    close = on_each(close, mesh, (WHOLE, WHOLE, split(), WHOLE), WHOLE)
+    closed = (ON_DEVICES, split(), WHOLE)
+    indices = on_each(indices, mesh, (OF_DEVICES, WHOLE), split(1))
+    may_replay = on_each(may_replay, mesh, (split(), OF_DEVICES), split())
+    open_ = on_each(open_, mesh, (ON_DEVICES, split(), OF_DEVICES), split())
+    close = on_each(close, mesh, (ON_DEVICES, split(), split(), OF_DEVICES, WHOLE), closed)
     phases = range(len(program.phases))
     loop = {"donate_argnums": 1, "static_argnums": 4}
+    server = None
+    if each.server:
+        serve = functools.partial(_serve, each.server, shapes, capacity.participants, mesh)
+        server = jit("server", serve, (specs, WHOLE, WHOLE))
     return Player(
         each,
         capacity,
-        empty=jit("empty", empty),
-        indices=jit("indices", indices),
-        replay_indices=jit("replay indices", may_replay) if program.replay_buffer else None,
+        empty=jit("empty", empty, ON_DEVICES),
+        indices=jit("indices", indices, split(1)),
+        replay_indices=jit("replay indices", may_replay, split()) if program.replay_buffer else None,
         open=jit("open", open_, split()),
         run_ticks=tuple(jit(f"phase {i}", functools.partial(ticks, i), split(), **loop) for i in phases),
-        sound=jit("sound", sound),
-        close=jit("close", close, donate_argnums=(0, 1)),
-        receive=jit("receive", functools.partial(receive_sent, program)),
-        server=jit("server", functools.partial(_serve, each.server, shapes)) if each.server else None,
+        close=jit("close", close, closed, donate_argnums=(0, 1)),
+        receive=jit("receive", functools.partial(receive_sent, program), (ON_DEVICES, WHOLE)),
+        server=server,
         mesh=mesh,
     )
 
 
-def _by_lane(call: Call) -> PyTree:
-    """How the devices get a `Call`: as a whole, but for the tables, of which each has its lanes' columns."""
-    whole, by_lane = jax.tree.map(lambda _: WHOLE, call), jax.tree.map(lambda _: split(1), call.chunk.tables)
-    return whole._replace(chunk=whole.chunk._replace(tables=by_lane))
+# how the devices get a `Call`: as a whole, but for what belongs to clients, of which each has its own
+# pyrefly: ignore[bad-argument-type]  # a tree of specifications
+_OF_CALL = Call(WHOLE, WHOLE, OF_DEVICES, WHOLE, WHOLE, WHOLE)
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
@@ -321,6 +346,18 @@ def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PR
     """The first states of these clients, stacked [n, ...], of `init_clients`."""
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
     return _strong(jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys))
+
+
+def begin_clients(engine: Engine, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
+    """`init_clients`, shared by the devices as `mesh.put_shared` does, and never all of them on one."""
+    if engine.mesh is None:
+        return init_clients(engine.method, server, clients, key)
+
+    def first(server: PyTree, ids: Array, key: PRNGKeyArray) -> PyTree:
+        return client_states(engine.method, server, ids, key)
+
+    ids = put_shared(np.arange(clients), engine.mesh)
+    return jit_on(first, engine.mesh, split())(put_server(server, engine.mesh), ids, engine.place(key))
 
 
 def _strong(tree: PyTree) -> PyTree:
@@ -375,13 +412,14 @@ def run_round(
     Args:
       engine: from `make_engine`.
       server: the server's state.
-      states: all clients' states, stacked [K, ...]; donated.
+      states: all clients' states, stacked [K, ...]; donated. On a mesh they are best given as
+        `mesh.put_shared` returns them, and as many are returned as are given.
       inputs: what else the round needs.
       section: a context manager that is entered around the parts "client" and "server", to time them.
       clients: runs the clients, where that is not this engine: clients on other machines.
       guarded: check every upload as it arrives. Otherwise what a chunk of clients has sent is checked as a
-        whole, and the chunk is run again, guarded, if it is not finite: the same bits, sooner, unless bad
-        uploads are to be expected.
+        whole, and from the first chunk on that is not finite all are run again, guarded: the same bits,
+        sooner, unless bad uploads are to be expected.
 
     Returns:
       The new server state (the old one if no upload was finite, or if the result is not), the new client
@@ -391,7 +429,7 @@ def run_round(
     server, states = _strong((server, states))
     context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
     clients = clients or functools.partial(_run_clients, engine, inputs.data, guarded)
-    reports, replayed = {}, None
+    reports, replayed, given = {}, None, jax.tree.map(len, states)
     for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
         for index, own_key in _stage_keys(engine.method, stage, key):
             sampled = engine.players[index].round.who == "sampled"
@@ -403,11 +441,12 @@ def run_round(
         if stage == "round" and engine.replayer:
             with section("server"):
                 own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
-                context, server, own_key = engine.place((context, server, own_key))
+                (context, own_key), server = engine.place((context, own_key)), put_server(server, engine.mesh)
                 replayed = replay_on_server(
                     engine.replayer, context, server, inputs.past, own_key, engine.place
                 )
                 server = replayed.server
+    states = jax.tree.map(lambda x, clients: x if len(x) == clients else x[:clients], states, given)
     return server, states, _together(engine.method, reports, replayed)
 
 
@@ -419,7 +458,8 @@ def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_
     if engine.replayer is None:
         return None
     round_context = RoundContext.on_host(frozen, task, round_, True)
-    return current_buffer(engine.replayer, *engine.place((round_context, _strong(server))))
+    server = put_server(_strong(server), engine.mesh)
+    return current_buffer(engine.replayer, engine.place(round_context), server)
 
 
 # what the key of a stage's first round is folded in with; the stage "round" has the round's key itself
@@ -446,17 +486,19 @@ def _exchange(
     if not len(exchange.ids):
         return server, states, RoundReport({})
     with section("client"):
-        context, server, states, key = engine.place((exchange.context, server, states, exchange.key))
+        context, key = engine.place((exchange.context, exchange.key))
+        server, states = put_server(server, engine.mesh), put_shared(states, engine.mesh)
         broadcast = engine.broadcast(context, server)
         played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states)
         jax.block_until_ready(played.accumulator)
-    metrics, refused = {}, False
+    received = played.accumulator
+    found = received.rejected, received.impossible, received.metrics, {}, False
     if player.server:
         with section("server"):
             context = context._replace(previous=broadcast)
-            done = player.server(context, server, played.accumulator, key)
-            server, metrics, refused = jax.block_until_ready(done)
-    return server, played.states, _reported(player.round, played, metrics, refused, exchange.partition)
+            server, *of_server = player.server(context, server, received, key)
+            found = jax.device_get((*found[:3], *of_server))  # waits for the server
+    return server, played.states, _reported(player.round, played, jax.device_get(found), exchange.partition)
 
 
 def _run_clients(engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree) -> Played:
@@ -486,15 +528,21 @@ def run_chunks(
     """What was received of the chunks' clients, and the new client states; `states` are donated. All arrays
     are placed."""
     player, context = engine.players[exchange.index], exchange.context
-    accumulator = player.empty()
-    for chunk in chunks:
-        call = Call(context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(guarded))
-        carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
-        if not guarded and not player.sound(carry):
-            guarded = True  # from here on: bad uploads rarely come alone
-            call = call._replace(guarded=np.bool_(guarded))
+    accumulator, merged = player.empty(), 0
+    while merged < len(chunks):
+        done, earlier = engine.place(np.int32(merged)), deque()
+        for i in range(merged, len(chunks)):
+            if len(earlier) == AHEAD:
+                jax.block_until_ready(earlier.popleft())
+            call = Call(
+                context.frozen, exchange.broadcast, chunks[i], context.task, exchange.key, np.bool_(guarded)
+            )
             carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
-        accumulator, states = player.close(accumulator, states, carry, chunk)
+            progress = Merging(done, np.int32(i), np.bool_(guarded))
+            accumulator, states, done = player.close(accumulator, states, carry, chunks[i], progress)
+            earlier.append(done)
+        # the first one that is not merged has a bad upload, which rarely comes alone
+        merged, guarded = int(done), True
     return accumulator, states
 
 
@@ -504,10 +552,11 @@ def _run_chunk(
     """All ticks of one chunk: what was received of its clients, and their states."""
     chunk = call.chunk
     nothing = np.zeros((len(chunk.id), 0), np.int32)
-    may_replay = player.replay_indices(states, chunk) if player.replay_indices else nothing
     carry, indices = player.open(accumulator, states, chunk), player.indices(chunk, call.key)
+    may_replay = player.replay_indices(carry, chunk) if player.replay_indices else nothing
     if isinstance(data, Host):
-        indices, may_replay = jax.device_get((indices, may_replay))
+        # each process reads those of all devices
+        indices, may_replay = jax.device_get(put((indices, may_replay), player.mesh))
         return _over_host(player, lanes, call, carry, data, indices, may_replay)
     past = ReplayData(data, may_replay, may_replay)
     for run, mine, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
@@ -548,12 +597,15 @@ def _over_host(
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _replayable(data: Host, may_replay: np.ndarray, mesh: Mesh | None) -> ReplayData:
-    """The examples that a chunk's clients may replay, on every device; one example where there are none,
-    because arrays need one."""
-    place = np.arange(may_replay.size, dtype=np.int32).reshape(may_replay.shape)
-    wanted = np.maximum(may_replay, 0).reshape(-1) if may_replay.size else np.zeros(1, np.int32)
-    return ReplayData(data.take(wanted, mesh), put(may_replay, mesh), put(place, mesh))
+def _replayable(data: Host, may_replay: np.ndarray, mesh: AnyMesh | None) -> ReplayData:
+    """The examples that a chunk's clients may replay, on the device that runs them; one example where there
+    are none, because arrays need one."""
+    devices = device_count(mesh)
+    each = np.arange(may_replay.size // devices, dtype=np.int32)  # examples on one device
+    place = np.tile(each, devices).reshape(may_replay.shape)
+    wanted = np.maximum(may_replay, 0).reshape(-1) if may_replay.size else np.zeros(devices, np.int32)
+    index, place = (put(array, mesh, split()) for array in (may_replay, place))
+    return ReplayData(data.take(wanted, mesh, parted=True), index, place)
 
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
@@ -618,13 +670,11 @@ def alone_capacity(capacity: Capacity) -> Capacity:
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _reported(
-    each: Round, played: Played, server_metrics, refused, partition: ClientPartition
-) -> RoundReport:
-    accumulator, _, ids, steps = played
-    rejected, impossible = accumulator.rejected, accumulator.impossible
-    fetched = jax.device_get((rejected, impossible, accumulator.metrics, server_metrics, refused))
-    rejected, impossible, client_metrics, metrics, refused = fetched
+def _reported(each: Round, played: Played, found: tuple, partition: ClientPartition) -> RoundReport:
+    """`found`, on the host: uploads that were rejected, those of each claim, the metrics of clients and
+    server, and whether the server's result was refused."""
+    _, _, ids, steps = played
+    rejected, impossible, client_metrics, metrics, refused = found
     claims = zip(claims_of(each.program), impossible, strict=True)
     count = partition.count_of(ids)
     epochs = [phase.view.epochs for phase in each.program.phases]
@@ -694,6 +744,8 @@ def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
 def _serve(
     function: Callable,
     shapes: Shapes,
+    participants: int,
+    mesh: AnyMesh | None,
     round_context: RoundContext,
     server: PyTree,
     acc: Accumulator,
@@ -701,12 +753,15 @@ def _serve(
 ) -> tuple[PyTree, Metrics, Array]:
     """The aggregate, then the method's server step. With no valid upload, or with a result that is not
     finite, the server keeps its state; the latter is reported as refused."""
-    total = jnp.sum(acc.weight)
+    entries = in_order((acc.gather, acc.weight, acc.id, acc.valid), mesh)
+    # on a mesh there are more, as many as a multiple of the devices
+    gather, weight, ids, valid = jax.tree.map(lambda x: x[:participants], entries)
+    total = jnp.sum(weight)
     mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
     mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
-    aggregate = Aggregate(mean, added, acc.gather, acc.weight, acc.id, acc.valid)
+    aggregate = Aggregate(mean, added, gather, weight, ids, valid)
     new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, RoundKey.SERVER))
     new = jax.tree.map(jnp.asarray, new)
-    anyone = jnp.any(acc.valid & (acc.weight > 0))
+    anyone = jnp.any(valid & (weight > 0))
     refused = anyone & became_non_finite(new, server)
     return select(anyone & ~refused, new, server), metrics, refused

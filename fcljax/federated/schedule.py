@@ -24,6 +24,7 @@ MOST_LANES = 16  # of one device
 LEAST_USEFUL = 0.85  # of the steps that lanes are paid for, clients must use
 MOST_SHUFFLED = 100_000  # clients; a permutation of a million takes longer than a round of 200 of them
 TRIED_ROUNDS = 16  # of a run, to choose its lanes
+SHARE = 2  # of a device's even part of the clients, that it has slots for
 WORTH_EXAMPLES = 1000.0  # the same in examples: the time to compile a ViT-Ti's step on one core of a CPU
 
 
@@ -63,19 +64,21 @@ class Capacity(NamedTuple):
     participants: int
     """P, the entries of the gathered uploads."""
     slots: int
-    """S, clients per chunk."""
+    """S, clients per chunk and device."""
     examples: int
-    """Training examples per chunk."""
+    """Training examples per chunk and device."""
     ticks: tuple[int, ...]
     """Length of each phase's table."""
     widths: tuple[tuple[int, ...], ...]
     """For each phase, the batch sizes that a step is compiled for, see `step_widths`."""
+    devices: int = 1
+    """Devices that share the lanes; each has the slots of the clients that it trains."""
 
 
 class LaneTable(NamedTuple):
     """What each lane does at each tick of one phase."""
 
-    slot: Int[np.ndarray, "ticks lanes"]  # whose step it is
+    slot: Int[np.ndarray, "ticks lanes"]  # whose step it is, among the slots of the lane's device
     step: Int[np.ndarray, "ticks lanes"]  # number of the step, from 0
     start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
     end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
@@ -85,7 +88,9 @@ class LaneTable(NamedTuple):
 class Chunk(NamedTuple):
     """A group of participants that one call of the compiled program trains.
 
-    Padding slots have id K and position P, which no write reaches.
+    Slots and examples of one device stand together, in the order of the devices, and what names a slot or an
+    index of an example counts from the device's first. Padding slots have id K and position P, which no write
+    reaches.
     """
 
     id: Int[np.ndarray, " slots"]  # client ids
@@ -174,13 +179,40 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
 
     Ties go to the lower index, so the result is unique.
     """
-    heap = [(0, lane) for lane in range(lanes)]
-    queues: list[list[int]] = [[] for _ in range(lanes)]
+    return pack_chunks(length, lanes)[0]
+
+
+def pack_chunks(
+    length: Ints, lanes: int, devices: int = 1, slots: int | None = None
+) -> list[list[list[int]]]:
+    """The same for items that only fit in several chunks: for each chunk, each lane's items.
+
+    A chunk ends where the least loaded lane is one of a device whose slots are all taken; all lanes are about
+    equally loaded then. Of equally loaded lanes the first one of each device comes first.
+
+    Args:
+      length: of each item.
+      lanes: a multiple of `devices`, which have them in their order.
+      devices: that share the lanes.
+      slots: items that one device may have in a chunk; None: any number.
+    """
+    each, slots = lanes // devices, len(length) if slots is None else slots
+
+    def empty() -> tuple[list[list[int]], list[tuple[int, int, int]], list[int]]:
+        heap = sorted((0, lane % each, lane) for lane in range(lanes))
+        return [[] for _ in range(lanes)], heap, [0] * devices
+
+    queues, heap, taken = empty()
+    chunks = [queues]
     for item in np.argsort(-length, kind="stable"):
-        load, lane = heapq.heappop(heap)
+        if taken[heap[0][2] // each] == slots:
+            queues, heap, taken = empty()
+            chunks.append(queues)
+        load, rank, lane = heap[0]
+        heapq.heapreplace(heap, (load + int(length[item]), rank, lane))
         queues[lane].append(int(item))
-        heapq.heappush(heap, (load + int(length[item]), lane))
-    return queues
+        taken[lane // each] += 1
+    return chunks
 
 
 def paying_lanes(
@@ -273,6 +305,7 @@ def capacity(
     slots: int,
     participation: float = 1.0,
     worth: float = WORTH_EXAMPLES,
+    devices: int = 1,
 ) -> Capacity:
     """Shapes that hold every round of a run, for any subset of its clients.
 
@@ -280,24 +313,32 @@ def capacity(
       program: what clients do.
       partitions: one for each round of the run.
       lanes: clients that run at a time.
-      slots: the most clients per chunk, which bounds the memory between phases.
+      slots: the most clients per chunk and device, which bounds the memory between phases.
       participation: share of the clients that take part in a round, or their number.
       worth: as in `step_widths`.
+      devices: that share the lanes evenly.
     """
     counts = [np.sort(partition.count)[::-1] for partition in partitions]
     most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
-    slots = max(1, min(slots, most))
-    largest = [count[:slots] for count in counts]
-    ticks = zip(*(_most_ticks(program, count, lanes) for count in largest), strict=True)
+    slots = max(1, min(slots, most, _own_share(most, lanes, devices)))
+    ticks = zip(*(_most_ticks(program, count[: devices * slots], lanes) for count in counts), strict=True)
     everybody = np.concatenate(counts)
     return Capacity(
         clients=len(partitions[0].count),
         participants=max(1, most),
         slots=slots,
-        examples=max(1, max(int(count.sum()) for count in largest)),
+        examples=max(1, max(int(count[:slots].sum()) for count in counts)),
         ticks=tuple(map(max, ticks)),
         widths=tuple(step_widths(phase.view, everybody, worth) for phase in program.phases),
+        devices=devices,
     )
+
+
+def _own_share(clients: int, lanes: int, devices: int) -> int:
+    """The most clients of a chunk that one of several devices needs slots for: its lanes, or where there are
+    more clients, `SHARE` times its part of them, since some devices get many small clients."""
+    each = lanes // devices
+    return each if clients <= lanes else max(each, SHARE * -(-clients // devices))
 
 
 def capacities(
@@ -307,11 +348,13 @@ def capacities(
     slots: int,
     participation: float = 1.0,
     worth: float = WORTH_EXAMPLES,
+    devices: int = 1,
 ) -> tuple[Capacity, ...]:
     """The capacity of each of the method's rounds; arguments as in `capacity`."""
     share = {"sampled": participation, "everyone": 1.0}
     return tuple(
-        capacity(each.program, partitions, lanes, slots, share[each.who], worth) for each in method.rounds
+        capacity(each.program, partitions, lanes, slots, share[each.who], worth, devices)
+        for each in method.rounds
     )
 
 
@@ -350,55 +393,94 @@ def plan_round(
             f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
             f"participation"
         )
-    by_size = np.argsort(-partition.count_of(ids), kind="stable")
-    groups = [by_size[i : i + capacity.slots] for i in range(0, len(ids), capacity.slots)]
-    chunks = [_plan_chunk(program, partition, ids, group, round_, lanes, capacity) for group in groups]
-    useful = sum(int(phase_steps(partition.count_of(ids), phase.view).sum()) for phase in program.phases)
+    if not len(ids):
+        return [], (0, 0)
+    count = partition.count_of(ids)
+    by_size = np.argsort(-count, kind="stable")
+    steps = np.array([phase_steps(count[by_size], phase.view) for phase in program.phases])
+    packed = pack_chunks(steps.sum(axis=0), lanes, capacity.devices, capacity.slots)
+    chunks = [
+        _plan_chunk(partition, ids[by_size], by_size, steps, queues, round_, capacity) for queues in packed
+    ]
     paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
-    return chunks, (useful, paid)
+    return chunks, (int(steps.sum()), paid)
 
 
 def _plan_chunk(
-    program: Program,
     partition: ClientPartition,
     ids: Ints,
-    group: Ints,
+    rank: Ints,
+    steps: Ints,
+    queues: list[list[int]],
     round_: int,
-    lanes: int,
     capacity: Capacity,
 ) -> Chunk:
-    """The chunk of the participants `ids[group]`: their indices one after the other, and a table per phase in
-    which a client keeps its lane."""
-    chosen, n = ids[group], len(group)
-    count, pad = partition.count_of(chosen), capacity.slots - n
-    steps = [phase_steps(count, phase.view) for phase in program.phases]
-    queues = pack(np.sum(steps, axis=0), lanes)
-    tabulated = [tabulate(queues, s, most) for s, most in zip(steps, capacity.ticks, strict=True)]
+    """The chunk of some of the participants: their indices one after the other, and a table per
+    phase in which a client keeps its lane.
+
+    Args:
+      partition: the clients' examples.
+      ids: of all participants of the round.
+      rank: of each among the round's participants in the order of their ids.
+      steps: of each in every phase.
+      queues: for each lane the participants that it trains, as indices into `ids`.
+      round_: number of the round within the task.
+      capacity: the static shapes.
+    """
+    member = _slots_of(queues, capacity)
+    used, flat = member >= 0, member.reshape(-1)
+    chosen = ids[flat]  # of an empty slot, somebody's
+    count = np.where(used, partition.count_of(chosen).reshape(used.shape), 0)
+    classes = np.where(used.reshape(-1, 1), partition.class_examples[chosen], 0)
+    indices, slot_of = zip(
+        *(_examples_of(partition, ids[row[row >= 0]], capacity) for row in member), strict=True
+    )
+    slot = {int(item): place for place, item in enumerate(flat) if item >= 0}
+    by_slot = [[slot[item] for item in queue] for queue in queues]
+    tabulated = [
+        tabulate(by_slot, each[flat], most) for each, most in zip(steps, capacity.ticks, strict=True)
+    ]
     tables, ticks = zip(*tabulated, strict=True)
-    indices = np.concatenate([partition.of_client(client) for client in chosen])
-    spare = capacity.examples - len(indices)
     return Chunk(
-        id=_pad(chosen, pad, capacity.clients),
-        position=_pad(group, pad, capacity.participants),
-        count=_pad(count, pad, 0),
-        offset=_pad(np.cumsum(count) - count, pad, 0),
-        class_examples=np.pad(partition.class_examples[chosen], [(0, pad), (0, 0)]).astype(np.int32),
-        indices=_pad(indices, spare, 0),
-        slot_of_example=_pad(np.repeat(np.arange(n), count), spare, capacity.slots),
-        tables=tables,
+        id=_ints(np.where(used, ids[member], capacity.clients)),
+        position=_ints(np.where(used, rank[member], capacity.participants)),
+        count=_ints(count),
+        offset=_ints(np.where(used, np.cumsum(count, axis=1) - count, 0)),
+        class_examples=classes.astype(np.int32),
+        indices=_ints(np.concatenate(indices)),
+        slot_of_example=_ints(np.concatenate(slot_of)),
+        tables=tuple(table._replace(slot=table.slot % capacity.slots) for table in tables),
         ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
         round=np.asarray(round_, np.int32),
-        task=_tasks_of(partition, chosen, pad),
+        task=_tasks_of(partition, np.where(used.reshape(-1), chosen, chosen[0])),
     )
 
 
-def _pad(values: Ints, amount: int, fill: int) -> Int[np.ndarray, " n"]:
-    return np.pad(values, (0, amount), constant_values=fill).astype(np.int32)
+def _slots_of(queues: list[list[int]], capacity: Capacity) -> Int[np.ndarray, "devices slots"]:
+    """The item in each slot of each device, which has those of its lanes in their order; -1: none."""
+    member = np.full((capacity.devices, capacity.slots), -1)
+    each = len(queues) // capacity.devices
+    for device, row in enumerate(member):
+        mine = sorted(item for queue in queues[device * each : (device + 1) * each] for item in queue)
+        row[: len(mine)] = mine
+    return member
 
 
-def _tasks_of(partition: ClientPartition, chosen: Ints, pad: int) -> Task | None:
-    """The tasks of these clients, and the first one's for `pad` empty slots."""
+def _examples_of(partition: ClientPartition, ids: Ints, capacity: Capacity) -> tuple[Ints, Ints]:
+    """The indices of the examples of one device's clients, and the slot of each, padded."""
+    none = np.zeros(0, np.int32)
+    indices = np.concatenate([none, *(partition.of_client(client) for client in ids)])
+    slot = np.repeat(np.arange(len(ids)), partition.count_of(ids))
+    spare = (0, capacity.examples - len(indices))
+    return np.pad(indices, spare), np.pad(slot, spare, constant_values=capacity.slots)
+
+
+def _ints(values: Ints) -> Int[np.ndarray, " n"]:
+    return values.reshape(-1).astype(np.int32)
+
+
+def _tasks_of(partition: ClientPartition, clients: Ints) -> Task | None:
+    """The tasks of the clients in the slots."""
     if partition.task is None:
         return None
-    slots = np.concatenate([chosen, np.repeat(chosen[:1], pad)])
-    return Task.of_numpy(*(np.asarray(leaf)[slots] for leaf in partition.task))
+    return Task.of_numpy(*(np.asarray(leaf)[clients] for leaf in partition.task))

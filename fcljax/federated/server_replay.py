@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.federated.client_loop import select
 from fcljax.federated.sums import is_float
+from fcljax.mesh import WHOLE
 from fcljax.types import Metrics, PyTree, ReplayBatch, ReplayBuffer, RoundContext, ServerReplay, Weighted
 
 
@@ -38,8 +39,9 @@ class Replayed(NamedTuple):
     refused: bool  # whether the result was not finite, so that the server kept its state
 
 
-def make_replayer(server_replay: ServerReplay, jit: Callable) -> Replayer:
-    """Functions that are compiled once; `jit(name, function, **options)` is the engine's."""
+def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WHOLE) -> Replayer:
+    """Functions that are compiled once; `jit(name, function, spec, **options)` is the engine's, and `specs`
+    say how the devices have the server's state."""
 
     def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
         new = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
@@ -51,7 +53,7 @@ def make_replayer(server_replay: ServerReplay, jit: Callable) -> Replayer:
         jit("server replay buffer", server_replay.buffer),
         jit("server replay start", server_replay.start),
         jit("server replay step", server_replay.step, donate_argnums=2),
-        jit("server replay finish", finish),
+        jit("server replay finish", finish, spec=(specs, WHOLE)),
     )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fcljax import config
@@ -27,7 +26,7 @@ from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_byte
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
 from fcljax.federated.faults import corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
-from fcljax.mesh import mesh_of
+from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
@@ -54,8 +53,8 @@ TRAINING = 3  # a training step takes the time of so many forward passes
 # FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with less, clients side by
 # side cost no time. No chip has been measured yet.
 FILLING = 1e12
-# Memory for the clients that one call of the compiled program plays. A call costs milliseconds, which would
-# be noticeable if tiny clients had one each.
+# Memory on a device for the clients that one call of the compiled program plays. A call costs milliseconds,
+# which would be noticeable if tiny clients had one each.
 CHUNK_BYTES = 2**28
 MOST_PER_CHUNK = 4096
 
@@ -65,8 +64,8 @@ class Machine(NamedTuple):
 
     backend: str
     """As jax names it: cpu, gpu or tpu."""
-    mesh: Mesh | None = None
-    """Its devices; None: one device."""
+    mesh: AnyMesh | None = None
+    """Its devices; None: one device; an abstract one: shapes alone are asked for."""
 
 
 class Experiment(NamedTuple):
@@ -268,7 +267,7 @@ class _Compute(NamedTuple):
 
     fetch: Fetch
     lanes: Lanes
-    mesh: Mesh | None
+    mesh: AnyMesh | None
     backbone: Pretrained
 
 
@@ -281,8 +280,9 @@ def _engine(
 ) -> Engine:
     shapes, lanes = check_method(method, compute.fetch, example), compute.lanes
     most = max(int(partition.count.max()) for partition in every)
-    slots = clients_per_chunk(method, shapes, most, image_bytes(example.data), lanes.count)
-    fit = partial(capacities, method, every, lanes.count, slots, participation)
+    devices = device_count(compute.mesh)
+    slots = clients_per_chunk(method, shapes, most, image_bytes(example.data), lanes.count // devices)
+    fit = partial(capacities, method, every, lanes.count, slots, participation, devices=devices)
     room = _with_widths(fit, compute)
     return make_engine(method, compute.fetch, lanes, room, example, mesh=compute.mesh, shapes=shapes)
 
@@ -290,15 +290,15 @@ def _engine(
 def clients_per_chunk(
     method: Method, shapes: tuple[Shapes, ...], examples: int, image: int, lanes: int
 ) -> int:
-    """How many clients one call of the compiled program plays: those whose state, gathered uploads and replay
-    buffers fit into `CHUNK_BYTES`, at least one for each lane, at most `MOST_PER_CHUNK`.
+    """How many clients one call of the compiled program plays on a device: those whose state, gathered
+    uploads and replay buffers fit into `CHUNK_BYTES`, at least one for each lane, at most `MOST_PER_CHUNK`.
 
     Args:
       method: the method.
       shapes: of its programs.
       examples: the most that a client has.
       image: bytes of one of them.
-      lanes: clients that run at a time.
+      lanes: of one device.
     """
 
     def size(each: Round, made: Shapes) -> int:
@@ -340,7 +340,7 @@ def shared_out(
     every: list[ClientPartition],
     backbone: Pretrained,
     machine: Machine,
-) -> tuple[Lanes, Mesh | None]:
+) -> tuple[Lanes, AnyMesh | None]:
     """The lanes and the devices that they share: what the settings ask for, else what pays.
 
     A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client
@@ -381,7 +381,7 @@ def shared_out(
     mode = usual if settings.lane_mode == "auto" else settings.lane_mode
     if machine.mesh is None or shared == 1:
         return Lanes(count, mode), machine.mesh
-    return Lanes(count, mode), mesh_of(list(machine.mesh.devices.flat), shared)
+    return Lanes(count, mode), with_batch(machine.mesh, shared)
 
 
 def placed(exp: Experiment) -> Experiment:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
+from fcljax.mesh import jit
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
@@ -111,13 +112,14 @@ def _predict_by_client(
     and the predictions of its own model."""
     assert function is not None
     label, predict = exp.scenario.test_label, _make_predict(exp, function)
+    own_of = jit(lambda states, client: jax.tree.map(lambda x: x[client], states), exp.engine.mesh)
 
     def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(exp.scenario.learned(t)):
             personal = exp.method.personal
             round_context = _own_last_round(exp, t, client, learned) if personal else _last_round(exp, t)
             index = np.flatnonzero(learned[label] & exp.scenario.tests_seen(t, client))
-            own = jax.tree.map(lambda x, i=client: x[i], state.clients)
+            own = own_of(state.clients, np.int32(client))
             task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
             yield index, predict(round_context, (state.server, own), test, index, task_of)
 

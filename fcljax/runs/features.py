@@ -12,7 +12,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from fcljax.config import InputConfig
@@ -20,6 +19,7 @@ from fcljax.data.files.sources import data_folder
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, whole
 from fcljax.files import atomic, open_regular
+from fcljax.mesh import AnyMesh
 from fcljax.runs import signals
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import Inputs, network_of, read_clean
@@ -39,7 +39,7 @@ def frozen_features(
     inputs: Inputs,
     batch_size: int,
     on_progress: Callable[[int], None] = lambda images: None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> Callable[..., Array | np.ndarray]:
     """(frozen, split, index) -> the backbone's class token [n, width] of these images, by default of all,
     under the clean view.

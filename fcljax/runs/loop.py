@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from fcljax.config import RunConfig, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
+from fcljax.mesh import put_server, put_shared
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, resume, signals
@@ -27,7 +29,7 @@ from fcljax.runs.hosts import Hosts
 from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
-from fcljax.runs.rounds import first_state, make_play_round
+from fcljax.runs.rounds import first_server, first_state, make_play_round, saved_state, state_shapes
 from fcljax.runs.summary import draw_figures, missing_figures, summarize, warnings_of
 from fcljax.settings import is_owned
 from fcljax.terminal import say
@@ -251,7 +253,7 @@ def final_state(
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
     resume.check_digests(before, exp.settings, exp.inputs, Path(out))
     with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
-        found = checkpoint.latest(manager, first_state(exp), Observer().say)
+        found = checkpoint.latest(manager, state_shapes(exp), Observer().say)
     if found is None:
         raise InputError(f"out: no checkpoint in {str(out)!r} is intact")
     return placed(exp), found.state
@@ -267,12 +269,18 @@ def _checkpoints(session: Session) -> contextlib.AbstractContextManager[Checkpoi
 def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None) -> Progress:
     """The newest intact checkpoint of the first process, in all processes; without one, the state before the
     first round."""
-    hosts, say_line = session.hosts, session.observer.say
-    state, check = first_state(exp), intact_files(session.out / KEPT)
-    found = hosts.agree(lambda: checkpoint.latest(manager, state, say_line, check) if manager else None)
-    found = found or checkpoint.Snapshot(0, state, dataclasses.asdict(Records()))
+    hosts, say_line, engine = session.hosts, session.observer.say, exp.engine
+    shapes, check = state_shapes(exp), intact_files(session.out / KEPT)
+    found = hosts.agree(lambda: checkpoint.latest(manager, shapes, say_line, check) if manager else None)
+    if hosts.from_first(lambda: found is None):
+        server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
+        return Progress(first_state(exp, server), Records(), 0)
+    found = found or checkpoint.Snapshot(0, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), {})
     step, records = hosts.from_first(lambda: found.step), hosts.from_first(lambda: found.records)
-    return Progress(exp.engine.place(hosts.broadcast(found.state)), Records(**records), step)
+    server, clients, key = hosts.broadcast(found.state)
+    server, clients = put_server(server, engine.mesh), put_shared(clients, engine.mesh)
+    state = State(server, clients, engine.place(key))
+    return Progress(state, Records(**records), step)
 
 
 def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
@@ -305,7 +313,8 @@ def _play(
             stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
             with signals.unbroken():
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
-                _write_round(out, journal, Progress(state, records, step + 1), bool(due))
+                saved = saved_state(exp, state) if due else state
+                _write_round(out, journal, Progress(saved, records, step + 1), bool(due))
             journal.trackers.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:

@@ -12,6 +12,7 @@ from fcljax.data.store import Split
 from fcljax.errors import InputError
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import init_clients
+from fcljax.mesh import device_count
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
@@ -45,7 +46,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
-    one = _forward(exp)
+    one, devices = _forward(exp), device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
     if jax.default_backend() != "cpu" and not exp.settings.microbatch:
         batch = 1  # `fit` chooses lanes and microbatches
@@ -53,7 +54,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
         "the network": (num_bytes(exp.frozen), "--backbone"),
         "images on the device": (sum(image.nbytes for image in resident), "--data-budget"),
         "the server's state": (num_bytes(server), "number in the options of method or adapter"),
-        "the clients' states": (num_bytes(clients), "number of --clients"),
+        "the clients' states": (-(-num_bytes(clients) // devices), "number of --clients"),
         "a training step": (batch * one, "--batch-size, --image-size or number of --lanes"),
         "an evaluation step": (exp.settings.eval_batch_size * one, "--eval-batch-size or --image-size"),
     }

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, over_windows, whole
-from fcljax.mesh import WHOLE, by_device, device_count, jit, on_each, put
+from fcljax.mesh import WHOLE, AnyMesh, by_device, device_count, jit, on_each, put
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, RoundContext
 
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
 
 
 def make_predict(
-    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: Mesh | None = None
+    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: AnyMesh | None = None
 ) -> Callable[..., Predicted]:
     """predictions(round_context, model, split, index, task_of [C]) -> Predicted, in the order of the index.
 
@@ -90,7 +90,7 @@ def make_features(
     read: Callable,
     batch_size: int,
     on_progress: OnProgress = lambda images: None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
     """compute(frozen, split, index) -> features of these images, by default of all, under the clean view, on
     the device, or in numpy for a `Host`.
@@ -137,10 +137,10 @@ class _Loops(NamedTuple):
     window: Callable  # reads images of a device's own window
     take: Callable  # (split, index) -> the windows of a split that every device has
     batch_size: int
-    mesh: Mesh | None
+    mesh: AnyMesh | None
 
     @classmethod
-    def of(cls, loop: Callable, batch_size: int, mesh: Mesh | None) -> "_Loops":
+    def of(cls, loop: Callable, batch_size: int, mesh: AnyMesh | None) -> "_Loops":
         """The loop, compiled once for each. All devices get all results."""
 
         def compiled(images: PartitionSpec) -> Callable:

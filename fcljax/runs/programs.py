@@ -1,20 +1,30 @@
 """The programs that a round runs, with the shapes of their arguments: for compiling them before there is
 anything to compute, on this machine or for a chip that is not here."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from fcljax.data.streaming import whole
-from fcljax.federated.client_loop import Call, ReplayData, TickWindow
+from fcljax.federated.client_loop import (
+    OF_DEVICES,
+    ON_DEVICES,
+    Accumulator,
+    Call,
+    Carry,
+    Merging,
+    ReplayData,
+    TickWindow,
+)
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
-from fcljax.mesh import WHOLE, split
+from fcljax.mesh import WHOLE, AnyMesh, rows_on, server_specs, shardings, split
 from fcljax.runs.build import Experiment
-from fcljax.types import PyTree, RoundContext
+from fcljax.types import Broadcast, PyTree, RoundContext
 
 
 class RoundProgram(NamedTuple):
@@ -41,10 +51,26 @@ class RoundProgram(NamedTuple):
 class Placement(NamedTuple):
     """Where the arguments lie; without shardings, where jax puts arrays by default."""
 
-    whole: Sharding | None = None
-    """Of what every device has."""
-    split: Sharding | None = None
-    """Of what has an axis for the devices."""
+    one: Sharding | None = None
+    """Of everything, on one device."""
+    mesh: AnyMesh | None = None
+    """The devices that share it."""
+
+    def of(self, spec: PyTree = WHOLE) -> Callable[[PyTree], PyTree]:
+        """Arrays as shapes with the sharding of `spec`, a specification or a tree of them."""
+
+        def shape(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+            x = x if hasattr(x, "dtype") else np.asarray(x)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        if self.mesh is None:
+            return lambda tree: jax.tree.map(lambda x: shape(x, self.one), tree)
+
+        def placed(tree: PyTree) -> PyTree:
+            each = jax.tree.broadcast(shardings(self.mesh, spec), tree)
+            return jax.tree.map(shape, tree, each)
+
+        return placed
 
 
 DEFAULT = Placement()
@@ -57,53 +83,120 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
       exp: the experiment; its weights may be shapes. Images that lie on the host are taken as resident.
       placement: of the arguments; on a mesh they lie as its programs have them.
     """
-    if exp.engine.mesh is not None:
-        each = NamedSharding(exp.engine.mesh, WHOLE), NamedSharding(exp.engine.mesh, split())
-        placement = Placement(*each)
-    engine, method = exp.engine, exp.method
-    server = jax.eval_shape(method.init, exp.key, exp.frozen)
-    states = jax.eval_shape(
-        lambda server, key: init_clients(method, server, exp.sizes.clients, key), server, exp.key
-    )
-    context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, False)
-    place = _placing(placement.whole)
-    yield RoundProgram("broadcast", engine.broadcast, (place(context), place(server)))
-    broadcast = jax.eval_shape(engine.broadcast, context, server)
+    engine, placement = exp.engine, _on_mesh(exp, placement)
+    server, states, context, broadcast = _round_of(exp)
+    place, server = placement.of(), placement.of(server_specs(server, engine.mesh))(server)
+    yield RoundProgram("broadcast", engine.broadcast, (place(context), server))
     for index, player in enumerate(engine.players):
         name = f"{player.round.when} {index}"
         yield from _of_player(exp, player, name, (broadcast, states), placement)
         if player.server:
             context_after = context._replace(previous=broadcast)
-            arguments = (context_after, server, jax.eval_shape(player.empty), exp.key)
-            yield RoundProgram(f"{name} server", player.server, place(arguments))
+            received = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
+            arguments = (place(context_after), server, received, place(exp.key))
+            yield RoundProgram(f"{name} server", player.server, arguments)
 
 
 def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
 ) -> Iterator[RoundProgram]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
-    (broadcast, states), (chunk, steps) = given, _first_chunk(exp, player)
-    place, apart = _placing(placement.whole), _placing(placement.split)
-    accumulator = jax.eval_shape(player.empty)
-    carry = jax.eval_shape(player.open, accumulator, states, chunk)
-    indices = jax.eval_shape(player.indices, chunk, exp.key)
-    may_replay = np.zeros((len(chunk.id), 0), np.int32)
-    yield RoundProgram(f"{name} indices", player.indices, place((chunk, exp.key)))
-    yield RoundProgram(f"{name} open", player.open, place((accumulator, states, chunk)))
+    (broadcast, states), place = given, placement.of()
+    accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
+    yield RoundProgram(f"{name} indices", player.indices, (chunk, place(exp.key)))
+    yield RoundProgram(f"{name} open", player.open, (accumulator, states, chunk))
     if player.replay_indices:
-        may_replay = jax.eval_shape(player.replay_indices, states, chunk)
-        yield RoundProgram(f"{name} replay indices", player.replay_indices, place((states, chunk)))
-    data = whole(exp.train)
-    call = Call(exp.frozen, broadcast, chunk, exp.scenario.tasks[0], exp.key, np.bool_(False))
+        yield RoundProgram(f"{name} replay indices", player.replay_indices, (carry, chunk))
+    data = place(whole(exp.train))
+    frozen, task, key = place((exp.frozen, exp.scenario.tasks[0], exp.key))
+    call = Call(frozen, place(broadcast), chunk, task, key, place(np.bool_(False)))
     past = ReplayData(data, may_replay, may_replay)
     for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
-        window = TickWindow(data, mine, mine, np.int32(0), ticks)
-        arguments = (place(call), apart(carry), place(window), place(past), False)
-        yield RoundProgram(f"{name} phase {i}", run, arguments, steps[i])
-    yield RoundProgram(f"{name} sound", player.sound, (apart(carry),))
-    yield RoundProgram(
-        f"{name} close", player.close, (*place((accumulator, states)), apart(carry), place(chunk))
-    )
+        window = TickWindow(data, mine, mine, *place((np.int32(0), ticks)))
+        yield RoundProgram(f"{name} phase {i}", run, (call, carry, window, past, False), steps[i])
+    merged = place(Merging(np.int32(0), np.int32(0), np.bool_(0)))
+    yield RoundProgram(f"{name} close", player.close, (accumulator, states, carry, chunk, merged))
+
+
+class _OfChunk(NamedTuple):
+    """Shapes of what the clients' part of a round works on, placed."""
+
+    accumulator: Accumulator
+    states: PyTree
+    chunk: Chunk
+    carry: Carry
+    indices: tuple
+    may_replay: Any
+    steps: list[int]
+
+
+def _of_chunk(exp: Experiment, player: Player, states: PyTree, placement: Placement) -> _OfChunk:
+    first, steps = _first_chunk(exp, player)
+    apart, chunk = placement.of(split()), placement.of(OF_DEVICES)(first)
+    accumulator, states = placement.of(ON_DEVICES)(jax.eval_shape(player.empty)), apart(states)
+    carry = apart(jax.eval_shape(player.open, accumulator, states, chunk))
+    indices = placement.of(split(1))(jax.eval_shape(player.indices, chunk, exp.key))
+    may_replay = np.zeros((len(chunk.id), 0), np.int32)
+    if player.replay_indices:
+        may_replay = jax.eval_shape(player.replay_indices, carry, chunk)
+    return _OfChunk(accumulator, states, chunk, carry, indices, apart(may_replay), steps)
+
+
+def _on_mesh(exp: Experiment, placement: Placement) -> Placement:
+    return placement if exp.engine.mesh is None else Placement(mesh=exp.engine.mesh)
+
+
+def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]:
+    """Shapes of the server's state and of those of all clients, the context of the first task's first round,
+    and the shapes of what is broadcast."""
+    method, clients = exp.method, rows_on(exp.engine.mesh, exp.sizes.clients)
+    server = jax.eval_shape(method.init, exp.key, exp.frozen)
+    states = jax.eval_shape(lambda server, key: init_clients(method, server, clients, key), server, exp.key)
+    context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, False)
+    return server, states, context, jax.eval_shape(exp.engine.broadcast, context, server)
+
+
+class EngineState(NamedTuple):
+    """Bytes that the engine holds on each device besides the network, the images and a step's own work; of
+    the method's rounds, those of the largest."""
+
+    server: int
+    """The server's state, and what is broadcast, before and after."""
+    clients: int
+    """The states of clients between rounds."""
+    uploads: int
+    """What was received in the round: sums, and what is kept of each client."""
+    slots: int
+    """The clients of a chunk: their states, what they sent, and what waits between phases."""
+    order: int
+    """Tables, and which examples each step reads, in which order."""
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(self)
+
+
+def engine_state(exp: Experiment) -> EngineState:
+    """What the engine holds on each device of its mesh, by shapes alone. The mesh may be abstract."""
+    placement = _on_mesh(exp, DEFAULT)
+    server, states, _, broadcast = _round_of(exp)
+    server = placement.of(server_specs(server, exp.engine.mesh))(server)
+    of_server = server, placement.of()((broadcast, broadcast))
+    found = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
+    chunk = max(((share((each.carry,)), share((each.chunk, each.indices))) for each in found), key=sum)
+    received = max(share(each.accumulator) for each in found)
+    return EngineState(share(of_server), share(placement.of(split())(states)), received, *chunk)
+
+
+def share(tree: PyTree) -> int:
+    """Bytes of these shapes on each device that they are placed on."""
+
+    def size(x: jax.ShapeDtypeStruct) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
@@ -113,13 +206,3 @@ def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
     ids = np.flatnonzero(partition.count)[: player.capacity.participants]
     chunks, _ = plan_round(player.round.program, partition, ids, 0, exp.engine.lanes.count, player.capacity)
     return chunks[0], [sum(map(int, ticks)) for ticks in zip(*(each.ticks for each in chunks), strict=True)]
-
-
-def _placing(sharding: Sharding | None) -> Callable[[PyTree], PyTree]:
-    """Arrays as shapes with this sharding."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        x = x if hasattr(x, "dtype") else np.asarray(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return lambda tree: jax.tree.map(shape, tree)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.federated.keys import RunKey
+from fcljax.mesh import AnyMesh
 from fcljax.runs.build import Experiment
 from fcljax.types import Reconstruction, RoundContext
 
@@ -61,7 +61,7 @@ def _of_split(
     return Rebuilt(whole, label[index])
 
 
-def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: Mesh | None) -> jax.Array:
+def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: AnyMesh | None) -> jax.Array:
     """These images as the network's input."""
     index = index.astype(np.int32)
     if isinstance(split, Host):

@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fcljax.federated.engine import Clients, RoundInputs, RoundReport, init_clients, keep_task, run_round
+from fcljax.federated.engine import (
+    Clients,
+    RoundInputs,
+    RoundReport,
+    begin_clients,
+    init_clients,
+    keep_task,
+    run_round,
+)
 from fcljax.federated.faults import parse_faults, reached
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import participants
-from fcljax.mesh import jit
+from fcljax.mesh import jit, on_host, put_server
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import make_evaluate
@@ -28,11 +36,28 @@ def first_server(exp: Experiment) -> PyTree:
     return jit(exp.method.init, None)(jax.random.fold_in(exp.key, RunKey.INIT), exp.frozen)
 
 
-def first_state(exp: Experiment) -> State:
-    """The state of server and clients before the first round."""
-    server = first_server(exp)
-    clients = init_clients(exp.method, server, exp.sizes.clients, jax.random.fold_in(exp.key, RunKey.CLIENTS))
-    return State(server, clients, jax.random.key_data(exp.key))
+def first_state(exp: Experiment, server: PyTree | None = None) -> State:
+    """The state of server and clients before the first round, where the engine works; with this state of the
+    server, if it is given."""
+    server = put_server(first_server(exp), exp.engine.mesh) if server is None else server
+    key = jax.random.fold_in(exp.key, RunKey.CLIENTS)
+    clients = begin_clients(exp.engine, server, exp.sizes.clients, key)
+    return State(server, clients, exp.engine.place(jax.random.key_data(exp.key)))
+
+
+def state_shapes(exp: Experiment) -> State:
+    """A run's state as shapes, as checkpoints have it: [K, ...] for K clients, on any number of devices."""
+    server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
+    clients = jax.eval_shape(
+        lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
+    )
+    return State(server, clients, jax.eval_shape(jax.random.key_data, exp.key))
+
+
+def saved_state(exp: Experiment, state: State) -> State:
+    """A run's state on the host, as checkpoints have it. All processes call this together."""
+    clients = jax.tree.map(lambda x: x[: exp.sizes.clients], on_host(state.clients))
+    return State(on_host(state.server), clients, on_host(state.key))
 
 
 class RoundResult(NamedTuple):
