@@ -268,6 +268,13 @@ def test_the_shared_network_is_that_of_the_release_at_its_size(lenet):
     assert out.shape == (5,)
 
 
+def test_its_values_are_draws_of_a_key_for_each_array(lenet):
+    """However they are drawn together: everybody must get the same network."""
+    leaves = jax.tree.leaves(lenet)
+    for key, leaf in zip(jax.random.split(jax.random.key(0), len(leaves)), leaves, strict=True):
+        np.testing.assert_array_equal(leaf, jax.random.uniform(key, leaf.shape, minval=-0.5, maxval=0.5))
+
+
 def test_its_first_layer_is_a_convolution(lenet):
     image, kernel = smooth(1)[0], lenet.convs[0].kernel
     # patches lie by column, row and channel

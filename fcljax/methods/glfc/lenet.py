@@ -43,10 +43,15 @@ def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNe
     )
     leaves, form = jax.tree.flatten(template)
 
-    def draw(key: PRNGKeyArray, leaf: Array) -> Array:
-        return jax.random.uniform(key, leaf.shape, minval=-BOUND, maxval=BOUND)
+    most = max(leaf.size for leaf in leaves)
 
-    return jax.tree.unflatten(form, map(draw, jax.random.split(key, len(leaves)), leaves))
+    def draw(key: PRNGKeyArray) -> Array:
+        return jax.random.uniform(key, (most,), minval=-BOUND, maxval=BOUND)
+
+    # as many for each leaf as the largest needs: a draw of another size takes another second to compile
+    drawn = jax.vmap(draw)(jax.random.split(key, len(leaves)))
+    values = [own[: leaf.size].reshape(leaf.shape) for own, leaf in zip(drawn, leaves, strict=True)]
+    return jax.tree.unflatten(form, values)
 
 
 def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " classes"]:
