@@ -3,13 +3,18 @@
 import json
 import re
 
+import jax.numpy as jnp
 import pytest
 import small_runs
+from micro import NETWORK, SIZES
 from small_runs import COMMON
+from test_guards import context
 
 from fcljax import cli, config
 from fcljax.checks import conformance
-from fcljax.runs.build import build
+from fcljax.parts.classifiers import Sums
+from fcljax.runs.build import build, make_method
+from fcljax.types import Upload
 
 WIDTH = 96  # of vit_micro
 PAGE = (small_runs.ROOT / "docs" / "own-method.md").read_text()
@@ -53,7 +58,8 @@ def test_a_recipe_is_a_method(title, recipe):
 
 
 def ran(file, out, *options):
-    assert cli.main(["run", file, *COMMON, "--rounds", "1", *options, "--out", str(out)]) == 0
+    rounds = [] if "--rounds" in options else ["--rounds", "1"]
+    assert cli.main(["run", file, *COMMON, *rounds, *options, "--out", str(out)]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return json.loads((out / "summary.json").read_text()), lines
 
@@ -72,9 +78,20 @@ def test_one_shot_statistics_do_not_depend_on_the_partition(recipe, tmp_path):
 @pytest.mark.long
 def test_prototypes_that_are_sent_down_are_counted_and_move_the_model(recipe, tmp_path):
     file = recipe("Sending prototypes down")
-    summary, lines = ran(file, tmp_path / "near", "--clients", "2")
+    summary, lines = ran(file, tmp_path / "near", "--clients", "2", "--rounds", "2")
     down = summary["communication"]["download_scalars"] - summary["trainable_params"]
     assert down == 10 * WIDTH and any(line.get("gradient_share_near", 0) > 0 for line in lines[1:])
+
+
+def test_a_report_of_every_training_batch_may_count_all_epochs(recipe):
+    """A client with 10 examples reads 20 in two epochs."""
+    given = {"batch_size": 4, "epochs": 2, "adapter": "linear"}
+    settings = config.resolve(config.from_mapping(recipe("Sending prototypes down"), given, "options"))
+    program = make_method(settings, SIZES, NETWORK).rounds[0].program
+    claim = next(claim for claim in program.claims if claim.name == "class_sums")
+    for most, holds in ((20, True), (21, False)):
+        sums = Sums(jnp.zeros((2, NETWORK.width)), jnp.array([most - 1.0, 1.0]))
+        assert bool(claim.holds(context(), Upload({}, {"class_sums": sums}, {}))) == holds
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def test_visible_patches_are_painted_where_they_count(here):
         cfg = config(here, f"visible{weight}", steps=100, lr=1.0, visible_weight=weight)
         pretrain_decoder(cfg)
         plan, encoder, images = prepared(cfg)
-        seen, masking = module._held_out(plan, images.held_out, jnp.int32(0))
+        seen, masking = module._held_out(plan, jax.tree.map(jnp.asarray, images.held_out), jnp.int32(0))
         decoder = load(here, f"visible{weight}").decoder.params
         patches = module._reconstruct(plan, encoder, decoder, seen, masking)
         errors[weight] = float(reconstruction_loss(patches, seen, ~masking.masked))

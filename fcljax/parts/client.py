@@ -253,8 +253,8 @@ class Report:
     """Whether the server rule merges it by the run's aggregation rule, or merges nothing, so that the run may
     choose any rule."""
     possible: Callable[[ClientContext, PyTree], Bool[Array, ""]] | None = None
-    """possible(context, sent) -> whether a client with `context.client.examples` examples can have sent it;
-    the server leaves out what cannot be."""
+    """possible(context, sent) -> whether a client that read `context.client.examples` examples, each once in
+    every epoch of the pass, can have sent it; the server leaves out what cannot be."""
 
     def __post_init__(self) -> None:
         choose("merge", self.merge, ("gather", "sum"))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
@@ -406,21 +406,35 @@ def _program(parts: _Parts) -> Program:
     train = Phase(view, step, choose if replay else None, measures=several)
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     stored_indices = stored if replay else None
-    return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports))
+    return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports, view))
 
 
-def _claims(parts: _Parts, reports: tuple[Report, ...]) -> tuple[Claim, ...]:
-    """What uploads say of a client, of reports and of the aggregation rule."""
+def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Claim, ...]:
+    """What uploads say of a client, of reports and of the aggregation rule.
+
+    Args:
+      parts: of the method.
+      reports: of the round.
+      view: what reports without a view of their own read.
+    """
 
     def claim(report: Report) -> Claim:
         def holds(context: ClientContext, upload: Upload) -> Array:
             assert report.possible is not None
-            return report.possible(context, {**upload.gather, **upload.sum}[report.name])
+            own = context.client
+            read = context._replace(client=own._replace(examples=_read(report.view or view, own.examples)))
+            return report.possible(read, {**upload.gather, **upload.sum}[report.name])
 
         return Claim(report.name, holds)
 
     rule = parts.run.aggregation.possible
     return (*(claim(report) for report in reports if report.possible), *([rule] if rule else []))
+
+
+def _read(view: View, examples: Int[Array, ""]) -> Int[Array, ""]:
+    """How many rows a client with so many examples reads, in all epochs and with those that it replays."""
+    batches = -(-examples // view.batch_size)
+    return view.epochs * (examples + batches * view.replay)
 
 
 def _finalized(
@@ -600,7 +614,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         return state._replace(params=params, rules=states), metrics
 
     phases: tuple[Phase, ...] = client.passes(work, {}, reports)
-    program = Program(start, phases, finish, claims=_claims(parts, reports))
+    program = Program(start, phases, finish, claims=_claims(parts, reports, usual))
     return Round(program, server, who="everyone", when=rule.when)
 
 

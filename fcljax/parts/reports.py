@@ -45,7 +45,7 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
 
 
 def possible_sums(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
-    """Whether sums over one pass can be those of a client with so many examples."""
+    """Whether sums can be those of a client that read so many examples."""
     return possible_counts(sums.examples, context.client.examples)
 
 
