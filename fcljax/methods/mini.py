@@ -16,8 +16,8 @@ _HEAD = {"lr": 1e-2}
 
 MINI: Mapping[str, Mapping[str, Any]] = {
     "fppl": {},
-    "fedavg": {},
-    "linear": {},
+    "fedavg": {"lr": 3e-3},
+    "linear": _HEAD,
     "pilora": _PAIR | {"full_lr": 1e-3},
     "fedncm": {},
     "fedrecon": {},
