@@ -413,10 +413,10 @@ def test_the_advice_of_a_stopped_run_is_the_command_that_goes_on():
 
 
 @pytest.mark.long
-def test_the_smallest_table_is_reproduced_at_mini_scale_and_goes_on(tmp_path, monkeypatch):
+def test_a_row_of_a_table_is_reproduced_at_mini_scale_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))
-    arguments = ["reproduce", "fppl", "table1", "--experiments", str(FOLDER)]
+    arguments = ["reproduce", "fppl", "table1", "--row", "fppl", "--experiments", str(FOLDER)]
     assert cli.main([*arguments, "--out", "out"]) == 0
     rows = json.loads((tmp_path / "out" / "table.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["seeds"] == 1 for row in rows)
