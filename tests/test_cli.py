@@ -115,7 +115,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "linear", "--tasks", "\u0662"], ["tasks", "whole number"]),
         (["run", "linear", "--lr", "\u0662"], ["lr", "number"]),
         (["run", "linear", "--lr", "fast"], ["lr", "'fast'", "number"]),
-        (["run", "linear", "--lr", "nan"], ["lr", "nan", "0.001"]),
+        (["run", "linear", "--lr", "nan"], ["lr", "nan", "0.01"]),
         (["run", "linear", "--lr", "-0.1"], ["lr", "-0.1", "positive"]),
         (["run", "linear", "--augment", "maybe"], ["augment", "'maybe'", "true"]),
         (["run", "linear", "--eval-every-round=yes"], ["eval_every_round", "--no-eval-every-round"]),
@@ -266,7 +266,7 @@ def test_resuming_with_other_settings_names_them(linear_run, capsys):
     line = mistake(
         capsys, "run", "linear", "--resume", str(run), "--lr", "0.5", "--rounds", "3", "--alpha", "2"
     )
-    assert line == "resume: 'run' was run with other settings: alpha (2.0, not 0.5), lr (0.5, not 0.001)"
+    assert line == "resume: 'run' was run with other settings: alpha (2.0, not 0.5), lr (0.5, not 0.01)"
 
 
 def test_resuming_with_another_method_names_both(linear_run, capsys):

@@ -196,17 +196,17 @@ def test_intervals_are_students():
 
 
 def test_only_the_chosen_factor_is_run_on_test_images(here, monkeypatch, capsys):
-    made = Made(lambda run: 0.9 if run.cfg.lr > 5e-3 else 0.2 + run.cfg.seed / 100)
+    made = Made(lambda run: 0.9 if run.cfg.lr > 5e-2 else 0.2 + run.cfg.seed / 100)
     monkeypatch.setattr(sweeps, "sweep", made)
     assert cli.main(["leaderboard", "tiny.yaml", "--out", "out"]) == 0
     folders = [folder for folder, _ in made.asked]
     assert folders == ["out/search/linear"] * 2 + ["out/linear"] * 2 + ["out/fedncm"] * 2
-    assert [run.cfg.lr for folder, run in made.asked if folder == "out/linear"] == [0.01, 0.01]
+    assert [run.cfg.lr for folder, run in made.asked if folder == "out/linear"] == [0.1, 0.1]
     page = Path("out/leaderboard.md").read_text()
     best, second = (line for line in page.splitlines() if line.startswith(("| linear", "| fedncm")))
     # 6 MB of two clients are 3 of each; a run takes 1.5 minutes
     numbers = "| 2 | 90.00 ± 0.00 | 45.00 ± 0.00 | 1.00 ± 0.00 | 3 | 1.5 |"
-    assert best == f"| linear {numbers} --lr 0.01 | x1: 25.0, x10: 90.0 |"
+    assert best == f"| linear {numbers} --lr 0.1 | x1: 25.0, x10: 90.0 |"
     assert second.startswith("| fedncm | 2 | 21.50 ± 6.35 |") and second.endswith("|  |  |")
     assert "2 trials on held-out training examples (`--holdout 0.25 --seed 5`)" in page
     assert "fcljax leaderboard tiny.yaml" in page and "Missing" not in page
