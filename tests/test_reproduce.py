@@ -331,8 +331,8 @@ def summary(A_avg, A_last):
 
 @pytest.fixture
 def swept(monkeypatch):
-    """A sweep that makes no run: those with a rate of their own have an A_avg of 0.9, 0.01 more with each seed,
-    the others of 0.4."""
+    """A sweep that makes no run: those with a rate of their own have an A_avg of 0.9, the others of 0.4, and
+    0.01 more with each seed."""
 
     def sweep(runs, out, resume, ways, console):
         out.mkdir(exist_ok=resume)
