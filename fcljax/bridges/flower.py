@@ -643,7 +643,7 @@ def _metrics(
     """
     found = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
     for phase, own in zip(program.phases, found, strict=True):
-        most = phase_examples(np.asarray(context.client.examples)[None], phase.view)[0]
+        most = phase_examples(np.asarray(context.client.examples), phase.view)
         for name, metric in own.items():
             if not 0 <= metric.weight <= ROUNDING * most:
                 raise InputError(

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from fcljax.errors import InputError
 from fcljax.types import Method, Program, Task, View
 
 Ints = Int[np.ndarray, "..."]
+Counts = Int[Array | np.ndarray | np.integer, "*clients"]  # also of one client, and inside jit
 
 MOST_WIDTHS = 3  # of a step's program: each is compiled once more
 TRIED_WIDTHS = 256
@@ -132,7 +133,7 @@ def _wanted(participation: float, eligible: int) -> int:
     return int(np.ceil(participation * eligible - 1e-9))
 
 
-def phase_steps(count: Ints, view: View) -> Ints:
+def phase_steps(count: Counts, view: View) -> Counts:
     """Steps that a client with `count` examples takes in a phase.
 
     The last batch of an epoch may be partial; no example is dropped.
@@ -140,7 +141,7 @@ def phase_steps(count: Ints, view: View) -> Ints:
     return view.epochs * -(-count // view.batch_size)
 
 
-def phase_examples(count: Ints, view: View) -> Ints:
+def phase_examples(count: Counts, view: View) -> Counts:
     """The most examples that a client with `count` of its own reads in a phase, with those that it
     replays."""
     return view.epochs * count + phase_steps(count, view) * view.replay

@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
 from fcljax.federated.check import describe
 from fcljax.federated.keys import InitKey, ServerKey, StepKey
 from fcljax.federated.rules import weighted_mean
+from fcljax.federated.schedule import phase_examples
 from fcljax.parts import client
 from fcljax.parts.classifiers import linear_on
 from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, Report, Training
@@ -422,19 +423,14 @@ def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Cla
         def holds(context: ClientContext, upload: Upload) -> Array:
             assert report.possible is not None
             own = context.client
-            read = context._replace(client=own._replace(examples=_read(report.view or view, own.examples)))
+            examples = jnp.asarray(phase_examples(own.examples, report.view or view))
+            read = context._replace(client=own._replace(examples=examples))
             return report.possible(read, {**upload.gather, **upload.sum}[report.name])
 
         return Claim(report.name, holds)
 
     rule = parts.run.aggregation.possible
     return (*(claim(report) for report in reports if report.possible), *([rule] if rule else []))
-
-
-def _read(view: View, examples: Int[Array, ""]) -> Int[Array, ""]:
-    """How many rows a client with so many examples reads, in all epochs and with those that it replays."""
-    batches = -(-examples // view.batch_size)
-    return view.epochs * (examples + batches * view.replay)
 
 
 def _finalized(
