@@ -3,15 +3,16 @@
     python experiments/robust.py --out runs/robust --methods fedavg --seeds 2023 2024 2025
     python experiments/robust.py --out runs/robust --methods fppl --seeds 2023
     python experiments/robust.py --out runs/faults --shares 0.1 0.2 0.4 --methods fedavg fppl pilora
-    python experiments/robust.py --out runs/liars --rules mean --attacks weight counts sign_flip scale \
-      --methods hepco vfcl pmae glfc
+    python experiments/robust.py --out runs/liars --methods hepco vfcl pmae glfc --rules mean median \
+      --attacks weight counts sign_flip scale
 
 10 clients with the same class mix (iid); 2 tasks, 3 rounds of 2 epochs. Either 2 clients are malicious in all
 rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every round. FedAvg
 averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in two blocks.
 HePCo, VFCL, pMAE and GLFC send more than parameters: class counts, variances, tokens, prototypes' gradients.
 Every run is an ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as
-Markdown tables, mean over the seeds; a rule that a method cannot follow is left out.
+Markdown tables, mean over the seeds, with the number of uploads that were left out; a rule that a method
+cannot follow is left out. VFCL follows other rules with `--merge average`.
 """
 
 import argparse
@@ -31,11 +32,15 @@ METHODS = {
     "fedavg": ["--adapter", "linear", "--lr", "1e-2"],
     "fppl": ["--prompt-blocks", "2", "--prompt-length", "5"],
     "pilora": ["--lora-blocks", "2"],
-    "hepco": [],
+    "hepco": [
+        *("--image-size", "16", "--pool-blocks", "2", "--pool-size", "20"),
+        *("--generator-steps", "50", "--distill-steps", "100"),
+    ],
     "vfcl": ["--image-size", "16"],
     "pmae": ["--image-size", "16", "--vpt-blocks", "2", "--tune-epochs", "1", "--decoder", str(DECODER)],
     "glfc": ["--image-size", "16", "--match-steps", "20", "--monitor-images", "5"],
 }
+FOLLOWS = {"vfcl": ["--merge", "average"]}  # what makes a method follow other rules than the mean
 RULES = {
     "mean": [],
     "median": ["--aggregator", "median"],
@@ -80,8 +85,10 @@ def table(
     """The rows of one method: a line per rule, a column per fault."""
     lines = [f"| {title} | none | {' | '.join(name.partition('-')[0] for name in faults)} |"]
     lines += ["|---|" + "---|" * (1 + len(faults))]
-    for rule in rules if not KNOWN[method].merges else ["mean"]:
-        options = RULES[rule]
+    for rule in rules:
+        if KNOWN[method].merges and rule != "mean" and method not in FOLLOWS:
+            continue
+        options = [*RULES[rule], *(FOLLOWS.get(method, []) if rule != "mean" else [])]
         runs = {"none": [], **faults}
         cells = [accuracy(method, rule, options, name, own, seeds, out) for name, own in runs.items()]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
@@ -91,11 +98,14 @@ def table(
 def accuracy(
     method: str, rule: str, options: list[str], fault: str, own: list[str], seeds: list[int], out: Path
 ) -> str:
-    """A_last in %, mean over the seeds; how many of a run's rounds had a result that was not kept, if any."""
+    """A_last in %, mean over the seeds; how many uploads were left out, and how many rounds had a result that
+    was not kept, if any."""
     summaries = [load(method, rule, options, fault, own, seed, out) for seed in seeds]
     mean = 100 * sum(summary["A_last"] for summary in summaries) / len(seeds)
-    refused = sum(summary["refused_results"] for summary in summaries)
-    return f"{mean:.1f}" + (f" ({refused} rounds refused)" if refused else "")
+    kinds = {"rejected_uploads": "left out", "refused_results": "rounds refused"}
+    counts = {what: sum(summary[kind] for summary in summaries) for kind, what in kinds.items()}
+    notes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{mean:.1f}" + (f" ({notes})" if notes else "")
 
 
 def load(

@@ -53,7 +53,8 @@ ATTACKS = {
     "label_flip": "labels are mirrored within the client's task: class a of n becomes class n - 1 - a",
     "nan": "all floating parameters of an upload are NaN",
     "weight": "the client claims a weight of 1e30",
-    "counts": "integers and numbers of examples in an upload are the largest that there are",
+    "counts": "integers and numbers of examples in an upload are the largest that there are, and standard "
+    "deviations are 1e-10",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.

@@ -13,6 +13,7 @@ from small_runs import COMMON
 from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.federated import faults
+from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.runs import rounds
 from fcljax.settings import FaultOptions
 from fcljax.types import (
@@ -114,6 +115,16 @@ def test_claims_are_attacked_of_malicious_clients_alone():
         upload.sum["n"][2] == honest.sum["n"][2]
     )
     same((upload.mean, upload.weight, upload.gather["h"]), (honest.mean, honest.weight, honest.gather["h"]))
+
+
+def test_claims_of_precision_are_attacked():
+    """A Gaussian of a malicious client has a standard deviation of 1e-10, a precision of 1e20."""
+    gaussian = Posterior(jnp.ones(2), jnp.full(2, -4.0))
+    program = PROGRAM._replace(finish=lambda context, local, state: (Upload(gaussian), state))
+    upload, _ = sent(faults.corrupt(METHOD._replace(rounds=(Round(program),)), "counts", malicious=2))
+    np.testing.assert_allclose(upload.mean.sigma[:2], 1e-10, rtol=0.1)
+    same(of_client(upload.mean, 2), gaussian)
+    same(upload.mean.mean, jnp.ones((3, 2)))
 
 
 @pytest.mark.parametrize("phase", [0, 1])

@@ -60,7 +60,6 @@ from fcljax.types import (
     Program,
     PyTree,
     RoundContext,
-    Upload,
 )
 
 # after our own modules: records.py says what to do if Flower is not installed
@@ -178,11 +177,6 @@ def _digests(arrays: ArrayRecord) -> dict[str, str]:
         name: hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.data).hexdigest()
         for name, array in arrays.items()
     }
-
-
-def _digest(arrays: ArrayRecord) -> str:
-    """sha256 of all arrays and their names."""
-    return hashlib.sha256(json.dumps(sorted(_digests(arrays).items())).encode()).hexdigest()
 
 
 # ---- what a client stores ----------------------------------------------------------------------------------
@@ -469,16 +463,7 @@ class Answer(NamedTuple):
     """What a client has answered, and to what."""
 
     call: dict[str, Any]  # as it was sent to the client
-    payload: str  # digest of the payload that was sent with it
     content: RecordDict
-
-
-class Accepted(NamedTuple):
-    """Where an upload was accepted."""
-
-    payload: str  # digest of the payload that the client had been sent
-    task: int
-    round: int
 
 
 class Link:
@@ -489,8 +474,6 @@ class Link:
         self.uploads = [node.upload_shape(each) for each in payload_shapes(exp).uploads]
         self.cached: dict[int, dict[str, str]] = {}  # client -> digests of its arrays of earlier broadcasts
         self.begun: set[int] = set()  # clients that have a state
-        # (the method's round, client) -> the uploads that were accepted, by their digests
-        self.accepted: dict[tuple[int, int], dict[str, Accepted]] = {}
         self.now: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
@@ -538,7 +521,7 @@ class Link:
         """The answers of those clients that answer. A client that lacks an array is sent everything again.
         Each call has a nonce of its own, which the answer must have, too."""
         payload, cached = to_arrays(broadcast.payload), to_arrays(broadcast.cached)
-        sent, found = _digest(payload), {}
+        found = {}
         for _ in range(2):
             calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
             contents = {client: self._content(client, own, payload, cached) for client, own in calls.items()}
@@ -547,7 +530,7 @@ class Link:
                 if content.config_records["call"].get("incomplete"):
                     self.cached.pop(client, None)
                 else:
-                    found[client] = Answer(calls[client], sent, content)
+                    found[client] = Answer(calls[client], content)
                     self.cached[client] = _digests(cached)
                     self._begin(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in found]
@@ -597,9 +580,8 @@ class Link:
         self, accumulator: Accumulator, context: ClientContext, answer: Answer, position: int
     ) -> Accumulator:
         """Add an answer. A wrong one is left out and counted, as one that is not finite."""
-        index, client = answer.call["index"], int(context.client.id)
+        index = answer.call["index"]
         player = self.exp.engine.players[index]
-        before = self.accepted.setdefault((index, client), {})
         try:
             _check_stamp(answer)
             metrics = _metrics(player.round.program, accumulator, context, answer.content)
@@ -609,20 +591,16 @@ class Link:
             if not answer.content.config_records["call"].get("valid"):
                 raise InputError("upload: it is not finite")
             records = answer.content.array_records.get("upload", ArrayRecord())
-            upload, digest = from_arrays(records, self.uploads[index], "upload"), _digest(records)
-            if any(metrics) and digest in before:
-                _check_repeated(upload, before[digest], answer)
+            upload = from_arrays(records, self.uploads[index], "upload")
         except InputError as error:
-            self.say(f"warning: the answer of client {client} was left out: {error}")
+            self.say(f"warning: the answer of client {int(context.client.id)} was left out: {error}")
             return accumulator._replace(rejected=accumulator.rejected + 1)
-        received, valid = player.receive(added, context, upload, np.int32(position))
-        if valid:
-            before.setdefault(digest, Accepted(answer.payload, answer.call["task"], answer.call["round"]))
-        return received
+        return player.receive(added, context, upload, np.int32(position))[0]
 
 
 def _check_stamp(answer: Answer) -> None:
-    """Check that an answer belongs to its call.
+    """Check that an answer belongs to its call: one to an earlier call, sent again, never counts. Equal
+    uploads are no replay: where nothing is random, an honest client sends the same bits in every round.
 
     Raises:
       InputError: naming what differs.
@@ -650,18 +628,6 @@ def _metrics(
                     f"metrics: {name} is over {float(metric.weight):g} examples; the client reads {most}"
                 )
     return found
-
-
-def _check_repeated(upload: Upload, before: Accepted, answer: Answer) -> None:
-    """Check an upload of a client that trains, of which the same bits were accepted before: what is trained
-    from another payload differs. From the same payload it may be the same, and so may nothing but zeros.
-
-    Raises:
-      InputError: naming the round in which it was accepted.
-    """
-    says = any(map(np.any, jax.tree.leaves((upload.mean, upload.sum, upload.gather))))
-    if says and before.payload != answer.payload:
-        raise InputError(f"upload: it repeats that of task {before.task}, round {before.round}")
 
 
 def _client_context(

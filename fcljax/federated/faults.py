@@ -40,6 +40,7 @@ FAULTS = ATTACKS | {
 _DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
 _WEIGHT, _COUNTS = "weight", "counts"
 CLAIMED = 1e30
+CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
@@ -224,12 +225,15 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
 
 
 def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
-    """A leaf of integers, or of numbers of examples, at the largest value of its type."""
-    leaf = jnp.asarray(leaf)
+    """A leaf of integers, or of numbers of examples, at the largest value of its type; Gaussians that are
+    certain."""
+    leaf, name = jnp.asarray(leaf), jax.tree_util.keystr(path)
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         return jnp.where(faulty, jnp.iinfo(leaf.dtype).max, leaf)
-    counts = "examples" in jax.tree_util.keystr(path) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.where(faulty, jnp.asarray(CLAIMED, leaf.dtype), leaf) if counts else leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    claim = CLAIMED if "examples" in name else CERTAIN if ".rho" in name else None
+    return leaf if claim is None else jnp.where(faulty, jnp.asarray(claim, leaf.dtype), leaf)
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
