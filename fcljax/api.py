@@ -33,6 +33,7 @@ from fcljax.results.run_folder import load_summary
 from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
 from fcljax.runs.model import Model, model_of_run
+from fcljax.runs.resume import stored_settings
 
 Data = str | Dataset | Sequence[Any]
 
@@ -183,6 +184,7 @@ def run(
     if resume and out is None:
         raise InputError("resume: there is no run directory to resume; give out")
     values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
+    values = stored_settings(values, given.get("devices"))
     settings = config.from_mapping(method, values | given, "options")
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 import small_runs
-from small_runs import OPTIONS, assert_same_run
+import yaml
+from small_runs import OPTIONS, assert_same_run, last_checkpoint
 
 from fcljax import cli, config
 from fcljax.errors import InputError
@@ -16,8 +17,8 @@ from fcljax.runs import checkpoint
 from fcljax.runs import resume as resuming
 
 
-def resume(method, out):
-    return cli.main(["run", method, "--resume", str(out)])
+def resume(method, out, *options):
+    return cli.main(["run", method, "--resume", str(out), *options])
 
 
 @pytest.fixture
@@ -146,3 +147,60 @@ def test_what_a_run_chose_for_its_device_stays_when_it_is_resumed(tmp_path):
     chosen = dataclasses.replace(settings, lanes=4, microbatch=8, dtype="bfloat16")
     (tmp_path / "config.yaml").write_text(config.to_yaml(chosen))
     assert resuming.chosen_before(tmp_path, settings) == {"microbatch": 8, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("reference", ["linear"], indirect=True)
+def test_a_run_goes_on_on_other_devices_with_the_same_numbers_up_to_rounding(reference, tmp_path, capsys):
+    """The last round on two devices in place of one. What changed is said once, and stays in config.yaml,
+    checkpoints and summary.json; a device that is not there is refused before anything is written."""
+    out = shutil.copytree(reference, tmp_path / "moved")
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "15")
+    before = (out / "config.yaml").read_bytes()
+    assert resume("linear", out, "--devices", "99") == 2
+    assert capsys.readouterr().err == "fcljax: devices: 99 asked for; nearest valid value: 8\n"
+    assert (out / "config.yaml").read_bytes() == before
+    assert resume("linear", out, "--devices", "2") == 0
+    what = "devices (2, not 1), lanes (2, not 1)"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("resume: ")]
+    assert line == (
+        f"resume: {what}: from here on results equal those of the run without this change up to rounding, "
+        "not bit for bit"
+    )
+    (step, state, records), (step_, state_, _) = last_checkpoint(out), last_checkpoint(reference)
+    assert step == step_ == 15 and records["hardware_changes"] == [[14, what]]
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(state_), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert yaml.safe_load((out / "config.yaml").read_text())["devices"] == 2
+    summary, other = (json.loads((each / "summary.json").read_text()) for each in (out, reference))
+    assert summary["hardware_changes"] == [[14, what]] and other["hardware_changes"] == []
+    assert summary["config"] == other["config"] | {"devices": 2}
+    assert summary["A_avg"] == pytest.approx(other["A_avg"], abs=0.01)
+    assert resume("linear", out) == 0  # on both devices: nothing changes again
+    assert "resume: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reference", ["linear"], indirect=True)
+def test_a_finished_run_stays_as_it_is_on_other_devices(reference):
+    summary = (reference / "summary.json").read_bytes()
+    assert resume("linear", reference, "--devices", "2") == 0
+    assert (reference / "summary.json").read_bytes() == summary
+    assert yaml.safe_load((reference / "config.yaml").read_text())["devices"] == 1
+
+
+def test_on_other_devices_a_run_chooses_anew_what_is_not_given():
+    """Lanes of four devices do not fit three; the number format stays, which decides about more than
+    rounding."""
+    stored = {"devices": 4, "lanes": 8, "microbatch": 16, "dtype": "bfloat16", "remat": True}
+    assert resuming.stored_settings(stored) == resuming.stored_settings(stored, 4) == stored
+    left = {"devices": 4, "dtype": "bfloat16", "remat": True}
+    assert resuming.stored_settings(stored, 3) == left
+
+
+def test_what_changed_of_the_hardware_is_named():
+    then = {"devices": 2, "kind": "TPU v5e", "lanes": 2}
+    assert resuming.changed_hardware({"hardware": then}, then | {"processes": 1}) == ""
+    now = then | {"kind": "NVIDIA H100", "devices": 1}
+    found = resuming.changed_hardware({"hardware": then}, now)
+    assert found == "devices (1, not 2), kind ('NVIDIA H100', not 'TPU v5e')"
+    assert resuming.changed_hardware({}, now) == ""  # a checkpoint that does not say

@@ -263,6 +263,10 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         if not Path(source).is_file():
             raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
+    if paths.resume:
+        from fcljax.runs.resume import stored_settings
+
+        values = stored_settings(values, given.get("devices"))
     name = values.get("method", method)
     if name != method:
         raise InputError(

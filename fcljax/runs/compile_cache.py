@@ -96,13 +96,17 @@ def why_not(folder: Path) -> str | None:
 def machine() -> str:
     """The folder of programs for this version of jax and this type of CPU. Programs that jax or an earlier
     version of this package wrote, without checksums, lie elsewhere."""
+    return f"jax-{jax.__version__}-{platform.machine()}-{cpu_type()}-checked"
+
+
+def cpu_type() -> str:
+    """12 digits that are the same on CPUs of one type."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
         about = [line for line in lines if line.partition(":")[0].strip() in CPU]
     except OSError:  # not Linux
         about = [platform.processor(), platform.mac_ver()[0]]
-    kind = hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
-    return f"jax-{jax.__version__}-{platform.machine()}-{kind}-checked"
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
 
 
 def _set_up(folder: Path, say: Callable[[str], None]) -> None:

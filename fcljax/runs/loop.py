@@ -36,6 +36,7 @@ from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
 
 PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
+UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -108,7 +109,7 @@ def run(
       settings: resolved; with `resume` they must be those of the run, but see `resume.check_settings`.
       out: the run directory; a new one, unless `resume`.
       resume: continue from the newest intact checkpoint in `out`; the result equals the uninterrupted run's
-        bit for bit.
+        bit for bit, on other hardware up to rounding.
       observer: who follows the run; None: a progress bar on standard error.
       supplied: images or a network in memory, in place of those that the settings name.
 
@@ -176,9 +177,14 @@ def _resume(session: Session) -> dict[str, Any]:
         if before:
             hosts.agree(lambda: resume.check_digests(before, exp.settings, exp.inputs, out))
         _say_changed(session)
+        if finished:
+            return _complete(session, exp, finished)
         later = [step for step in steps if step > since]
-        hosts.from_first(lambda: resume.change_rounds(out, settings, later))
-        return _complete(session, exp, finished)
+        hosts.from_first(lambda: resume.change_settings(out, exp.settings, later))
+        moved = resume.changed_hardware(before or {}, resume.hardware(exp))
+        if moved:
+            observer.say(f"resume: {moved}: from here on {UP_TO_ROUNDING}")
+        return _complete(session, exp, None, moved)
 
 
 def _say_changed(session: Session) -> None:
@@ -187,13 +193,16 @@ def _say_changed(session: Session) -> None:
         session.observer.say(line)
 
 
-def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None) -> dict[str, Any]:
+def _complete(
+    session: Session, exp: Experiment, finished: dict[str, Any] | None, moved: str = ""
+) -> dict[str, Any]:
     """Play the remaining rounds, and write the results.
 
     Args:
       session: the run.
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
+      moved: what of the hardware has changed since the newest checkpoint.
     """
     settings, out, observer, hosts, _ = session
     report_notes(exp.inputs.backbone, observer.console)
@@ -201,12 +210,14 @@ def _complete(session: Session, exp: Experiment, finished: dict[str, Any] | None
     with contextlib.ExitStack() as stack:
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
+            progress.records.hardware_changes += [[progress.step, moved]] if moved else []
             following = trackers.NOBODY
             if hosts.first and not finished:
                 plain = resume.plain_settings(settings)
                 followers = trackers.following(observer.track, out, plain, progress.step, observer.say)
                 following = stack.enter_context(followers)
-            journal = Journal(manager, resume.origin(settings, exp.inputs), following)
+            origin = resume.origin(settings, exp.inputs) | {"hardware": resume.hardware(exp)}
+            journal = Journal(manager, origin, following)
             try:
                 exp, state = _play(session, placed(exp), progress, journal)
             except jax.errors.JaxRuntimeError as error:

@@ -56,6 +56,8 @@ class Records:
     uploads: list[int] = dataclasses.field(default_factory=list)  # of each of the method's rounds
     # sha256 of each finished task's file, where the server keeps examples
     kept: list[str] = dataclasses.field(default_factory=list)
+    # [rounds that were done, what changed]: each time that the run was resumed on other hardware
+    hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import yaml
 
@@ -16,14 +17,20 @@ from fcljax.config import RunConfig
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
+from fcljax.mesh import device_count
 from fcljax.methods import METHODS
 from fcljax.results.run_folder import DIGESTS, load_summary
-from fcljax.runs import checkpoint
+from fcljax.runs import checkpoint, compile_cache
+from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import Inputs
 from fcljax.settings import is_owned
 
 # settings that do not influence a run's results, and may change when it is resumed
 FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
+# settings that change results by rounding alone, and may change when a run is resumed
+ROUNDING = ("devices", "batch_devices", "lanes", "lane_mode", "microbatch", "remat")
+# of these, what a run on another number of devices chooses anew unless it is given
+PER_DEVICES = ("batch_devices", "lanes", "lane_mode", "microbatch")
 # settings that a run chooses for its device unless they are given: the value that leaves them to it
 CHOSEN: dict[str, Any] = {"lanes": 0, "microbatch": 0, "dtype": "auto"}
 
@@ -34,6 +41,30 @@ def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
         "settings": plain_settings(settings),
         "digests": digests(inputs) | owners_digest(settings, inputs),
     }
+
+
+def hardware(exp: Experiment) -> dict[str, Any]:
+    """What decides about the rounding of a run: plain JSON values by name. On a CPU the number of processes
+    does not."""
+    mesh, device, lanes, settings = exp.engine.mesh, jax.devices()[0], exp.engine.lanes, exp.settings
+    on_cpu, devices = device.platform == "cpu", 1 if mesh is None else mesh.size
+    return {
+        "devices": devices,
+        "kind": f"cpu {compile_cache.cpu_type()}" if on_cpu else device.device_kind,
+        "processes": None if on_cpu else jax.process_count(),
+        "batch_devices": devices // device_count(mesh),
+        "lanes": lanes.count,
+        "lane_mode": lanes.mode,
+        "microbatch": settings.microbatch,
+        "remat": settings.remat,
+    }
+
+
+def changed_hardware(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What of the hardware changed since a checkpoint with the origin `before`: 'name (now, not before)' for
+    each; empty: nothing."""
+    then = before.get("hardware", now)
+    return ", ".join(config.differences(then, {name: now.get(name) for name in then}))
 
 
 def digests(inputs: Inputs) -> dict[str, str]:
@@ -86,10 +117,18 @@ def check_file(out: Path, settings: RunConfig, may: Collection[str] = ()) -> Non
         raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ.values())}")
 
 
+def stored_settings(values: dict[str, Any], devices: int | None = None) -> dict[str, Any]:
+    """Those of the settings in config.yaml with which a run is resumed on so many devices; None: on its own
+    number. On another number those of `PER_DEVICES` are left to the run."""
+    had = values.get("devices", RunConfig.devices)
+    moved = had != (had if devices is None else devices)
+    return {name: value for name, value in values.items() if not (moved and name in PER_DEVICES)}
+
+
 def chosen_before(out: Path, settings: RunConfig) -> dict[str, Any]:
     """What the run in this folder chose of the settings that are left to it now."""
     path = out / "config.yaml"
-    before = config.load_yaml(path) if path.is_file() else {}
+    before = stored_settings(config.load_yaml(path), settings.devices) if path.is_file() else {}
     return {
         name: before[name]
         for name, free in CHOSEN.items()
@@ -98,22 +137,23 @@ def chosen_before(out: Path, settings: RunConfig) -> dict[str, Any]:
 
 
 def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:
-    """The summary of a finished run; None if it is not finished, or is to get another number of rounds.
+    """The summary of a finished run; None if it is not finished, or is to get another number of rounds. It
+    stays as it is if only those settings differ that change rounding.
 
     Raises:
       InputError: if config.yaml has other settings, or the run finished with other ones.
     """
-    check_file(out, settings, may=("rounds",))
+    check_file(out, settings, may=("rounds", *ROUNDING))
     try:
         summary = load_summary(out)
     except InputError:
         return None  # there is none, or it is damaged and will be made again
     then = {"method": settings.method, **summary.get("config", {})}
     differ = differing(then, plain_settings(settings))
-    if set(differ) - {"rounds"}:
+    if set(differ) - {"rounds", *ROUNDING}:
         named = ", ".join(differ.values())
         raise InputError(f"resume: {str(out)!r} was finished with other settings: {named}")
-    return None if differ else summary
+    return None if "rounds" in differ else summary
 
 
 def check_settings(
@@ -121,10 +161,10 @@ def check_settings(
 ) -> int:
     """Check that a run may be resumed with these settings.
 
-    They must be those of its checkpoints. Only the number of rounds per task may change, and only while every
-    round so far would have been the same with the new number: since the last round of a task closes the task,
-    all of them must lie before the last round of the first task. The run then equals one that had the new
-    number from its beginning.
+    They must be those of its checkpoints, but for those of `ROUNDING`. The number of rounds per task may
+    change only while every round so far would have been the same with the new number: since the last round of
+    a task closes the task, all of them must lie before the last round of the first task. The run then equals
+    one that had the new number from its beginning.
 
     Args:
       before: `origin` of the newest checkpoint; None: there is no checkpoint.
@@ -141,11 +181,11 @@ def check_settings(
     if before is None:
         return max(steps, default=0)
     differ = differing(before["settings"], plain_settings(settings))
-    if set(differ) - {"rounds"}:
+    if set(differ) - {"rounds", *ROUNDING}:
         raise InputError(
             f"resume: the run in {str(out)!r} began with other settings: {', '.join(differ.values())}"
         )
-    if not differ:
+    if "rounds" not in differ:
         return max(steps, default=0)
     had = before["settings"]["rounds"]
     common = [step for step in steps if step < min(had, settings.rounds)]
@@ -176,12 +216,13 @@ def check_digests(before: dict[str, Any], settings: RunConfig, inputs: Inputs, o
             )
 
 
-def change_rounds(out: Path, settings: RunConfig, later: list[int]) -> None:
-    """Give a run another number of rounds: config.yaml gets the new number, and checkpoints that do not
-    belong to both numbers (`later`) and the summary are set aside."""
-    if config.load_yaml(out / "config.yaml").get("rounds") == settings.rounds and not later:
+def change_settings(out: Path, settings: RunConfig, later: list[int]) -> None:
+    """Give a run other settings in config.yaml. With another number of rounds, checkpoints that do not belong
+    to both numbers (`later`) and the summary are set aside."""
+    differ = differing(config.load_yaml(out / "config.yaml"), plain_settings(settings))
+    if not differ and not later:
         return
-    if (out / "summary.json").exists():
+    if ("rounds" in differ or later) and (out / "summary.json").exists():
         aside = out / checkpoint.ASIDE
         aside.mkdir(exist_ok=True)
         os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")

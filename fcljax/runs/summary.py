@@ -89,6 +89,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "eval_images_per_s": _rate(counts["evaluated_images"], seconds["eval"]),
         "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
         "lanes": exp.engine.lanes._asdict(),
+        "hardware_changes": records.hardware_changes,
         "rejected_uploads": int(counts["rejected"]),
         "refused_results": int(counts["refused"]),
         "rounds_without_upload": _without_upload(records),

@@ -17,7 +17,7 @@ from fcljax.results.run_folder import write_json
 from fcljax.runs import loop
 from fcljax.runs.folder import check_new, locked
 from fcljax.runs.loop import Observer
-from fcljax.runs.resume import check_file
+from fcljax.runs.resume import ROUNDING, check_file
 
 LIST = "seeds.yaml"
 
@@ -79,7 +79,7 @@ def run_seeds(
       InputError: as `loop.run`.
     """
     out, summaries = Path(out), []
-    check = (lambda: check_file(out, cfg)) if resume else None
+    check = (lambda: check_file(out, cfg, ROUNDING)) if resume else None
     with folder_of_runs(out, check):
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
         write_text(out / "config.yaml", config.to_yaml(cfg))
