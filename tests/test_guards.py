@@ -19,6 +19,8 @@ from fcljax.bridges import node
 from fcljax.checks import conformance
 from fcljax.errors import InputError
 from fcljax.federated import claims
+from fcljax.federated.communication import Traffic
+from fcljax.federated.engine import RoundReport
 from fcljax.methods import METHODS, fedslca, pmae
 from fcljax.methods.glfc import glfc
 from fcljax.methods.glfc.lenet import init_lenet
@@ -34,6 +36,8 @@ from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params
 from fcljax.results import run_folder
 from fcljax.runs.build import make_method
+from fcljax.runs.records import NOT_EVALUATED, Records
+from fcljax.runs.summary import warnings_of
 from fcljax.studies import papers
 from fcljax.types import ClientContext, ClientInfo, Sizes, Upload
 
@@ -198,6 +202,20 @@ def test_gradients_of_prototypes_are_of_probabilities_and_no_variance_is_negativ
         assert not glfc.possible_gradients(context(), honest._replace(spread=jnp.float32(spread)))
 
 
+def test_uploads_that_are_left_out_beside_the_rounds_are_in_their_lines():
+    """Such as class sums that are sent once a task."""
+    records, sent = Records(), Traffic(0, 0, 0, 0)
+    before = RoundReport({}, rejected=2, impossible={"class_sums": 2})
+    report = RoundReport({}, participants=3, rejected=1, impossible={"class_sums": 1, "weight": 1})
+    for each in (before, RoundReport({})):
+        records.count(each)
+    line = records.record(0, 0, report, NOT_EVALUATED, sent, [before, RoundReport({})])
+    assert (line["rejected"], line["rejected_besides"]) == (1, 2)
+    assert line["impossible"] == {"class_sums": 3, "weight": 1}
+    assert "rejected_besides" not in records.record(0, 1, RoundReport({}), NOT_EVALUATED, sent)
+    assert "3 uploads were left out in 1 of 2 rounds" in warnings_of(records)[0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("attack", ["weight", "counts"])
 def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
@@ -210,6 +228,8 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rejected_uploads"] == 2 and summary["A_last"] > 0
     assert f"how often clients made them: {out} (2)" in capsys.readouterr().err
+    line = json.loads((folder / "metrics.jsonl").read_text())
+    assert line["impossible"] == {out: 2} and line["rejected"] + line.get("rejected_besides", 0) == 2
 
 
 def test_the_table_of_uploads_names_every_method():

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,9 +86,25 @@ class Records:
         )
 
     def record(
-        self, t: int, r: int, report: RoundReport, evaluated: Evaluated, sent: Traffic
+        self,
+        t: int,
+        r: int,
+        report: RoundReport,
+        evaluated: Evaluated,
+        sent: Traffic,
+        besides: Sequence[RoundReport] = (),
     ) -> dict[str, Any]:
-        """Add a round to the history; its line of metrics.jsonl. `sent`: by all clients together."""
+        """Add a round to the history; its line of metrics.jsonl.
+
+        Args:
+          t: the task.
+          r: the round within it.
+          report: of the round.
+          evaluated: after it.
+          sent: by all clients together.
+          besides: reports of exchanges before a task's first round and after its last one, which the totals
+            have already.
+        """
         line: dict[str, Any] = {"task": t, "round": r, **report.metrics, "participants": report.participants}
         line |= {
             "rejected": report.rejected,
@@ -96,8 +113,11 @@ class Records:
             "upload_bytes": sent.upload_bytes,
             "download_bytes": sent.download_bytes,
         }
-        if report.impossible:
-            line["impossible"] = report.impossible
+        if apart := sum(each.rejected for each in besides):
+            line["rejected_besides"] = apart
+        lies = sum((Counter(each.impossible) for each in (report, *besides)), Counter())
+        if lies:
+            line["impossible"] = dict(lies)
         if evaluated.accuracy is not None:
             line["accuracy"] = [_finite(value) for value in evaluated.accuracy]
             line["A"] = float(np.nanmean(evaluated.accuracy))

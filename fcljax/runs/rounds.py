@@ -93,7 +93,8 @@ def make_play_round(
     def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> RoundResult:
         t, r = divmod(step, settings.rounds)
         last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
-        state, kept, report, uploads = play(exp, state, past, t, r)
+        state, kept, report, besides = play(exp, state, past, t, r)
+        uploads = np.sum([each.uploads for each in (*besides, report)], axis=0, dtype=int).tolist()
         if kept is not None:
             records.add(replay_examples=len(kept.label))
         if evaluate and (last or settings.eval_every_round):
@@ -102,17 +103,16 @@ def make_play_round(
             if last:
                 records.keep(evaluated)
         sent = counted.total(uploads, int(r == 0 < t))
-        return RoundResult(state, kept, records.record(t, r, report, evaluated, sent))
+        return RoundResult(state, kept, records.record(t, r, report, evaluated, sent, besides))
 
     return play_round
 
 
 def _make_play(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None
-) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[int]]]:
-    """play(exp, state, past, task, round) -> (state, kept, report, uploads): a round, with what comes before
-    the first and after the last one of a task, and how many clients took part in each of the method's
-    rounds."""
+) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
+    """play(exp, state, past, task, round) -> (state, kept, report, besides): a round, and the reports of what
+    comes before the first and after the last one of a task."""
     begin_task, settings = jit(exp.method.begin_task, None), exp.settings
     shares, partitions = parse_faults(settings.faults), exp.scenario.partitions
     # a static population has the same eligible clients in all rounds of a task
@@ -140,21 +140,21 @@ def _make_play(
             )
             return report
 
-        def besides(report: RoundReport) -> tuple[int, ...]:
-            records.count(report._replace(training_examples=0))
-            return report.uploads
+        def beside(when: When) -> RoundReport:
+            report = stage(when)._replace(training_examples=0)
+            records.count(report)
+            return report
 
         round_context = RoundContext.on_host(exp.frozen, task, r, last)
-        kept, uploads = None, []
+        kept, besides = None, []
         if r == 0:
             begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
             server = begin_task(round_context, server, begin_key)
-            uploads.append(besides(stage("task_start")))
+            besides.append(beside("task_start"))
         report = stage("round")
         if last:
-            uploads.append(besides(stage("task_end")))
+            besides.append(beside("task_end"))
             kept = keep_task(exp.engine, exp.frozen, server, task, r)
-        total = np.sum([*uploads, report.uploads], axis=0, dtype=int).tolist()
-        return State(server, states, key), kept, report, total
+        return State(server, states, key), kept, report, besides
 
     return play

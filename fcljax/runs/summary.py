@@ -237,7 +237,7 @@ def warnings_of(records: Records) -> list[str]:
     test images without a prediction, terms that do nothing, and training that has not arrived."""
     lines, counts = [], records.counts
     if counts["rejected"]:
-        rounds = sum(line["rejected"] > 0 for line in records.rounds)
+        rounds = sum(line["rejected"] + line.get("rejected_besides", 0) > 0 for line in records.rounds)
         lines.append(
             f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
             f"rounds: NaN, infinite, or with a claim that cannot be true"
