@@ -4,12 +4,14 @@
     python experiments/robust.py --out runs/robust --methods fppl --seeds 2023
     python experiments/robust.py --out runs/faults --shares 0.1 0.2 0.4 --methods fedavg fppl pilora
     python experiments/robust.py --out runs/liars --methods hepco vfcl pmae glfc --rules mean median \
-      --attacks weight counts sign_flip scale
+      --attacks weight counts sign_flip --rounds 2
 
-10 clients with the same class mix (iid); 2 tasks, 3 rounds of 2 epochs. Either 2 clients are malicious in all
-rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every round. FedAvg
-averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in two blocks.
-HePCo, VFCL, pMAE and GLFC send more than parameters: class counts, variances, tokens, prototypes' gradients.
+10 clients with the same class mix (iid); 2 tasks, 3 rounds (`--rounds`) of 2 epochs. Either 2 clients are
+malicious in all rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every
+round. FedAvg averages a classifier on frozen features, FPPL and PILoRA have prompts and low-rank updates in
+two blocks. HePCo, VFCL, pMAE and GLFC send more than parameters: class counts, variances, tokens, prototypes'
+gradients.
+
 Every run is an ordinary `fcljax run`; runs that are there already are not made again. Prints A_last in % as
 Markdown tables, mean over the seeds, with the number of uploads that were left out; a rule that a method
 cannot follow is left out. VFCL follows other rules with `--merge average`.
@@ -26,7 +28,7 @@ from fcljax import cli
 from fcljax.federated.faults import ATTACKS, FAULTS
 from fcljax.methods import METHODS as KNOWN
 
-COMMON = ["--tasks", "2", "--clients", "10", "--partition", "iid", "--rounds", "3", "--epochs", "2"]
+COMMON = ["--tasks", "2", "--clients", "10", "--partition", "iid", "--epochs", "2"]
 DECODER = Path(fcljax.__file__).parent / "assets" / "vit_micro_decoder.safetensors"
 METHODS = {
     "fedavg": ["--adapter", "linear", "--lr", "1e-2"],
@@ -63,34 +65,39 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
     parser.add_argument("--shares", nargs="+", default=[], help="of the clients, that each fault strikes")
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, help="with --shares")
+    parser.add_argument("--rounds", type=int, default=3, help="of a task")
     options = parser.parse_args()
     # rules differ on the server alone, so most programs are compiled once
     jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    rules = {rule: [*RULES[rule], "--rounds", str(options.rounds)] for rule in options.rules}
     malicious = {attack: ["--malicious", "2", "--attack", attack] for attack in options.attacks}
     for method in options.methods:
         for share in options.shares:
             drawn = {f"{fault}-{share}": ["--faults", f"{fault}={share}"] for fault in options.faults}
-            print(
-                table(f"{method}, share {share}", method, drawn, options.seeds, options.out, options.rules),
-                flush=True,
-            )
+            title = f"{method}, share {share}"
+            print(table(title, method, drawn, options.seeds, options.out, rules), flush=True)
         if not options.shares:
-            print(table(method, method, malicious, options.seeds, options.out, options.rules), flush=True)
+            print(table(method, method, malicious, options.seeds, options.out, rules), flush=True)
 
 
 def table(
-    title: str, method: str, faults: dict[str, list[str]], seeds: list[int], out: Path, rules: list[str]
+    title: str,
+    method: str,
+    faults: dict[str, list[str]],
+    seeds: list[int],
+    out: Path,
+    rules: dict[str, list[str]],
 ) -> str:
     """The rows of one method: a line per rule, a column per fault."""
     lines = [f"| {title} | none | {' | '.join(name.partition('-')[0] for name in faults)} |"]
     lines += ["|---|" + "---|" * (1 + len(faults))]
-    for rule in rules:
+    for rule, options in rules.items():
         if KNOWN[method].merges and rule != "mean" and method not in FOLLOWS:
             continue
-        options = [*RULES[rule], *(FOLLOWS.get(method, []) if rule != "mean" else [])]
+        own = [*options, *(FOLLOWS.get(method, []) if rule != "mean" else [])]
         runs = {"none": [], **faults}
-        cells = [accuracy(method, rule, options, name, own, seeds, out) for name, own in runs.items()]
+        cells = [accuracy(method, rule, own, name, fault, seeds, out) for name, fault in runs.items()]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

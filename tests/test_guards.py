@@ -2,10 +2,12 @@
 is off."""
 
 import json
+import re
 import shutil
 import struct
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +16,13 @@ import torch_files
 
 from fcljax import cli, config
 from fcljax.bridges import node
+from fcljax.checks import conformance
 from fcljax.errors import InputError
 from fcljax.federated import claims
-from fcljax.methods import fedslca, pmae
+from fcljax.methods import METHODS, fedslca, pmae
+from fcljax.methods.glfc import glfc
+from fcljax.methods.glfc.lenet import init_lenet
+from fcljax.methods.glfc.proxy import Sent
 from fcljax.methods.hepco import hepco
 from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
@@ -27,8 +33,9 @@ from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params
 from fcljax.results import run_folder
+from fcljax.runs.build import make_method
 from fcljax.studies import papers
-from fcljax.types import ClientContext, ClientInfo, Upload
+from fcljax.types import ClientContext, ClientInfo, Sizes, Upload
 
 # ---- no file runs Python -----------------------------------------------------------------------------------
 
@@ -179,6 +186,18 @@ def test_images_to_restore_have_patches_that_exist_and_are_no_more_than_the_exam
         assert not pmae.possible_tokens(context(6), lie)
 
 
+def test_gradients_of_prototypes_are_of_probabilities_and_no_variance_is_negative():
+    """The gradient of a bias is a probability minus 0 or 1."""
+    network = init_lenet(jax.random.key(0), 8, 8, 3)
+    honest = Sent(network._replace(bias=jnp.array([[0.9, -1.0, 0.1]])), jnp.ones(1, bool), jnp.float32(0.5))
+    assert glfc.possible_gradients(context(), honest)
+    for bias in (1.1, -1.1, jnp.nan):
+        gradient = honest.gradient._replace(bias=honest.gradient.bias.at[0, 0].set(bias))
+        assert not glfc.possible_gradients(context(), honest._replace(gradient=gradient))
+    for spread in (-1e-3, jnp.nan):
+        assert not glfc.possible_gradients(context(), honest._replace(spread=jnp.float32(spread)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("attack", ["weight", "counts"])
 def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
@@ -191,6 +210,21 @@ def test_a_liar_is_left_out_counted_and_named(attack, tmp_path, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rejected_uploads"] == 2 and summary["A_last"] > 0
     assert f"how often clients made them: {out} (2)" in capsys.readouterr().err
+
+
+def test_the_table_of_uploads_names_every_method():
+    text = (small_runs.ROOT / "docs" / "trust.md").read_text().partition("## What uploads reveal")[2]
+    rows = re.findall(r"^\| ([a-z][^|]*) \| ([^|]*) \|$", text, re.M)
+    named = [name for names, _ in rows for name in names.split(", ")]
+    assert sorted(named) == sorted(METHODS)
+    # methods that are said to send nothing else make no claims but of weights and precisions
+    network = conformance.network(conformance.TINY)
+    sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
+    plain = next(names for names, sent in rows if sent.startswith("what trains: "))
+    for name in plain.split(", "):
+        settings = config.resolve(config.from_mapping(name, {}, "test"))
+        rounds = make_method(settings, sizes, network).rounds
+        assert not [claim.name for each in rounds for claim in each.program.claims], name
 
 
 # ---- results -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rich.console import Console
 from small_runs import COMMON, assert_same_run
 
 from fcljax import cli
-from fcljax.commands import running
+from fcljax.commands import arguments, running
 from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
@@ -233,6 +233,25 @@ def test_of_two_that_make_the_same_folder_one_does(tmp_path, capsys):
         with loop_check, created(tmp_path / "out", settings):
             pytest.fail("created twice")
         assert content(tmp_path) == before and (tmp_path / "out" / "figures").is_dir()
+
+
+def test_default_names_are_unique_whatever_the_clock_says(monkeypatch):
+    monkeypatch.setattr(arguments.time, "strftime", lambda form: "20260101-000000")
+    assert len({arguments.new_folder("linear") for _ in range(100)}) == 100
+
+
+def test_nothing_reads_the_clock_but_the_default_name_of_a_run():
+    """Whose hands may be set back while a run lasts."""
+    clock = r"\btime\.(time|time_ns|localtime|gmtime|ctime|strftime)\(|\.(now|today|utcnow)\("
+    package = small_runs.ROOT / "fcljax"
+    found = {
+        (str(path.relative_to(package)), match[0])
+        for path in package.rglob("*.py")
+        for match in re.finditer(clock, path.read_text())
+    }
+    assert found == {("commands/arguments.py", "time.strftime(")}
+    imported = r"from (time|datetime) import"
+    assert not [path for path in package.rglob("*.py") if re.search(imported, path.read_text())]
 
 
 def test_where_files_cannot_be_locked_nobody_cleans_up_after_others(tmp_path, monkeypatch):
