@@ -173,7 +173,7 @@ def _read_together(
     index: np.ndarray | None,
 ) -> tuple[Snapshot, str]:
     """The snapshot of a step, as `newest` returns it, and why it is not intact; "" if it is."""
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
+    zeros = () if hosts.first else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
     found, why = Snapshot(step, zeros, {}), ""
     try:
         if hosts.first:
