@@ -115,6 +115,49 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def own_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
+    """Indices of the rows that this process's devices have of arrays [rows, ...] that the devices share
+    (`put_shared`); without a mesh, of all."""
+    if mesh is None:
+        return np.arange(rows)
+    every = np.arange(rows_on(mesh, rows))
+    parts = NamedSharding(mesh, split()).addressable_devices_indices_map(every.shape).values()
+    return np.unique(np.minimum(np.concatenate([every[index] for index in parts]), rows - 1))
+
+
+def own_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
+    """This process's part of arrays that the devices share (`put_shared`), as all processes together have
+    every row once: indices [n] below `rows`, and these rows [n, ...] on the host."""
+
+    def parts(x: jax.Array) -> list[Any]:
+        first = [part for part in x.addressable_shards if part.replica_id == 0]
+        return sorted(first, key=lambda part: part.index[0].start or 0)
+
+    def joined(x: jax.Array) -> np.ndarray:
+        return np.concatenate([np.zeros((0, *x.shape[1:]), x.dtype), *(part.data for part in parts(x))])
+
+    leaf = jax.tree.leaves(tree)[0]
+    index = np.concatenate([np.arange(0), *(np.arange(len(leaf))[part.index[0]] for part in parts(leaf))])
+    return index[index < rows], jax.tree.map(lambda x: joined(x)[index < rows], tree)
+
+
+def put_own(tree: Any, index: np.ndarray, rows: int, mesh: AnyMesh | None) -> Any:
+    """Arrays [rows, ...] that the devices share as `put_shared` shares them, where each process has the rows
+    `index` of `own_rows` alone; leaves [n, ...]."""
+    if mesh is None:
+        return tree
+    last = np.minimum(np.arange(rows_on(mesh, rows)), rows - 1)
+    sharding = NamedSharding(mesh, split())
+
+    def one(x: Any) -> jax.Array:
+        shape = (len(last), *x.shape[1:])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda of: x[np.searchsorted(index, last[of[0]])]
+        )
+
+    return jax.tree.map(one, tree)
+
+
 def put_rows(array: np.ndarray, rows: np.ndarray, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
     """`array[rows]` on the devices of the mesh, its first axis sharded by `spec`. A process reads only what
     its devices get."""

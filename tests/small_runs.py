@@ -133,11 +133,14 @@ def last_checkpoint(out):
         step = manager.latest_step()
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(), records=ocp.args.JsonRestore())
         restored = manager.restore(step, args=parts)
-    return (
-        step,
-        restored.state,
-        {name: value for name, value in restored.records["records"].items() if name != "seconds"},
-    )
+    state, host = restored.state, restored.records
+    clients = dict(checkpoint._named(state.pop("clients")))
+    if "shards" in host:  # several processes have written them
+        folder = out / checkpoint.CLIENTS / str(step)
+        files = [np.load(folder / shard["file"]) for shard in host["shards"]]
+        clients = {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+    records = {name: value for name, value in host["records"].items() if name != "seconds"}
+    return step, (state, clients), records
 
 
 def timeless(out, but=()):

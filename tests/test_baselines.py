@@ -59,10 +59,21 @@ def batch_of(rows):
     return Batch(DATA.image[rows], DATA.label[rows], jnp.ones(len(rows), bool), jnp.asarray(rows, jnp.int32))
 
 
+@jax.jit
+def forward(params, batch):
+    task = STREAM[0]
+    return LEARNER.forward(FROZEN, params, LEARNER.trainable(params, task), batch, task, False)
+
+
+@jax.jit
+def plain_features(image):
+    """Those of the network as it was given."""
+    return apply_vit(TINY, FROZEN.network, image).cls
+
+
 def output_of(params, rows):
     """Features and logits of these rows."""
-    task = STREAM[0]
-    return LEARNER.forward(FROZEN, params, LEARNER.trainable(params, task), batch_of(rows), task, False)
+    return forward(params, batch_of(rows))
 
 
 def in_task(task, trainable=None):
@@ -105,7 +116,7 @@ def test_the_teacher_gets_no_gradient():
 
 
 def test_a_new_pair_changes_nothing_yet(tuned):
-    plain = apply_vit(TINY, FROZEN.network, DATA.image[:3]).cls
+    plain = plain_features(DATA.image[:3])
     np.testing.assert_allclose(output_of(tuned, np.arange(3)).feature, plain, atol=1e-6)
 
 
@@ -305,8 +316,8 @@ def test_rows_of_a_task_take_no_places_until_it_is_over():
 
 def means_of(rows, params=None):
     """Class means over these rows, by numpy."""
-    plain = lambda: apply_vit(TINY, FROZEN.network, DATA.image[rows]).cls
-    feature = np.asarray(plain() if params is None else output_of(params, rows).feature)
+    found = plain_features(DATA.image[rows]) if params is None else output_of(params, rows).feature
+    feature = np.asarray(found)
     return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SIZES.classes)])
 
 

@@ -217,8 +217,12 @@ def test_what_stands_for_old_classes_goes_down_in_every_round_and_is_counted(nam
 
 def test_a_generator_makes_other_images_of_other_noise():
     shape = ImageGeneratorConfig(8, 8, 4, 4)
-    params = init_image_generator(shape, KEY)
-    image = generate_images(shape, params, jax.random.normal(KEY, (3, 4)))
+
+    @jax.jit
+    def generated(key):
+        return generate_images(shape, init_image_generator(shape, key), jax.random.normal(key, (3, 4)))
+
+    image = generated(KEY)
     assert len({np.asarray(one).tobytes() for one in image}) == 3
 
 

@@ -249,7 +249,10 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
     study, label = H.Study(opts, model, params, task), jnp.full(5, np.argmax(task.current))
     gaps = H.prompt_gaps(study, teachers)
-    of = lambda **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
+
+    def of(**more):
+        return jax.jit(lambda z: H.generator_loss(with_options(study, **more), teachers, gaps, z, label))(z)
+
     without = of(generator_mse="none")
     numbers = 2 * 2 * FORMULA.width  # blocks, tokens, channels
     assert float(without) == float(of(wo_mse=True)) and without > of(generator_mse="sum")
@@ -467,7 +470,7 @@ def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts()
     gaps = H.prompt_gaps(study, teachers)
     loss_at = lambda z, **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
-    slope = lambda **more: jax.grad(lambda z: loss_at(z, **more))(z)
+    slope = lambda **more: jax.jit(jax.grad(lambda z: loss_at(z, **more)))(z)
     same(slope(), slope(wo_mse=True))
     assert float(jnp.abs(slope(generator_mse="sum") - slope()).max()) > 1e-4
 
@@ -519,7 +522,7 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
         init_generator(shape, KEY),
         KEY,
     )
-    batch = draw()
+    batch = jax.jit(draw)()
     assert batch.new.value.shape == (64, FORMULA.width) and batch.old.value.shape == (count, FORMULA.width)
     assert np.asarray(TASKS[1].current)[batch.new.label].all()
     assert np.asarray(TASKS[1].old)[batch.old.label].all()

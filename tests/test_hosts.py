@@ -58,7 +58,7 @@ def ends(processes, timeout=300):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "sharing", "method"),
-    [(1, 1, "linear"), (4, 1, "linear"), (4, 2, "linear"), (2, 1, "ewc")],
+    [(1, 1, "linear"), (4, 1, "linear"), (4, 2, "linear"), (2, 1, "ewc"), (1, 2, "ewc")],
 )
 def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_prints(
     devices, sharing, method, tmp_path
@@ -76,6 +76,8 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
     assert out in first[1] and method in first[1]
     assert second[1:] == ("", []) and not os.path.exists(elsewhere)
     assert_same_run(tmp_path / "both", tmp_path / "one")
+    written = {path.name for path in (tmp_path / "both").glob("clients/2/*")}
+    assert written == ({"process-0.npz", "process-1.npz"} if method == "ewc" else set())
     assert json.loads((tmp_path / "both" / "summary.json").read_text())["traces"] == 1
 
 
@@ -170,12 +172,14 @@ def test_processes_that_do_not_come_are_one_line_in_bounded_time(missing, tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_where_a_process_is_killed_the_other_ends_in_one_line_and_the_run_goes_on(victim, tmp_path, capsys):
+@pytest.mark.parametrize(("victim", "method"), [(0, "ewc"), (1, "ewc"), (1, "linear")])
+def test_where_a_process_is_killed_the_other_ends_in_one_line_and_the_run_goes_on(
+    victim, method, tmp_path, capsys
+):
     """Whether one process with as many devices goes on with the run or two do, it equals the run of one
-    process that nobody killed."""
+    process that nobody killed. Under EWC both have written states of clients."""
     out = tmp_path / "run"
-    both = start(tmp_path, *[[*LONGER, "--out", str(out)]] * 2)
+    both = start(tmp_path, *[[*LONGER, "--out", str(out)]] * 2, method=method)
     log, end = out / "metrics.jsonl", time.monotonic() + 300
     while (not log.exists() or log.read_bytes().count(b"\n") < 5) and time.monotonic() < end:
         time.sleep(0.01)
@@ -185,12 +189,13 @@ def test_where_a_process_is_killed_the_other_ends_in_one_line_and_the_run_goes_o
     code, _, lines = results[1 - victim]
     assert code == hosts.LOST
     assert lines == [
-        f"fcljax: another process of the run has ended; go on with: fcljax run linear --resume {out}"
+        f"fcljax: another process of the run has ended; go on with: fcljax run {method} --resume {out}"
     ]
     assert not (out / "summary.json").exists() and (out / "checkpoints").is_dir()
     if victim == 0:
-        assert cli.main(["run", "linear", "--resume", str(out)]) == 0
+        assert cli.main(["run", method, "--resume", str(out)]) == 0
     else:
-        assert [code for code, *_ in ends(start(tmp_path, *[["--resume", str(out)]] * 2))] == [0, 0]
-    assert cli.main(["run", "linear", *LONGER, "--devices", "2", "--out", str(tmp_path / "one")]) == 0
+        again = start(tmp_path, *[["--resume", str(out)]] * 2, method=method)
+        assert [code for code, *_ in ends(again)] == [0, 0]
+    assert cli.main(["run", method, *LONGER, "--devices", "2", "--out", str(tmp_path / "one")]) == 0
     assert_same_run(out, tmp_path / "one")

@@ -168,10 +168,14 @@ def test_pairs_read_the_normalised_input_of_their_block_and_padding_counts_as_0(
     batch = Batch(image, jnp.zeros(3, jnp.int32), jnp.asarray([True, True, False]), jnp.arange(3))
     options = LoraOptions(lora_rank=3, lora_blocks=2, local_lora="current", global_lora="products")
     model = learner(NETWORK, lora(options, SIZES, NETWORK), linear(NETWORK.width, 5))
-    step = ClientStep(model, context, context.payload.trainable, None, batch, KEY, context.payload.trainable)
-    found = inputs_of_pairs(step, 2)
+
+    def inputs(context, batch):
+        trainable = context.payload.trainable
+        return inputs_of_pairs(ClientStep(model, context, trainable, None, batch, KEY, trainable), 2)
+
+    found = jax.jit(inputs)(context, batch)
     params = FROZEN.network
-    taps = apply_vit(TINY, params, image).taps  # B is 0 in a first task, so pairs change nothing
+    taps = jax.jit(lambda params: apply_vit(TINY, params, image).taps)(params)  # B is 0 in a first task
     for block, name in enumerate(("embed", "block_00")):
         x = np.asarray(taps[name], np.float64)
         centred = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)

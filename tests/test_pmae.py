@@ -227,8 +227,9 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
         return 3 * jnp.sum(each[:3]) / jnp.sum(masking.masked[:3])
 
     prompt = prompt_of(server)
-    assert float(ours(prompt)) == pytest.approx(float(written(prompt)), rel=1e-5)
-    np.testing.assert_allclose(jax.grad(ours)(prompt), jax.grad(written)(prompt), atol=1e-5)
+    (loss, gradient), expected = (jax.jit(jax.value_and_grad(each))(prompt) for each in (ours, written))
+    assert float(loss) == pytest.approx(float(expected[0]), rel=1e-5)
+    np.testing.assert_allclose(gradient, expected[1], atol=1e-5)
 
 
 @pytest.mark.long
@@ -414,13 +415,13 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
         kept.examples, kept.label, jnp.zeros_like(kept.label), kept.used, TASKS[0].current
     )
     local = method.server_replay.start(round_context, server)
-    (part, _), metrics = method.server_replay.step(round_context, server, local, rows, KEY)
+    (part, _), metrics = jax.jit(method.server_replay.step)(round_context, server, local, rows, KEY)
     after = method.server_replay.finish(round_context, server, (part, local[1]))
 
-    pixels = unpatchify(
-        PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, server.rules[0].prompt[0]), 1
+    decoded = jax.jit(PAIR.decode)(
+        FROZEN.decoder, kept.examples.latent, kept.examples.order, server.rules[0].prompt[0]
     )
-    image, model = pixels * 0.25 + 0.5, learner_of(values)
+    image, model = unpatchify(decoded, 1) * 0.25 + 0.5, learner_of(values)
 
     def loss_of(trained):
         params = server.params._replace(adapter=trained.adapter, classifier=trained.classifier)
@@ -429,7 +430,7 @@ def test_the_server_s_step_is_a_plain_step_of_adam_on_the_restored_images():
         return cross_entropy(logits, kept.label, TASKS[0].current, kept.used)
 
     start = Params(server.params.adapter, server.params.classifier)
-    loss, gradient = jax.value_and_grad(loss_of)(start)
+    loss, gradient = jax.jit(jax.value_and_grad(loss_of))(start)
     adam = optax.adam(0.01)
     update, _ = adam.update(gradient, adam.init(start))
     expected = optax.apply_updates(start, update)

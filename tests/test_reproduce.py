@@ -57,8 +57,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "experiments"
 
 
+@functools.cache
+def columns_of(system, table):
+    """The columns of a table of the package's own files, read once."""
+    return papers.find_columns(FOLDER, system, table)
+
+
 def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
-    return reproduce.plan(papers.find_columns(folder, system, table), scale, seeds, row)
+    columns = columns_of(system, table) if folder is FOLDER else papers.find_columns(folder, system, table)
+    return reproduce.plan(columns, scale, seeds, row)
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
@@ -170,6 +177,7 @@ def labels_only(cfg):
     return Dataset(cfg.dataset, image(train), train, image(test), test, names, sources=sources)
 
 
+@functools.cache
 def first_of_each():
     """A run for each method and adapter of all tables, at mini scale."""
     found = {}

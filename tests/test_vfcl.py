@@ -197,7 +197,7 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     numbers = sum(x.size for x in jax.tree.leaves(own.adapter.mean))
     mixed = np.logaddexp(np.log(share) - 0.5 * 4, np.log(1 - share + 1e-30) - 0.5 * 9)
     assert float(value(own)) == pytest.approx(2.0 / rows * numbers * -mixed, rel=1e-3)
-    slope = jax.grad(value)(own).adapter.mean
+    slope = jax.jit(jax.grad(value))(own).adapter.mean
     # at its own mean only the prior pulls: down the mixture's slope, to what was sent in the first task
     part = share * np.exp(-2) / (share * np.exp(-2) + (1 - share) * np.exp(-4.5))
     expected = 2.0 / rows * (part * 0.2 + (1 - part) * 0.3) / sigma**2

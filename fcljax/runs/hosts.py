@@ -1,8 +1,9 @@
 """Processes, on one host or several, that share one run: how they find each other, agree, and end together.
 
-The same command starts each process, with its own number. All compute the same values; process 0 alone writes
-files and prints. A child of each process does the work: when another process is lost, jax's coordination
-service aborts the process that it runs in, and the parent remains to report it in one line.
+The same command starts each process, with its own number. All compute the same values. Process 0 alone prints
+and writes files, but for the states of clients in checkpoints: each process writes its own. A child of each
+process does the work: when another process is lost, jax's coordination service aborts the process that it
+runs in, and the parent remains to report it in one line.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
 import jax
@@ -186,10 +188,29 @@ class Hosts:
             )
         return total
 
+    def share(self, folder: Path) -> bool:
+        """Whether several processes have this folder of the first one, and all may write there."""
+        if self.count == 1:
+            return False
+
+        def mark() -> str:
+            number, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
+            os.close(number)
+            return os.path.basename(path)
+
+        path = folder / self.from_first(mark)
+        seen = self.gather(str(path.exists() and os.access(folder, os.W_OK)))
+        if self.first:
+            path.unlink()
+        return set(seen) == {"True"}
+
     def leave(self) -> None:
         """From here on no process waits for another."""
         if self.count > 1:
             jax.distributed.shutdown()
+
+
+ALONE = Hosts()
 
 
 @contextlib.contextmanager

@@ -3,12 +3,12 @@ end."""
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
@@ -16,7 +16,7 @@ from fcljax.config import RunConfig, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
-from fcljax.mesh import put_server, put_shared
+from fcljax.mesh import own_part, own_rows, put_own, put_server, put_shared
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, resume, signals
@@ -37,6 +37,7 @@ from fcljax.types import ReplayBuffer, RoundContext
 
 PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
 UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
+CHECKPOINTS = "checkpoints"
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -166,7 +167,7 @@ def _resume(session: Session) -> dict[str, Any]:
         return finished
     with contextlib.ExitStack() as stack:
         hosts.from_first(lambda: stack.enter_context(locked(out)))
-        folder = out / "checkpoints"
+        folder = out / CHECKPOINTS
         steps = hosts.from_first(lambda: checkpoint.steps(folder))
         if finished and not steps:
             return finished  # nothing is left to draw its figures from
@@ -258,7 +259,7 @@ def final_state(
     Raises:
       InputError: as `build`, or if there is no checkpoint, or it is of other images or weights.
     """
-    folder, exp = Path(out) / "checkpoints", build(settings, supplied)
+    folder, exp = Path(out) / CHECKPOINTS, build(settings, supplied)
     before = checkpoint.origin_of(folder) if folder.exists() else None
     if before is None:
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
@@ -274,7 +275,7 @@ def _checkpoints(session: Session) -> contextlib.AbstractContextManager[Checkpoi
     """The manager of checkpoints, in the first process; None in the others."""
     if not session.hosts.first:
         return contextlib.nullcontext()
-    return checkpoint.open_checkpoints(session.out / "checkpoints", session.settings.keep_checkpoints)
+    return checkpoint.open_checkpoints(session.out / CHECKPOINTS, session.settings.keep_checkpoints)
 
 
 def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None) -> Progress:
@@ -282,16 +283,21 @@ def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None)
     first round."""
     hosts, say_line, engine = session.hosts, session.observer.say, exp.engine
     shapes, check = state_shapes(exp), intact_files(session.out / KEPT)
-    found = hosts.agree(lambda: checkpoint.latest(manager, shapes, say_line, check) if manager else None)
-    if hosts.from_first(lambda: found is None):
+    folder, index = session.out / CHECKPOINTS, own_rows(engine.mesh, exp.sizes.clients)
+    found = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
+    if manager:
+        manager.reload()  # some may have been set aside
+    if found is None:
         server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
-    found = found or checkpoint.Snapshot(0, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), {})
-    step, records = hosts.from_first(lambda: found.step), hosts.from_first(lambda: found.records)
-    server, clients, key = hosts.broadcast(found.state)
-    server, clients = put_server(server, engine.mesh), put_shared(clients, engine.mesh)
-    state = State(server, clients, engine.place(key))
-    return Progress(state, Records(**records), step)
+    server, clients, key = found.state
+    server, key = hosts.broadcast((server, key))
+    if found.shards:
+        clients = put_own(clients, index, exp.sizes.clients, engine.mesh)
+    else:
+        clients = put_shared(hosts.broadcast(clients), engine.mesh)
+    state = State(put_server(server, engine.mesh), clients, engine.place(key))
+    return Progress(state, Records(**found.records), found.step)
 
 
 def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
@@ -311,6 +317,7 @@ def _play(
         # A run that was killed may have logged rounds that no checkpoint holds: they will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
     past = _past(exp, state, out / KEPT, records.kept)
+    shared = hosts.share(out)
     with Clock(records.seconds) as clock, rounds_bar(observer.console) as bar:
         play_round, fill = make_play_round(exp, records, clock), make_fill(exp)
         shown = bar.add_task("", total=steps, completed=done, **last_round(records))
@@ -324,8 +331,8 @@ def _play(
             stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
             with signals.unbroken():
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
-                saved = saved_state(exp, state) if due else state
-                _write_round(out, journal, Progress(saved, records, step + 1), bool(due))
+                saved, shards = _saved(session, exp, state, step + 1, shared) if due else (state, None)
+                _write_round(out, journal, Progress(saved, records, step + 1), shards)
             journal.trackers.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
@@ -337,15 +344,32 @@ def _play(
         return fill(exp, range(filled, tasks), clock), state
 
 
-def _write_round(out: Path, journal: Journal, progress: Progress, due: bool) -> None:
-    """Log the last round and, if one is due, save a checkpoint."""
+def _saved(
+    session: Session, exp: Experiment, state: State, step: int, shared: bool
+) -> tuple[State, list[dict[str, Any]]]:
+    """A run's state on the host, as checkpoints have it, and the shards that have the states of clients. All
+    processes call this together; where they share the run's folder, each writes its own clients' states."""
+    hosts, count = session.hosts, exp.sizes.clients
+    if not shared or not jax.tree.leaves(state.clients):
+        return saved_state(exp, state), []
+    index, clients = own_part(state.clients, count)
+    folder = session.out / CHECKPOINTS
+    shard = hosts.agree(lambda: checkpoint.save_shard(folder, step, hosts.index, index, clients, count))
+    shards = [json.loads(each) for each in hosts.gather(json.dumps(shard))]
+    return saved_state(exp, state._replace(clients=())), shards
+
+
+def _write_round(
+    out: Path, journal: Journal, progress: Progress, shards: list[dict[str, Any]] | None
+) -> None:
+    """Log the last round and save a checkpoint with these shards; None: no checkpoint is due."""
     if not journal.manager:
         return
     state, records, step = progress
     with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json_line(records.rounds[-1]))
-    if due:
-        snapshot = checkpoint.Snapshot(step, state, dataclasses.asdict(records), journal.origin)
+    if shards is not None:
+        snapshot = checkpoint.Snapshot(step, state, dataclasses.asdict(records), journal.origin, shards)
         checkpoint.save(journal.manager, snapshot)
 
 
