@@ -779,7 +779,7 @@ def test_every_test_that_the_promises_name_is_there():
     text = (small_runs.ROOT / "docs" / "trust.md").read_text()
     folder = small_runs.ROOT / "tests"
     text_of_tests = "".join(
-        (folder / f"test_{room}.py").read_text() for room in ("trust", "guards", "trackers")
+        (folder / f"test_{room}.py").read_text() for room in ("trust", "guards", "trackers", "resume")
     )
     ours = re.findall(r"^def (test_\w+)", text_of_tests, re.M)
     for name in re.findall(r"`(?:tests/)?(test_[\w.]+)`", text):
