@@ -3,12 +3,17 @@
     python experiments/bench_peers.py --repeats 3
     python experiments/bench_peers.py --profile          # what stands in FPPL's way to the peak, part by part
     python experiments/bench_peers.py --only mlp tiny
+    python experiments/bench_peers.py --environments build/peers   # beside FedJAX, pfl-research and torch too
 
 Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, and FPPL
 and PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation. All ways of a workload do the
 same work in float32 and take turns; compilation is apart. Samples are rows that pass through the network,
 FPPL's prototype pass included. In torch, FPPL and PILoRA are the papers' algorithms as their releases compute
 them, without the gradients that nobody reads, and lean (peers/torch_vit.py). torch is optional.
+
+FedJAX and pfl-research train the dense networks by their own federated averaging, in processes of their own
+(peers/outside.py), after a check that they do the same work. FedJAX fills a client's last batch with rows of
+its next epoch, which are not counted.
 
 The share of the peak is that of useful FLOPs: matrix products of real rows in the cheapest known form
 (peers/prompted.py, useful_flops), over the fastest product that numpy or jax made in the same run.
@@ -17,6 +22,8 @@ The share of the peak is that of useful FLOPs: matrix products of real rows in t
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from peers.pin import one_core
@@ -26,6 +33,13 @@ def main() -> None:
     """Measure what was asked for."""
     options = parse(sys.argv[1:])
     one_core(options.core)
+    if options.environments:
+        from peers import outside
+
+        outside.prepare(options.environments)
+        outside.enter(options.environments)
+        for name in outside.served():
+            outside.same_work(options.environments, name)
     print(report(options), flush=True)
 
 
@@ -36,6 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it work?")
     parser.add_argument("--profile", action="store_true", help="FPPL's round part by part, and nothing else")
+    parser.add_argument("--environments", type=Path, help="the other libraries' folder, made if missing")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     return parser.parse_args(arguments)
 
@@ -51,7 +66,7 @@ def report(options: argparse.Namespace) -> str:
     if options.profile:
         found = profile(options, max(peaks[0].values()))
     for name in () if options.profile else options.only:
-        for workload in WORKLOADS[name](options.small):
+        for workload in WORKLOADS[name](options.small, options.environments):
             rows += contest.measure(workload, options.repeats)
             for row in rows[-len(workload.ways) :]:
                 print(f"{workload.name}, {row.way}: {row.rate:,.0f} samples/s", file=sys.stderr, flush=True)
@@ -62,7 +77,7 @@ def report(options: argparse.Namespace) -> str:
         f"{', '.join(said)}"
     ]
     found = found or contest.table(rows, max(max(each.values()) for each in peaks))
-    return "\n\n".join([*lines, found, *contest.left_out()])
+    return "\n\n".join([*lines, found, *contest.left_out(bool(options.environments))])
 
 
 def profile(options: argparse.Namespace, peak: float) -> str:
@@ -77,7 +92,7 @@ def profile(options: argparse.Namespace, peak: float) -> str:
 # ---- workloads ---------------------------------------------------------------------------------------------
 
 
-def dense_workload(name: str, small: bool) -> Iterable[Any]:
+def dense_workload(name: str, small: bool, environments: Path | None) -> Iterable[Any]:
     """A whole network that trains."""
     from peers import contest, dense, game
 
@@ -94,8 +109,13 @@ def dense_workload(name: str, small: bool) -> Iterable[Any]:
         ways["JAX, a call per client"] = lambda: dense.jax_clients(work, federation)
     if contest.has_torch():
         ways["torch"] = lambda: dense.torch_steps(work, federation)
+    others = ()
+    if environments:
+        from peers import outside
+
+        others = outside.ways(environments, work, federation)
     samples = sum(work.rows) * work.epochs
-    return [contest.Workload(title(name), samples, 0, made(ways))]
+    return [contest.Workload(title(name), samples, 0, (*made(ways), *others))]
 
 
 def dense_sizes(small: bool) -> dict[str, Any]:
@@ -115,7 +135,7 @@ def dense_sizes(small: bool) -> dict[str, Any]:
     }
 
 
-def prompted_workload(name: str, small: bool) -> Iterable[Any]:
+def prompted_workload(name: str, small: bool, environments: Path | None) -> Iterable[Any]:
     """Training, then evaluation, of a method on a ViT."""
     from peers import contest, game, prompted
 
@@ -163,7 +183,7 @@ def made(ways: dict[str, Callable]) -> tuple:
     """Ways by name, as they are measured."""
     from peers import contest
 
-    return tuple(contest.Way(name, make) for name, make in ways.items())
+    return tuple(contest.Way(name, contest.here(make)) for name, make in ways.items())
 
 
 def title(name: str) -> str:
@@ -177,12 +197,12 @@ def title(name: str) -> str:
     }[name]
 
 
-WORKLOADS: dict[str, Callable[[bool], Iterable[Any]]] = {
-    "cnn": lambda small: dense_workload("cnn", small),
-    "mlp": lambda small: dense_workload("mlp", small),
-    "tiny": lambda small: dense_workload("tiny", small),
-    "fppl": lambda small: prompted_workload("fppl", small),
-    "pilora": lambda small: prompted_workload("pilora", small),
+WORKLOADS: dict[str, Callable[[bool, Path | None], Iterable[Any]]] = {
+    "cnn": partial(dense_workload, "cnn"),
+    "mlp": partial(dense_workload, "mlp"),
+    "tiny": partial(dense_workload, "tiny"),
+    "fppl": partial(prompted_workload, "fppl"),
+    "pilora": partial(prompted_workload, "pilora"),
 }
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ sys.path.append(str(small_runs.ROOT / "experiments"))
 
 import bench_gpu
 import bench_peers
-from peers import ablation, accelerator, contest, dense, game, prompted
+from peers import ablation, accelerator, contest, dense, game, outside, prompted
 
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
@@ -191,12 +192,61 @@ def test_the_table_has_a_row_for_every_way(capsys):
     assert "Flower: " in text and "GFLOP/s: numpy" in text
 
 
+WAY = """
+import sys
+
+sys.path.insert(0, {peers!r})
+print("what a library says while it is imported")
+import jax
+import numpy as np
+from networks import mean_loss
+from served import serve
+
+
+def way(work):
+    def play():
+        print("or in a round")
+        total = 0
+        for image, label in work.clients:
+            slope = jax.grad(mean_loss)(work.weights, image, label, np.ones(len(label), np.float32))
+            after = jax.tree.map(lambda w, g: w - work.rate * g, work.weights, slope)
+            share = {share}
+            total = jax.tree.map(lambda x: share * x, after) if total == 0 else jax.tree.map(
+                lambda a, b: a + share * b, total, after
+            )
+        return total
+
+    return play
+
+
+serve(way)
+"""
+MINE, ALIKE = "len(label) / sum(len(y) for _, y in work.clients)", "1 / len(work.clients)"
+
+
+@pytest.mark.parametrize(("share", "same"), [(MINE, True), (ALIKE, False)])
+def test_a_library_in_a_process_of_its_own_must_do_the_same_work(share, same, tmp_path, monkeypatch):
+    program = tmp_path / "way.py"
+    peers = str(small_runs.ROOT / "experiments" / "peers")
+    program.write_text(WAY.format(peers=peers, share=share))
+    monkeypatch.setitem(outside.LIBRARIES, "other", outside.Library((), str(program)))
+    monkeypatch.setattr(outside, "python_of", lambda folder, name: Path(sys.executable))
+    if same:
+        outside.same_work(tmp_path, "other")
+    else:
+        with pytest.raises(RuntimeError, match="other does other work than a plain loop"):
+            outside.same_work(tmp_path, "other")
+
+
 def test_shares_and_ratios_are_those_of_the_medians():
     work = contest.Workload("w", 100, 6 * 10**9, ())
-    rows = [contest.Row(work, "fcljax", (1.0, 2.0, 4.0), 3.0), contest.Row(work, "other", (4.0, 4.0), 0.0)]
+    rows = [
+        contest.Row(work, "fcljax", (1.0, 2.0, 4.0), (1.5, 0.5, 2.5), 3.0),
+        contest.Row(work, "other", (4.0, 4.0), (4.0, 4.0), 0.0),
+    ]
     first, second = contest.table(rows, peak=10.0).splitlines()[2:]
-    assert first == "| w | fcljax | 50 | 25 to 100 | 1.00 | 3.0 | 30 % |"
-    assert second == "| w | other | 25 | 25 to 25 | 0.50 | 0.0 | 15 % |"
+    assert first == "| w | fcljax | 50 | 25 to 100 | 1.00 | 1.50 | 3.0 | 30 % |"
+    assert second == "| w | other | 25 | 25 to 25 | 0.50 | 4.00 | 0.0 | 15 % |"
 
 
 @pytest.mark.long

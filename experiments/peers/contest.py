@@ -1,20 +1,31 @@
 """The same work by several ways, in turn, and a table of what they took."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from peers.machine import seconds
 
-FRAMEWORKS = {"FedJAX": "fedjax", "pfl-research": "pfl", "Flower": "flwr"}
+
+class Work(NamedTuple):
+    """What does the work once, and what reads the CPU seconds so far of the process that does it."""
+
+    call: Callable[[], Any]
+    cpu: Callable[[], float] = time.process_time
 
 
 class Way(NamedTuple):
-    """How the work is done: `make` builds a call that does it once."""
+    """How the work is done."""
 
     name: str
-    make: Callable[[], Callable[[], Any]]
+    make: Callable[[], Work]
+
+
+def here(make: Callable[[], Callable[[], Any]]) -> Callable[[], Work]:
+    """What does the work in this process."""
+    return lambda: Work(make())
 
 
 class Workload(NamedTuple):
@@ -28,11 +39,12 @@ class Workload(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one way took: seconds of every repeat, and of the first call beyond the median of the others."""
+    """What one way took: seconds and CPU seconds of every repeat, and how much longer the first call took."""
 
     workload: Workload
     way: str
     times: tuple[float, ...]
+    cpu: tuple[float, ...]
     compilation: float
 
     @property
@@ -44,20 +56,31 @@ class Row(NamedTuple):
 def measure(workload: Workload, repeats: int) -> list[Row]:
     """All ways of a workload in turn, `repeats` times, after a call each that compiles."""
     calls = {way.name: way.make() for way in workload.ways}
-    first = {name: seconds(call)[0] for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    first = {name: spent(work)[0] for name, work in calls.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in calls.items():
-            times[name].append(seconds(call)[0])
-    late = {name: max(0.0, first[name] - statistics.median(spent)) for name, spent in times.items()}
-    return [Row(workload, name, tuple(spent), late[name]) for name, spent in times.items()]
+        for name, work in calls.items():
+            found[name].append(spent(work))
+    return [row_of(workload, name, first[name], each) for name, each in found.items()]
+
+
+def spent(work: Work) -> tuple[float, float]:
+    """Seconds and CPU seconds of the work once."""
+    before = work.cpu()
+    return seconds(work.call)[0], work.cpu() - before
+
+
+def row_of(workload: Workload, name: str, first: float, found: Sequence[tuple[float, float]]) -> Row:
+    """Of (seconds, CPU seconds) of every repeat."""
+    times, cpu = zip(*found, strict=True)
+    return Row(workload, name, times, cpu, max(0.0, first - statistics.median(times)))
 
 
 def table(rows: Sequence[Row], peak: float) -> str:
     """Markdown; the first way of each workload is what the others are compared with. `peak`: GFLOP/s."""
     lines = [
-        "| workload | way | samples/s | range | times fcljax | compilation, s | useful work, of peak |",
-        "|---|---|---|---|---|---|---|",
+        "| workload | way | samples/s | range | times fcljax | CPU s | compilation, s | useful, of peak |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     base = {}
     for row in rows:
@@ -67,7 +90,7 @@ def table(rows: Sequence[Row], peak: float) -> str:
         share = f"{100 * useful:.0f} %" if row.workload.flops else ""
         lines.append(
             f"| {row.workload.name} | {row.way} | {row.rate:,.0f} | {slow:,.0f} to {fast:,.0f} | "
-            f"{row.rate / own:.2f} | {row.compilation:.1f} | {share} |"
+            f"{row.rate / own:.2f} | {statistics.median(row.cpu):.2f} | {row.compilation:.1f} | {share} |"
         )
     return "\n".join(lines)
 
@@ -77,8 +100,9 @@ def has_torch() -> bool:
     return find_spec("torch") is not None
 
 
-def left_out() -> list[str]:
+def left_out(environments: bool) -> list[str]:
     """A line for everything that is not compared with here, and why."""
     lines = [] if has_torch() else ["torch: not installed, its rows are left out"]
-    said = {True: "installed, but no loop is written for it here", False: "not installed"}
-    return lines + [f"{name}: {said[find_spec(module) is not None]}" for name, module in FRAMEWORKS.items()]
+    if not environments:
+        lines.append("FedJAX, pfl-research: --environments FOLDER makes environments for them")
+    return [*lines, "Flower: its clients are processes, and no loop is written for it here"]

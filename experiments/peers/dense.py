@@ -21,6 +21,15 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.types import Features, Frozen, Network, Sizes
 from peers.game import KEY, Game, add_tree, partition, rows_of, task_of
+from peers.networks import (
+    from_torch,
+    hidden,
+    mean_loss,
+    to_torch,
+    torch_images,
+    torch_kernel,
+    torch_logits,
+)
 
 SAME = Window((1, 1), ((1, 1), (1, 1)))
 Order = Callable[[int, int, int], np.ndarray]  # (client, epoch, rows) -> a permutation of them
@@ -61,19 +70,6 @@ def init(work: Dense) -> dict[str, Array]:
     return jax.tree.map(jnp.asarray, weights)
 
 
-def hidden(work: Dense, convolve: Callable, weights: dict[str, Array], image: Array) -> Array:
-    """What the classifier reads."""
-    x = image
-    for i in range(len(work.convs)):
-        x = jax.nn.relu(convolve(x, weights[f"conv{i}"]) + weights[f"conv{i}_bias"])
-        b, h, w, c = x.shape
-        x = jnp.max(x.reshape(b, h // 2, 2, w // 2, 2, c), axis=(2, 4))
-    x = x.reshape(x.shape[0], -1)
-    for i in range(len(work.hidden)):
-        x = jax.nn.relu(x @ weights[f"dense{i}"] + weights[f"dense{i}_bias"])
-    return x
-
-
 # ---- fcljax ------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +78,7 @@ def game_of(work: Dense) -> Game:
 
     def apply(params, image, injection, train, mask=None):
         del injection, train, mask
-        return Features(hidden(work, functools.partial(conv, SAME), params, image), None, {}), params
+        return Features(hidden(functools.partial(conv, SAME), params, image), None, {}), params
 
     rows, rng = sum(work.rows), np.random.default_rng(1)
     label = rng.integers(0, work.classes, rows).astype(np.int32)
@@ -124,20 +120,10 @@ def shuffled(client: int, epoch: int, rows: int) -> np.ndarray:
 # ---- a plain loop in JAX -----------------------------------------------------------------------------------
 
 
-def lax_conv(x: Array, kernel: Array) -> Array:
-    """jax's own convolution."""
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
 def descend(work: Dense, weights: PyTree, image: Array, label: Array, mask: Array) -> PyTree:
     """A step of gradient descent on the mean cross-entropy of the rows in the mask."""
-
-    def loss(weights: PyTree) -> Array:
-        logits = hidden(work, lax_conv, weights, image) @ weights["head"] + weights["head_bias"]
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-        return jnp.sum(each * mask) / jnp.sum(mask)
-
-    return jax.tree.map(lambda w, g: w - work.rate * g, weights, jax.grad(loss)(weights))
+    slope = jax.grad(mean_loss)(weights, image, label, mask)
+    return jax.tree.map(lambda w, g: w - work.rate * g, weights, slope)
 
 
 def batches(work: Dense, game: Game, client: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
@@ -197,27 +183,12 @@ def jax_clients(work: Dense, game: Game, order: Order = shuffled) -> Callable[[]
 
 
 def torch_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[], dict[str, Any]]:
-    """The usual loop: each client loads the weights, and goes forward, back and a step for each batch.
-
-    Kernels are [out, in, rows, columns] there and images have their channels first; what comes back has our
-    layout.
-    """
+    """The usual loop: each client loads the weights, and goes forward, back and a step for each batch."""
     import torch
     from torch.nn import functional as F
 
-    tensor = lambda x: torch.from_numpy(np.array(x))
-    start = {name: tensor(x) for name, x in weights_of(game).items()}
-    start = {name: x.permute(3, 2, 0, 1).contiguous() if x.ndim == 4 else x for name, x in start.items()}
-    image, label = tensor(game.data[0]), tensor(game.data[1]).long()
-    image = image.permute(0, 3, 1, 2).contiguous() if work.convs else image
-
-    def logits(w: dict, x: Any) -> Any:
-        for i in range(len(work.convs)):
-            x = F.max_pool2d(F.relu(F.conv2d(x, w[f"conv{i}"], w[f"conv{i}_bias"], padding=1)), 2)
-        x = (x.permute(0, 2, 3, 1) if work.convs else x).flatten(1)
-        for i in range(len(work.hidden)):
-            x = F.relu(x @ w[f"dense{i}"] + w[f"dense{i}_bias"])
-        return x @ w["head"] + w["head_bias"]
+    start = {name: torch_kernel(x) for name, x in weights_of(game).items()}
+    image, label = torch_images(game.data[0]), to_torch(game.data[1]).long()
 
     def once() -> dict[str, Any]:
         mean = {name: torch.zeros_like(x) for name, x in start.items()}
@@ -229,10 +200,10 @@ def torch_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[]
                 rows = torch.from_numpy(mine[order(client, epoch, count)]).long()
                 for some in rows.split(work.batch):
                     optimiser.zero_grad()
-                    F.cross_entropy(logits(weights, image[some]), label[some]).backward()
+                    F.cross_entropy(torch_logits(weights, image[some]), label[some]).backward()
                     optimiser.step()
             for name, x in weights.items():
                 mean[name].add_(x.detach(), alpha=count / sum(work.rows))
-        return {name: x.permute(2, 3, 1, 0) if x.ndim == 4 else x for name, x in mean.items()}
+        return {name: from_torch(x) for name, x in mean.items()}
 
     return once
