@@ -67,6 +67,14 @@ def sharing_batch() -> int:
         return 1
 
 
+def by_itself() -> bool:
+    """Whether what is being traced runs on each device by itself, inside `on_each` on a mesh."""
+    try:
+        return jax.lax.axis_size(AXIS) > 0
+    except NameError:
+        return False
+
+
 def split(axis: int = 0) -> PartitionSpec:
     """Every device has a part of this axis, in the order of the devices."""
     return PartitionSpec(*[None] * axis, AXIS)

@@ -61,7 +61,7 @@ def network_name(config: NetworkConfig) -> str:
 
 def _body(config: NetworkConfig) -> dict[str, object]:
     """The shape that a name stands for."""
-    free = ("image_size", "dtype", "stem", "epsilon", "final_norm")
+    free = ("image_size", "dtype", "stem", "epsilon", "final_norm", "kernel")
     fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
     return fields | {"kind": type(config)}
 

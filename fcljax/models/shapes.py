@@ -29,6 +29,9 @@ class ViTConfig:
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
     rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
+    # which programs compute attention of bfloat16 in one kernel: those that one device runs by itself
+    # (`mesh.on_each`) or all, if there is one device
+    kernel: Literal["none", "on each device", "all"] = "none"
 
     @property
     def grid(self) -> int:

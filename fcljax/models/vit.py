@@ -18,6 +18,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
+from fcljax.mesh import by_itself
 from fcljax.models.products import attention, dense, elementwise, matmul
 from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
@@ -143,7 +144,8 @@ class Attention(nn.Module):
         if prefix is not None:
             key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
-        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v), "b h n d -> b n (h d)"))
+        kernel = c.kernel == "all" or (c.kernel == "on each device" and by_itself())
+        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v, kernel), "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
         """The fused projection, its kernel in the compute type: q, k and v are of different tokens."""

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,8 @@ def assemble(
       InputError: as `build`.
     """
     inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
-    network = network_of(inputs.backbone, inputs.preprocess, settings.remat)
+    machine = machine or Machine(jax.default_backend(), None if single else device_mesh(settings.devices))
+    network = network_of(inputs.backbone, inputs.preprocess, settings.remat, kernel_on(machine))
     method = make_method(settings, sizes, network)
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
@@ -163,7 +164,6 @@ def assemble(
     if single:
         engine = _single_engine(method, read, example, sizes)
     else:
-        machine = machine or Machine(jax.default_backend(), device_mesh(settings.devices))
         if settings.population == "online":
             check_one_pass(settings, method)
         every = [partition for of_task in scenario.partitions for partition in of_task]
@@ -173,6 +173,14 @@ def assemble(
         engine = _engine(method, compute, example, every, settings.participation)
     key = jax.random.key(settings.seed)
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
+
+
+def kernel_on(machine: Machine) -> Literal["none", "on each device", "all"]:
+    """Which programs compute attention in one kernel: those of TPUs. Where there are several, XLA cannot
+    divide a kernel among them."""
+    if machine.backend != "tpu":
+        return "none"
+    return "all" if machine.mesh is None else "on each device"
 
 
 def sizes_of(scenario: Scenario) -> Sizes:

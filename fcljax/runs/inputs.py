@@ -4,6 +4,7 @@ expects.
 Files are read here; everything after works on what was loaded.
 """
 
+import dataclasses
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -109,19 +110,26 @@ def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Literal["fl
     return "float32" if trains or (backend or jax.default_backend()) == "cpu" else "bfloat16"
 
 
-def network_of(backbone: Pretrained, preprocess: Preprocess | None = None, remat: bool = False) -> Network:
+def network_of(
+    backbone: Pretrained,
+    preprocess: Preprocess | None = None,
+    remat: bool = False,
+    kernel: Literal["none", "on each device", "all"] = "none",
+) -> Network:
     """The network of a file of weights as methods see it, with its decoder if it has one.
 
     Args:
       backbone: the weights.
       preprocess: gives the pixel constants; None: those of the weights.
       remat: as of `make_network`.
+      kernel: as of `ViTConfig`.
     """
-    pixels, pair = backbone if preprocess is None else preprocess, None
-    if backbone.decoder and isinstance(backbone.config, ViTConfig):
-        decoder = backbone.decoder
-        pair = autoencoder(backbone.config, decoder.config, decoder.mean, decoder.std)
-    return make_network(backbone.config, pixels.mean, pixels.std, pair, remat)
+    pixels, pair, shape = backbone if preprocess is None else preprocess, None, backbone.config
+    if isinstance(shape, ViTConfig):
+        shape = dataclasses.replace(shape, kernel=kernel)
+        if decoder := backbone.decoder:
+            pair = autoencoder(shape, decoder.config, decoder.mean, decoder.std)
+    return make_network(shape, pixels.mean, pixels.std, pair, remat)
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:
