@@ -731,6 +731,21 @@ def test_a_tree_with_one_nan_is_not_finite_and_integers_do_not_matter():
     assert bool(sums.is_finite({"n": jnp.arange(3), "m": jnp.ones(2, bool)})) and bool(sums.is_finite(()))
 
 
+@pytest.mark.parametrize("size", [3, sums.SMALL, sums.SMALL + 1])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_one_bad_number_is_found_in_leaves_of_any_size_unless_it_was_bad_before(size, bad):
+    fine = {"a": jnp.ones(2), "n": jnp.arange(3), "x": jnp.ones(size), "y": jnp.zeros((2, 2), jnp.bfloat16)}
+    dirty = fine | {"x": fine["x"].at[size - 1].set(bad)}
+    assert bool(sums.is_finite(fine)) and not bool(sums.is_finite(dirty))
+    became = jax.jit(sums.became_non_finite)
+    assert bool(became(dirty, fine)) and not bool(became(fine, dirty)) and not bool(became(dirty, dirty))
+
+
+def test_leaves_that_are_not_large_are_checked_as_one():
+    leaves = [jnp.ones(2), jnp.arange(3), jnp.ones((2, 3)), jnp.ones(sums.SMALL + 1)]
+    assert sorted(each.shape for each in sums.joined(leaves)) == [(8,), (sums.SMALL + 1,)]
+
+
 def test_one_non_finite_leaf_rejects_the_client():
     tree = stacked()
     tree["b"] = tree["b"].at[3, 1, 1].set(jnp.inf)

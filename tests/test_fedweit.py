@@ -29,6 +29,7 @@ from micro import (
     server_round,
     train,
 )
+from toys import same
 
 from fcljax.adapters.full import FullOptions, full
 from fcljax.errors import InputError
@@ -43,6 +44,7 @@ from fcljax.methods.fedweit.decomposed import (
     compose,
     decomposed,
     filled,
+    runs,
     sparse,
 )
 from fcljax.methods.fedweit.fedweit import (
@@ -111,6 +113,27 @@ def test_arrays_lie_one_after_the_other_and_know_their_outputs():
     close(TWO.tree(TWO.flat(tree)), tree, atol=0)
     assert TWO.of_outputs(jnp.arange(6.0)).tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert TWO.of_arrays(jnp.array([[1.0, 2], [3, 4]])).tolist() == [[1] * 6 + [2] * 3, [3] * 6 + [4] * 3]
+
+
+BLOCKS = ((4,), (2, 3), (3,), (2, 3), (3,), (2, 3), (3,), (5, 1), ())
+
+
+def test_equal_blocks_in_a_row_are_found_and_nothing_is_left_out():
+    assert runs(BLOCKS) == [(((4,),), 1), (((2, 3), (3,)), 3), (((5, 1), ()), 1)]
+    assert runs(((2,), (2,))) == [(((2,),), 2)] and runs(((2,),)) == [(((2,),), 1)]
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_blocks_done_at_once_have_the_values_that_each_array_has_by_itself(lead):
+    arrays = Arrays(jax.tree.structure([0] * len(BLOCKS)), BLOCKS)
+    outputs, each = sum(arrays.outputs), len(BLOCKS)
+    values = np.random.RandomState(0).rand(*lead, outputs + each).astype(np.float32)
+    of_outputs, of_arrays, parts = values[..., :outputs], values[..., outputs:], []
+    pieces = np.split(of_outputs, np.cumsum(arrays.outputs)[:-1], -1)
+    for piece, size in zip(pieces, arrays.sizes, strict=True):
+        parts.append(np.concatenate([piece] * (size // piece.shape[-1]), -1))
+    same(arrays.of_outputs(jnp.asarray(of_outputs)), np.concatenate(parts, -1))
+    same(arrays.of_arrays(jnp.asarray(of_arrays)), np.repeat(of_arrays, arrays.sizes, axis=-1))
 
 
 def test_a_network_is_the_masked_base_plus_its_own_numbers_plus_what_it_attends_to():

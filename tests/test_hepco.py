@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from micro import (
     FORMULA,
     KEY,
@@ -35,6 +36,7 @@ from fcljax.methods.hepco import hepco as H
 from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import epoch_factor
 from fcljax.models.heads import Head, cross_entropy, init_head
+from fcljax.models.initialisers import uniform_by_inputs
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import vit_network
 from fcljax.parts.classifiers import linear
@@ -268,6 +270,22 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
 def test_a_generator_has_as_many_parameters_as_the_release(classes, scalars):
     shapes = jax.eval_shape(lambda: init_generator(GeneratorConfig(classes, 768), KEY))
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)) == scalars
+
+
+def test_a_generators_first_values_are_those_of_layers_drawn_one_by_one():
+    shape = GeneratorConfig(classes=3, width=5, noise=2, label=2)
+    params = init_generator(shape, jax.random.key(4)).params
+
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self):
+            nn.Embed(3, 2, embedding_init=nn.initializers.normal(1.0), name="label")(jnp.zeros(1, jnp.int32))
+            for name, inputs, width in (("linear0", 4, 256), ("linear1", 256, 1024), ("out", 1024, 5)):
+                init = uniform_by_inputs(inputs)
+                nn.Dense(width, kernel_init=init, bias_init=init, name=name)(jnp.zeros((1, inputs)))
+
+    plain = Plain().init(jax.random.key(4))["params"]
+    same({name: params[name] for name in plain}, plain)
 
 
 @pytest.mark.long

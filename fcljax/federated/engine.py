@@ -51,12 +51,11 @@ from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, LaneTabl
 from fcljax.federated.server_replay import (
     Replayed,
     Replayer,
-    became_non_finite,
     current_buffer,
     make_replayer,
     replay_on_server,
 )
-from fcljax.federated.sums import sum_value
+from fcljax.federated.sums import became_non_finite, sum_value
 from fcljax.mesh import (
     WHOLE,
     AnyMesh,

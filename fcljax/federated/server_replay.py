@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fcljax.federated.client_loop import select
-from fcljax.federated.sums import is_float
+from fcljax.federated.sums import became_non_finite
 from fcljax.mesh import WHOLE
 from fcljax.types import Metrics, PyTree, ReplayBatch, ReplayBuffer, RoundContext, ServerReplay, Weighted
 
@@ -55,13 +55,6 @@ def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WH
         jit("server replay step", server_replay.step, donate_argnums=2),
         jit("server replay finish", finish, spec=(specs, WHOLE)),
     )
-
-
-def became_non_finite(new: PyTree, old: PyTree) -> Array:
-    """Whether a finite number has become NaN or infinite."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    found = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs if is_float(a)]
-    return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)
 
 
 def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:

@@ -4,14 +4,18 @@ Sums are taken in float32 at least (float64 leaves stay float64). An invalid cli
 its leaves contain: it is left out by selection, never by a factor, because 0 * NaN is NaN.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Num
 
 from fcljax.types import PyTree
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # where only shape and dtype count
+SMALL = 2**16  # numbers of a leaf that is copied to be checked with others
 
 
 def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
@@ -70,9 +74,24 @@ def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether every floating-point leaf is free of NaN and inf; other leaves are ignored."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    checks = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves if is_float(leaf)]
+    checks = [jnp.all(jnp.isfinite(each)) for each in joined(jax.tree.leaves(tree))]
     return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
+
+
+def became_non_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """Whether a finite number has become NaN or infinite."""
+    pairs = zip(*(joined(jax.tree.leaves(tree)) for tree in (new, old)), strict=True)
+    found = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs]
+    return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)
+
+
+def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
+    """The floating-point leaves, those of up to `SMALL` numbers as one vector: a check of every shape by
+    itself takes 50 ms to compile."""
+    floats = [leaf for leaf in map(jnp.asarray, leaves) if is_float(leaf)]
+    small = [leaf.reshape(-1) for leaf in floats if leaf.size <= SMALL]
+    large = [leaf for leaf in floats if leaf.size > SMALL]
+    return [*large, jnp.concatenate(small)] if small else large
 
 
 def finite_guard(

@@ -18,6 +18,7 @@ brought it, which takes as many passes as there were tasks.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -219,16 +220,59 @@ class Arrays(NamedTuple):
 
     def of_outputs(self, values: Float[Array, "*lead M"]) -> Float[Array, "*lead N"]:
         """For each number the value of its output."""
-        pieces = jnp.split(values, np.cumsum(self.outputs)[:-1], axis=-1)
-        repeats = [size // outputs for size, outputs in zip(self.sizes, self.outputs, strict=True)]
-        tiled = [jnp.tile(x, times) for x, times in zip(pieces, repeats, strict=True)]
-        return jnp.concatenate(tiled, axis=-1)
+
+        def tiled(piece: Array, shape: tuple[int, ...]) -> Array:
+            return jnp.tile(piece, math.prod(shape[:-1]))
+
+        return self._spread(values, tiled, lambda shape: math.prod(shape[-1:]))
 
     def of_arrays(self, values: Float[Array, "*lead L"]) -> Float[Array, "*lead N"]:
         """For each number the value of its array."""
-        lead = values.shape[:-1]
-        sized = enumerate(self.sizes)
-        return jnp.concatenate([jnp.broadcast_to(values[..., i, None], (*lead, n)) for i, n in sized], -1)
+
+        def repeated(piece: Array, shape: tuple[int, ...]) -> Array:
+            return jnp.broadcast_to(piece, (*piece.shape[:-1], math.prod(shape)))
+
+        return self._spread(values, repeated, lambda shape: 1)
+
+    def _spread(self, values: Array, spread: Callable, width: Callable) -> Float[Array, "*lead N"]:
+        """spread(values of an array, its shape) for all arrays; each has width(shape) values. Equal blocks
+        of arrays are done at once: each array by itself would be compiled by itself."""
+        lead, done, found = values.shape[:-1], 0, []
+        for shapes, times in runs(self.shapes):
+            ends = np.cumsum([width(shape) for shape in shapes])
+            part = values[..., done : done + times * ends[-1]].reshape(*lead, times, ends[-1])
+            pieces = zip(jnp.split(part, ends[:-1], axis=-1), shapes, strict=True)
+            found.append(jnp.concatenate([spread(*each) for each in pieces], -1).reshape(*lead, -1))
+            done += times * ends[-1]
+        return jnp.concatenate(found, axis=-1)
+
+
+def runs(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[tuple[int, ...], ...], int]]:
+    """The shapes as patterns and how often each comes in a row: a network's equal blocks, and the rest
+    between them once."""
+    found, alone, i = [], [], 0
+    while i < len(shapes):
+        width, times = max(
+            ((width, _repeats(shapes, i, width)) for width in range(1, (len(shapes) - i) // 2 + 1)),
+            key=lambda each: (each[0] * each[1] if each[1] > 1 else 0, each[1]),
+            default=(1, 1),
+        )
+        if times > 1:
+            found += [(tuple(alone), 1)] if alone else []
+            found.append((shapes[i : i + width], times))
+            alone, i = [], i + width * times
+        else:
+            alone.append(shapes[i])
+            i += 1
+    return [*found, (tuple(alone), 1)] if alone else found
+
+
+def _repeats(shapes: tuple, first: int, width: int) -> int:
+    """How often the `width` shapes from `first` on come in a row."""
+    pattern, times = shapes[first : first + width], 1
+    while shapes[first + times * width : first + (times + 1) * width] == pattern:
+        times += 1
+    return times
 
 
 def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:

@@ -4,10 +4,13 @@ The class's embedding beside the noise, three linear layers, batch normalisation
 1,092,352 parameters for 100 classes and features of width 768.
 """
 
+import itertools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.models.initialisers import uniform_by_inputs
@@ -32,8 +35,17 @@ class Generator(NamedTuple):
     stats: PyTree
 
 
-def _linear(width: int, fan_in: int, name: str) -> nn.Dense:
-    init = uniform_by_inputs(fan_in)
+def _first_of(most: int, init: nn.initializers.Initializer) -> nn.initializers.Initializer:
+    """The same first values, drawn as the first of `most`: every size drawn is compiled by itself."""
+
+    def values(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        return init(key, (most,), dtype)[: math.prod(shape)].reshape(shape)
+
+    return values
+
+
+def _linear(width: int, fan_in: int, most: int, name: str) -> nn.Dense:
+    init = _first_of(most, uniform_by_inputs(fan_in))
     return nn.Dense(width, kernel_init=init, bias_init=init, name=name)
 
 
@@ -43,15 +55,18 @@ class _LatentGenerator(nn.Module):
     @nn.compact
     def __call__(self, noise: Array, label: Array, train: bool) -> Array:
         c = self.config
-        embedding = nn.Embed(c.classes, c.label, embedding_init=nn.initializers.normal(1.0), name="label")
+        widths = (c.noise + c.label, *HIDDEN, c.width)
+        most = max(c.classes * c.label, *map(math.prod, itertools.pairwise(widths)))
+        init = _first_of(most, nn.initializers.normal(1.0))
+        embedding = nn.Embed(c.classes, c.label, embedding_init=init, name="label")
         x = jnp.concatenate([noise, embedding(label)], axis=-1)
         for i, width in enumerate(HIDDEN):
-            x = _linear(width, x.shape[-1], f"linear{i}")(x)
+            x = _linear(width, x.shape[-1], most, f"linear{i}")(x)
             if c.norm:
                 # torch's momentum of 0.1 is 0.9 here
                 x = nn.BatchNorm(not train, momentum=0.9, epsilon=1e-5, name=f"norm{i}")(x)
             x = nn.relu(x)
-        return _linear(c.width, x.shape[-1], "out")(x)
+        return _linear(c.width, x.shape[-1], most, "out")(x)
 
 
 def init_generator(config: GeneratorConfig, key: PRNGKeyArray) -> Generator:

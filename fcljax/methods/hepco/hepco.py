@@ -489,15 +489,19 @@ def draw_latents(
 ) -> Composite:
     """A composite batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
 
-    def drawn(generator: Generator, key: PRNGKeyArray, count: int, examples: Float[Array, " C"]) -> Latents:
+    count = options.latent_batch
+    replay = 0 if options.wo_previous else int(count * options.replay_ratio)
+
+    def drawn(generator: Generator, key: PRNGKeyArray, number: int, examples: Float[Array, " C"]) -> Latents:
         if options.latents == "gaussian":
             assert past.real is not None
-            return normal_latents(past.real, key, count, _odds(examples))
-        noise, label = _conditions(key, count, shape, _odds(examples))
+            return normal_latents(past.real, key, number, _odds(examples))
+        # the first of as many as are drawn of either kind: one size is compiled, not two
+        noise, label = _conditions(key, max(count, replay), shape, _odds(examples))
+        noise, label = noise[:number], label[:number]
         return Latents(generate(shape, generator, noise, label, False)[0], label)
 
-    keys, count = jax.random.split(key), options.latent_batch
-    replay = 0 if options.wo_previous else int(count * options.replay_ratio)
+    keys = jax.random.split(key)
     old = drawn(older, keys[1], replay, past.examples * task.old) if replay else None
     return Composite(drawn(new, keys[0], count, examples), old)
 
