@@ -250,9 +250,7 @@ def check_counts(uploads: tuple[Upload, ...]) -> None:
     sent = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
     leaves = jax.tree_util.tree_leaves_with_path(sent)
     if all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
-        raise InputError(
-            "attack: clients of this method send no 'counts' or precisions; nearest: 'weight'"
-        )
+        raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
