@@ -108,6 +108,8 @@ def accuracy(
     """A_last in %, mean over the seeds; how many uploads were left out, and how many rounds had a result that
     was not kept, if any."""
     summaries = [load(method, rule, options, fault, own, seed, out) for seed in seeds]
+    if not all(summaries):
+        return "refused"
     mean = 100 * sum(summary["A_last"] for summary in summaries) / len(seeds)
     kinds = {"rejected_uploads": "left out", "refused_results": "rounds refused"}
     counts = {what: sum(summary[kind] for summary in summaries) for kind, what in kinds.items()}
@@ -118,16 +120,20 @@ def accuracy(
 def load(
     method: str, rule: str, options: list[str], fault: str, own: list[str], seed: int, out: Path
 ) -> dict:
-    """The summary of one run, which is made if it is not there."""
+    """The summary of one run, which is made if it is not there; empty: it is refused by name, such as counts
+    where none are sent."""
     name = f"{method}-{rule.split(',')[0].replace(' ', '-')}-{fault}-{seed}"
     folder = out / name
     if not (folder / "summary.json").exists():
         arguments = ["run", method, *COMMON, *METHODS[method], *options, *own]
         arguments += ["--seed", str(seed), "--out", str(folder)]
         # 1: no upload was valid in any round, which is a result too
-        if cli.main(arguments) not in (0, 1):
-            raise SystemExit(f"{name} failed")
+        code = cli.main(arguments)
         jax.clear_caches()
+        if code == 2:
+            return {}
+        if code not in (0, 1):
+            raise SystemExit(f"{name} failed")
     return json.loads((folder / "summary.json").read_text())
 
 

@@ -117,6 +117,13 @@ def test_claims_are_attacked_of_malicious_clients_alone():
     same((upload.mean, upload.weight, upload.gather["h"]), (honest.mean, honest.weight, honest.gather["h"]))
 
 
+def test_counts_of_a_method_that_sends_none_are_refused_by_name(tmp_path, capsys):
+    for lies in (["--attack", "counts", "--malicious", "1"], ["--faults", "counts=0.2"]):
+        assert cli.main(["run", "linear", *COMMON, *lies, "--out", str(tmp_path / "run")]) == 2
+        assert "clients of this method send no 'counts'" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_claims_of_precision_are_attacked():
     """A Gaussian of a malicious client has a standard deviation of 1e-10, a precision of 1e20."""
     gaussian = Posterior(jnp.ones(2), jnp.full(2, -4.0))

@@ -225,15 +225,32 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
 
 
 def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
-    """A leaf of integers, or of numbers of examples, at the largest value of its type; Gaussians that are
-    certain."""
-    leaf, name = jnp.asarray(leaf), jax.tree_util.keystr(path)
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-        return jnp.where(faulty, jnp.iinfo(leaf.dtype).max, leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    claim = CLAIMED if "examples" in name else CERTAIN if ".rho" in name else None
+    leaf = jnp.asarray(leaf)
+    claim = _claim(path, leaf.dtype)
     return leaf if claim is None else jnp.where(faulty, jnp.asarray(claim, leaf.dtype), leaf)
+
+
+def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
+    """What "counts" makes of a leaf: the largest integer, a huge number of examples, or the rho of a Gaussian
+    that is certain; None: it stays."""
+    name = jax.tree_util.keystr(path)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).max)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return CLAIMED if "examples" in name else CERTAIN if ".rho" in name else None
+
+
+def check_counts(uploads: tuple[Upload, ...]) -> None:
+    """Check that "counts" changes anything in uploads of these shapes.
+
+    Raises:
+      InputError: if clients send nothing that is counted.
+    """
+    sent = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
+    leaves = jax.tree_util.tree_leaves_with_path(sent)
+    if all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
+        raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
