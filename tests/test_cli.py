@@ -624,7 +624,8 @@ def test_what_needs_no_jax_does_not_import_it(arguments):
 import sys
 from fcljax import cli
 assert cli.main({arguments.split()!r}) == 0
-heavy = [name for name in ("jax", "flax", "optax", "matplotlib") if name in sys.modules]
+names = ["jax", "flax", "optax", "matplotlib"] + ["numpy"] * {arguments != "data list"}
+heavy = [name for name in names if name in sys.modules]
 print(heavy, file=sys.stderr)
 """
     command = [sys.executable, "-c", code]

@@ -16,7 +16,7 @@ from PIL import Image
 
 import fcljax
 from fcljax.data.augment import Geometry
-from fcljax.data.files import prepared
+from fcljax.data.files import listings, names, prepared
 from fcljax.data.files.sources import DATASETS, DataOptions, hold_out, load_dataset, prepare
 from fcljax.errors import InputError
 
@@ -121,6 +121,10 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, hint):
 def test_a_path_is_asked_for(kind):
     assert f"{kind}:PATH" in refusal(kind)
     assert f"{kind}:PATH" in refusal(f"{kind}:")
+
+
+def test_a_data_set_with_a_name_says_what_it_is_and_where_it_lies():
+    assert list(names.NAMED) == list(listings.NAMED)
 
 
 def test_every_data_set_has_one_line():

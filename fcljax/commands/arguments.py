@@ -214,7 +214,7 @@ def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
 
 def datasets() -> list[str]:
     """The names of data sets that are no pattern."""
-    from fcljax.data.files.sources import DATASETS
+    from fcljax.data.files.names import DATASETS
 
     return [name for name in DATASETS if ":" not in name]
 

@@ -15,7 +15,7 @@ def list_(arguments: list[str]) -> int:
     parse({}, arguments, ["list"], "What can be named, and what does not go together.")
 
     from fcljax.adapters import ADAPTERS
-    from fcljax.data.files.sources import DATASETS
+    from fcljax.data.files.names import DATASETS
     from fcljax.data.geometry import PIPELINES
     from fcljax.methods import METHODS
     from fcljax.models.shapes import CONVNETS, PACKAGED, VITS

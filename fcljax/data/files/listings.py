@@ -21,9 +21,8 @@ _LIST_BYTES = 1 << 24  # most of a list of classes
 
 
 class Named(NamedTuple):
-    """A data set that has a name."""
+    """Where a data set of `names.NAMED` lies; what it is stands there."""
 
-    what: str  # in one line
     put: str  # the official files, relative to the data folder
     find: Callable[[Path, Choice], Raw | None]  # in a folder that may hold the official files
     images: int | None  # of the official release, both splits
@@ -95,15 +94,10 @@ def class_list(path: str | Path) -> tuple[str, ...]:
     return names
 
 
-_SUBSET = (
-    "ImageNet classes: those of --class-list, else numpy's RandomState(1993) picks, "
-    "as code of iCaRL, PODNet and BiC does"
-)
 _R_TFDS = partial(tfds.from_all_splits, splits=("test",), field="file_name")
 
 NAMED = {
     "cifar10": Named(
-        "CIFAR-10: 50,000 + 10,000 photos of 10 classes, 32x32",
         "cifar-10-batches-bin/ (data_batch_1..5.bin, test_batch.bin, batches.meta.txt)",
         partial(
             array_files.cifar,
@@ -118,7 +112,6 @@ NAMED = {
         partial(tfds.official, field="id"),
     ),
     "cifar100": Named(
-        "CIFAR-100 with its fine labels: 50,000 + 10,000 photos of 100 classes, 32x32",
         "cifar-100-binary/ (train.bin, test.bin, fine_label_names.txt)",
         partial(
             array_files.cifar,
@@ -133,8 +126,6 @@ NAMED = {
         partial(tfds.official, field="id"),
     ),
     "imagenet_r": Named(
-        "ImageNet-R: 30,000 renditions of 200 ImageNet classes; "
-        "in the 24,000 + 6,000 split of PILOT if it is there, else random 80/20",
         "imagenet-r/{train,test}/WNID/* (the split of PILOT) or imagenet-r/WNID/* (official)",
         partial(image_folders.split_or_pooled, split="imagenet-r", official="imagenet-r"),
         30_000,
@@ -142,7 +133,6 @@ NAMED = {
         _R_TFDS,
     ),
     "imagenet_r_hepco": Named(
-        "ImageNet-R in the random 80/20 split of HePCo's release, whatever split its folder has",
         "imagenet-r/WNID/* (official) or imagenet-r/{train,test}/WNID/*",
         image_folders.imagenet_r_hepco,
         30_000,
@@ -150,8 +140,6 @@ NAMED = {
         _R_TFDS,
     ),
     "cub200": Named(
-        "CUB-200-2011: 11,788 photos of 200 birds; "
-        "in the 9,430 + 2,358 split of PILOT if it is there, else random 80/20",
         "cub/{train,test}/CLASS/* (the split of PILOT) or CUB_200_2011/images/CLASS/* (official)",
         partial(image_folders.split_or_pooled, split="cub", official="CUB_200_2011/images"),
         11_788,
@@ -159,7 +147,6 @@ NAMED = {
         partial(tfds.from_all_splits, splits=("train", "test"), field="image/filename"),
     ),
     "domainnet": Named(
-        "DomainNet: 345 classes, its six domains pooled, random 80/20 split",
         f"domainnet/{{{','.join(image_folders.DOMAINS)}}}/CLASS/*",
         partial(image_folders.domains, folder="domainnet", names=image_folders.DOMAINS),
         None,
@@ -168,21 +155,18 @@ NAMED = {
         folders="domain",
     ),
     "office_home": Named(
-        "Office-Home: 65 classes, its four domains pooled, random 80/20 split",
         f"OfficeHomeDataset_10072016/{{{','.join(image_folders.OFFICE)}}}/CLASS/*",
         partial(image_folders.domains, folder="OfficeHomeDataset_10072016", names=image_folders.OFFICE),
         15_588,
         folders="domain",
     ),
     "core50": Named(
-        "CORe50: 164,866 frames of 50 objects in 11 sessions, 128x128; sessions 3, 7 and 10 are for testing",
         "core50_128x128/s1..s11/o1..o50/*.png",
         image_folders.core50,
         164_866,
         folders="session",
     ),
     "eurosat": Named(
-        "EuroSAT: 27,000 satellite images of 10 kinds of land, 64x64, random 80/20 split",
         "EuroSAT_RGB/CLASS/*.jpg (or 2750/CLASS/*.jpg)",
         image_folders.eurosat,
         27_000,
@@ -190,15 +174,12 @@ NAMED = {
         partial(tfds.from_all_splits, splits=("train",)),
     ),
     "tiny_imagenet": Named(
-        "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "
-        "its validation split is the test split",
         image_folders.TINY_FILES,
         image_folders.tiny_imagenet,
         110_000,
     ),
     **{
         f"imagenet{count}": Named(
-            f"{count} {_SUBSET}",
             image_folders.IMAGENET_FILES,
             partial(image_folders.imagenet, count=count),
             None,
@@ -206,8 +187,6 @@ NAMED = {
         for count in (100, 200)
     },
     "omniglot": Named(
-        "Omniglot: 1,623 handwritten characters, 20 drawings each, 105x105; "
-        "the last 5 of each character are for testing",
         "images_background/ALPHABET/CHARACTER/*.png and images_evaluation/ALPHABET/CHARACTER/*.png",
         image_folders.omniglot,
         32_460,
@@ -216,7 +195,6 @@ NAMED = {
         augment=False,
     ),
     "fashion_mnist": Named(
-        "Fashion-MNIST: 60,000 + 10,000 grey pictures of 10 kinds of clothing, 28x28",
         array_files.FASHION_FILES,
         array_files.fashion_mnist,
         70_000,

@@ -24,6 +24,7 @@ from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
 from fcljax.data.files.image_folders import folder_of_classes
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
+from fcljax.data.files.names import DATASETS
 from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, same_classes
 from fcljax.data.files.tables import table_files
@@ -33,27 +34,6 @@ from fcljax.data.shifts import SHIFTS, shifted
 from fcljax.errors import InputError, nearest, reason
 from fcljax.files import check_folder, in_home, machine_memory
 from fcljax.terminal import say
-
-_IN_MEMORY = {
-    "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
-    "shifted_digits": "the same digits in five domains, which tasks may be: plain, turned, inverted, noisy, "
-    "blurred (column domain); comes with the library",
-    "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
-    "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and columns "
-    "(NAME_train, NAME_test) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or "
-    "[N, H, W]",
-}
-DATASETS = {
-    **_IN_MEMORY,
-    "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
-    "hf:NAME": "a data set of the Hugging Face hub, OWNER/NAME in its cache or a folder of parquet or arrow "
-    "files; its other columns are kept",
-    "tfds:NAME": "a data set that tensorflow-datasets has prepared as array_record files",
-    "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH, or train/SITE/CLASS/... "
-    "(column site)",
-    **{name: named.what for name, named in NAMED.items()},
-}
 
 _KEPT = ("digits", "shifted_digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images

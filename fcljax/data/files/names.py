@@ -1,0 +1,46 @@
+"""The data sets that can be named, each in one line. `fcljax list` starts at once because nothing
+is imported here."""
+
+_SUBSET = (
+    "ImageNet classes: those of --class-list, else numpy's RandomState(1993) picks, "
+    "as code of iCaRL, PODNet and BiC does"
+)
+
+NAMED = {
+    "cifar10": "CIFAR-10: 50,000 + 10,000 photos of 10 classes, 32x32",
+    "cifar100": "CIFAR-100 with its fine labels: 50,000 + 10,000 photos of 100 classes, 32x32",
+    "imagenet_r": "ImageNet-R: 30,000 renditions of 200 ImageNet classes; "
+    "in the 24,000 + 6,000 split of PILOT if it is there, else random 80/20",
+    "imagenet_r_hepco": "ImageNet-R in the random 80/20 split of HePCo's release, "
+    "whatever split its folder has",
+    "cub200": "CUB-200-2011: 11,788 photos of 200 birds; "
+    "in the 9,430 + 2,358 split of PILOT if it is there, else random 80/20",
+    "domainnet": "DomainNet: 345 classes, its six domains pooled, random 80/20 split",
+    "office_home": "Office-Home: 65 classes, its four domains pooled, random 80/20 split",
+    "core50": "CORe50: 164,866 frames of 50 objects in 11 sessions, 128x128; "
+    "sessions 3, 7 and 10 are for testing",
+    "eurosat": "EuroSAT: 27,000 satellite images of 10 kinds of land, 64x64, random 80/20 split",
+    "tiny_imagenet": "Tiny-ImageNet: 100,000 + 10,000 photos of 200 classes, 64x64; "
+    "its validation split is the test split",
+    **{f"imagenet{count}": f"{count} {_SUBSET}" for count in (100, 200)},
+    "omniglot": "Omniglot: 1,623 handwritten characters, 20 drawings each, 105x105; "
+    "the last 5 of each character are for testing",
+    "fashion_mnist": "Fashion-MNIST: 60,000 + 10,000 grey pictures of 10 kinds of clothing, 28x28",
+}
+DATASETS = {
+    "digits": "scikit-learn's 1,797 scanned handwritten digits, 10 classes, 32x32; comes with the library",
+    "shifted_digits": "the same digits in five domains, which tasks may be: plain, turned, inverted, noisy, "
+    "blurred (column domain); comes with the library",
+    "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
+    "made on the spot",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and columns "
+    "(NAME_train, NAME_test) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or "
+    "[N, H, W]",
+    "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
+    "hf:NAME": "a data set of the Hugging Face hub, OWNER/NAME in its cache or a folder of parquet or arrow "
+    "files; its other columns are kept",
+    "tfds:NAME": "a data set that tensorflow-datasets has prepared as array_record files",
+    "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH, or train/SITE/CLASS/... "
+    "(column site)",
+    **NAMED,
+}
