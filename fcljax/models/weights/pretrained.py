@@ -34,6 +34,7 @@ ASSET_DIGESTS = {
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
 FORMAT = "fcljax-1"
+OF_A_RUN = ("dtype", "kernel")  # how a run computes a network, which its file does not say
 VARIANTS = (
     "layer_scale",
     "registers",
@@ -304,7 +305,7 @@ def shape_text(config: ViTConfig | DecoderConfig) -> str:
         {
             key: value
             for key, value in dataclasses.asdict(config).items()
-            if key != "dtype" and not (key in VARIANTS and value == usual[key])
+            if key not in OF_A_RUN and not (key in VARIANTS and value == usual[key])
         }
     )
 
