@@ -299,7 +299,7 @@ def test_the_server_needs_no_training_images_where_clients_have_their_own(identi
 @pytest.mark.long
 def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
     grid = Here(client_app("linear", **TINY | {"lr": 0.5}), [{"partition-id": i} for i in range(3)])
-    with pytest.raises(InputError, match=r"client 0: it has other settings: lr \(0.5, not 0.001\)"):
+    with pytest.raises(InputError, match=r"client 0: it has other settings: lr \(0.5, not 0.01\)"):
         run_here(grid, tmp_path / "out", **TINY)
     grid = Here(client_app("linear", **TINY), [{"partition-id": 1}, {"partition-id": 1}])
     with pytest.raises(InputError, match="partition-id: two nodes say that they are client 1"):
