@@ -10,7 +10,7 @@ from fcljax.models.convnext import ConvNeXtConfig, convnext_network
 from fcljax.models.densenet import DenseNetConfig, densenet_network
 from fcljax.models.own import OwnConfig, own_network
 from fcljax.models.resnet import ResNetConfig, resnet_network
-from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.shapes import CONVNETS, OF_A_RUN, VITS
 from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.types import Autoencoder, Network
 
@@ -61,7 +61,7 @@ def network_name(config: NetworkConfig) -> str:
 
 def _body(config: NetworkConfig) -> dict[str, object]:
     """The shape that a name stands for."""
-    free = ("image_size", "dtype", "stem", "epsilon", "final_norm", "kernel")
+    free = ("image_size", "stem", "epsilon", "final_norm", *OF_A_RUN)
     fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
     return fields | {"kind": type(config)}
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 from fcljax.settings import Stem
 
+OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
+
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:

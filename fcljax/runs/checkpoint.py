@@ -50,9 +50,9 @@ class Snapshot(NamedTuple):
     state: PyTree
     records: dict[str, Any]  # plain host values
     origin: dict[str, Any] = {}  # the run's settings, and digests of the files that it reads
-    shards: list[
+    shards: Sequence[
         dict[str, Any]
-    ] = []  # of `save_shard`, where the states of clients are in files of their own
+    ] = ()  # of `save_shard`, where clients have files of their own
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:

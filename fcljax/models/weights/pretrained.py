@@ -20,7 +20,7 @@ from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, PACKAGED, VITS, ConvNeXtConfig
+from fcljax.models.shapes import CONVNETS, OF_A_RUN, PACKAGED, VITS, ConvNeXtConfig
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, convnext, naming, torchvision
 from fcljax.pixels import NORMALISE
@@ -34,7 +34,6 @@ ASSET_DIGESTS = {
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
 FORMAT = "fcljax-1"
-OF_A_RUN = ("dtype", "kernel")  # how a run computes a network, which its file does not say
 VARIANTS = (
     "layer_scale",
     "registers",
