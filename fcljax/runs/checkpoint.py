@@ -50,9 +50,7 @@ class Snapshot(NamedTuple):
     state: PyTree
     records: dict[str, Any]  # plain host values
     origin: dict[str, Any] = {}  # the run's settings, and digests of the files that it reads
-    shards: Sequence[
-        dict[str, Any]
-    ] = ()  # of `save_shard`, where clients have files of their own
+    shards: Sequence[dict[str, Any]] = ()  # of `save_shard`; none: `state` has the clients' states
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
