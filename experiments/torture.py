@@ -4,7 +4,7 @@
 
 Makes small runs, then tries in turns, until the time is up or as many as asked for are done:
 
-- kills: a run of one of ten methods, most of which have server files or client state, is ended by SIGKILL,
+- kills: a run of one of thirteen methods, most of which have server files or client state, is ended by SIGKILL,
   SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed, up to ten
   times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
   (torture_kills.py).

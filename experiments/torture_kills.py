@@ -40,6 +40,10 @@ RUNS = {
     "target": f"{NETWORK} {SYNTHESIS}",
     "lander": f"{NETWORK} {SYNTHESIS}",
     "mfcl": f"{NETWORK} --generator-steps 2 --generator-batch 8 --synthetic-batch 8",
+    # clients' own models, classifiers and control variates
+    "ditto": f"{VIT} --lora-blocks 1 --lora-rank 1",
+    "fedper": f"{VIT} --lora-blocks 1 --lora-rank 1",
+    "scaffold": f"{VIT} --lora-blocks 1 --lora-rank 1",
 }
 KILLS = 10  # of a run, at most
 CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s", "traces"}
