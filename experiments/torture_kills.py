@@ -17,7 +17,7 @@ import numpy as np
 from torture_common import PATIENCE, Outcome
 from torture_programs import Forked, Programs
 
-TASKS, ROUNDS = 2, 5  # ten checkpoints
+TASKS, ROUNDS = 2, 15  # thirty checkpoints: a run that is left alone serves as many kills
 COMMON = f"--tasks {TASKS} --rounds {ROUNDS} --clients 2 --epochs 1 --batch-size 16"
 VIT = f"{COMMON} --image-size 16 --heads 2"
 NETWORK = f"{COMMON} --image-size 8 --backbone resnet_micro"
@@ -45,7 +45,7 @@ RUNS = {
     "fedper": f"{VIT} --lora-blocks 1 --lora-rank 1",
     "scaffold": f"{VIT} --lora-blocks 1 --lora-rank 1",
 }
-KILLS = 10  # of a run, at most
+KILLS = 30  # of a run, at most
 CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s", "traces"}
 STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
