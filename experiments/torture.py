@@ -17,8 +17,8 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
-Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. What
-went wrong is kept in the folder `wrong`, one line each. Everything is drawn from the seed, but the moments of
+Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. The
+file `tried` has a line for each trial, and `wrong` one for each that went wrong. Everything is drawn from the seed, but the moments of
 kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C ends with it. Exit code 1
 if anything went wrong.
 """
@@ -140,6 +140,8 @@ def torture(
             except KeyboardInterrupt:
                 break
             found[kind].append(outcome)
+            with (out / "tried").open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{kind} {len(found[kind]) - 1}: {outcome.times}: {outcome.what!r}\n")
             if outcome.result != "survived":
                 with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
                     file.write(f"{kind} {len(found[kind]) - 1}: {outcome.result}: {outcome.what!r}\n")
