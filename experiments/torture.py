@@ -4,9 +4,9 @@
 
 Makes small runs, then tries in turns, until the time is up or as many as asked for are done:
 
-- kills: a run of one of thirteen methods, most of which have server files or client state, is ended by SIGKILL,
-  SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed, up to
-  thirty times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
+- kills: a run of one of thirteen methods, most of which have server files or client state, is ended by
+  SIGKILL, SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed,
+  up to thirty times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
   (torture_kills.py).
 - damage: in a copy of such a run without its results, something of the last checkpoint or of what the server
   keeps is changed: bits, sizes, whole files and folders. The run must go on from the checkpoint before it and
@@ -18,9 +18,9 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
   (torture_uploads.py).
 
 Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. The
-file `tried` has a line for each trial, and `wrong` one for each that went wrong. Everything is drawn from the seed, but the moments of
-kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C ends with it. Exit code 1
-if anything went wrong.
+file `tried` has a line for each trial, and `wrong` one for each that went wrong. Everything is drawn from the
+seed, but the moments of kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C
+ends with it. Exit code 1 if anything went wrong.
 """
 
 import argparse

@@ -114,6 +114,26 @@ def test_an_empty_value_is_an_error(name, tmp_path, monkeypatch, capsys):
 
 # ---- what a client claims ----------------------------------------------------------------------------------
 
+CLAIMS = {
+    "hepco": ["class_examples"],
+    "vfcl": ["precision"],
+    "pmae": ["restore"],
+    "glfc": ["gradients"],
+    "lga": ["gradients"],
+    "fedncm": ["class_sums"],
+    "fedproto": ["class_sums"],
+    "fedclm": ["class_sums"],
+    "fedrecon": ["embeddings"],
+    "fedslca": ["statistics"],
+    "lorm": ["responses", "task_grams"],
+    "dolfin": ["input_grams"],
+    "afcl": ["moments"],
+    "fedranpac": ["split"],
+    "fedran": ["summary"],
+    "fedavg": [],
+    "scaffold": [],
+}
+
 
 def context(examples=10, payload=()):
     info = ClientInfo(jnp.int32(0), jnp.int32(examples), jnp.zeros(3, jnp.int32), jnp.int32(0))
@@ -245,6 +265,18 @@ def test_the_table_of_uploads_names_every_method():
         settings = config.resolve(config.from_mapping(name, {}, "test"))
         rounds = make_method(settings, sizes, network).rounds
         assert not [claim.name for each in rounds for claim in each.program.claims], name
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_clients_say_of_themselves_is_checked(name):
+    """A method's program has the claims that `test_numbers_of_examples_...` and its neighbours try."""
+    network = conformance.network(conformance.TINY)
+    sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
+    settings = config.resolve(config.from_mapping(name, {}, "test"))
+    programs = [each.program for each in make_method(settings, sizes, network).rounds]
+    checked = [claim.name for program in programs for claim in claims.claims_of(program)]
+    assert sorted({*checked}) == sorted(["weight", *CLAIMS[name]])
+    assert checked.count("weight") == len(programs)
 
 
 # ---- results -----------------------------------------------------------------------------------------------

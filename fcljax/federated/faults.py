@@ -5,7 +5,7 @@ task, round, client) (`with_faults`). Whether a client is faulty is data, so one
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -38,9 +38,11 @@ FAULTS = ATTACKS | {
     "drop": "the client is not reached: it does not train, and its state stays as it is",
 }
 _DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
-_WEIGHT, _COUNTS = "weight", "counts"
+_WEIGHT, _COUNTS, _CERTAIN = "weight", "counts", "certain"
 CLAIMED = 1e30
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
+CHECKED = {_COUNTS, _CERTAIN}  # attacks that some methods' uploads have nothing for
+SHARPER = 9.9  # times, of standard deviations: what VFCL's server takes for possible
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
@@ -189,7 +191,7 @@ def _faulty(each: Round, fault: _Fault) -> Round:
     program = each.program
     if _LABELS in fault.names:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
-    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS)]
+    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS, _CERTAIN)]
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
@@ -205,10 +207,9 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
     if name == _WEIGHT:
         weight = jnp.asarray(upload.weight, jnp.float32)
         return upload._replace(weight=jnp.where(faulty, CLAIMED, weight))
-    if name == _COUNTS:
-        parts = jax.tree.map_with_path(
-            functools.partial(_claimed, faulty), (upload.mean, upload.sum, upload.gather)
-        )
+    if name in (_COUNTS, _CERTAIN):
+        lie = functools.partial(_claimed if name == _COUNTS else _certain, faulty)
+        parts = jax.tree.map_with_path(lie, (upload.mean, upload.sum, upload.gather))
         return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
     on_leaf = _ON_LEAF[name]
     leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
@@ -238,19 +239,36 @@ def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
         return int(jnp.iinfo(dtype).max)
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    return CLAIMED if "examples" in name else CERTAIN if ".rho" in name else None
+    return CLAIMED if "examples" in name else CERTAIN if _is_rho(path) else None
 
 
-def check_counts(uploads: tuple[Upload, ...]) -> None:
-    """Check that "counts" changes anything in uploads of these shapes.
+def _certain(faulty: Array, path: tuple, leaf: Array) -> Array:
+    """What "certain" makes of a leaf: negated parameters, with a standard deviation far below its own."""
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    lie = jnp.log(jnp.expm1(jax.nn.softplus(leaf) / SHARPER)) if _is_rho(path) else -leaf
+    return jnp.where(faulty, lie, leaf)
+
+
+def _is_rho(path: tuple) -> bool:
+    """Is this a leaf of which a Gaussian's standard deviations are made?"""
+    return ".rho" in jax.tree_util.keystr(path)
+
+
+def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
+    """Check that "counts" and "certain", if they are among the faults, change what they name in uploads of
+    these shapes.
 
     Raises:
-      InputError: if clients send nothing that is counted.
+      InputError: if clients send nothing that is counted, or no standard deviations.
     """
     sent = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
     leaves = jax.tree_util.tree_leaves_with_path(sent)
-    if all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
+    if _COUNTS in names and all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
         raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
+    if _CERTAIN in names and not any(_is_rho(path) for path, _ in leaves):
+        raise InputError("attack: clients of this method are not 'certain'; nearest: 'sign_flip'")
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
