@@ -533,4 +533,7 @@ def test_with_tls_and_keys_only_registered_nodes_take_part_each_as_its_own_clien
         stranger.kill()
         said = " ".join(here.flwr("log", run, "--show").split())
         assert f"nodes: node {numbers[2]} is not among those that may take part" in said
+    said = (tmp_path / "node-1stranger.log").read_text()
+    assert "Connection attempt failed" in said and "[RUN" not in said
+    assert "[RUN" in (tmp_path / "node-1b.log").read_text()
     assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])

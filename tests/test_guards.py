@@ -63,6 +63,14 @@ def test_a_sweeps_file_runs_no_program(method, place, trap, capsys):
         assert repr(method) in err and "--allow-code" in err and err.count("\n") == 1
 
 
+def test_a_leaderboards_file_runs_no_program(trap, capsys):
+    (trap / "board.yaml").write_text("search: {holdout: 0.25}\nmethods: {./evil.py: {}}\n")
+    for options in ([], ["--dry-run"]):
+        assert cli.main(["leaderboard", "board.yaml", *options]) == 2
+        err = capsys.readouterr().err
+        assert "./evil.py" in err and "--allow-code" in err and err.count("\n") == 1
+
+
 def test_code_that_is_allowed_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise RuntimeError('it is run')\n")
@@ -234,6 +242,9 @@ def test_uploads_that_are_left_out_beside_the_rounds_are_in_their_lines():
     assert line["impossible"] == {"class_sums": 3, "weight": 1}
     assert "rejected_besides" not in records.record(0, 1, RoundReport({}), NOT_EVALUATED, sent)
     assert "3 uploads were left out in 1 of 2 rounds" in warnings_of(records)[0]
+    records.count(before)
+    records.record(1, 0, RoundReport({}), NOT_EVALUATED, sent, [before])
+    assert "5 uploads were left out in 2 of 3 rounds" in warnings_of(records)[0]
 
 
 @pytest.mark.long
