@@ -55,7 +55,7 @@ ATTACKS = {
     "weight": "the client claims a weight of 1e30",
     "counts": "integers and numbers of examples in an upload are the largest that there are, and standard "
     "deviations are 1e-10",
-    "certain": "standard deviations are a tenth of the client's own, and all other parameters are negated",
+    "certain": "labels are mirrored, and standard deviations in an upload are a tenth of the client's own",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.

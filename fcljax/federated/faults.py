@@ -137,7 +137,7 @@ class _Fault(NamedTuple):
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
     """The method with clients 0 .. malicious - 1 misbehaving in every round.
 
-    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for "weight" and "counts".
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for claims.
     The client's own state and the metrics of its steps are what the honest program makes of its (mirrored)
     data.
 
@@ -189,7 +189,7 @@ def with_faults(
 def _faulty(each: Round, fault: _Fault) -> Round:
     """The round with clients that mirror labels and change uploads, if that is their fault."""
     program = each.program
-    if _LABELS in fault.names:
+    if {_LABELS, _CERTAIN} & {*fault.names}:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
     names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS, _CERTAIN)]
 
@@ -243,12 +243,11 @@ def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
 
 
 def _certain(faulty: Array, path: tuple, leaf: Array) -> Array:
-    """What "certain" makes of a leaf: negated parameters, with a standard deviation far below its own."""
+    """What "certain" makes of a leaf: a standard deviation far below the client's own; others stay."""
     leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not _is_rho(path):
         return leaf
-    lie = jnp.log(jnp.expm1(jax.nn.softplus(leaf) / SHARPER)) if _is_rho(path) else -leaf
-    return jnp.where(faulty, lie, leaf)
+    return jnp.where(faulty, jnp.log(jnp.expm1(jax.nn.softplus(leaf) / SHARPER)), leaf)
 
 
 def _is_rho(path: tuple) -> bool:
@@ -282,7 +281,8 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
 
 def _mirrored(honest: Phase, fault: _Fault) -> Phase:
     def step(context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray) -> tuple[Local, Metrics]:
-        flips = fault.has(context, _LABELS) & batch.mask
+        mirrors = [fault.has(context, name) for name in (_LABELS, _CERTAIN) if name in fault.names]
+        flips = functools.reduce(jnp.logical_or, mirrors) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
 
