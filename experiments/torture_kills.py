@@ -125,8 +125,9 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
         if not finished:
             process.send_signal(stop)
         code, err = process.ended(PATIENCE)
+        finished = finished or not code  # the signal came after all that is written
         ends.append(f"{'after ' if finished else ''}{stop.name} {where}")
-        if code not in ((0,) if finished else (0, -stop, 128 + stop)) or "Traceback" in err:
+        if code not in ((0,) if finished else (-stop, 128 + stop)) or "Traceback" in err:
             return Outcome("other", f"{ends}: exit code {code}: {err[-600:]}", times + 1)
         if newest_checkpoint(out) < before:
             return Outcome("different", f"{ends}: checkpoint {before} is lost", times + 1)
@@ -164,7 +165,7 @@ def _wait(rng: random.Random, process: Forked, out: Path) -> str:
     }
     # an earlier wait for the end would waste most of the moments at which this run can be killed
     last = newest_checkpoint(out) >= TASKS * ROUNDS - 1
-    place = rng.choices(list(places), (2, 1, 1, 9) if last else (2, 5, 5, 0))[0]
+    place = rng.choices(list(places), (2, 0, 0, 9) if last else (2, 5, 5, 0))[0]
     while process.poll(0.002) is None and time.monotonic() < end and not places[place]():
         pass
     most = {"at the start": 5.0, "in a checkpoint": 0.03}.get(place, 0.3)

@@ -55,7 +55,8 @@ ATTACKS = {
     "weight": "the client claims a weight of 1e30",
     "counts": "integers and numbers of examples in an upload are the largest that there are, and standard "
     "deviations are 1e-10",
-    "certain": "labels are mirrored, and standard deviations in an upload are a tenth of the client's own",
+    "certain": "standard deviations in an upload are a tenth of the client's own, and normal noise is added "
+    "to each other array, as large as its root mean square",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.

@@ -50,6 +50,10 @@ def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
     return leaf + (size * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
 
+def _sharper(rho: Array, key: PRNGKeyArray) -> Array:
+    return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
+
+
 # what becomes of one floating leaf of an upload
 _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
     "sign_flip": lambda leaf, key: -leaf,
@@ -58,6 +62,7 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
     "inf": lambda leaf, key: jnp.full_like(leaf, jnp.inf),
     "late": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
     "noise": _noisy,
+    _CERTAIN: _noisy,
 }
 
 
@@ -189,9 +194,9 @@ def with_faults(
 def _faulty(each: Round, fault: _Fault) -> Round:
     """The round with clients that mirror labels and change uploads, if that is their fault."""
     program = each.program
-    if {_LABELS, _CERTAIN} & {*fault.names}:
+    if _LABELS in fault.names:
         program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
-    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS, _CERTAIN)]
+    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS)]
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
@@ -207,21 +212,24 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
     if name == _WEIGHT:
         weight = jnp.asarray(upload.weight, jnp.float32)
         return upload._replace(weight=jnp.where(faulty, CLAIMED, weight))
-    if name in (_COUNTS, _CERTAIN):
-        lie = functools.partial(_claimed if name == _COUNTS else _certain, faulty)
-        parts = jax.tree.map_with_path(lie, (upload.mean, upload.sum, upload.gather))
+    if name == _COUNTS:
+        parts = jax.tree.map_with_path(
+            functools.partial(_claimed, faulty), (upload.mean, upload.sum, upload.gather)
+        )
         return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
-    on_leaf = _ON_LEAF[name]
-    leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
+    leaves, tree = jax.tree.flatten_with_path((upload.mean, upload.sum, upload.gather))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
 
-    def change(i: int, leaf: Array) -> Array:
+    def change(i: int, path: tuple, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return jnp.where(faulty, on_leaf(leaf, jax.random.fold_in(key, i)), leaf)
+        sharper = name == _CERTAIN and _is_rho(path)
+        return jnp.where(
+            faulty, (_sharper if sharper else _ON_LEAF[name])(leaf, jax.random.fold_in(key, i)), leaf
+        )
 
-    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, leaf) for i, leaf in enumerate(leaves)])
+    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, *each) for i, each in enumerate(leaves)])
     return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
@@ -240,14 +248,6 @@ def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     return CLAIMED if "examples" in name else CERTAIN if _is_rho(path) else None
-
-
-def _certain(faulty: Array, path: tuple, leaf: Array) -> Array:
-    """What "certain" makes of a leaf: a standard deviation far below the client's own; others stay."""
-    leaf = jnp.asarray(leaf)
-    if not _is_rho(path):
-        return leaf
-    return jnp.where(faulty, jnp.log(jnp.expm1(jax.nn.softplus(leaf) / SHARPER)), leaf)
 
 
 def _is_rho(path: tuple) -> bool:
@@ -281,8 +281,7 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
 
 def _mirrored(honest: Phase, fault: _Fault) -> Phase:
     def step(context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray) -> tuple[Local, Metrics]:
-        mirrors = [fault.has(context, name) for name in (_LABELS, _CERTAIN) if name in fault.names]
-        flips = functools.reduce(jnp.logical_or, mirrors) & batch.mask
+        flips = fault.has(context, _LABELS) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
 
