@@ -63,6 +63,12 @@ def test_a_run_that_goes_on_keeps_its_trackers_and_their_ids(tmp_path, monkeypat
     assert len([each for each in told if each[0] == "start"]) == 2
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"wandb": ', "[" * 60_000, '{"wandb": "' + "a" * 70_000 + '"}'])
+def test_notes_that_make_no_sense_are_as_good_as_none(text, tmp_path):
+    (tmp_path / trackers.NOTES).write_text(text)
+    assert follow(tmp_path, []) == []
+
+
 def test_a_file_starts_no_tracker(tmp_path, monkeypatch):
     """A run directory may come from anybody."""
     told = []

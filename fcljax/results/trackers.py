@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcljax.errors import InputError, choose
-from fcljax.files import write_text
+from fcljax.files import read_text, write_text
 
+MOST_NOTES = 1 << 16  # bytes
 NOTES = "trackers.json"  # in a run directory: tracker -> id of the run there
 Scalars = dict[str, float | int]
 
@@ -224,8 +225,8 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
 def _known_ids(out: Path) -> dict[str, str]:
     """The trackers that have followed a run, and its id in each."""
     try:
-        found = json.loads((out / NOTES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_text(out / NOTES, MOST_NOTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     known = found.items() if isinstance(found, dict) else ()
     return {name: str(value) for name, value in known if name in TRACKERS}
