@@ -12,9 +12,12 @@ from test_conformance import OPTIONS
 
 from fcljax import cli, config
 from fcljax.checks import chips, plan
+from fcljax.checks.traffic import traffic
 from fcljax.federated.engine import Lanes
 from fcljax.federated.schedule import ClientPartition
 from fcljax.mesh import abstract_mesh
+from fcljax.models.shapes import ViTConfig
+from fcljax.models.vit import vit_network
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.inputs import compute_type
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
@@ -79,6 +82,86 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     chip = chips.CHIPS["v5e"]
     assert found.least_seconds(chip) == 2 * max(found.flops / chip.flops, found.traffic / chip.bandwidth)
     assert 0 < found.share(chip) < 1
+
+
+MODULE = """HloModule step, is_scheduled=true
+
+%part (a: f32[100,64], i: s32[]) -> f32[4,64] {
+  %a = f32[100,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %rows = f32[4,64]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={4,64}
+  ROOT %twice = f32[4,64]{1,0} add(%rows, %rows)
+}
+
+%put (a: f32[100,64], i: s32[], rows: f32[4,64]) -> f32[100,64] {
+  %a.1 = f32[100,64]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %rows.1 = f32[4,64]{1,0} parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put.1 = f32[100,64]{1,0} dynamic-update-slice(%a.1, %rows.1, %i.1, %zero.1)
+}
+
+%body (t: (f32[100,64], s32[])) -> (f32[100,64], s32[]) {
+  %t = (f32[100,64]{1,0}, s32[]) parameter(0)
+  %a.2 = f32[100,64]{1,0} get-tuple-element(%t), index=0
+  %i.2 = s32[] get-tuple-element(%t), index=1
+  %rows.2 = f32[4,64]{1,0} fusion(%a.2, %i.2), kind=kLoop, calls=%part
+  %put.2 = f32[100,64]{1,0} fusion(%a.2, %i.2, %rows.2), kind=kLoop, calls=%put
+  ROOT %t.1 = (f32[100,64]{1,0}, /*index=1*/s32[]) tuple(%put.2, %i.2)
+}
+
+%less (t: (f32[100,64], s32[])) -> pred[] {
+  %t.2 = (f32[100,64]{1,0}, s32[]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%cheap (a: f32[100,64]) -> f32[100,64] {
+  ROOT %a.3 = f32[100,64]{1,0} parameter(0)
+}
+
+%dear (a: f32[100,64]) -> f32[100,64] {
+  %a.4 = f32[100,64]{1,0} parameter(0)
+  ROOT %e = f32[100,64]{1,0} exponential(%a.4)
+}
+
+ENTRY %main (a: f32[100,64], i: s32[], p: pred[]) -> f32[100,64] {
+  %a.5 = f32[100,64]{1,0} parameter(0)
+  %i.3 = s32[] parameter(1)
+  %p = pred[] parameter(2)
+  %t.3 = (f32[100,64]{1,0}, s32[]) tuple(%a.5, %i.3)
+  %w = (f32[100,64]{1,0}, s32[]) while(%t.3), condition=%less, body=%body, KNOWN
+  %a.6 = f32[100,64]{1,0} get-tuple-element(%w), index=0
+  %c = f32[100,64]{1,0} conditional(%p, %a.6, %a.6), true_computation=%cheap, false_computation=%dear
+  %s = ((bf16[100,64]{1,0}), bf16[100,64]{1,0}) all-reduce-start(%c), to_apply=%less
+  ROOT %d = bf16[100,64]{1,0:T(8,128)(2,1)} all-reduce-done(%s)
+}
+"""
+
+
+def test_bytes_are_those_of_kernels_as_often_as_they_run():
+    """Of arrays of which a kernel takes or changes 4 rows of 100, these rows. The loop has 7 passes; of the
+    branches the dearer one counts; an exchange reads float32 and writes bfloat16."""
+    rows, whole, index = 4 * 64 * 4, 100 * 64 * 4, 4
+    step = (rows + index + rows) + (index + rows + rows)
+    rest = 2 * whole + whole + whole // 2
+    known = 'backend_config={"known_trip_count":{"n":"7"}}'
+    assert traffic(MODULE.replace("KNOWN", known)) == 7 * step + rest
+    assert traffic(MODULE.replace("KNOWN", "backend_config={}")) == step + rest
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_are_those_that_this_machines_compiler_counts(dtype):
+    """Of a ViT and its gradient, within 1 %. The compiler for GPUs writes such modules and counts nothing."""
+    network = vit_network(ViTConfig(32, 8, width=64, depth=2, heads=4, mlp=64, dtype=dtype))
+    image, params = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.float32), jax.eval_shape(network.init, KEY)
+
+    def total(image, params):
+        return jnp.sum(network.apply(params, image, None, True)[0].cls)
+
+    compiled = jax.jit(jax.grad(total)).lower(image, params).compile()
+    expected = compiled.cost_analysis()["bytes accessed"]
+    assert traffic(compiled.as_text()) == pytest.approx(expected, rel=0.01)
 
 
 # ---- plans -------------------------------------------------------------------------------------------------

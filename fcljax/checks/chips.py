@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import SingleDeviceSharding
 
+from fcljax.checks.traffic import traffic
 from fcljax.errors import InputError, choose
 from fcljax.mesh import mesh_of
 from fcljax.runs.build import Experiment, Machine
@@ -69,8 +70,8 @@ class Footprint(NamedTuple):
     flops: float
     """Of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written, in the same way; 0: the compiler does not count them, as that for GPUs. Then
-    `flops` are those of the program as written."""
+    """Bytes read and written, in the same way. Where the compiler does not count them, as that for GPUs, they
+    are those of `checks/traffic.py`, and `flops` are the products of the program as written."""
     useful: float
     """Matrix products of the program as written over those of the compiled one; 0: it has none."""
     collectives: dict[str, int]
@@ -215,12 +216,14 @@ def report(program: RoundProgram) -> Footprint:
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
     flops, text = times * float(counted.get("flops", 0.0)) or wanted, compiled.as_text() or ""
+    # by loops as long as the module says that they are
+    moved = times * float(counted.get("bytes accessed", 0.0)) or float(traffic(text))
     return Footprint(
         program=program.name,
         memory=peak(memory),
         temporary=memory.temp_size_in_bytes,
         flops=flops,
-        traffic=times * float(counted.get("bytes accessed", 0.0)),
+        traffic=moved,
         useful=wanted / flops if wanted and flops else 0.0,
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
