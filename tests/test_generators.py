@@ -10,18 +10,22 @@ import pytest
 from micro import FROZEN, KEY, SIZES, TASKS, info_of, main_of, method_of, round_context_of, rows_of
 from toys import same
 
+from fcljax.adapters import find_adapter
+from fcljax.adapters.linear import LinearOptions
 from fcljax.federated import communication
 from fcljax.methods import lander as L
 from fcljax.methods import mfcl as M
 from fcljax.models.convnet import Norm
+from fcljax.models.heads import Head
 from fcljax.models.resnet import ResNetConfig, resnet_network
+from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
-from fcljax.parts.learner import Output, Params
+from fcljax.parts.learner import Output, Params, learner
 from fcljax.parts.synthesis import MadeSoFar, added, batch_statistics, best_images, disagreement
 from fcljax.parts.task_start import Start
-from fcljax.types import Aggregate, ClientContext, Frozen
+from fcljax.types import Aggregate, ClientContext, Features, Frozen, Network
 
 SEEN = jnp.array([True, True, False])
 
@@ -165,6 +169,36 @@ def test_weights_of_old_and_new_tasks():
     alpha, beta = np.log2(3.5), np.sqrt(3 / 5)
     np.testing.assert_allclose(found.current, 0.2 * (1 + 1 / alpha) / beta, rtol=1e-5)
     np.testing.assert_allclose(found.previous, 0.4 * alpha * beta, rtol=1e-5)
+
+
+def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
+    """White images without a crop: every feature is 1, whoever computes it."""
+
+    def apply(params, image, injection, train, mask=None):
+        return Features(image.mean(axis=(1, 2)), None, {}), params
+
+    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
+    model = learner(network, adapter, linear(3, SIZES.classes))
+    rng = np.random.default_rng(0)
+
+    def params():
+        draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        place = Head(draw(3, L.WIDTH), draw(L.WIDTH))
+        return Params((), Head(draw(3, SIZES.classes), draw(SIZES.classes)), extra={"lander": place})
+
+    mine, began = params(), params()
+    white = jnp.full((5, 2, 2, 3), 255, jnp.uint8)
+    payload = Payload(mine, {"start": Start(began, TASKS[1].index), "synthesis": white})
+    context = ClientContext(Frozen({}), payload, Params((), ()), TASKS[1], info_of(SIZES.classes))
+    step = ClientStep(model, context, mine, None, rows_of([3]), KEY, mine)
+    options = L.LanderOptions(synthetic_batch=4, crop_padding=0.0)
+    own, old = (np.asarray(x.classifier.kernel.sum(0) + x.classifier.bias)[:3] / 2 for x in (mine, began))
+    target = np.exp(old) / np.exp(old).sum()
+    distilled = -(target * (own - np.log(np.exp(own).sum()))).sum()
+    places = (np.asarray(x.extra["lander"].kernel.sum(0) + x.extra["lander"].bias) for x in (mine, began))
+    apart = np.mean(np.subtract(*places) ** 2)
+    np.testing.assert_allclose(L.kept(options, step), distilled + apart, rtol=1e-4)
 
 
 def test_anchors_lie_as_far_apart_as_the_release_s_text_embeddings():

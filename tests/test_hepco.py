@@ -580,7 +580,7 @@ def test_what_is_not_valid_teaches_nothing():
 
 def test_latents_are_compared_with_real_features_class_by_class():
     """Three classes at (0, 0), (10, 0), (0, 10), every example one away from its mean. Latents of the first
-    are two away from it, those of the second at (4, 0); the third is not made."""
+    are two away from it, those of the second at (4, 0) and (6, 0); the third is not made."""
     means = np.array([[0.0, 0], [10, 0], [0, 10]])
     around = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
     points = (means[:, None] + around).reshape(-1, 2)
@@ -593,15 +593,15 @@ def test_latents_are_compared_with_real_features_class_by_class():
     label = np.repeat(np.arange(3), D.PER_CLASS)
     latent = np.zeros((len(label), 2))
     latent[label == 0, 1] = np.tile([2.0, -2], D.PER_CLASS // 2)
-    latent[label == 1] = [4, 0]
+    latent[label == 1, 0] = np.tile([4.0, 6], D.PER_CLASS // 2)
     logits = np.zeros((len(label), 3))
     logits[label == 0, 0] = 50  # sure and right
     logits[label == 1, 2] = 50  # says the third, which is not seen, so that the first two are equal
     drawn, seen = jnp.array([True, True, False]), jnp.array([True, True, False])
     given = jnp.asarray(latent), jnp.asarray(label), drawn, jnp.asarray(logits), seen, real
     found = {name: float(value.total / value.weight) for name, value in D.compare(*given).items()}
-    halves = dict.fromkeys(("recognised", "coverage", "entropy", "nearest"), 0.5)
-    assert found == pytest.approx(halves | {"distance": 3.0, "spread": 1.0}, rel=1e-3)
+    halves = dict.fromkeys(("recognised", "coverage", "entropy"), 0.5)
+    assert found == pytest.approx(halves | {"nearest": 0.75, "distance": 2.5, "spread": 1.5}, rel=1e-3)
 
 
 @pytest.mark.long

@@ -360,6 +360,39 @@ SOURCES = {
         full_lr=1e-3 / 3,
     ),
     "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
+    # their releases (docs/fidelity.md); sizes are for machines without an accelerator
+    "mfcl": dict(
+        finetune_weight=1.0,
+        distill_weight=0.1,
+        generator_steps=100,
+        generator_lr=1e-3,
+        entropy_weight=1.0,
+        statistics_weight=50.0,
+        smooth_weight=1e-3,
+    ),
+    "lander": dict(
+        bound_weight=5.0,
+        bound_radius=0.015,
+        current_weight=0.2,
+        previous_weight=0.4,
+        distill_temperature=2.0,
+        generator_steps=40,
+        generator_lr=2e-3,
+        label_weight=0.5,
+        adversarial_weight=1.0,
+        statistics_weight=1.0,
+        student_temperature=20.0,
+        noise_width=256,
+    ),
+    "scaffold": dict(optimiser="sgd", lr=0.1, lora_lr=0.1, lora_pairs="one"),
+    "feddyn": dict(optimiser="sgd", lr=0.1, lora_lr=0.1, lora_pairs="one", dynamic_weight=0.01),
+    "ditto": dict(personal_weight=1.0, lora_pairs="one"),
+    "fedproto": dict(proto_weight=1.0, proto_predict="linear", lora_pairs="one"),
+    "lorm": dict(rounds=5, lr=3e-4, lora_lr=3e-4, lora_pairs="task", lora_rank=16),
+    "dolfin": dict(memory_first=0.95, memory_last=1.0, lora_lr=5e-4, lora_pairs="task", lora_rank=10),
+    "fed-talora": dict(lora_lr=1e-3, lora_pairs="one", lora_rank=4),
+    "fedslca": dict(lr=1e-2, full_lr=1e-4, align_epochs=5, align_samples=256, align_lr=0.01, logit_norm=0.1),
+    "afcl": dict(ridge=1.0),
 }
 
 
@@ -376,6 +409,14 @@ def test_target_as_released_never_ends_its_warm_up():
         assert [getattr(run(fidelity), name) for name in fields] == [256, 10, 64, 400, 0.2]
         assert run(fidelity).synthesis_rounds == rounds
     assert run("released").synthesis_warmup > run("released").synthesis_rounds
+
+
+def test_mfcl_and_lander_as_released_have_their_releases_sizes():
+    run = lambda method: config.from_mapping(method, {"fidelity": "released"}, "test")
+    fields = ("synthetic_batch", "generator_batch", "label_temperature", "noise_width", "generator_channels")
+    assert [getattr(run("mfcl"), name) for name in fields] == [128, 128, 1e3, 1000, 64]
+    fields = ("synthetic_batch", "synthesis_rounds", "synthesis_batch", "synthesis_warmup", "student_lr")
+    assert [getattr(run("lander"), name) for name in fields] == [128, 40, 256, 10, 0.1]
 
 
 def test_fedweits_release_does_not_train_what_earlier_tasks_have_and_starts_elsewhere():

@@ -17,6 +17,7 @@ from fcljax.adapters import find_adapter
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated import communication
+from fcljax.federated.engine import RoundInputs, run_round
 from fcljax.federated.server_replay import make_replayer, replay_on_server
 from fcljax.methods import pmae
 from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, restore_plan
@@ -338,6 +339,26 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
     assert (
         not sent.present[0, 1].any() and sent.present[0, 0].any() and not np.asarray(sent.latent[0, 1]).any()
     )
+
+
+# ---- the server: where a task's classes start --------------------------------------------------------------
+
+
+def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients():
+    values = {name: value for name, value in VALUES.items() if not name.startswith("vpt")}
+    method = method_of("pmae", **values, adapter="linear", headtune=True)
+    (before, states), partition, task = begin(method), PARTITIONS[0], TASKS[0]
+    ids = np.flatnonzero(partition.count)
+    inputs = RoundInputs(FROZEN, DATA, partition, ids, task, 0, KEY, "task_start")
+    after, _, _ = run_round(engine_of(method), jax.tree.map(jnp.copy, before), states, inputs)
+    held = np.concatenate([partition.indices[partition.offset[k] :][: partition.count[k]] for k in ids])
+    feature = _apply(FROZEN.network, DATA.image[held], None, False)[0].cls
+    means = np.stack([np.asarray(feature)[LABEL[held] == c].mean(0) for c in range(3)])
+    head = after.params.classifier
+    close(head.kernel[:, :3].T, means / np.linalg.norm(means, axis=1, keepdims=True), 1e-5)
+    assert not head.bias[:3].any()
+    same(head.kernel[:, 3:], before.params.classifier.kernel[:, 3:])
+    same(after.params.adapter, before.params.adapter)
 
 
 # ---- the server: the pool ----------------------------------------------------------------------------------

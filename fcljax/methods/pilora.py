@@ -30,10 +30,10 @@ from fcljax.federated.rules import uniform_mean
 from fcljax.federated.sums import cast_like, where_valid, widen
 from fcljax.models.heads import cross_entropy, reduce_rows
 from fcljax.models.products import exact_einsum
-from fcljax.models.prototypes import Distance, class_means
+from fcljax.models.prototypes import Distance
 from fcljax.models.vit import Lora
 from fcljax.options import option
-from fcljax.parts.classifiers import Sums, current_classes, merge_current, prototypes
+from fcljax.parts.classifiers import current_classes, merge_current, prototypes
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
@@ -41,8 +41,8 @@ from fcljax.parts.reports import (
     PROTOTYPE_DISTANCE,
     Prototypes,
     class_prototypes,
-    class_sums,
     prototype_distance,
+    start_at_class_means,
 )
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
@@ -377,17 +377,10 @@ def average_prototypes(run: Run) -> ServerRule:
 
 
 def head_tune(run: Run) -> ServerRule:
-    """+HeadTune: before a task's first round clients sum their features by class, and the prototypes start at
-    the means (FedNCM)."""
-    view = View(1, run.training.batch_size, augment=False)
-    report = class_sums(run.sizes.task_classes, run.network.width, view)
+    """+HeadTune: a task's prototypes start at the mean features of all clients."""
 
-    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        sums: Sums = round.reports["class_sums"]
-        means, present = class_means(sums.feature, sums.examples)
-        kept = current_classes(params.classifier, round.task)
-        return ServerUpdate(
-            replace_prototypes(params, round.task, jnp.where(present[:, None], means, kept)), state
-        )
+    def place(params: Params, task: Task, means: Array, present: Array) -> Params:
+        kept = current_classes(params.classifier, task)
+        return replace_prototypes(params, task, jnp.where(present[:, None], means, kept))
 
-    return ServerRule("headtune", update, reports=(report,), when="task_start")
+    return start_at_class_means(run, place)

@@ -26,13 +26,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import within
-from fcljax.models.heads import correct, cross_entropy
+from fcljax.models.heads import Head, correct, cross_entropy, unit
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.replay import pass_over
+from fcljax.parts.reports import start_at_class_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
 from fcljax.settings import Preset
@@ -79,6 +80,8 @@ class PmaeOptions:
     exact_task_match: bool = True
     """Restore a task's images with its own prompt alone, not also with those of tasks whose number starts
     with its number."""
+    headtune: bool = False
+    """Start a new task's classes in the classifier at the mean features of all clients, of length 1."""
     wo_recon_prompt: bool = False
     """Ablation: the decoder gets no prompt."""
     wo_restore_pool: bool = False
@@ -89,6 +92,7 @@ PRESETS = {
     "intended": Preset(PmaeOptions()),
     "paper": Preset(PmaeOptions(recon_denorm=False)),
     "released": Preset(PmaeOptions(recon_denorm=False, exact_task_match=False)),
+    "improved": Preset(PmaeOptions(headtune=True)),
 }
 
 
@@ -99,12 +103,13 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
       InputError: for a network without a decoder.
     """
     pair, learner = autoencoder_of(run.network), linear_learner(run)
+    keeping = keep_tokens(options, run, pair)
     method = federate(
         run,
         learner,
         loss=cross_entropy_loss(),
         client_rules=() if options.wo_recon_prompt else (reconstruction(options, pair),),
-        server_rules=(keep_tokens(options, run, pair),),
+        server_rules=(keeping, start_at_class_means(run, place_means)) if options.headtune else (keeping,),
         server_replay=train_on_restored(options, learner),
     )
     return method._replace(restores=functools.partial(reconstruct, options, run.network))
@@ -308,6 +313,14 @@ def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule
     return ServerRule(RESTORE, update, init, reports=(restore_tokens(options, run, pair),))
 
 
+def place_means(params: Params, task: Task, means: Array, present: Array) -> Params:
+    """The task's classes start as in FedNCM: weights are mean features of length 1, without a bias."""
+    head: Head = params.classifier
+    column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
+    kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
+    return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
+
+
 def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
     """The server's training on restored images, with an Adam that is new in every round: of adapter and
     classifier, by cross-entropy over the classes of the images."""
@@ -345,7 +358,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
 
 def pool_of(server: ServerState) -> RestorePool:
-    """The state of `keep_tokens`, which is the method's only server rule."""
+    """The state of `keep_tokens`, the method's first server rule."""
     return server.rules[0]
 
 

@@ -1,6 +1,6 @@
 """Reports that several methods share: sums and means of features by class, and what LoRA pairs read."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run
 from fcljax.parts.learner import Params
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
-from fcljax.types import ClientContext, View
+from fcljax.types import ClientContext, Task, View
 
 PROTOTYPE_DISTANCE = "prototype_distance"  # what metrics of `prototype_distance` end with; runs warn by it
 
@@ -134,3 +134,34 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
 
     report = class_sums(run.sizes.task_classes, run.network.width)
     return ServerRule("class_means", update, reports=(report,), when=when)
+
+
+@runtime_checkable
+class PlaceMeans(Protocol):
+    """Puts class means into a classifier."""
+
+    def __call__(
+        self, params: Params, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
+    ) -> Params:
+        """The server's parameters with the classifier of the task's classes at these means; a class that is
+        not present keeps what it has."""
+        ...
+
+
+def start_at_class_means(run: Run, place: PlaceMeans) -> ServerRule:
+    """Before a task's first round clients sum their features by class, once, and the classifier starts at the
+    means over all clients (FedNCM, Legate et al. 2023: HeadTune).
+
+    Args:
+      run: for the sizes.
+      place: puts the means into the classifier.
+    """
+
+    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+        sums: Sums = round.reports["class_sums"]
+        means, present = class_means(sums.feature, sums.examples)
+        return ServerUpdate(place(params, round.task, means, present), state)
+
+    view = View(1, run.training.batch_size, augment=False)
+    report = class_sums(run.sizes.task_classes, run.network.width, view)
+    return ServerRule("headtune", update, reports=(report,), when="task_start")
