@@ -15,7 +15,8 @@ from fcljax.checks import chips, plan
 from fcljax.checks.traffic import traffic
 from fcljax.federated.engine import Lanes
 from fcljax.federated.schedule import ClientPartition
-from fcljax.mesh import abstract_mesh
+from fcljax.mesh import abstract_mesh, compiler_options
+from fcljax.models import products
 from fcljax.models.shapes import ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.runs.build import Experiment, Machine
@@ -64,6 +65,13 @@ def test_products_are_counted_as_often_as_their_loops_run():
     assert chips.product_flops(jaxpr, repeated=False) == 120 * 3
 
 
+def test_products_of_which_nothing_is_used_are_not_counted():
+    """The backward pass of a frozen layer also writes the gradient of its kernel."""
+    x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.bfloat16)
+    gradient = jax.grad(lambda x: jnp.sum(products.matmul(x, kernel)))
+    assert chips.product_flops(jax.make_jaxpr(gradient)(x).jaxpr) == 2 * 8 * 16 * 4
+
+
 def test_of_a_conditional_the_larger_branch_is_counted():
     a = jnp.ones((8, 8))
     branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)
@@ -76,7 +84,7 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     def loop(a):
         return jax.lax.scan(lambda x, _: (x @ a, None), a, None, length=9)[0]
 
-    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2))
+    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2), "cpu")
     assert found.useful == pytest.approx(1, abs=0.05)
     assert found.flops == pytest.approx(9 * 2 * 64**3, rel=0.05)
     chip = chips.CHIPS["v5e"]
@@ -164,6 +172,16 @@ def test_bytes_are_those_that_this_machines_compiler_counts(dtype):
     assert traffic(compiled.as_text()) == pytest.approx(expected, rel=0.01)
 
 
+def test_a_cpu_rounds_activations_where_accelerators_are_asked_to():
+    """A ViT's bfloat16 features have the same bits with the options of programs for GPUs."""
+    network = vit_network(ViTConfig(32, 8, width=64, depth=2, heads=4, mlp=64, dtype="bfloat16"))
+    given = network.init(KEY), jax.random.normal(KEY, (8, 32, 32, 3))
+    lowered = jax.jit(lambda params, image: network.apply(params, image, None, True)[0].cls).lower(*given)
+    assert compiler_options("gpu")
+    free, rounded = (lowered.compile(each)(*given) for each in ({}, compiler_options("gpu")))
+    np.testing.assert_array_equal(rounded, free)
+
+
 # ---- plans -------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +196,7 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     calls = []
 
-    def reports(exp, placement, only):
+    def reports(exp, placement, kind, only):
         images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
         calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
         need = 2**20 * images

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import SingleDeviceSharding
 
 from fcljax.checks.traffic import traffic
 from fcljax.errors import InputError, choose
-from fcljax.mesh import mesh_of
+from fcljax.mesh import compiler_options, mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.programs import Placement, RoundProgram, programs_of
@@ -184,28 +185,30 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 # ---- programs ----------------------------------------------------------------------------------------------
 
 
-def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[Footprint]:
+def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") -> Iterator[Footprint]:
     """What the compiler says of the programs of a round, one after the other.
 
     Args:
       exp: made for `machine(name)`.
       placement: of its arguments.
+      kind: of the chip.
       only: a regular expression; programs with other names are left out.
     """
     for program in programs_of(exp, placement):
         if re.search(only, program.name):
-            yield report(program)
+            yield report(program, kind)
 
 
-def report(program: RoundProgram) -> Footprint:
-    """Compile a program for where its arguments lie, and read what the compiler says of it."""
+def report(program: RoundProgram, kind: str) -> Footprint:
+    """Compile a program for where its arguments lie, on a chip of this kind, and read what the compiler says
+    of it."""
     began = time.process_time()
     traced = program.trace()
     wanted = product_flops(traced.jaxpr.jaxpr)
     # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
     times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
     try:
-        compiled = traced.lower().compile()
+        compiled = traced.lower().compile(compiler_options(kind))
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -237,13 +240,15 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Operations of the matrix products of a traced program.
+    """Operations of the matrix products of a traced program whose results are used.
+
+    The backward pass of a product writes the gradients of both factors, of frozen weights for nothing.
 
     Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
     them; those of other loops once; of a conditional the branch that has most.
     """
-    total = 0.0
-    for equation in jaxpr.eqns:
+    total, (used, _) = 0.0, dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    for equation in used.eqns:
         if equation.primitive.name == "dot_general":
             (inner, _), _ = equation.params["dimension_numbers"]
             left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
