@@ -1,8 +1,10 @@
 """Before JAX starts: eight host devices for tests of the device mesh, cheap compilation of tiny models, and
 each program compiled once."""
 
+import functools
 import gc
 import inspect
+import itertools
 import os
 import shutil
 import signal
@@ -55,6 +57,10 @@ gc.set_threshold(20_000, 20, 20)
 settings.register_profile("fcljax", derandomize=True, deadline=None)
 settings.load_profile("fcljax")
 
+# after all that JAX reads when it starts
+import jax  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
+
 # ---- checks of signatures ----------------------------------------------------------------------------------
 
 with_shapes = jaxtyping.jaxtyped
@@ -82,6 +88,23 @@ def checked(*function, typechecker):
 
 jaxtyping.jaxtyped = _decorator.jaxtyped = checked
 
+# ---- compiled programs -------------------------------------------------------------------------------------
+
+
+def share_contexts(programs: int = 100) -> None:
+    """Lower so many programs in one context of MLIR. JAX makes a context for each program, which is a fifth
+    of what a program of one operation takes."""
+    make, count = mlir.make_ir_context, itertools.count()
+
+    @functools.lru_cache(maxsize=1)
+    def of_turn(turn: int):
+        return make()
+
+    mlir.make_ir_context = lambda: of_turn(next(count) // programs)
+
+
+share_contexts()
+
 OURS = ("test_", "toys", "micro", "small_runs")
 
 
@@ -90,8 +113,6 @@ def free_compiled_programs():
     """Programs that a file has compiled are of no use to the next one, and a worker that keeps them all grows
     to several GB. What test modules have cached goes with them: nobody meets an engine half forgotten."""
     yield
-    import jax
-
     for name in [name for name in sys.modules if name.startswith(OURS)]:
         for value in vars(sys.modules[name]).values():
             if hasattr(value, "cache_clear"):

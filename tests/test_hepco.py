@@ -33,7 +33,7 @@ from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
 from fcljax.methods.hepco import diagnosis as D
 from fcljax.methods.hepco import hepco as H
-from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
+from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import epoch_factor
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.initialisers import uniform_by_inputs
@@ -602,6 +602,19 @@ def test_latents_are_compared_with_real_features_class_by_class():
     found = {name: float(value.total / value.weight) for name, value in D.compare(*given).items()}
     halves = dict.fromkeys(("recognised", "coverage", "entropy"), 0.5)
     assert found == pytest.approx(halves | {"nearest": 0.75, "distance": 2.5, "spread": 1.5}, rel=1e-3)
+
+
+def test_a_diagnosis_speaks_of_the_generators_that_there_are():
+    opts, run, model, params, _, _ = world()
+    study, shape = H.Study(opts, model, params, TASKS[1]), GeneratorConfig(SIZES.classes, run.network.width)
+    examples = jnp.ones(SIZES.classes)
+
+    def found():
+        made = ("new", init_generator(shape, KEY), examples), ("older", Generator((), ()), examples)
+        return H.diagnosis(study, shape, D.no_features(run), made, KEY)
+
+    says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
+    assert set(jax.eval_shape(found)) == {f"new_{what}" for what in says}
 
 
 @pytest.mark.long

@@ -367,6 +367,18 @@ def test_a_step_on_the_pixels_lowers_the_teachers_loss_and_raises_disagreement(l
     assert (apart(moved) > apart(image)) if late else (known(moved) < known(image))
 
 
+def test_what_a_generator_keeps_of_a_round_moves_by_the_release_s_adam():
+    """Betas 0.5 and 0.999, and as many learning rates as the generator took steps."""
+    options = options_of("target", generator_lr=0.1, generator_steps=3)
+    adam = T._meta_optimiser(options)
+    first, second = np.array([1.0, -2.0]), np.array([0.5, 3.0])
+    _, state = adam.update(jnp.asarray(first), adam.init(jnp.zeros(2)))
+    moved, _ = adam.update(jnp.asarray(second), state)
+    mean = (0.25 * first + 0.5 * second) / (1 - 0.5**2)
+    square = (0.999 * 0.001 * first**2 + 0.001 * second**2) / (1 - 0.999**2)
+    np.testing.assert_allclose(moved, -0.3 * mean / (np.sqrt(square) + 1e-8), rtol=1e-3)
+
+
 def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
     generator, fast, total = {"w": jnp.array([1.0])}, {"w": jnp.array([0.9])}, {"w": jnp.array([5.0])}
     best = T.Best((fast, jnp.zeros(1)), (), (total, jnp.zeros(1)), jnp.zeros(()), jnp.zeros((1, 2, 2, 3)))

@@ -94,11 +94,13 @@ def _font_path(font: str) -> pathlib.Path:
     return pathlib.Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
 
 
-def _characters(font: str) -> set[str]:
+@functools.cache
+def _characters(font: str) -> frozenset[str]:
     """The characters of a font: of Computer Modern only ASCII letters, as its other code points are wrong."""
     with TTFont(_font_path(font), lazy=True) as file:
         found = {chr(code) for code in file.getBestCmap() or ()}
-    return {c for c in found if c.isascii() and c.isalpha()} if font.startswith("cm") else found
+    ascii_only = font.startswith("cm")
+    return frozenset(c for c in found if not ascii_only or c.isascii() and c.isalpha())
 
 
 def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
