@@ -247,7 +247,8 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
     Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
     them; those of other loops once; of a conditional the branch that has most.
     """
-    total, (used, _) = 0.0, dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    used: Any = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    total = 0.0
     for equation in used.eqns:
         if equation.primitive.name == "dot_general":
             (inner, _), _ = equation.params["dimension_numbers"]
