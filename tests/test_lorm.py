@@ -202,7 +202,9 @@ def test_products_that_no_examples_can_have_are_not_believed():
     context = ClientContext(Frozen({}), None, None, STREAM[0], info_of(SIZES.classes))
 
     def possible(head, pairs=pairs):
-        return bool(possible_grams(context, Moved(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing)))
+        return bool(
+            possible_grams(context, Moved(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing))
+        )
 
     assert possible(head) and not possible(head, -pairs)
     false = head.copy()
