@@ -4,9 +4,9 @@
 
 Makes small runs, then tries in turns, until the time is up or as many as asked for are done:
 
-- kills: a run of one of ten methods, most of which have server files or client state, is ended by SIGKILL,
-  SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed, up to ten
-  times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
+- kills: a run of one of thirteen methods, most of which have server files or client state, is ended by
+  SIGKILL, SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed,
+  up to thirty times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
   (torture_kills.py).
 - damage: in a copy of such a run without its results, something of the last checkpoint or of what the server
   keeps is changed: bits, sizes, whole files and folders. The run must go on from the checkpoint before it and
@@ -17,10 +17,10 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
-Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. What
-went wrong is kept in the folder `wrong`, one line each. Everything is drawn from the seed, but the moments of
-kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C ends with it. Exit code 1
-if anything went wrong.
+Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. The
+file `tried` has a line for each trial, and `wrong` one for each that went wrong. Everything is drawn from the
+seed, but the moments of kills are those of the machine's clock. The table so far is in table.md, and Ctrl-C
+ends with it. Exit code 1 if anything went wrong.
 """
 
 import argparse
@@ -140,6 +140,8 @@ def torture(
             except KeyboardInterrupt:
                 break
             found[kind].append(outcome)
+            with (out / "tried").open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{kind} {len(found[kind]) - 1}: {outcome.times}: {outcome.what!r}\n")
             if outcome.result != "survived":
                 with (out / "wrong").open("a", encoding="utf-8", errors="replace") as file:
                     file.write(f"{kind} {len(found[kind]) - 1}: {outcome.result}: {outcome.what!r}\n")

@@ -117,6 +117,8 @@ def _run(request: dict[str, Any], folder: Path) -> int:
         os.dup2(os.open(path, mode), number)
     os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_TRUNC), 2)
     sys.argv = ["fcljax", *request["arguments"]]
+    # what a shell starts with & ignores it, and so would this program
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from fcljax import cli
     from fcljax.runs import build
 

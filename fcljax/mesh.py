@@ -218,16 +218,22 @@ def shardings(mesh: AnyMesh, spec: Any) -> Any:
     )
 
 
-def compiler_options() -> dict[str, Any]:
-    """XLA's options for programs that are not called by other programs.
+def compiler_options(backend: str | None = None) -> dict[str, Any]:
+    """XLA's options for programs that are not called by other programs, but for those that XLA_FLAGS names.
 
     On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no
-    program faster here, nor changed a bit of its results. A level that XLA_FLAGS names is kept.
+    program faster here, nor changed a bit of its results. On accelerators, what the code rounds between
+    operations is rounded: else XLA keeps activations in float32 where it may, for GPUs in memory too.
+
+    Args:
+      backend: cpu, gpu or tpu; None: that of this process.
     """
-    level = "xla_backend_optimization_level"
-    if jax.default_backend() != "cpu" or level in os.environ.get("XLA_FLAGS", ""):
-        return {}
-    return {level: 1}
+    rounded = {"xla_allow_excess_precision": False}
+    options = (
+        {"xla_backend_optimization_level": 1} if (backend or jax.default_backend()) == "cpu" else rounded
+    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def on_each(function: Callable, mesh: AnyMesh | None, in_specs: Any, out_specs: Any) -> Callable:

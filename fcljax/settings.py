@@ -55,6 +55,8 @@ ATTACKS = {
     "weight": "the client claims a weight of 1e30",
     "counts": "integers and numbers of examples in an upload are the largest that there are, and standard "
     "deviations are 1e-10",
+    "certain": "standard deviations in an upload are a tenth of the client's own, and normal noise is added "
+    "to each other array, as large as its root mean square",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
@@ -272,11 +274,11 @@ class FaultOptions:
 
     malicious: int = option(0, least=0)
     """Number of malicious clients: those with the lowest ids."""
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts"] = "sign_flip"
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"] = "sign_flip"
     """What malicious clients do."""
     faults: str = option("none", unset="none")
     """Random faults per client and round with their probabilities, such as drop=0.1,noise=0.2: sign_flip,
-    scale, label_flip, nan, weight, counts, inf, noise, stale, late or drop."""
+    scale, label_flip, nan, weight, counts, certain, inf, noise, stale, late or drop."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,13 @@ from test_conformance import OPTIONS
 
 from fcljax import cli, config
 from fcljax.checks import chips, plan
+from fcljax.checks.traffic import traffic
 from fcljax.federated.engine import Lanes
 from fcljax.federated.schedule import ClientPartition
-from fcljax.mesh import abstract_mesh
+from fcljax.mesh import abstract_mesh, compiler_options
+from fcljax.models import products
+from fcljax.models.shapes import ViTConfig
+from fcljax.models.vit import vit_network
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.inputs import compute_type
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
@@ -61,6 +65,13 @@ def test_products_are_counted_as_often_as_their_loops_run():
     assert chips.product_flops(jaxpr, repeated=False) == 120 * 3
 
 
+def test_products_of_which_nothing_is_used_are_not_counted():
+    """The backward pass of a frozen layer also writes the gradient of its kernel."""
+    x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.bfloat16)
+    gradient = jax.grad(lambda x: jnp.sum(products.matmul(x, kernel)))
+    assert chips.product_flops(jax.make_jaxpr(gradient)(x).jaxpr) == 2 * 8 * 16 * 4
+
+
 def test_of_a_conditional_the_larger_branch_is_counted():
     a = jnp.ones((8, 8))
     branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)
@@ -73,12 +84,102 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     def loop(a):
         return jax.lax.scan(lambda x, _: (x @ a, None), a, None, length=9)[0]
 
-    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2))
+    found = chips.report(RoundProgram("loop", jax.jit(loop), (a,), steps=2), "cpu")
     assert found.useful == pytest.approx(1, abs=0.05)
     assert found.flops == pytest.approx(9 * 2 * 64**3, rel=0.05)
     chip = chips.CHIPS["v5e"]
     assert found.least_seconds(chip) == 2 * max(found.flops / chip.flops, found.traffic / chip.bandwidth)
     assert 0 < found.share(chip) < 1
+
+
+MODULE = """HloModule step, is_scheduled=true
+
+%part (a: f32[100,64], i: s32[]) -> f32[4,64] {
+  %a = f32[100,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %rows = f32[4,64]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={4,64}
+  ROOT %twice = f32[4,64]{1,0} add(%rows, %rows)
+}
+
+%put (a: f32[100,64], i: s32[], rows: f32[4,64]) -> f32[100,64] {
+  %a.1 = f32[100,64]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %rows.1 = f32[4,64]{1,0} parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put.1 = f32[100,64]{1,0} dynamic-update-slice(%a.1, %rows.1, %i.1, %zero.1)
+}
+
+%body (t: (f32[100,64], s32[])) -> (f32[100,64], s32[]) {
+  %t = (f32[100,64]{1,0}, s32[]) parameter(0)
+  %a.2 = f32[100,64]{1,0} get-tuple-element(%t), index=0
+  %i.2 = s32[] get-tuple-element(%t), index=1
+  %rows.2 = f32[4,64]{1,0} fusion(%a.2, %i.2), kind=kLoop, calls=%part
+  %put.2 = f32[100,64]{1,0} fusion(%a.2, %i.2, %rows.2), kind=kLoop, calls=%put
+  ROOT %t.1 = (f32[100,64]{1,0}, /*index=1*/s32[]) tuple(%put.2, %i.2)
+}
+
+%less (t: (f32[100,64], s32[])) -> pred[] {
+  %t.2 = (f32[100,64]{1,0}, s32[]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%cheap (a: f32[100,64]) -> f32[100,64] {
+  ROOT %a.3 = f32[100,64]{1,0} parameter(0)
+}
+
+%dear (a: f32[100,64]) -> f32[100,64] {
+  %a.4 = f32[100,64]{1,0} parameter(0)
+  ROOT %e = f32[100,64]{1,0} exponential(%a.4)
+}
+
+ENTRY %main (a: f32[100,64], i: s32[], p: pred[]) -> f32[100,64] {
+  %a.5 = f32[100,64]{1,0} parameter(0)
+  %i.3 = s32[] parameter(1)
+  %p = pred[] parameter(2)
+  %t.3 = (f32[100,64]{1,0}, s32[]) tuple(%a.5, %i.3)
+  %w = (f32[100,64]{1,0}, s32[]) while(%t.3), condition=%less, body=%body, KNOWN
+  %a.6 = f32[100,64]{1,0} get-tuple-element(%w), index=0
+  %c = f32[100,64]{1,0} conditional(%p, %a.6, %a.6), true_computation=%cheap, false_computation=%dear
+  %s = ((bf16[100,64]{1,0}), bf16[100,64]{1,0}) all-reduce-start(%c), to_apply=%less
+  ROOT %d = bf16[100,64]{1,0:T(8,128)(2,1)} all-reduce-done(%s)
+}
+"""
+
+
+def test_bytes_are_those_of_kernels_as_often_as_they_run():
+    """Of arrays of which a kernel takes or changes 4 rows of 100, these rows. The loop has 7 passes; of the
+    branches the dearer one counts; an exchange reads float32 and writes bfloat16."""
+    rows, whole, index = 4 * 64 * 4, 100 * 64 * 4, 4
+    step = (rows + index + rows) + (index + rows + rows)
+    rest = 2 * whole + whole + whole // 2
+    known = 'backend_config={"known_trip_count":{"n":"7"}}'
+    assert traffic(MODULE.replace("KNOWN", known)) == 7 * step + rest
+    assert traffic(MODULE.replace("KNOWN", "backend_config={}")) == step + rest
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_are_those_that_this_machines_compiler_counts(dtype):
+    """Of a ViT and its gradient, within 1 %. The compiler for GPUs writes such modules and counts nothing."""
+    network = vit_network(ViTConfig(32, 8, width=64, depth=2, heads=4, mlp=64, dtype=dtype))
+    image, params = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.float32), jax.eval_shape(network.init, KEY)
+
+    def total(image, params):
+        return jnp.sum(network.apply(params, image, None, True)[0].cls)
+
+    compiled = jax.jit(jax.grad(total)).lower(image, params).compile()
+    expected = compiled.cost_analysis()["bytes accessed"]
+    assert traffic(compiled.as_text()) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_cpu_rounds_activations_where_accelerators_are_asked_to():
+    """A ViT's bfloat16 features have the same bits with the options of programs for GPUs."""
+    network = vit_network(ViTConfig(32, 8, width=64, depth=2, heads=4, mlp=64, dtype="bfloat16"))
+    given = network.init(KEY), jax.random.normal(KEY, (8, 32, 32, 3))
+    lowered = jax.jit(lambda params, image: network.apply(params, image, None, True)[0].cls).lower(*given)
+    assert compiler_options("gpu")
+    free, rounded = (lowered.compile(each)(*given) for each in ({}, compiler_options("gpu")))
+    np.testing.assert_array_equal(rounded, free)
 
 
 # ---- plans -------------------------------------------------------------------------------------------------
@@ -95,7 +196,7 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     calls = []
 
-    def reports(exp, placement, only):
+    def reports(exp, placement, kind, only):
         images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
         calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
         need = 2**20 * images

@@ -14,9 +14,12 @@ from fcljax.checks.chips import product_flops
 from fcljax.mesh import WHOLE, abstract_mesh, mesh_of, on_each
 from fcljax.models import products
 from fcljax.models.attention_kernel import MOST, fits
+from fcljax.models.mae import DecoderConfig, init_decoder
 from fcljax.models.shapes import ViTConfig
 from fcljax.models.vit import vit_network
+from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.runs.build import Machine, kernel_on
+from fcljax.runs.inputs import network_of
 
 SHAPE = ViTConfig(image_size=32, patch=8, width=64, depth=2, heads=4, mlp=64, dtype="bfloat16")
 
@@ -77,6 +80,24 @@ def test_programs_for_tpus_have_the_kernel_and_exact_ones_have_not():
     assert "tpu_custom_call" in lowered("all")
     for other in (lowered("none"), lowered("all", "float32"), lowered("on each device")):
         assert "tpu_custom_call" not in other
+
+
+def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
+    """Of a masked autoencoder: one kernel for each of its two blocks, whose pixels are within 2^-7 of the
+    largest of XLA's attention."""
+    shape = DecoderConfig(image_size=32, patch=8, encoder_width=64, width=32, depth=2, heads=2, mlp=64)
+    shape, half = dataclasses.replace(shape, dtype="bfloat16"), (0.5, 0.5, 0.5)
+    params = init_decoder(jax.random.key(0), shape)
+    weights = PretrainedDecoder(shape, params, half, half)
+    backbone = Pretrained(SHAPE, {}, None, weights, half, half, "random", "0", ())
+    decode, plain = (network_of(backbone, kernel=each).autoencoder.decode for each in ("all", "none"))
+    latent = jax.random.normal(jax.random.key(1), (3, 5, 64))
+    given = params, latent, jnp.argsort(jax.random.uniform(jax.random.key(2), (3, 16)), axis=1)
+    text = jax.export.export(jax.jit(decode), platforms=("tpu",))(*given).mlir_module()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
+    found, expected = np.float32(decode(*given)), np.float32(plain(*given))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
 
 
 def test_where_there_are_several_devices_only_what_each_computes_by_itself_has_the_kernel():

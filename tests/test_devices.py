@@ -398,12 +398,14 @@ def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "options"),
+    ("backend", "flags", "options"),
     [
-        ("", {"xla_backend_optimization_level": 1}),
-        ("--xla_backend_optimization_level=3", {}),
+        (None, "", {"xla_backend_optimization_level": 1}),
+        (None, "--xla_backend_optimization_level=3", {}),
+        ("gpu", "", {"xla_allow_excess_precision": False}),
+        ("tpu", "--xla_allow_excess_precision=true", {}),
     ],
 )
-def test_a_level_of_optimisation_that_the_user_names_is_kept(flags, options, monkeypatch):
+def test_an_option_of_the_compiler_that_the_user_names_is_kept(backend, flags, options, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert meshes.compiler_options() == options
+    assert meshes.compiler_options(backend) == options

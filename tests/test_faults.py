@@ -134,6 +134,19 @@ def test_claims_of_precision_are_attacked():
     same(upload.mean.mean, jnp.ones((3, 2)))
 
 
+def test_a_client_that_is_certain_sends_noise_and_claims_precision(tmp_path, capsys):
+    """Its standard deviations are as small as VFCL's server takes them for possible."""
+    gaussian = Posterior(jnp.ones(2), jnp.array([-4.0, 30.0]))
+    program = PROGRAM._replace(finish=lambda context, local, state: (Upload(gaussian), state))
+    upload, _ = sent(faults.corrupt(METHOD._replace(rounds=(Round(program),)), "certain", malicious=2))
+    np.testing.assert_allclose(upload.mean.sigma[:2], [gaussian.sigma / 9.9] * 2, rtol=1e-5)
+    assert np.abs(np.asarray(upload.mean.mean[:2]) - 1).min() > 1e-3
+    same(of_client(upload.mean, 2), gaussian)
+    for lies in (["--attack", "certain", "--malicious", "1"], ["--faults", "certain=0.2"]):
+        assert cli.main(["run", "linear", *COMMON, *lies, "--out", str(tmp_path / "run")]) == 2
+        assert "clients of this method are not 'certain'" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("phase", [0, 1])
 def test_labels_are_mirrored_within_the_task_in_every_phase(phase):
     # classes 3, 4, 5 become 5, 4, 3; class 1 is of another task, and the last row is padding

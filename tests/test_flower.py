@@ -312,10 +312,11 @@ def test_a_client_with_other_settings_is_refused_by_name(identity, tmp_path):
 
 class Lying(Here):
     """A fourth node says that it has 1e18 examples, a fifth that it is a client that there is already. Client
-    2 answers once with an upload of another round. Client 1 answers in the second and third round with its
-    first answer, which is that of another round, and then of another task."""
+    2 answers once with an upload of another round. Client 0 lacks, from its fourth answer on, what it is
+    sent. Client 1 answers in the second and third round with its first answer, which is that of another
+    round, and then of another task."""
 
-    lied = False
+    lied, asked = False, 0
 
     def one(self, message):
         place, reply = message.metadata.dst_node_id, super().one(message)
@@ -327,6 +328,9 @@ class Lying(Here):
         if "facts" in records and place == 103:
             facts = json.loads(str(records["facts"]["json"]))
             records["facts"]["json"] = json.dumps(facts | {"examples": [10**18, 1]})
+        if "call" in records and place == 100:
+            self.asked += 1
+            records["call"]["incomplete"] = self.asked > 3
         if "call" in records and place == 102 and not self.lied:
             records["call"]["round"], self.lied = 7, True
         return reply
@@ -344,7 +348,11 @@ def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tm
     assert "client 2 was left out: upload: its round is 7, not 0" in err
     assert "client 1 was left out: upload: its round is 0, not 1" in err
     assert "client 1 was left out: upload: its task is 0, not 1" in err
+    assert "client 0 lacks what it was sent twice; it has dropped out" in err
+    assert grid.asked == 5  # it is sent everything again, once
     assert summary["rejected_uploads"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["traffic_dropped"] for line in lines] == [0, 0, 0, 1]
 
 
 REPEATS = '''
@@ -525,4 +533,7 @@ def test_with_tls_and_keys_only_registered_nodes_take_part_each_as_its_own_clien
         stranger.kill()
         said = " ".join(here.flwr("log", run, "--show").split())
         assert f"nodes: node {numbers[2]} is not among those that may take part" in said
+    said = (tmp_path / "node-1stranger.log").read_text()
+    assert "Connection attempt failed" in said and "[RUN" not in said
+    assert "[RUN" in (tmp_path / "node-1b.log").read_text()
     assert np.isfinite(json.loads((out / "summary.json").read_text())["A_last"])

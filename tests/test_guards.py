@@ -63,6 +63,14 @@ def test_a_sweeps_file_runs_no_program(method, place, trap, capsys):
         assert repr(method) in err and "--allow-code" in err and err.count("\n") == 1
 
 
+def test_a_leaderboards_file_runs_no_program(trap, capsys):
+    (trap / "board.yaml").write_text("search: {holdout: 0.25}\nmethods: {./evil.py: {}}\n")
+    for options in ([], ["--dry-run"]):
+        assert cli.main(["leaderboard", "board.yaml", *options]) == 2
+        err = capsys.readouterr().err
+        assert "./evil.py" in err and "--allow-code" in err and err.count("\n") == 1
+
+
 def test_code_that_is_allowed_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise RuntimeError('it is run')\n")
@@ -113,6 +121,26 @@ def test_an_empty_value_is_an_error(name, tmp_path, monkeypatch, capsys):
 
 
 # ---- what a client claims ----------------------------------------------------------------------------------
+
+CLAIMS = {
+    "hepco": ["class_examples"],
+    "vfcl": ["precision"],
+    "pmae": ["restore"],
+    "glfc": ["gradients"],
+    "lga": ["gradients"],
+    "fedncm": ["class_sums"],
+    "fedproto": ["class_sums"],
+    "fedclm": ["class_sums"],
+    "fedrecon": ["embeddings"],
+    "fedslca": ["statistics"],
+    "lorm": ["responses", "task_grams"],
+    "dolfin": ["input_grams"],
+    "afcl": ["moments"],
+    "fedranpac": ["split"],
+    "fedran": ["summary"],
+    "fedavg": [],
+    "scaffold": [],
+}
 
 
 def context(examples=10, payload=()):
@@ -214,6 +242,9 @@ def test_uploads_that_are_left_out_beside_the_rounds_are_in_their_lines():
     assert line["impossible"] == {"class_sums": 3, "weight": 1}
     assert "rejected_besides" not in records.record(0, 1, RoundReport({}), NOT_EVALUATED, sent)
     assert "3 uploads were left out in 1 of 2 rounds" in warnings_of(records)[0]
+    records.count(before)
+    records.record(1, 0, RoundReport({}), NOT_EVALUATED, sent, [before])
+    assert "5 uploads were left out in 2 of 3 rounds" in warnings_of(records)[0]
 
 
 @pytest.mark.long
@@ -245,6 +276,18 @@ def test_the_table_of_uploads_names_every_method():
         settings = config.resolve(config.from_mapping(name, {}, "test"))
         rounds = make_method(settings, sizes, network).rounds
         assert not [claim.name for each in rounds for claim in each.program.claims], name
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_clients_say_of_themselves_is_checked(name):
+    """A method's program has the claims that `test_numbers_of_examples_...` and its neighbours try."""
+    network = conformance.network(conformance.TINY)
+    sizes = Sizes(classes=5, tasks=2, task_classes=3, clients=4, examples=9)
+    settings = config.resolve(config.from_mapping(name, {}, "test"))
+    programs = [each.program for each in make_method(settings, sizes, network).rounds]
+    checked = [claim.name for program in programs for claim in claims.claims_of(program)]
+    assert sorted({*checked}) == sorted(["weight", *CLAIMS[name]])
+    assert checked.count("weight") == len(programs)
 
 
 # ---- results -----------------------------------------------------------------------------------------------

@@ -604,6 +604,11 @@ def test_latents_are_compared_with_real_features_class_by_class():
     assert found == pytest.approx(halves | {"nearest": 0.75, "distance": 2.5, "spread": 1.5}, rel=1e-3)
 
 
+def test_latents_between_all_seen_classes_have_an_entropy_of_one():
+    logits, seen = jnp.array([[2.0, 2.0, 2.0, 9.0], [50.0, 0.0, 0.0, 9.0]]), jnp.arange(4) < 3
+    np.testing.assert_allclose(D._entropy(logits, seen), [1.0, 0.0], atol=1e-5)
+
+
 def test_a_diagnosis_speaks_of_the_generators_that_there_are():
     opts, run, model, params, _, _ = world()
     study, shape = H.Study(opts, model, params, TASKS[1]), GeneratorConfig(SIZES.classes, run.network.width)

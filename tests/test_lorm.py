@@ -25,13 +25,23 @@ from micro import (
 )
 
 from fcljax.adapters.lora import LoraOptions, lora
-from fcljax.methods.lorm import apply_gram, divide_by_gram, inner_gram, merge_factor, off_diagonal, over_tasks
+from fcljax.methods.lorm import (
+    Grams,
+    Moved,
+    apply_gram,
+    divide_by_gram,
+    inner_gram,
+    merge_factor,
+    off_diagonal,
+    over_tasks,
+    possible_grams,
+)
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.learner import learner
 from fcljax.parts.reports import inputs_of_pairs
-from fcljax.types import Batch
+from fcljax.types import Batch, ClientContext, Frozen
 
 D, RANK, CLIENTS, TOKENS = 5, 2, 3, 40
 RNG = np.random.default_rng(0)
@@ -196,3 +206,20 @@ def test_pairs_read_the_normalised_input_of_their_block_and_padding_counts_as_0(
         expected = centred * np.asarray(norm["scale"]) + np.asarray(norm["bias"])
         expected[2] = 0
         np.testing.assert_allclose(found[block], expected.reshape(-1, NETWORK.width), atol=1e-4)
+
+
+def test_products_that_no_examples_can_have_are_not_believed():
+    """|sum of x y|^2 <= sum of x^2 times sum of y^2, entry by entry."""
+    nothing, head = jnp.zeros((1, RANK, D)), np.float32(GRAM[0])
+    pairs = jnp.ones((1, D))
+    context = ClientContext(Frozen({}), None, None, STREAM[0], info_of(SIZES.classes))
+
+    def possible(head, pairs=pairs):
+        return bool(
+            possible_grams(context, Moved(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing))
+        )
+
+    assert possible(head) and not possible(head, -pairs)
+    false = head.copy()
+    false[1, 3] = 1.1 * np.sqrt(head[1, 1] * head[3, 3])
+    assert not possible(false) and not possible(-head)

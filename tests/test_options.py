@@ -422,6 +422,15 @@ def test_target_as_released_never_ends_its_warm_up():
     assert run("released").synthesis_warmup > run("released").synthesis_rounds
 
 
+def test_fedavg_of_fppl_s_tables_sums_its_loss_over_all_classes_in_the_paper_and_never_fuses_prompts():
+    run = lambda fidelity: config.from_mapping("fedavg", {"fidelity": fidelity}, "test")
+    fields = ("wo_fusion", "gate_scale", "prompt_upload", "local_classes", "reduction")
+    of = lambda fidelity: tuple(getattr(run(fidelity), name) for name in fields)
+    prompts = (True, "fixed", "current")
+    assert of("paper") == (*prompts, "all", "sum")
+    assert of("intended") == of("released") == (*prompts, "current", "mean")
+
+
 def test_mfcl_and_lander_as_released_have_their_releases_sizes():
     run = lambda method: config.from_mapping(method, {"fidelity": "released"}, "test")
     fields = ("synthetic_batch", "generator_batch", "label_temperature", "noise_width", "generator_channels")

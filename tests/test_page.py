@@ -121,7 +121,7 @@ def test_terms_of_the_loss_have_their_mean_share_in_each_task():
 
 def test_every_part_is_there_with_its_numbers():
     lines = [
-        {"task": 0, "round": 0, "rejected": 2, "participants": 3},
+        {"task": 0, "round": 0, "rejected": 2, "rejected_besides": 5, "participants": 3},
         {"task": 1, "round": 0, "participants": 3},
     ]
     found = made(whole(), lines=lines)
@@ -133,7 +133,7 @@ def test_every_part_is_there_with_its_numbers():
     assert ["dog", "-"] in found.rows and ["cat", "25.00"] in found.rows and ["1", "12.50"] in found.rows
     assert ["Run", "paper", "released", "diagonal", "Backward transfer"] in found.rows
     assert ["fppl", "12.50", "10.00", "12.50", "-12.50"] in found.rows
-    assert ["Task 1", "2", "3"] in found.rows and ["Task 2", "0", "3"] in found.rows
+    assert ["Task 1", "7", "3"] in found.rows and ["Task 2", "0", "3"] in found.rows
     costs = ["fppl", "78.33", "2.05", "4.10", "0.17", "169,060", "0.17", "3.00", "5.00"]
     assert any(row[:9] == costs for row in found.rows)  # what is sent once a task besides the rounds
     first = next(row for row in found.rows if row[0] == "fppl")

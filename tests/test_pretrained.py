@@ -443,6 +443,8 @@ def test_a_config_of_another_network_is_refused(tmp_path, config, message):
         ({"mean": "[1, 2]", "std": "1"}, "a mean that is not three numbers"),
         ({"mean": "0", "std": "[1, 0, 1]"}, "a std that is not three numbers"),
         ({"mean": "[NaN, 0, 0]", "std": "1"}, "a mean that is not three numbers"),
+        ({"mean": "9" * 400, "std": "1"}, "a mean that is not three numbers"),
+        ({"mean": "0.5", "std": "[1, 1, " + "9" * 400 + "]"}, "a std that is not three numbers"),
     ],
 )
 def test_metadata_that_make_no_sense_are_refused(refuses, metadata, message):

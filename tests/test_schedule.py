@@ -390,6 +390,15 @@ def test_devices_for_which_there_are_no_clients_share_batches(clients, devices, 
     assert paying_mesh(TRAIN, [partition([500] * clients)], devices, filled, sharing=sharing) == expected
 
 
+def test_lanes_that_shorten_nothing_are_not_taken():
+    """Whatever share of a device a step fills: 200 steps of one client cost as much as 40 of five, of which
+    sums of floating-point numbers would make either the cheaper one."""
+    for flops in (3.3e10, 3.3204277248e10, 3.3253892096e10, 3.3295040512e10, 3.51e10):
+        for batch in (64, 128):
+            filled = 3 * flops * batch / 1e12
+            assert paying_lanes(TRAIN, [partition([500] * 10)], 1, filled) == 1, filled
+
+
 def test_lanes_are_chosen_for_the_clients_that_take_part():
     deals = [partition([500] * 20)] * 3
     assert paying_lanes(TRAIN, deals, 1, 1e-3, participation=0.35) == 7

@@ -110,6 +110,31 @@ class Ended:
         return 0, ""
 
 
+class Deaf(Ended):
+    """A process that a signal does not end, as one whose SIGINT is ignored."""
+
+    def poll(self, seconds=0.0):
+        return None
+
+    def send_signal(self, number):
+        pass
+
+
+def test_a_signal_that_ends_nothing_is_no_kill(torture, tmp_path, monkeypatch):
+    kills = sys.modules["torture_kills"]
+    monkeypatch.setattr(kills, "_wait", lambda *_: "in a round")
+
+    def write(*arguments):
+        out = tmp_path / ("trial" if "trial" in str(arguments) else "linear")
+        out.mkdir(exist_ok=True)
+        (out / "summary.json").write_text("{}"), (out / "metrics.jsonl").write_text("{}")
+
+    programs = types.SimpleNamespace(start=lambda *arguments: Deaf(lambda: write(*arguments)))
+    references = kills.References(tmp_path, programs, ("linear",))
+    found = kills.kill(random.Random(0), tmp_path / "trial", references, 0)
+    assert (found.result, found.times) == ("survived", 0)
+
+
 def test_a_killed_run_that_ends_otherwise_or_loses_a_checkpoint_is_counted(torture, tmp_path):
     """The judge of kills, with programs that write what a test says."""
     kills = sys.modules["torture_kills"]

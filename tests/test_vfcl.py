@@ -35,12 +35,19 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.vfcl.bayesian import bayesian, means
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
-from fcljax.methods.vfcl.posterior import Posterior, in_blocks
-from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, two_priors, vfcl
+from fcljax.methods.vfcl.posterior import Posterior, in_blocks, of_gaussian
+from fcljax.methods.vfcl.vfcl import (
+    OwnPrior,
+    VFCLOptions,
+    bounded_certainty,
+    conflation,
+    two_priors,
+    vfcl,
+)
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, Training, federate
-from fcljax.parts.learner import cross_entropy_loss, learner
+from fcljax.parts.learner import Params, cross_entropy_loss, learner
 
 RATE = 0.05
 GRADIENT = Training(1, 4, RATE, optax.identity())
@@ -255,6 +262,40 @@ def test_tempered_conflation_has_the_same_means_and_does_not_narrow_what_is_alik
     close(made["tempered"].mean, made["conflation"].mean)
     wider = jax.tree.map(lambda sigma: sigma * 2**0.5, made["conflation"].sigma)
     close(made["tempered"].sigma, wider)
+
+
+def test_labels_bound_how_certain_a_client_can_become():
+    """9 labels of 3 classes have 9 log 3 nats: a tenth of the standard deviation of four weights is possible,
+    of a thousand it is not. What is possible keeps its bits."""
+    nats, sent = jnp.float32(9 * np.log(3)), of_gaussian(jnp.zeros(1000), jnp.full(1000, 0.02))
+    factor = jnp.ones(1000).at[:4].set(0.1).at[4:500].set(3.0)
+    few = of_gaussian(sent.mean, 0.02 * factor)
+    assert (bounded_certainty(few, sent, nats) == few.sigma).all()
+    all_ = of_gaussian(sent.mean, sent.sigma / 9.9)
+    gained = jnp.log(sent.sigma / bounded_certainty(all_, sent, nats))
+    np.testing.assert_allclose(gained, nats / 1000, rtol=1e-2)
+    # wider weights buy nothing, and stay as they are
+    half = of_gaussian(sent.mean, sent.sigma * jnp.where(jnp.arange(1000) < 500, 0.1, 10.0))
+    found = bounded_certainty(half, sent, nats)
+    np.testing.assert_allclose(jnp.log(sent.sigma / found)[:500], nats / 500, rtol=1e-2)
+    assert (found[500:] == half.sigma[500:]).all()
+
+
+@pytest.mark.parametrize("merge", ["conflation", "tempered"])
+def test_two_of_ten_that_are_certain_have_little_more_than_their_share(merge):
+    """Honest means are 1 and the liars' -1, at a precision of a hundred times what was sent. Without a bound
+    they have 96 % of the weight."""
+    rule = conflation(VFCLOptions(merge=merge), make_aggregation(AggregationOptions()), 10)
+    sent = Params(of_gaussian(jnp.zeros(20_000), jnp.full(20_000, 0.02)), (), {}, ())
+    honest = sent._replace(adapter=sent.adapter._replace(mean=jnp.ones(20_000)))
+    lie = sent._replace(adapter=of_gaussian(-jnp.ones(20_000), jnp.full(20_000, 0.002)))
+    arrived = [rule.pre(each, sent, jnp.float32(144)) for each in [lie] * 2 + [honest] * 8]
+    mean = jax.tree.map(lambda *x: sum(x) / 10, *[each for each, _ in arrived])
+    found, _ = rule.post(mean, sent, (), jnp.int32(10), KEY)
+    shares = (1 - found.adapter.mean) / 2
+    assert shares.max() < 0.21
+    narrowed = found.adapter.sigma / 0.02 * (10**0.5 if merge == "conflation" else 1)
+    np.testing.assert_allclose(narrowed, 1.0, atol=0.01)
 
 
 def test_averaging_takes_means_and_rhos_by_the_clients_rows():

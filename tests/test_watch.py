@@ -50,6 +50,20 @@ def test_a_run_is_shown_with_its_tasks_and_curves(tmp_path):
     assert "accuracy A (%), 50 to 70" in text and "loss, 0.3333 to 1" in text
 
 
+def test_rejected_uploads_are_those_beside_the_rounds_too(tmp_path):
+    """Such as class sums that are sent once a task."""
+    for name in "ab":
+        run = begun(tmp_path / "many" / name, 2)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines[0]["rejected_besides"] = 5
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rejected = lambda folder, column: [
+        line.split("│")[column].strip() for line in shown(folder).splitlines() if line.count("│") > column
+    ]
+    assert rejected(tmp_path / "many" / "a", 6) == ["7"]
+    assert rejected(tmp_path / "many", 6) == ["7", "7"]
+
+
 def test_a_run_that_diverged_takes_no_more_room_than_others(tmp_path):
     for name, loss in (("a", 0.25), ("b", 8e30)):
         run = begun(tmp_path / "many" / name, 1)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import SingleDeviceSharding
 
+from fcljax.checks.traffic import traffic
 from fcljax.errors import InputError, choose
-from fcljax.mesh import mesh_of
+from fcljax.mesh import compiler_options, mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.programs import Placement, RoundProgram, programs_of
@@ -69,8 +71,8 @@ class Footprint(NamedTuple):
     flops: float
     """Of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written, in the same way; 0: the compiler does not count them, as that for GPUs. Then
-    `flops` are those of the program as written."""
+    """Bytes read and written, in the same way. Where the compiler does not count them, as that for GPUs, they
+    are those of `checks/traffic.py`, and `flops` are the products of the program as written."""
     useful: float
     """Matrix products of the program as written over those of the compiled one; 0: it has none."""
     collectives: dict[str, int]
@@ -183,28 +185,30 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 # ---- programs ----------------------------------------------------------------------------------------------
 
 
-def reports(exp: Experiment, placement: Placement, only: str = "") -> Iterator[Footprint]:
+def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") -> Iterator[Footprint]:
     """What the compiler says of the programs of a round, one after the other.
 
     Args:
       exp: made for `machine(name)`.
       placement: of its arguments.
+      kind: of the chip.
       only: a regular expression; programs with other names are left out.
     """
     for program in programs_of(exp, placement):
         if re.search(only, program.name):
-            yield report(program)
+            yield report(program, kind)
 
 
-def report(program: RoundProgram) -> Footprint:
-    """Compile a program for where its arguments lie, and read what the compiler says of it."""
+def report(program: RoundProgram, kind: str) -> Footprint:
+    """Compile a program for where its arguments lie, on a chip of this kind, and read what the compiler says
+    of it."""
     began = time.process_time()
     traced = program.trace()
     wanted = product_flops(traced.jaxpr.jaxpr)
     # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
     times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
     try:
-        compiled = traced.lower().compile()
+        compiled = traced.lower().compile(compiler_options(kind))
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -215,12 +219,14 @@ def report(program: RoundProgram) -> Footprint:
     counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     assert memory is not None  # both compilers make one
     flops, text = times * float(counted.get("flops", 0.0)) or wanted, compiled.as_text() or ""
+    # by loops as long as the module says that they are
+    moved = times * float(counted.get("bytes accessed", 0.0)) or float(traffic(text))
     return Footprint(
         program=program.name,
         memory=peak(memory),
         temporary=memory.temp_size_in_bytes,
         flops=flops,
-        traffic=times * float(counted.get("bytes accessed", 0.0)),
+        traffic=moved,
         useful=wanted / flops if wanted and flops else 0.0,
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
@@ -234,13 +240,16 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Operations of the matrix products of a traced program.
+    """Operations of the matrix products of a traced program whose results are used.
+
+    The backward pass of a product writes the gradients of both factors, of frozen weights for nothing.
 
     Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
     them; those of other loops once; of a conditional the branch that has most.
     """
+    used: Any = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
     total = 0.0
-    for equation in jaxpr.eqns:
+    for equation in used.eqns:
         if equation.primitive.name == "dot_general":
             (inner, _), _ = equation.params["dimension_numbers"]
             left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape

@@ -93,7 +93,7 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
     compiled: dict[config.RunConfig, list[Footprint]] = {}
 
     def need(exp: Experiment) -> Need:
-        compiled[exp.settings] = list(reports(exp, placement, LOOPS))
+        compiled[exp.settings] = list(reports(exp, placement, chip.kind, LOOPS))
         largest = max(compiled[exp.settings], key=lambda each: each.memory)
         return Need(largest.program, largest.memory + _beside(exp), largest.temporary)
 

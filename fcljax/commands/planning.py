@@ -65,7 +65,7 @@ def plan(arguments: list[str]) -> int:
             table,
             each.program,
             _gib(each.memory),
-            "memory traffic" if share < 1 else "operations" if each.traffic else "operations, or traffic",
+            "memory traffic" if share < 1 else "operations",
             f"{share:.0%}" if each.traffic else "unknown",
             f"{1000 * each.least_seconds(found.chip) / max(1, each.steps):.1f} ms",
             str(each.steps),

@@ -5,7 +5,7 @@ task, round, client) (`with_faults`). Whether a client is faulty is data, so one
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -38,14 +38,20 @@ FAULTS = ATTACKS | {
     "drop": "the client is not reached: it does not train, and its state stays as it is",
 }
 _DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
-_WEIGHT, _COUNTS = "weight", "counts"
+_WEIGHT, _COUNTS, _CERTAIN = "weight", "counts", "certain"
 CLAIMED = 1e30
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
+CHECKED = {_COUNTS, _CERTAIN}  # attacks that some methods' uploads have nothing for
+SHARPER = 9.9  # times, of standard deviations: what VFCL's server takes for possible
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
     size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
     return leaf + (size * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+
+def _sharper(rho: Array, key: PRNGKeyArray) -> Array:
+    return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
 
 # what becomes of one floating leaf of an upload
@@ -56,6 +62,7 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
     "inf": lambda leaf, key: jnp.full_like(leaf, jnp.inf),
     "late": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
     "noise": _noisy,
+    _CERTAIN: _noisy,
 }
 
 
@@ -135,7 +142,7 @@ class _Fault(NamedTuple):
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
     """The method with clients 0 .. malicious - 1 misbehaving in every round.
 
-    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for "weight" and "counts".
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for claims.
     The client's own state and the metrics of its steps are what the honest program makes of its (mirrored)
     data.
 
@@ -210,17 +217,19 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
             functools.partial(_claimed, faulty), (upload.mean, upload.sum, upload.gather)
         )
         return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
-    on_leaf = _ON_LEAF[name]
-    leaves, tree = jax.tree.flatten((upload.mean, upload.sum, upload.gather))
+    leaves, tree = jax.tree.flatten_with_path((upload.mean, upload.sum, upload.gather))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
 
-    def change(i: int, leaf: Array) -> Array:
+    def change(i: int, path: tuple, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return jnp.where(faulty, on_leaf(leaf, jax.random.fold_in(key, i)), leaf)
+        sharper = name == _CERTAIN and _is_rho(path)
+        return jnp.where(
+            faulty, (_sharper if sharper else _ON_LEAF[name])(leaf, jax.random.fold_in(key, i)), leaf
+        )
 
-    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, leaf) for i, leaf in enumerate(leaves)])
+    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, *each) for i, each in enumerate(leaves)])
     return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
@@ -238,19 +247,27 @@ def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
         return int(jnp.iinfo(dtype).max)
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    return CLAIMED if "examples" in name else CERTAIN if ".rho" in name else None
+    return CLAIMED if "examples" in name else CERTAIN if _is_rho(path) else None
 
 
-def check_counts(uploads: tuple[Upload, ...]) -> None:
-    """Check that "counts" changes anything in uploads of these shapes.
+def _is_rho(path: tuple) -> bool:
+    """Is this a leaf of which a Gaussian's standard deviations are made?"""
+    return ".rho" in jax.tree_util.keystr(path)
+
+
+def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
+    """Check that "counts" and "certain", if they are among the faults, change what they name in uploads of
+    these shapes.
 
     Raises:
-      InputError: if clients send nothing that is counted.
+      InputError: if clients send nothing that is counted, or no standard deviations.
     """
     sent = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
     leaves = jax.tree_util.tree_leaves_with_path(sent)
-    if all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
+    if _COUNTS in names and all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
         raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
+    if _CERTAIN in names and not any(_is_rho(path) for path, _ in leaves):
+        raise InputError("attack: clients of this method are not 'certain'; nearest: 'sign_flip'")
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:

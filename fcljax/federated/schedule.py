@@ -7,6 +7,7 @@ of every task uses one compiled program.
 
 import heapq
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -253,12 +254,15 @@ def paying_mesh(
     chosen = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
     counts = [_some_counts(partitions[i], participation, i) for i in chosen]
 
-    def cost(shared: int, each: int) -> tuple[float, int, int]:
+    # exact, so that equals are equal: rounded, as many ticks of 5 clients as of one may seem to be shorter
+    exact = Fraction(filled)
+
+    def cost(shared: int, each: int) -> tuple[float | Fraction, int, int]:
         lanes = each * (devices // shared)
         steps = [round_steps(program, count, lanes) for count in counts]
         useful, ticks = np.sum(steps, axis=0)
         wasteful = each > 1 and useful < LEAST_USEFUL * lanes * ticks
-        return (np.inf if wasteful else ticks * max(1.0, each * filled / shared)), shared, each
+        return (np.inf if wasteful else int(ticks) * max(Fraction(1), each * exact / shared)), shared, each
 
     _, shared, each = min(cost(shared, each) for shared in sharing for each in range(1, MOST_LANES + 1))
     return each * (devices // shared), shared

@@ -8,7 +8,7 @@ predicts all patches; its predictions of visible patches are kept, not replaced 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ class DecoderConfig:
     mlp: int = 2048
     dtype: str = "float32"  # of the factors of matrix products
     epsilon: float = 1e-6  # of the LayerNorms
+    kernel: Literal["none", "on each device", "all"] = "none"  # as of `ViTConfig`
 
     @property
     def grid(self) -> int:
@@ -123,7 +124,8 @@ class Decoder(nn.Module):
 
 
 def _block_config(c: DecoderConfig) -> ViTConfig:
-    return ViTConfig(c.image_size, c.patch, c.width, c.depth, c.heads, c.mlp, c.dtype, c.epsilon)
+    shape = ViTConfig(c.image_size, c.patch, c.width, c.depth, c.heads, c.mlp, c.dtype, c.epsilon)
+    return dataclasses.replace(shape, kernel=c.kernel)
 
 
 def decode(

@@ -22,7 +22,7 @@ from fcljax.results.comparison import (
     percent,
 )
 from fcljax.results.metrics import without_nan, worst
-from fcljax.results.run_folder import FinishedRun, Number, Summary, value_at
+from fcljax.results.run_folder import FinishedRun, Number, Summary, rejected_uploads, value_at
 
 Named = TypeVar("Named")
 
@@ -501,8 +501,8 @@ def _rejected(view: PageView) -> Section:
         "Rounds without upload": lambda run: number(len(run.get("rounds_without_upload") or [])),
     }
     text = [
-        "Uploads with a NaN, an infinity or a negative weight are left out; a result that is not finite is "
-        "refused."
+        "Uploads with a NaN, an infinity or a claim that cannot be true are left out; a result that is not "
+        "finite is refused."
     ]
     if having and not any(run["rejected_uploads"] for run in having.values()):
         text.append("No upload was rejected.")
@@ -520,9 +520,10 @@ def _rejected_by_task(name: str, lines: Sequence[dict[str, Any]]) -> PageTable:
     rows = []
     for task in sorted({line["task"] for line in lines}):
         own = [line for line in lines if line["task"] == task]
-        sums = [sum(line.get(key) or 0 for line in own) for key in ("rejected", "participants")]
-        rows.append([f"Task {task + 1}", *map(number, sums)])
-    return _table(f"Rejected by task: {name}", ("Task", "Rejected", "Uploads"), rows)
+        participants = sum(line.get("participants") or 0 for line in own)
+        rows.append([f"Task {task + 1}", number(rejected_uploads(own)), number(participants)])
+    # uploads once a task, outside the rounds, may be rejected too, so there can be more than participants
+    return _table(f"Rejected by task: {name}", ("Task", "Rejected uploads", "Participants of rounds"), rows)
 
 
 def _reconstructions(view: PageView) -> Section | None:

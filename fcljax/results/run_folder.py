@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +139,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict) and all(isinstance(value.get(name), int) for name in ("task", "round")):
             found.append(value)
     return found
+
+
+def rejected_uploads(lines: Iterable[dict[str, Any]]) -> int:
+    """How many uploads were left out, by lines of a metrics.jsonl: those of the rounds, and those of
+    exchanges before a task's first round or after its last one. Older versions wrote neither number."""
+    return sum((line.get("rejected") or 0) + (line.get("rejected_besides") or 0) for line in lines)
 
 
 def run_folders(folder: str | Path) -> list[Path]:

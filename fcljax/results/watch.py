@@ -16,7 +16,7 @@ from rich.table import Table
 from fcljax import config
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
-from fcljax.results.run_folder import is_hidden, read_lines
+from fcljax.results.run_folder import is_hidden, read_lines, rejected_uploads
 from fcljax.terminal import add_row, plain_text
 
 LOCK = ".lock"
@@ -175,7 +175,7 @@ def _one(run: Watched, now: float) -> RenderableType:
             _formatted(mine[-1].get("loss"), ".4g"),
             _percent(_values(mine, "A")),
             _formatted(mine[-1].get("participants"), ""),
-            sum(line.get("rejected") or 0 for line in mine),
+            rejected_uploads(mine),
         )
     shown = [plain_text(f"{_progress(run)} rounds; last written {_age(run, now)}; {_state(run)}"), table]
     for name, key, scale in (("accuracy A (%)", "A", 100), ("loss", "loss", 1)):
@@ -201,7 +201,7 @@ def _several(runs: Sequence[Watched], now: float) -> RenderableType:
             _formatted(last.get("loss"), ".4g"),
             _percent(known),
             sparkline(known, 8) if len(known) > 1 else "",
-            sum(line.get("rejected") or 0 for line in run.lines),
+            rejected_uploads(run.lines),
             _age(run, now),
             _state(run),
         )

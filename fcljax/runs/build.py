@@ -24,7 +24,7 @@ from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
-from fcljax.federated.faults import check_counts, corrupt, parse_faults, with_faults
+from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
 from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
@@ -158,11 +158,10 @@ def assemble(
         partial(inputs_of, inputs.preprocess, inputs.augments),
     )
     shares = parse_faults(settings.faults)
-    counts = "counts" in shares or bool(settings.malicious and settings.attack == "counts")
-    if shares or counts:
+    names = {*shares, settings.attack} if settings.malicious else {*shares}
+    if shares or names & CHECKED:
         uploads = tuple(each.upload for each in check_method(method, read, example))
-        if counts:
-            check_counts(uploads)
+        check_claims(names, uploads)
         method = with_faults(method, shares, settings.seed, uploads)
     if single:
         engine = _single_engine(method, read, example, sizes)

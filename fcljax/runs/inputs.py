@@ -128,7 +128,8 @@ def network_of(
     if isinstance(shape, ViTConfig):
         shape = dataclasses.replace(shape, kernel=kernel)
         if decoder := backbone.decoder:
-            pair = autoencoder(shape, decoder.config, decoder.mean, decoder.std)
+            of_decoder = dataclasses.replace(decoder.config, kernel=kernel)
+            pair = autoencoder(shape, of_decoder, decoder.mean, decoder.std)
     return make_network(shape, pixels.mean, pixels.std, pair, remat)
 
 

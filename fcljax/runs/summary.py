@@ -16,6 +16,7 @@ from fcljax.models.networks import network_name
 from fcljax.parts.client import OWN, SHARE
 from fcljax.parts.reports import PROTOTYPE_DISTANCE
 from fcljax.results import metrics
+from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
 from fcljax.runs.records import Records
@@ -237,7 +238,7 @@ def warnings_of(records: Records) -> list[str]:
     test images without a prediction, terms that do nothing, and training that has not arrived."""
     lines, counts = [], records.counts
     if counts["rejected"]:
-        rounds = sum(line["rejected"] + line.get("rejected_besides", 0) > 0 for line in records.rounds)
+        rounds = sum(rejected_uploads([line]) > 0 for line in records.rounds)
         lines.append(
             f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
             f"rounds: NaN, infinite, or with a claim that cannot be true"

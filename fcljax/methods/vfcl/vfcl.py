@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
@@ -91,7 +91,7 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
         budget = Budget(options.exemplars)
         rules += (herded(budget, run.sizes, run.network.width, run.training.batch_size),)
     return federate(
-        run._replace(aggregation=conflation(options, run.aggregation)),
+        run._replace(aggregation=conflation(options, run.aggregation, run.sizes.classes)),
         bayesian(linear_learner(run), options.init_std, options.mc_samples, options.mc_test_samples),
         loss=cross_entropy_loss("seen"),
         client_rules=rules,
@@ -203,11 +203,29 @@ def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(possible, trainable.adapter.sigma, sent))))
 
 
-def conflation(options: VFCLOptions, rule: Aggregation) -> Aggregation:
+def bounded_certainty(mine: Posterior, sent: Posterior, nats: Float[Array, ""]) -> PyTree:
+    """Standard deviations of which no client is more certain than its labels can make it.
+
+    n labels of C classes have at most n log C nats of information, and so has what they say of the weights
+    (mutual information). A posterior from them has on average at most so much less entropy than its prior:
+    the sum of log(sent / mine) over all weights that became more certain. Where it is more, all these
+    logarithms are shortened by the same factor; else the numbers keep their bits.
+    """
+    gained = jax.tree.map(lambda m, s: jnp.maximum(jnp.log(s / m), 0), mine.sigma, sent.sigma)
+    share = nats / jnp.maximum(sum_all(gained), jnp.finfo(jnp.float32).tiny)
+
+    def bounded(mine: Array, sent: Array, gained: Array) -> Array:
+        return jnp.where((share < 1) & (gained > 0), sent * jnp.exp(-share * gained), mine)
+
+    return jax.tree.map(bounded, mine.sigma, sent.sigma, gained)
+
+
+def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggregation:
     """How the clients' Gaussians become one: their product (eq. 11), or the run's rule on means and on rhos.
 
-    Clients with smaller posterior variance receive more weight. A client sends the two terms of its Gaussians
-    that add up, so that conflation is a sum in any order (conflation.py).
+    Clients with smaller posterior variance receive more weight, within what their labels can say
+    (`bounded_certainty`). A client sends the two terms of its Gaussians that add up, so that conflation is a
+    sum in any order (conflation.py).
 
     Raises:
       InputError: for another rule than the mean where conflation is asked for.
@@ -222,8 +240,9 @@ def conflation(options: VFCLOptions, rule: Aggregation) -> Aggregation:
         )
 
     def pre(trainable: Params, reference: Params, weight: Array) -> tuple[Params, Array]:
-        del reference
-        precision, mean = precision_terms(trainable.adapter.mean, trainable.adapter.sigma)
+        nats = weight * math.log(classes)  # the weight is the number of examples
+        sigma = bounded_certainty(trainable.adapter, reference.adapter, nats)
+        precision, mean = precision_terms(trainable.adapter.mean, sigma)
         # the two terms travel in the places of mean and rho, so that what is sent keeps its shape
         return trainable._replace(adapter=Posterior(mean, precision)), jnp.where(weight > 0, 1.0, 0.0)
 
