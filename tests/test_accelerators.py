@@ -72,6 +72,22 @@ def test_products_of_which_nothing_is_used_are_not_counted():
     assert chips.product_flops(jax.make_jaxpr(gradient)(x).jaxpr) == 2 * 8 * 16 * 4
 
 
+def test_convolutions_are_counted_as_products():
+    """3 x 3 pixels of 4 channels for each of 2 x 8 x 8 pixels of 6; gradients as much, up to the edges."""
+    image, kernel = jnp.ones((2, 16, 16, 4)), jnp.ones((3, 3, 4, 6))
+
+    def convolve(image, kernel):
+        axes = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(image, kernel, (2, 2), "SAME", dimension_numbers=axes)
+
+    expected = 2 * (3 * 3 * 4) * (2 * 8 * 8 * 6)
+    assert chips.product_flops(jax.make_jaxpr(convolve)(image, kernel).jaxpr) == expected
+    for argument in (0, 1):
+        gradient = jax.grad(lambda *given: jnp.sum(convolve(*given)), argument)
+        found = chips.product_flops(jax.make_jaxpr(gradient)(image, kernel).jaxpr)
+        assert found == pytest.approx(expected, rel=0.3), argument
+
+
 def test_of_a_conditional_the_larger_branch_is_counted():
     a = jnp.ones((8, 8))
     branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)

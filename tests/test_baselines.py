@@ -51,7 +51,7 @@ LEARNER = learner(NETWORK, PAIR, linear(TINY.width, SIZES.classes))
 @pytest.fixture(scope="module")
 def tuned():
     """A fresh pair and a classifier."""
-    return LEARNER.init(KEY, FROZEN)
+    return jax.jit(LEARNER.init)(KEY, FROZEN)
 
 
 def batch_of(rows):
@@ -123,7 +123,7 @@ def test_a_new_pair_changes_nothing_yet(tuned):
 def test_head_and_pair_have_rates_of_their_own():
     """Adam's first step has the size of the rate, wherever there is a gradient."""
     method = method_of("joint", lora_lr=1e-2, lr=1e-4, lora_blocks=2)
-    server, (main,) = method.init(KEY, FROZEN), method.rounds
+    server, (main,) = jax.jit(method.init)(KEY, FROZEN), method.rounds
     context = context_of(method, server, STREAM[0], info_of(SIZES.classes, 3), FROZEN)
     before = main.program.start(context, (), KEY)
     after, _ = jax.jit(main.program.phases[0].step)(context, before, batch_of([1, 2, 5]), KEY)

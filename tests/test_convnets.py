@@ -153,7 +153,7 @@ def network(request):
 
 @pytest.fixture
 def variables(network):
-    return network.init(jax.random.key(0))
+    return jax.jit(network.init)(jax.random.key(0))
 
 
 def test_in_training_statistics_move_towards_those_of_the_rows_that_count(network, variables):
@@ -198,7 +198,7 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features():
     exact, half = (
         resnet_network(dataclasses.replace(RESNET, dtype=kind)) for kind in ("float32", "bfloat16")
     )
-    variables, image = exact.init(jax.random.key(0)), random(4, *exact.image)
+    variables, image = jax.jit(exact.init)(jax.random.key(0)), random(4, *exact.image)
     one, other = (each.apply(variables, image, None, False)[0].cls for each in (exact, half))
     assert other.dtype == jnp.float32 and (one != other).any()
     np.testing.assert_allclose(one, other, rtol=0.1, atol=0.05)
@@ -367,13 +367,13 @@ def test_a_run_trains_it_and_moves_its_statistics_and_other_adapters_are_refused
 def test_the_adapter_full_descends_along_the_weights_and_takes_the_statistics_of_the_batch():
     """Whatever the optimiser and the decay of weights do, statistics are those of the forward pass."""
     network = NETWORKS["resnet"]
-    frozen = Frozen(network.init(jax.random.key(0)))
+    frozen = Frozen(jax.jit(network.init)(jax.random.key(0)))
     train = Training(1, 4, 0.1, optax.chain(optax.add_decayed_weights(0.5), optax.identity()))
     sizes = Sizes(4, 2, 2, 1)
     adapter = full(FullOptions(full_lr=0.1), sizes, network)
     run = Run(sizes, network, adapter, train, make_aggregation(AggregationOptions()), ())
     method = plain_method(NoOptions(), run)
-    server = method.init(jax.random.key(1), frozen)
+    server = jax.jit(method.init)(jax.random.key(1), frozen)
     round_context = RoundContext.on_host(frozen, jax.tree.map(jnp.asarray, make_tasks(4, 2)[0]), 0, True)
     cast = method.broadcast(round_context, server)
     context = ClientContext(

@@ -1,5 +1,7 @@
 """DOLFIN: the memory against DualGPM with bases in numpy, and updates that earlier inputs do not see."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from micro import (
     STREAM,
     TINY,
     begin,
+    compiled,
     context_of,
     engine_of,
     info_of,
@@ -85,7 +88,7 @@ def test_the_threshold_grows_linearly():
 
 def test_products_larger_than_the_squares_allow_are_refused():
     method = dolfin()
-    context = context_of(method, method.init(KEY, FROZEN), STREAM[0], info_of(5), FROZEN)
+    context = context_of(method, compiled(method.init)(KEY, FROZEN), STREAM[0], info_of(5), FROZEN)
     gram = jnp.asarray(gram_of(2, 0), jnp.float32)[None]
     assert possible_gram(context, gram) and not possible_gram(context, gram.at[0, 0, 1].set(1e3))
     assert not possible_gram(context, -gram)
@@ -108,9 +111,13 @@ def servers():
 
 def inputs_of(task):
     """What the first block's pair reads of everybody's images of a task, [tokens, D]."""
-    rows = PARTITIONS[task].indices
-    features = apply_vit(TINY, FROZEN.network, jnp.asarray(IMAGE[rows], jnp.float32))
-    return np.asarray(attention_inputs(FROZEN.network, features, 1))[0].reshape(-1, TINY.width)
+
+    @jax.jit
+    def read(params, image):
+        return attention_inputs(params, apply_vit(TINY, params, image), 1)[0]
+
+    image = jnp.asarray(IMAGE[PARTITIONS[task].indices], jnp.float32)
+    return np.asarray(read(FROZEN.network, image)).reshape(-1, TINY.width)
 
 
 def test_a_does_not_train_and_is_the_leading_directions_of_everybody_s_inputs(servers):
@@ -134,12 +141,15 @@ def test_a_second_task_s_pair_reads_nothing_that_the_memory_of_the_first_has(ser
 
 def test_clients_send_b_and_the_classifier_and_d_squared_once_per_task():
     method = dolfin()
-    server = method.init(KEY, FROZEN)
+    server = compiled(method.init)(KEY, FROZEN)
     context = context_of(method, server, STREAM[0], info_of(5), FROZEN)
-    sizes = {}
+    state, sizes = method.init_client(KEY, server), {}
+
+    def send(program, context, state):
+        return program.finish(context, program.start(context, state, KEY), state)[0]
+
     for each in method.rounds:
-        state = method.init_client(KEY, server)
-        upload, _ = each.program.finish(context, each.program.start(context, state, KEY), state)
+        upload = jax.eval_shape(functools.partial(send, each.program), context, state)
         sizes[each.when] = sum(
             leaf.size for leaf in jax.tree.leaves((upload.mean, upload.sum, upload.gather))
         )

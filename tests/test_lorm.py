@@ -1,5 +1,7 @@
 """LoRM: the merged factor solves its least squares problem (numpy, float64), over clients and over tasks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from micro import (
     STREAM,
     TINY,
     begin,
+    compiled,
     context_of,
     engine_of,
     info_of,
@@ -52,6 +55,7 @@ def as_jax(x):
     return jnp.asarray(x, jnp.float32)[None]  # one block
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def merged(grams, trains_b):
     """What the server makes of what the clients send."""
     pairs = [as_jax(gram) for gram in grams]
@@ -62,7 +66,7 @@ def merged(grams, trains_b):
     else:
         sent = [apply_gram(as_jax(a) - as_jax(A), g) for g, a in zip(pairs, A_OF, strict=True)]
     found = merge_factor(as_jax(A), as_jax(B), sum(sent), sum(pairs), jnp.bool_(trains_b))
-    return [np.asarray(each[0]) for each in found]
+    return [each[0] for each in found]
 
 
 def test_b_gives_the_clients_responses_in_least_squares():
@@ -102,8 +106,13 @@ def test_with_diagonals_a_is_a_weighted_mean_of_every_column():
 def test_over_tasks_the_products_match_the_responses_of_every_task(diagonal):
     grams = np.stack([np.diag(np.diag(g)) for g in GRAM]) if diagonal else GRAM
     stored = [as_jax(np.diag(g) if diagonal else g) for g in grams]
-    weighted = jnp.stack([apply_gram(as_jax(a), g) for a, g in zip(A_OF, stored, strict=True)])
-    found = np.asarray(over_tasks(weighted, sum(stored)))[:, 0]
+
+    @jax.jit
+    def joined(stored):
+        weighted = jnp.stack([apply_gram(as_jax(a), g) for a, g in zip(A_OF, stored, strict=True)])
+        return over_tasks(weighted, sum(stored))[:, 0]
+
+    found = np.asarray(joined(stored))
     expected = sum(b @ a @ g for b, a, g in zip(B_OF, A_OF, grams, strict=True)) @ np.linalg.inv(grams.sum(0))
     np.testing.assert_allclose(
         sum(b @ a for b, a in zip(B_OF, found, strict=True)), expected, rtol=1e-3, atol=1e-4
@@ -159,11 +168,15 @@ def test_at_the_end_of_a_first_task_the_pair_stays_and_later_ones_share_the_inpu
 @pytest.mark.parametrize("gram", ["diagonal", "full"])
 def test_a_client_sends_the_factor_once_and_d_numbers_for_each_block(gram):
     method = lorm(pair_gram=gram)
-    server = method.init(KEY, FROZEN)
-    context = context_of(method, server, STREAM[0], info_of(5), FROZEN)
     program = method.rounds[0].program
+    server = compiled(method.init)(KEY, FROZEN)
+    context = context_of(method, server, STREAM[0], info_of(5), FROZEN)
     state = method.init_client(KEY, server)
-    upload, _ = program.finish(context, program.start(context, state, KEY), state)
+
+    def send(context, state):
+        return program.finish(context, program.start(context, state, KEY), state)[0]
+
+    upload = jax.eval_shape(send, context, state)
     width, squares = NETWORK.width, NETWORK.width if gram == "diagonal" else NETWORK.width**2
     sent = sum(leaf.size for leaf in jax.tree.leaves((upload.mean, upload.sum)))
     pair, head = 2 * 2 * 3 * width, width * width + width * 5 + 5
@@ -172,7 +185,7 @@ def test_a_client_sends_the_factor_once_and_d_numbers_for_each_block(gram):
 
 def test_pairs_read_the_normalised_input_of_their_block_and_padding_counts_as_0():
     method = lorm()
-    server = method.init(KEY, FROZEN)
+    server = compiled(method.init)(KEY, FROZEN)
     context = context_of(method, server, STREAM[0], info_of(5), FROZEN)
     image = jnp.asarray(IMAGE[:3], jnp.float32)
     batch = Batch(image, jnp.zeros(3, jnp.int32), jnp.asarray([True, True, False]), jnp.arange(3))

@@ -74,7 +74,8 @@ class Footprint(NamedTuple):
     """Bytes read and written, in the same way. Where the compiler does not count them, as that for GPUs, they
     are those of `checks/traffic.py`, and `flops` are the products of the program as written."""
     useful: float
-    """Matrix products of the program as written over those of the compiled one; 0: it has none."""
+    """Matrix products and convolutions of the program as written over the operations of the compiled one; 0:
+    it has none."""
     collectives: dict[str, int]
     """Instructions that exchange data between chips, by kind."""
     seconds: float
@@ -240,7 +241,7 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Operations of the matrix products of a traced program whose results are used.
+    """Operations of the matrix products and convolutions of a traced program whose results are used.
 
     The backward pass of a product writes the gradients of both factors, of frozen weights for nothing.
 
@@ -254,9 +255,19 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             (inner, _), _ = equation.params["dimension_numbers"]
             left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
             total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
+        if equation.primitive.name == "conv_general_dilated":
+            total += _convolution_flops(equation)
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
         inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
         if equation.primitive.name == "pallas_call":  # of which a compiler is told the total
             times = math.prod(equation.params["grid_mapping"].grid)
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
     return total
+
+
+def _convolution_flops(equation: Any) -> float:
+    """Without products with the zeros between the pixels of a dilated input, as gradients of strides have."""
+    kernel, out, given = equation.invars[1].aval.shape, equation.outvars[0].aval.shape, equation.params
+    outputs = kernel[given["dimension_numbers"].rhs_spec[0]]
+    repeated = math.prod(given["lhs_dilation"]) * given["batch_group_count"]
+    return 2.0 * math.prod(out) * math.prod(kernel) / outputs / repeated
