@@ -547,11 +547,12 @@ def _colour(file: checkpoints.Checkpoint, what: str, value: object) -> Colour:
 
 
 def _stored(tree: PyTree, dtype: str) -> PyTree:
-    """Arrays of our own: kernels and biases of matrix products in the compute type, all else float32."""
+    """Arrays of our own: kernels and biases of matrix products in the compute type, all else float32. Cast by
+    numpy, for JAX compiles a program for each shape."""
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
-        return jnp.array(x, dtype if matrix else "float32")
+        return jax.device_put(np.array(x, jnp.dtype(dtype if matrix else "float32")))
 
     return jax.tree_util.tree_map_with_path(store, tree)
 
