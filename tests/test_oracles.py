@@ -131,7 +131,7 @@ def test_vfcls_priors_and_their_gradients(before):
 def test_vfcls_merge_is_the_product_of_the_clients_gaussians(merge, times):
     """Eq. 11, parameter by parameter; tempered: its variance times the number of clients."""
     clients, head = [gaussians(seed, WIDTH) for seed in (1, 2, 3)], gaussians(4, WIDTH + 1, CLASSES)
-    rule = conflation(VFCLOptions(merge=merge), make_aggregation(AggregationOptions()))
+    rule = conflation(VFCLOptions(merge=merge), make_aggregation(AggregationOptions()), CLASSES)
     began = posterior_of(clients[0], head)
     sent = [rule.pre(posterior_of(each, head), began, jnp.float32(9)) for each in clients]
     assert [float(weight) for _, weight in sent] == [1, 1, 1]  # whatever the examples
