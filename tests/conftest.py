@@ -98,10 +98,10 @@ def share_contexts(programs: int = 100) -> None:
     make, count = mlir.make_ir_context, itertools.count()
 
     @functools.lru_cache(maxsize=1)
-    def of_turn(turn: int):
+    def of_group(group: int):
         return make()
 
-    mlir.make_ir_context = lambda: of_turn(next(count) // programs)
+    mlir.make_ir_context = lambda: of_group(next(count) // programs)
 
 
 if TESTED_JAX:  # by a function of JAX's own, which another version may not have

@@ -259,7 +259,7 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             total += _convolution_flops(equation)
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
         inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
-        if equation.primitive.name == "pallas_call":  # of which a compiler is told the total
+        if equation.primitive.name == "pallas_call":  # the program gives its compiler the total
             times = math.prod(equation.params["grid_mapping"].grid)
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
     return total
