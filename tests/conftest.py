@@ -60,7 +60,6 @@ settings.load_profile("fcljax")
 
 # after all that JAX reads when it starts
 import jax  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 
 # ---- checks of signatures ----------------------------------------------------------------------------------
 
@@ -95,6 +94,8 @@ jaxtyping.jaxtyped = _decorator.jaxtyped = checked
 def share_contexts(programs: int = 100) -> None:
     """Lower so many programs in one context of MLIR. JAX makes a context for each program, which is a fifth
     of what a program of one operation takes."""
+    from jax._src.interpreters import mlir  # JAX's own, which another version may not have
+
     make, count = mlir.make_ir_context, itertools.count()
 
     @functools.lru_cache(maxsize=1)
@@ -104,7 +105,7 @@ def share_contexts(programs: int = 100) -> None:
     mlir.make_ir_context = lambda: of_group(next(count) // programs)
 
 
-if TESTED_JAX:  # by a function of JAX's own, which another version may not have
+if TESTED_JAX:
     share_contexts()
 
 OURS = ("test_", "toys", "micro", "small_runs")
