@@ -33,6 +33,7 @@ Found = dict[str, Any]
 # the most of the whole time that each may take; where few are asked for, more in proportion
 SHARES = {
     "ceilings": 0.15,
+    "attention": 0.05,
     "bfloat16 vmap": 0.3,
     "evaluation": 0.15,
     "torch": 0.2,
@@ -43,6 +44,7 @@ SHARES = {
     "bfloat16 unroll": 0.3,
     "float32 unroll": 0.3,
 }
+OTHERS = ("attention", "evaluation", "torch", "streaming")  # what is measured besides training
 CLOSE = 0.97  # of the best rate: fewer lanes that reach it are the better default
 # the product whose rate is the ceiling: jax's default on NVIDIA's GPUs is TF32, torch's is full precision
 CEILINGS = {"bfloat16": "bfloat16", "float32": "float32, default precision"}
@@ -140,7 +142,7 @@ def markdown(found: Sequence[Found]) -> str:
     lines.append("|---|---|---|---|---|---|---|---|")
     lines += [training_row(line, ceiling) for line in found if "training" in line and "begins" not in line]
     lines += ["", "| other | images/s | range | of the ceiling |", "|---|---|---|---|"]
-    lines += [other_row(line, ceiling) for line in found if {*line} & {"evaluation", "torch", "streaming"}]
+    lines += [other_row(line, ceiling) for line in found if {*line} & {*OTHERS}]
     lines += [f"| {line['series']} | {line['failed']} | | |" for line in found if "series" in line]
     return "\n".join([*lines, "", *defaults(found)])
 
@@ -156,9 +158,10 @@ def training_row(line: Found, ceiling: dict[str, Found]) -> str:
 
 
 def other_row(line: Found, ceiling: dict[str, Found]) -> str:
-    """Evaluation, torch, and where images lie."""
-    kind = next(name for name in ("evaluation", "torch", "streaming") if name in line)
-    what = ", ".join([kind, line[kind], *([line["type"]] if "type" in line else [])])
+    """Attention, evaluation, torch, and where images lie."""
+    kind = next(name for name in OTHERS if name in line)
+    apart = f"{line['apart']:.1e} from XLA's" if line.get("apart") else ""
+    what = ", ".join(filter(None, [kind, line[kind], line.get("type", ""), apart]))
     if "images_s" not in line:
         return f"| {what} | {line.get('failed', '')} | | |"
     top = TORCH_CEILINGS[line["type"]] if "type" in line else CEILINGS.get(line[kind], "")

@@ -1,8 +1,9 @@
-"""Attention in one kernel: the numbers of XLA's attention, and where it is used. No TPU is here: kernels are
-interpreted, and programs are lowered."""
+"""Attention in one kernel: the numbers of XLA's attention, and where it is used. No TPU or GPU is here:
+kernels are interpreted, and programs lowered."""
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from jax.experimental import pallas
 from fcljax.checks.chips import product_flops
 from fcljax.mesh import WHOLE, abstract_mesh, mesh_of, on_each
 from fcljax.models import products
-from fcljax.models.attention_kernel import MOST, fits
+from fcljax.models.attention_kernel import MOST, QUERIES, fits
 from fcljax.models.mae import DecoderConfig, init_decoder
-from fcljax.models.shapes import ViTConfig
+from fcljax.models.shapes import Kernel, ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.runs.build import Machine, kernel_on
@@ -30,15 +31,17 @@ def with_gradients(attention, q, k, v, gradient):
 
 
 @pytest.mark.parametrize("lanes", [False, True])
-def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(lanes, monkeypatch):
-    """21 queries and 29 keys, which no tile divides; 6 heads, two at a time. Also of three clients side by
-    side. All but some bits of a sum are the same."""
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(chip, lanes, monkeypatch):
+    """69 queries and 77 keys, which no tile divides; 6 heads, two at a time on a TPU. Also of three clients
+    side by side. All but some bits of a sum are the same."""
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
-    draws = zip(jax.random.split(jax.random.key(0), 4), (21, 29, 29, 21), strict=True)
+    assert all(rows < 69 for rows in QUERIES.values())  # a GPU reads them in more than one part
+    draws = zip(jax.random.split(jax.random.key(0), 4), (69, 77, 77, 69), strict=True)
     arrays = [jax.random.normal(key, (3, 2, 3, n, 16)).astype(jnp.bfloat16) for key, n in draws]
     found = []
-    for kernel in (True, False):
-        each = functools.partial(with_gradients, functools.partial(products.attention, kernel=kernel))
+    for kernel in (chip, "none"):
+        each = functools.partial(with_gradients, functools.partial(products.attention, chip=kernel))
         found.append(jax.vmap(each)(*arrays) if lanes else each(*(x[0] for x in arrays)))
     for ours, expected in zip(*found, strict=True):
         assert ours.dtype == expected.dtype == jnp.bfloat16 and ours.shape == expected.shape
@@ -46,22 +49,30 @@ def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(lanes, mo
         np.testing.assert_allclose(np.float32(ours), np.float32(expected), rtol=2**-7, atol=2**-7)
 
 
-def test_one_query_and_very_many_tokens_are_left_to_xla():
-    assert fits(197, 207) and fits(MOST, MOST)
-    assert not fits(1, 197) and not fits(MOST, MOST + 1)
+def test_one_query_very_many_tokens_and_odd_heads_are_left_to_xla():
+    assert all(fits(chip, 197, 207, 64) and fits(chip, most, most, 64) for chip, most in MOST.items())
+    for chip, most in MOST.items():
+        assert not fits(chip, 1, 197, 64) and not fits(chip, most, most + 1, 64)
+    assert not fits("none", 197, 207, 64)
+    assert fits("tpu", 197, 207, 80) and not fits("gpu", 197, 207, 80)
 
 
-def test_a_kernels_products_are_counted_as_those_of_xla():
-    x = jax.ShapeDtypeStruct((4, 2, 24, 16), jnp.bfloat16)
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+def test_a_kernels_products_are_counted_as_those_of_xla(chip):
+    """As its compiler is told; a loop over parts of 64 queries is counted in full on a GPU."""
+    x = jax.ShapeDtypeStruct((4, 2, 64, 16), jnp.bfloat16)
     ours, plain = (
-        product_flops(jax.make_jaxpr(functools.partial(products.attention, kernel=each))(x, x, x).jaxpr)
-        for each in (True, False)
+        product_flops(jax.make_jaxpr(functools.partial(products.attention, chip=each))(x, x, x).jaxpr)
+        for each in (chip, "none")
     )
-    assert ours == plain == 2 * 2 * 4 * 2 * 24 * 24 * 16
+    assert ours == plain == 2 * 2 * 4 * 2 * 64 * 64 * 16
 
 
-def lowered(kernel, dtype="bfloat16", mesh=None):
-    """The features of two images and their gradient, for a TPU."""
+CALLS = {"tpu": "@tpu_custom_call", "gpu": "@__gpu$xla.gpu.triton"}
+
+
+def lowered(kernel, dtype="bfloat16", mesh=None, chip="tpu"):
+    """The features of two images and their gradient, for a TPU or a GPU: how often they call a kernel."""
     network = vit_network(dataclasses.replace(SHAPE, kernel=kernel, dtype=dtype))
     params = jax.eval_shape(network.init, jax.random.key(0))
 
@@ -73,13 +84,22 @@ def lowered(kernel, dtype="bfloat16", mesh=None):
 
     function = jax.jit(on_each(features, mesh, (WHOLE, WHOLE), WHOLE))
     image = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
-    return jax.export.export(function, platforms=("tpu",))(params, image).mlir_module()
+    return calls(function, chip, params, image)
 
 
-def test_programs_for_tpus_have_the_kernel_and_exact_ones_have_not():
-    assert "tpu_custom_call" in lowered("all")
-    for other in (lowered("none"), lowered("all", "float32"), lowered("on each device")):
-        assert "tpu_custom_call" not in other
+def calls(function, chip, *arguments):
+    """How often a function calls a kernel, lowered for a chip that is not here."""
+    traced, platform = jax.jit(function).trace(*arguments), {"tpu": "tpu", "gpu": "cuda"}[chip]
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    return text.count(f"stablehlo.custom_call {CALLS[chip]}")
+
+
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip):
+    """One block, forwards and backwards; the last one has the query of the class token alone."""
+    assert lowered(Kernel(chip), chip=chip) == 2
+    others = lowered(Kernel(), chip=chip), lowered(Kernel(chip), "float32", chip=chip)
+    assert [*others, lowered(Kernel(chip, each=True), chip=chip)] == [0, 0, 0]
 
 
 def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
@@ -90,18 +110,26 @@ def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
     params = init_decoder(jax.random.key(0), shape)
     weights = PretrainedDecoder(shape, params, half, half)
     backbone = Pretrained(SHAPE, {}, None, weights, half, half, "random", "0", ())
-    decode, plain = (network_of(backbone, kernel=each).autoencoder.decode for each in ("all", "none"))
+    networks = (network_of(backbone, kernel=each) for each in (Kernel("tpu"), Kernel()))
+    decode, plain = (network.autoencoder.decode for network in networks)
     latent = jax.random.normal(jax.random.key(1), (3, 5, 64))
     given = params, latent, jnp.argsort(jax.random.uniform(jax.random.key(2), (3, 16)), axis=1)
-    text = jax.export.export(jax.jit(decode), platforms=("tpu",))(*given).mlir_module()
-    assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
+    assert calls(decode, "tpu", *given) == 2
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     found, expected = np.float32(decode(*given)), np.float32(plain(*given))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
 
 
 def test_where_there_are_several_devices_only_what_each_computes_by_itself_has_the_kernel():
-    assert "tpu_custom_call" in lowered("on each device", mesh=abstract_mesh(2))
-    assert kernel_on(Machine("cpu")) == kernel_on(Machine("gpu")) == "none"
-    assert kernel_on(Machine("tpu")) == "all"
-    assert kernel_on(Machine("tpu", mesh_of(jax.devices()))) == "on each device"
+    assert lowered(Kernel("tpu", each=True), mesh=abstract_mesh(2)) == 2
+    assert kernel_on(Machine("cpu")) == Kernel()
+    for chip in ("tpu", "gpu"):
+        assert kernel_on(Machine(chip)) == Kernel(chip)
+        assert kernel_on(Machine(chip, mesh_of(jax.devices()))) == Kernel(chip, each=True)
+
+
+@pytest.mark.parametrize(("capability", "chip"), [("9.0", "gpu"), ("8.9", "none"), ("gfx942", "none")])
+def test_a_gpu_without_the_shared_memory_has_no_kernel(capability, chip, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda *args: [device])
+    assert kernel_on(Machine("gpu")).chip == chip

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
+from jax.experimental import pallas
 
 sys.path.append(str(small_runs.ROOT / "experiments"))
 
@@ -20,6 +21,7 @@ import bench_peers
 from peers import ablation, accelerator, contest, dense, game, outside, prompted
 
 from fcljax.federated.client_loop import Lanes
+from fcljax.models.shapes import Kernel
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 
 pytestmark = pytest.mark.long  # the benches beside which we are measured: nothing of the package needs them
@@ -256,6 +258,18 @@ def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
     text = bench_gpu.markdown(found)
     assert "| bfloat16 | vmap | 2 |" in text and "unknown |" in text
     assert "Default for bfloat16: 2 lanes, vmap" in text
+
+
+def test_attention_is_measured_beside_the_kernel_of_the_chip(monkeypatch):
+    """As on a TPU, interpreted: both give the same numbers."""
+    monkeypatch.setattr(accelerator, "kernel_on", lambda machine: Kernel("tpu"))
+    monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
+    large = accelerator.SMALL._replace(vit=dataclasses.replace(accelerator.MICRO, image_size=32))
+    ours, kernel = accelerator.kernels(large)
+    assert ours["attention"] == "in XLA" and ours["apart"] == 0
+    assert kernel["attention"] == "one kernel" and 0 <= kernel["apart"] < 2**-6
+    text = bench_gpu.markdown([ours, kernel | {"apart": 0.001}])
+    assert "| attention, in XLA |" in text and "| attention, one kernel, 1.0e-03 from XLA's |" in text
 
 
 def sizes(lanes, **more):

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
-from fcljax.models.shapes import VITS
+from fcljax.models.products import attention
+from fcljax.models.shapes import VITS, Chip
 from fcljax.models.vit import ViTConfig
+from fcljax.runs.build import Machine, kernel_on
 from peers.contest import has_torch
 from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, seconds
@@ -149,6 +152,35 @@ def evaluation(sizes: Sizes) -> Iterator[Found]:
         yield {"evaluation": dtype} | tried(measure)
 
 
+def kernels(sizes: Sizes) -> Iterator[Found]:
+    """Images per second of one layer's attention and its gradient, in XLA and in the chip's kernel, and the
+    largest difference between their numbers, over the largest of XLA's."""
+    vit, batch = sizes.vit, sizes.rows * 4
+    shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
+    chip, exact = kernel_on(Machine(jax.default_backend())).chip, layer("none")(*arrays)
+    for each in ("none", chip) if chip != "none" else ("none",):
+
+        def measure(each: Chip = each) -> Found:
+            call = layer(each)
+            spent, found = timed(lambda: call(*arrays), 10 * sizes.repeats), call(*arrays)
+            pairs = zip(found, exact, strict=True)
+            apart = [float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in pairs]
+            return spent.rates(batch) | {"apart": max(apart)}
+
+        yield {"attention": "in XLA" if each == "none" else "one kernel"} | tried(measure)
+
+
+def layer(chip: Chip) -> Callable[..., list[jax.Array]]:
+    """Of queries, keys, values and the result's gradient: the result and three gradients, as float32."""
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> list[jax.Array]:
+        out, back = jax.vjp(functools.partial(attention, chip=chip), q, k, v)
+        return [x.astype(jnp.float32) for x in (out, *back(gradient))]
+
+    return jax.jit(both)
+
+
 def streaming(sizes: Sizes) -> Iterator[Found]:
     """Images on the host that are copied in windows while the device works, against resident ones."""
     work = work_of(sizes, "bfloat16")
@@ -208,6 +240,7 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
 SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "ceilings": ceilings,
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
+    "attention": kernels,
     "evaluation": evaluation,
     "torch": torch_loop,
     "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),

@@ -259,8 +259,9 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             total += _convolution_flops(equation)
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
         inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
-        if equation.primitive.name == "pallas_call":  # the program gives its compiler the total
-            times = math.prod(equation.params["grid_mapping"].grid)
+        if equation.primitive.name == "pallas_call":  # as its compiler is told, without what pads its arrays
+            total += equation.params["cost_estimate"].flops
+            continue
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
     return total
 

@@ -1,82 +1,138 @@
-"""Attention of short sequences in one kernel, for TPUs: the scores of an image and a head never leave the
-chip's vector memory.
+"""Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs: the scores of an image and a head
+never leave the processor.
 
 What XLA makes of attention writes all scores of a batch to memory in float32 and reads them again. Of the 200
 tokens of an image they are larger than everything else in a block. Kernels for long sequences (flash
-attention) keep sums for their backward pass that are as large. Here the backward pass computes the scores
-again from the queries and keys.
+attention) keep sums for their backward pass that are as large on a TPU, and want tokens in multiples of their
+tiles. Here the backward pass computes the scores again from the queries and keys.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-FEWEST, MOST = 16, 640  # tokens; with more the scores of a head do not fit, with fewer they are small
+from fcljax.models.shapes import Chip
+
+# Tokens. With fewer, scores are small; with more, those of a head do not fit into a TPU's vector memory, nor
+# the gradients of its keys and values into a GPU's registers.
+FEWEST, MOST = 16, {"tpu": 640, "gpu": 256}
+QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
+WARPS = 8  # 32 threads each, which share a GPU's registers
 
 
-def fits(queries: int, keys: int) -> bool:
-    """Whether the kernel computes attention of so many tokens."""
-    return queries >= FEWEST and keys <= MOST
+def fits(chip: Chip, queries: int, keys: int, size: int) -> bool:
+    """Whether the chip's kernel computes attention of so many tokens, with heads of this size."""
+    if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
+        return False  # its products have powers of 2
+    return chip != "none" and queries >= FEWEST and keys <= MOST[chip]
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def kernel_attention(
+    chip: Chip,
     q: Float[Array, "batch heads queries size"],
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
 ) -> Float[Array, "batch heads queries size"]:
-    """As `products.attention` of bfloat16, with the same roundings."""
-    return _each_head(_attend, 4, (q,), q, k, v)[0]
+    """As `products.attention` of bfloat16, with the same roundings, in the kernel of a TPU or a GPU."""
+    attend = _attend if chip == "tpu" else _attend_on_gpu
+    return _each_head(_Pass(chip, attend, 4), (q,), q, k, v)[0]
 
 
-def _forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return kernel_attention(q, k, v), (q, k, v)
+def _forward(chip: Chip, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return kernel_attention(chip, q, k, v), (q, k, v)
 
 
-def _backward(kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
-    return _each_head(_attend_back, 14, kept, *kept, gradient.astype(kept[0].dtype))
+def _backward(chip: Chip, kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
+    on_tpu = _Pass(chip, _attend_back, 14)  # which computes the result again, too
+    attend = on_tpu if chip == "tpu" else _Pass(chip, _attend_back_on_gpu, 10)
+    return _each_head(attend, kept, *kept, gradient.astype(kept[0].dtype))
 
 
 kernel_attention.defvjp(_forward, _backward)
 
 
-def _each_head(function: Callable, products: int, results: tuple[Array, ...], *arrays: Array) -> tuple:
-    """function(*arrays, *results), which writes the results, of each image and head.
+class _Pass(NamedTuple):
+    """The forward or the backward pass of attention."""
+
+    chip: Chip  # where it is computed
+    function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [tokens, size]
+    products: int  # operations for each of its scores, over the size of a head
+
+
+def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tuple:
+    """attend.function(*arrays, *results), which writes the results, of each image and head.
 
     Args:
-      function: of references to arrays [heads, tokens, size].
-      products: operations for each of its scores, over the size of a head.
+      attend: the pass.
       results: give shapes and types.
       arrays: [batch, heads, tokens, size].
     """
     from jax.experimental import pallas as pl  # which takes its time to load
 
-    flat = [x.reshape(-1, *x.shape[2:]) for x in arrays]
-    out = [jax.ShapeDtypeStruct((len(flat[0]), *x.shape[2:]), x.dtype) for x in results]
-    (heads, queries, size), keys = flat[0].shape, flat[1].shape[1]
-    each = math.gcd(heads, 4 if keys <= 256 else 2 if keys <= 384 else 1)  # as vector memory holds
-
-    def block(x: Any) -> Any:
-        return pl.BlockSpec((each, *x.shape[1:]), lambda i: (i, 0, 0))
-
+    (batch, heads, queries, size), keys = arrays[0].shape, arrays[1].shape[2]
+    place = _place_on_gpu(heads) if attend.chip == "gpu" else _place_on_tpu(batch * heads, keys)
+    flat = [place.to(x) for x in arrays]
+    out = [jax.eval_shape(place.to, x) for x in results]
     cost = pl.CostEstimate(
-        flops=products * heads * queries * keys * size,
+        flops=attend.products * batch * heads * queries * keys * size,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*flat, *out)),
-        transcendentals=heads * queries * keys,
+        transcendentals=batch * heads * queries * keys,
     )
     found = pl.pallas_call(
-        function,
+        attend.function,
         out_shape=out,
-        grid=(heads // each,),
-        in_specs=[block(x) for x in flat],
-        out_specs=[block(x) for x in out],
+        grid=(batch * heads // place.each,),
+        in_specs=[place.block(x) for x in flat],
+        out_specs=[place.block(x) for x in out],
         cost_estimate=cost,
+        compiler_params=place.options,
     )(*flat)
-    return tuple(x.reshape(like.shape) for x, like in zip(found, results, strict=True))
+    return tuple(place.back(x, like) for x, like in zip(found, results, strict=True))
+
+
+class _Place(NamedTuple):
+    """How arrays [batch, heads, tokens, size] lie for a chip's kernel."""
+
+    each: int  # heads that it takes at a time
+    to: Callable[[Array], Array]
+    back: Callable[[Array, Array], Array]  # back(array, like)
+    block: Callable[[Any], Any]  # what it takes at a time of such an array
+    options: Any = None  # for the compiler
+
+
+def _odds(q: Array, k: Array, keys: int | None = None) -> Array:
+    """Softmax of the scores of a head [queries, keys], in the type of q; `keys`: only these first ones."""
+    score = _product(q, k, 1, 1) * q.shape[-1] ** -0.5
+    if keys is not None:
+        score = jnp.where(jnp.arange(len(k))[None] < keys, score, -jnp.inf)
+    return jax.nn.softmax(score).astype(q.dtype)
+
+
+def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
+    """The product over these axes, as float32."""
+    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+# ---- TPU: some heads at a time, each as a whole ------------------------------------------------------------
+
+
+def _place_on_tpu(heads: int, keys: int) -> _Place:
+    """[batch * heads, tokens, size]."""
+    from jax.experimental import pallas as pl
+
+    each = math.gcd(heads, 4 if keys <= 256 else 2 if keys <= 384 else 1)  # as vector memory holds
+    return _Place(
+        each,
+        to=lambda x: x.reshape(-1, *x.shape[2:]),
+        back=lambda x, like: x.reshape(like.shape),
+        block=lambda x: pl.BlockSpec((each, *x.shape[1:]), lambda i: (i, 0, 0)),
+    )
 
 
 def _attend(q: Any, k: Any, v: Any, out: Any) -> None:
@@ -97,11 +153,78 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of
         of_v[i] = _product(odds, gradient[i], 0, 0).astype(of_v.dtype)
 
 
-def _odds(q: Array, k: Array) -> Array:
-    """Softmax of the scores of a head [queries, keys], in the type of q."""
-    return jax.nn.softmax(_product(q, k, 1, 1) * q.shape[-1] ** -0.5).astype(q.dtype)
+# ---- GPU: one head, some queries at a time -----------------------------------------------------------------
+# Triton's arrays have powers of 2: what is beyond the last token is read as zeros and not written.
 
 
-def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
-    """The product over these axes, as float32."""
-    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+def _place_on_gpu(heads: int) -> _Place:
+    """[batch, tokens, heads, size], which is how projections leave their results and take them."""
+    from jax.experimental import pallas as pl
+
+    return _Place(
+        each=1,
+        to=lambda x: x.swapaxes(1, 2),
+        back=lambda x, like: x.swapaxes(1, 2),
+        block=lambda x: pl.BlockSpec(
+            (None, x.shape[1], None, x.shape[3]), lambda i: (i // heads, 0, i % heads, 0)
+        ),
+        options=_triton().CompilerParams(num_warps=WARPS, num_stages=1),
+    )
+
+
+def _triton() -> Any:
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def _rows(ref: Any, first: Array | int, count: int) -> tuple[Any, Array]:
+    """`count` tokens of a head, and which of them there are."""
+    from jax.experimental import pallas as pl
+
+    there = (first + jnp.arange(count) < ref.shape[0])[:, None]
+    return ref.at[pl.ds(first, count), :], there
+
+
+def _read(ref: Any, first: Array | int, count: int) -> Array:
+    rows, there = _rows(ref, first, count)
+    return _triton().load(rows, mask=there, other=0.0)
+
+
+def _write(ref: Any, first: Array | int, value: Array) -> None:
+    rows, there = _rows(ref, first, len(value))
+    _triton().store(rows, value.astype(ref.dtype), mask=there)
+
+
+def _power_of_2(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
+
+
+def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any) -> None:
+    keys, rows = k.shape[0], QUERIES["forward"]
+    all_k, all_v = (_read(ref, 0, _power_of_2(keys)) for ref in (k, v))
+
+    def some_queries(i: Array, carry: None) -> None:
+        odds = _odds(_read(q, i * rows, rows), all_k, keys)
+        _write(out, i * rows, _product(odds, all_v, 1, 0))
+
+    jax.lax.fori_loop(0, -(-q.shape[0] // rows), some_queries, None)
+
+
+def _attend_back_on_gpu(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any) -> None:
+    keys, rows, scale = k.shape[0], QUERIES["backward"], q.shape[-1] ** -0.5
+    all_k, all_v = (_read(ref, 0, _power_of_2(keys)) for ref in (k, v))
+
+    def some_queries(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        own_q, own_gradient = (_read(ref, i * rows, rows) for ref in (q, gradient))
+        odds = _odds(own_q, all_k, keys)
+        wide, of_odds = odds.astype(jnp.float32), _product(own_gradient, all_v, 1, 1)
+        row = jnp.sum(wide * of_odds, axis=-1, keepdims=True)
+        of_score = (wide * (of_odds - row) * scale).astype(own_q.dtype)
+        _write(of_q, i * rows, _product(of_score, all_k, 1, 0))
+        return sums[0] + _product(of_score, own_q, 0, 0), sums[1] + _product(odds, own_gradient, 0, 0)
+
+    nothing = jnp.zeros(all_k.shape, jnp.float32)
+    sums = jax.lax.fori_loop(0, -(-q.shape[0] // rows), some_queries, (nothing, nothing))
+    _write(of_k, 0, sums[0])
+    _write(of_v, 0, sums[1])

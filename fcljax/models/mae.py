@@ -8,7 +8,7 @@ predicts all patches; its predictions of visible patches are kept, not replaced 
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.products import dense
+from fcljax.models.shapes import NO_KERNEL, Kernel
 from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit, patchify
 from fcljax.types import Autoencoder
 
@@ -36,7 +37,7 @@ class DecoderConfig:
     mlp: int = 2048
     dtype: str = "float32"  # of the factors of matrix products
     epsilon: float = 1e-6  # of the LayerNorms
-    kernel: Literal["none", "on each device", "all"] = "none"  # as of `ViTConfig`
+    kernel: Kernel = NO_KERNEL
 
     @property
     def grid(self) -> int:

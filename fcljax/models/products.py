@@ -22,6 +22,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from fcljax.models.attention_kernel import fits, kernel_attention
+from fcljax.models.shapes import Chip
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 # Of float32, where the platform would round the factors of a product (TPUs to bfloat16, NVIDIA GPUs to TF32):
@@ -113,13 +114,13 @@ def attention(
     q: Float[Array, "batch heads queries size"],
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
-    kernel: bool = False,
+    chip: Chip = "none",
 ) -> Float[Array, "batch heads queries size"]:
-    """Softmax attention, softmax(q k^T / sqrt(size)) v, of one type, with a result in that type. `kernel`: in
-    one kernel for TPUs, if the type is bfloat16 and the tokens are not too many."""
+    """Softmax attention, softmax(q k^T / sqrt(size)) v, of one type, with a result in that type. `chip`: in
+    its kernel, if the type is bfloat16 and the tokens are not too many."""
     if q.dtype == jnp.bfloat16:
-        fused = kernel and fits(q.shape[2], k.shape[2])
-        return kernel_attention(q, k, v) if fused else _attention(q, k, v)
+        fused = fits(chip, q.shape[2], k.shape[2], q.shape[3])
+        return kernel_attention(chip, q, k, v) if fused else _attention(q, k, v)
     return product("bhqk,bhkd->bhqd", _odds(q, k), v)
 
 

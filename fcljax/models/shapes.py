@@ -1,11 +1,25 @@
 """The shapes of the networks that have names; without JAX."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fcljax.settings import Stem
 
+Chip = Literal["none", "tpu", "gpu"]
 OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
+
+
+class Kernel(NamedTuple):
+    """Which programs compute attention of bfloat16 in one kernel."""
+
+    chip: Chip = "none"
+    """Whose kernel it is."""
+    each: bool = False
+    """Whether only programs that one device runs by itself (`mesh.on_each`) have it: XLA cannot divide it
+    over several devices."""
+
+
+NO_KERNEL = Kernel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +45,7 @@ class ViTConfig:
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
     rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
-    # which programs compute attention of bfloat16 in one kernel: those that one device runs by itself
-    # (`mesh.on_each`) or all, if there is one device
-    kernel: Literal["none", "on each device", "all"] = "none"
+    kernel: Kernel = NO_KERNEL
 
     @property
     def grid(self) -> int:

@@ -80,10 +80,12 @@ def per_image(injection: Injection | None) -> Parts:
     return some, rest, join
 
 
-def _norm(c: ViTConfig, name: str) -> nn.LayerNorm:
-    """In float32. Where activations are rounded, the backward pass computes it again from what entered it."""
+def _norm(c: ViTConfig, name: str, result: str = "float32") -> nn.LayerNorm:
+    """Computed in float32, with a result of that type. Where activations are rounded, the backward pass
+    computes it again from what entered it; it keeps the result's gradient until then, which therefore has
+    that type too."""
     layer = nn.LayerNorm if c.dtype == "float32" else nn.remat(nn.LayerNorm)
-    return layer(epsilon=c.epsilon, dtype=jnp.float32, name=name)
+    return layer(epsilon=c.epsilon, dtype=jnp.dtype(result), name=name)
 
 
 def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
@@ -136,7 +138,7 @@ class Attention(nn.Module):
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if c.qk_norm:
-            q, k = (_norm(c, name)(part).astype(c.dtype) for name, part in (("q_norm", q), ("k_norm", k)))
+            q, k = (_norm(c, name, c.dtype)(part) for name, part in (("q_norm", q), ("k_norm", k)))
         if angle is not None:
             own = rotate(k[:, :, : x.shape[1]], angle).astype(c.dtype)
             q = rotate(q, angle[..., :queries, :]).astype(c.dtype)
@@ -144,8 +146,8 @@ class Attention(nn.Module):
         if prefix is not None:
             key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
             k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
-        kernel = c.kernel == "all" or (c.kernel == "on each device" and by_itself())
-        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v, kernel), "b h n d -> b n (h d)"))
+        chip = c.kernel.chip if by_itself() or not c.kernel.each else "none"
+        return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v, chip), "b h n d -> b n (h d)"))
 
     def _materialise(self, dense: nn.Dense, x: Array) -> tuple[Array, Array]:
         """The fused projection, its kernel in the compute type: q, k and v are of different tokens."""
@@ -192,12 +194,12 @@ class Block(nn.Module):
     def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None, angle=None):
         c = self.config
         queries = x.shape[1] if queries is None else queries
-        norm1 = _norm(c, "norm1")
+        norm1, norm2 = _norm(c, "norm1", c.dtype), _norm(c, "norm2", c.dtype)
         if prompt is not None:
-            prompt = norm1(prompt).astype(c.dtype)
-        attended = Attention(c, name="attn")(norm1(x).astype(c.dtype), prompt, prefix, lora, queries, angle)
+            prompt = norm1(prompt)
+        attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
-        hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(_norm(c, "norm2")(x)))
+        hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(norm2(x)))
         return (x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))).astype(c.dtype)
 
     def _scaled(self, name: str, x: Array) -> Array:

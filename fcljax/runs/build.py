@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from fcljax.federated.schedule import Capacity, ClientPartition, capacities, pay
 from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
+from fcljax.models.shapes import NO_KERNEL, Kernel
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
@@ -177,12 +178,18 @@ def assemble(
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
 
 
-def kernel_on(machine: Machine) -> Literal["none", "on each device", "all"]:
-    """Which programs compute attention in one kernel: those of TPUs. Where there are several, XLA cannot
-    divide a kernel among them."""
-    if machine.backend != "tpu":
-        return "none"
-    return "all" if machine.mesh is None else "on each device"
+def kernel_on(machine: Machine) -> Kernel:
+    """Which programs compute attention in one kernel: those of TPUs and of NVIDIA's large GPUs."""
+    if machine.backend == "cpu" or (machine.backend == "gpu" and not _holds_kernel()):
+        return NO_KERNEL
+    # pyrefly: ignore[bad-argument-type]  # tpu or gpu
+    return Kernel(machine.backend, each=machine.mesh is not None)
+
+
+def _holds_kernel() -> bool:
+    """Whether the GPU, if one is here, has the shared memory of the kernel: A100, H100, H200, B200, by their
+    compute capabilities; others have at most 99 KiB."""
+    return getattr(jax.devices()[0], "compute_capability", "9.0") in ("8.0", "9.0", "10.0")
 
 
 def sizes_of(scenario: Scenario) -> Sizes:
