@@ -16,7 +16,7 @@ from fcljax.mesh import WHOLE, abstract_mesh, mesh_of, on_each
 from fcljax.models import products
 from fcljax.models.attention_kernel import MOST, QUERIES, fits
 from fcljax.models.mae import DecoderConfig, init_decoder
-from fcljax.models.shapes import Kernel, ViTConfig
+from fcljax.models.shapes import AttentionKernel, ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.runs.build import Machine, kernel_on
@@ -97,9 +97,9 @@ def calls(function, chip, *arguments):
 @pytest.mark.parametrize("chip", ["tpu", "gpu"])
 def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip):
     """One block, forwards and backwards; the last one has the query of the class token alone."""
-    assert lowered(Kernel(chip), chip=chip) == 2
-    others = lowered(Kernel(), chip=chip), lowered(Kernel(chip), "float32", chip=chip)
-    assert [*others, lowered(Kernel(chip, each=True), chip=chip)] == [0, 0, 0]
+    assert lowered(AttentionKernel(chip), chip=chip) == 2
+    others = lowered(AttentionKernel(), chip=chip), lowered(AttentionKernel(chip), "float32", chip=chip)
+    assert [*others, lowered(AttentionKernel(chip, each=True), chip=chip)] == [0, 0, 0]
 
 
 def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
     params = init_decoder(jax.random.key(0), shape)
     weights = PretrainedDecoder(shape, params, half, half)
     backbone = Pretrained(SHAPE, {}, None, weights, half, half, "random", "0", ())
-    networks = (network_of(backbone, kernel=each) for each in (Kernel("tpu"), Kernel()))
+    networks = (network_of(backbone, kernel=each) for each in (AttentionKernel("tpu"), AttentionKernel()))
     decode, plain = (network.autoencoder.decode for network in networks)
     latent = jax.random.normal(jax.random.key(1), (3, 5, 64))
     given = params, latent, jnp.argsort(jax.random.uniform(jax.random.key(2), (3, 16)), axis=1)
@@ -121,11 +121,11 @@ def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
 
 
 def test_where_there_are_several_devices_only_what_each_computes_by_itself_has_the_kernel():
-    assert lowered(Kernel("tpu", each=True), mesh=abstract_mesh(2)) == 2
-    assert kernel_on(Machine("cpu")) == Kernel()
+    assert lowered(AttentionKernel("tpu", each=True), mesh=abstract_mesh(2)) == 2
+    assert kernel_on(Machine("cpu")) == AttentionKernel()
     for chip in ("tpu", "gpu"):
-        assert kernel_on(Machine(chip)) == Kernel(chip)
-        assert kernel_on(Machine(chip, mesh_of(jax.devices()))) == Kernel(chip, each=True)
+        assert kernel_on(Machine(chip)) == AttentionKernel(chip)
+        assert kernel_on(Machine(chip, mesh_of(jax.devices()))) == AttentionKernel(chip, each=True)
 
 
 @pytest.mark.parametrize(("capability", "chip"), [("9.0", "gpu"), ("8.9", "none"), ("gfx942", "none")])

@@ -21,7 +21,7 @@ import bench_peers
 from peers import ablation, accelerator, contest, dense, game, outside, prompted
 
 from fcljax.federated.client_loop import Lanes
-from fcljax.models.shapes import Kernel
+from fcljax.models.shapes import AttentionKernel
 from fcljax.models.vit import ViTConfig, apply_vit, parameter_shapes
 
 pytestmark = pytest.mark.long  # the benches beside which we are measured: nothing of the package needs them
@@ -262,7 +262,7 @@ def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
 
 def test_attention_is_measured_beside_the_kernel_of_the_chip(monkeypatch):
     """As on a TPU, interpreted: both give the same numbers."""
-    monkeypatch.setattr(accelerator, "kernel_on", lambda machine: Kernel("tpu"))
+    monkeypatch.setattr(accelerator, "kernel_on", lambda machine: AttentionKernel("tpu"))
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     large = accelerator.SMALL._replace(vit=dataclasses.replace(accelerator.MICRO, image_size=32))
     ours, kernel = accelerator.kernels(large)

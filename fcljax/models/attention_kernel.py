@@ -96,7 +96,7 @@ def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tup
     return tuple(place.back(x, like) for x, like in zip(found, results, strict=True))
 
 
-class _Place(NamedTuple):
+class _Layout(NamedTuple):
     """How arrays [batch, heads, tokens, size] lie for a chip's kernel."""
 
     each: int  # heads that it takes at a time
@@ -122,12 +122,12 @@ def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
 # ---- TPU: some heads at a time, each as a whole ------------------------------------------------------------
 
 
-def _place_on_tpu(heads: int, keys: int) -> _Place:
+def _place_on_tpu(heads: int, keys: int) -> _Layout:
     """[batch * heads, tokens, size]."""
     from jax.experimental import pallas as pl
 
     each = math.gcd(heads, 4 if keys <= 256 else 2 if keys <= 384 else 1)  # as vector memory holds
-    return _Place(
+    return _Layout(
         each,
         to=lambda x: x.reshape(-1, *x.shape[2:]),
         back=lambda x, like: x.reshape(like.shape),
@@ -157,11 +157,11 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of
 # Triton's arrays have powers of 2: what is beyond the last token is read as zeros and not written.
 
 
-def _place_on_gpu(heads: int) -> _Place:
+def _place_on_gpu(heads: int) -> _Layout:
     """[batch, tokens, heads, size], which is how projections leave their results and take them."""
     from jax.experimental import pallas as pl
 
-    return _Place(
+    return _Layout(
         each=1,
         to=lambda x: x.swapaxes(1, 2),
         back=lambda x, like: x.swapaxes(1, 2),

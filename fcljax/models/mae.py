@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.products import dense
-from fcljax.models.shapes import NO_KERNEL, Kernel
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel
 from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit, patchify
 from fcljax.types import Autoencoder
 
@@ -37,7 +37,7 @@ class DecoderConfig:
     mlp: int = 2048
     dtype: str = "float32"  # of the factors of matrix products
     epsilon: float = 1e-6  # of the LayerNorms
-    kernel: Kernel = NO_KERNEL
+    kernel: AttentionKernel = NO_KERNEL
 
     @property
     def grid(self) -> int:

@@ -9,7 +9,7 @@ Chip = Literal["none", "tpu", "gpu"]
 OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """Which programs compute attention of bfloat16 in one kernel."""
 
     chip: Chip = "none"
@@ -19,7 +19,7 @@ class Kernel(NamedTuple):
     over several devices."""
 
 
-NO_KERNEL = Kernel()
+NO_KERNEL = AttentionKernel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ViTConfig:
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
     rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
-    kernel: Kernel = NO_KERNEL
+    kernel: AttentionKernel = NO_KERNEL
 
     @property
     def grid(self) -> int:

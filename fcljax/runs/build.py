@@ -29,7 +29,7 @@ from fcljax.federated.schedule import Capacity, ClientPartition, capacities, pay
 from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
-from fcljax.models.shapes import NO_KERNEL, Kernel
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
@@ -178,12 +178,12 @@ def assemble(
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
 
 
-def kernel_on(machine: Machine) -> Kernel:
+def kernel_on(machine: Machine) -> AttentionKernel:
     """Which programs compute attention in one kernel: those of TPUs and of NVIDIA's large GPUs."""
     if machine.backend == "cpu" or (machine.backend == "gpu" and not _holds_kernel()):
         return NO_KERNEL
     # pyrefly: ignore[bad-argument-type]  # tpu or gpu
-    return Kernel(machine.backend, each=machine.mesh is not None)
+    return AttentionKernel(machine.backend, each=machine.mesh is not None)
 
 
 def _holds_kernel() -> bool:

@@ -26,7 +26,7 @@ from fcljax.files import machine_memory
 from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
-from fcljax.models.shapes import NO_KERNEL, Kernel
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
@@ -115,7 +115,7 @@ def network_of(
     backbone: Pretrained,
     preprocess: Preprocess | None = None,
     remat: bool = False,
-    kernel: Kernel = NO_KERNEL,
+    kernel: AttentionKernel = NO_KERNEL,
 ) -> Network:
     """The network of a file of weights as methods see it, with its decoder if it has one.
 
