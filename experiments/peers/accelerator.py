@@ -18,7 +18,7 @@ import numpy as np
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.products import attention
-from fcljax.models.shapes import VITS, Chip
+from fcljax.models.shapes import VITS, ChipKind
 from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import Machine, kernel_on
 from peers.contest import has_torch
@@ -158,20 +158,20 @@ def kernels(sizes: Sizes) -> Iterator[Found]:
     vit, batch = sizes.vit, sizes.rows * 4
     shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
-    chip, exact = kernel_on(Machine(jax.default_backend())).chip, layer("none")(*arrays)
-    for each in ("none", chip) if chip != "none" else ("none",):
+    layers = {chip: layer(chip) for chip in ("none", kernel_on(Machine(jax.default_backend())).chip)}
+    exact = layers["none"](*arrays)
+    for chip, call in layers.items():
 
-        def measure(each: Chip = each) -> Found:
-            call = layer(each)
+        def measure(call: Callable[..., list[jax.Array]] = call) -> Found:
             spent, found = timed(lambda: call(*arrays), 10 * sizes.repeats), call(*arrays)
             pairs = zip(found, exact, strict=True)
             apart = [float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in pairs]
             return spent.rates(batch) | {"apart": max(apart)}
 
-        yield {"attention": "in XLA" if each == "none" else "one kernel"} | tried(measure)
+        yield {"attention": "in XLA" if chip == "none" else "one kernel"} | tried(measure)
 
 
-def layer(chip: Chip) -> Callable[..., list[jax.Array]]:
+def layer(chip: ChipKind) -> Callable[..., list[jax.Array]]:
     """Of queries, keys, values and the result's gradient: the result and three gradients, as float32."""
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> list[jax.Array]:

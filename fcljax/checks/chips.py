@@ -257,11 +257,14 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
         if equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
-        times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
-        inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
-        if equation.primitive.name == "pallas_call":  # as its compiler is told, without what pads its arrays
+        kernel = equation.primitive.name == "pallas_call"
+        if kernel and equation.params["cost_estimate"]:  # in which padding does not count
             total += equation.params["cost_estimate"].flops
             continue
+        times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
+        inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
+        if kernel:
+            times = math.prod(equation.params["grid_mapping"].grid)
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
     return total
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fcljax.models.shapes import Chip
+from fcljax.models.shapes import ChipKind
 
 # Tokens. With fewer, scores are small; with more, those of a head do not fit into a TPU's vector memory, nor
 # the gradients of its keys and values into a GPU's registers.
@@ -25,7 +25,7 @@ QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
 WARPS = 8  # 32 threads each, which share a GPU's registers
 
 
-def fits(chip: Chip, queries: int, keys: int, size: int) -> bool:
+def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
     """Whether the chip's kernel computes attention of so many tokens, with heads of this size."""
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
         return False  # its products have powers of 2
@@ -34,33 +34,40 @@ def fits(chip: Chip, queries: int, keys: int, size: int) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def kernel_attention(
-    chip: Chip,
+    chip: ChipKind,
     q: Float[Array, "batch heads queries size"],
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
 ) -> Float[Array, "batch heads queries size"]:
     """As `products.attention` of bfloat16, with the same roundings, in the kernel of a TPU or a GPU."""
-    attend = _attend if chip == "tpu" else _attend_on_gpu
-    return _each_head(_Pass(chip, attend, 4), (q,), q, k, v)[0]
+    return _each_head(_FORWARD[chip], (q,), q, k, v)[0]
 
 
-def _forward(chip: Chip, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(chip: ChipKind, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     return kernel_attention(chip, q, k, v), (q, k, v)
 
 
-def _backward(chip: Chip, kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
-    on_tpu = _Pass(chip, _attend_back, 14)  # which computes the result again, too
-    attend = on_tpu if chip == "tpu" else _Pass(chip, _attend_back_on_gpu, 10)
-    return _each_head(attend, kept, *kept, gradient.astype(kept[0].dtype))
+def _backward(chip: ChipKind, kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
+    return _each_head(_BACKWARD[chip], kept, *kept, gradient.astype(kept[0].dtype))
 
 
 kernel_attention.defvjp(_forward, _backward)
 
 
-class _Pass(NamedTuple):
-    """The forward or the backward pass of attention."""
+class _Layout(NamedTuple):
+    """How arrays [batch, heads, tokens, size] lie for a chip's kernel."""
 
-    chip: Chip  # where it is computed
+    each: int  # heads that it takes at a time
+    to: Callable[[Array], Array]
+    back: Callable[[Array, Array], Array]  # back(array, like)
+    block: Callable[[Any], Any]  # what it takes at a time of such an array
+    options: Any = None  # for the compiler
+
+
+class _Pass(NamedTuple):
+    """The forward or the backward pass of attention on a chip."""
+
+    layout: Callable[[tuple[int, ...], int], _Layout]  # of q's shape and the number of keys
     function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [tokens, size]
     products: int  # operations for each of its scores, over the size of a head
 
@@ -76,34 +83,24 @@ def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tup
     from jax.experimental import pallas as pl  # which takes its time to load
 
     (batch, heads, queries, size), keys = arrays[0].shape, arrays[1].shape[2]
-    place = _place_on_gpu(heads) if attend.chip == "gpu" else _place_on_tpu(batch * heads, keys)
-    flat = [place.to(x) for x in arrays]
-    out = [jax.eval_shape(place.to, x) for x in results]
+    layout = attend.layout(arrays[0].shape, keys)
+    given = [layout.to(x) for x in arrays]
+    out = [jax.eval_shape(layout.to, x) for x in results]
     cost = pl.CostEstimate(
         flops=attend.products * batch * heads * queries * keys * size,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*flat, *out)),
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, *out)),
         transcendentals=batch * heads * queries * keys,
     )
     found = pl.pallas_call(
         attend.function,
         out_shape=out,
-        grid=(batch * heads // place.each,),
-        in_specs=[place.block(x) for x in flat],
-        out_specs=[place.block(x) for x in out],
+        grid=(batch * heads // layout.each,),
+        in_specs=[layout.block(x) for x in given],
+        out_specs=[layout.block(x) for x in out],
         cost_estimate=cost,
-        compiler_params=place.options,
-    )(*flat)
-    return tuple(place.back(x, like) for x, like in zip(found, results, strict=True))
-
-
-class _Layout(NamedTuple):
-    """How arrays [batch, heads, tokens, size] lie for a chip's kernel."""
-
-    each: int  # heads that it takes at a time
-    to: Callable[[Array], Array]
-    back: Callable[[Array, Array], Array]  # back(array, like)
-    block: Callable[[Any], Any]  # what it takes at a time of such an array
-    options: Any = None  # for the compiler
+        compiler_params=layout.options,
+    )(*given)
+    return tuple(layout.back(x, like) for x, like in zip(found, results, strict=True))
 
 
 def _odds(q: Array, k: Array, keys: int | None = None) -> Array:
@@ -122,11 +119,12 @@ def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
 # ---- TPU: some heads at a time, each as a whole ------------------------------------------------------------
 
 
-def _place_on_tpu(heads: int, keys: int) -> _Layout:
+def _layout_on_tpu(shape: tuple[int, ...], keys: int) -> _Layout:
     """[batch * heads, tokens, size]."""
     from jax.experimental import pallas as pl
 
-    each = math.gcd(heads, 4 if keys <= 256 else 2 if keys <= 384 else 1)  # as vector memory holds
+    most = 4 if keys <= 256 else 2 if keys <= 384 else 1  # that vector memory holds
+    each = math.gcd(shape[0] * shape[1], most)
     return _Layout(
         each,
         to=lambda x: x.reshape(-1, *x.shape[2:]),
@@ -157,10 +155,12 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of
 # Triton's arrays have powers of 2: what is beyond the last token is read as zeros and not written.
 
 
-def _place_on_gpu(heads: int) -> _Layout:
+def _layout_on_gpu(shape: tuple[int, ...], keys: int) -> _Layout:
     """[batch, tokens, heads, size], which is how projections leave their results and take them."""
     from jax.experimental import pallas as pl
 
+    del keys
+    heads = shape[1]
     return _Layout(
         each=1,
         to=lambda x: x.swapaxes(1, 2),
@@ -228,3 +228,10 @@ def _attend_back_on_gpu(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: 
     sums = jax.lax.fori_loop(0, -(-q.shape[0] // rows), some_queries, (nothing, nothing))
     _write(of_k, 0, sums[0])
     _write(of_v, 0, sums[1])
+
+
+_FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _Pass(_layout_on_gpu, _attend_on_gpu, 4)}
+_BACKWARD = {
+    "tpu": _Pass(_layout_on_tpu, _attend_back, 14),  # it computes the result again, too
+    "gpu": _Pass(_layout_on_gpu, _attend_back_on_gpu, 10),
+}

@@ -22,7 +22,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from fcljax.models.attention_kernel import fits, kernel_attention
-from fcljax.models.shapes import Chip
+from fcljax.models.shapes import ChipKind
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 # Of float32, where the platform would round the factors of a product (TPUs to bfloat16, NVIDIA GPUs to TF32):
@@ -114,7 +114,7 @@ def attention(
     q: Float[Array, "batch heads queries size"],
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
-    chip: Chip = "none",
+    chip: ChipKind = "none",
 ) -> Float[Array, "batch heads queries size"]:
     """Softmax attention, softmax(q k^T / sqrt(size)) v, of one type, with a result in that type. `chip`: in
     its kernel, if the type is bfloat16 and the tokens are not too many."""

@@ -5,14 +5,14 @@ from typing import Literal, NamedTuple
 
 from fcljax.settings import Stem
 
-Chip = Literal["none", "tpu", "gpu"]
+ChipKind = Literal["none", "tpu", "gpu"]
 OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
 
 
 class AttentionKernel(NamedTuple):
     """Which programs compute attention of bfloat16 in one kernel."""
 
-    chip: Chip = "none"
+    chip: ChipKind = "none"
     """Whose kernel it is."""
     each: bool = False
     """Whether only programs that one device runs by itself (`mesh.on_each`) have it: XLA cannot divide it

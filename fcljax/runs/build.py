@@ -180,10 +180,12 @@ def assemble(
 
 def kernel_on(machine: Machine) -> AttentionKernel:
     """Which programs compute attention in one kernel: those of TPUs and of NVIDIA's large GPUs."""
-    if machine.backend == "cpu" or (machine.backend == "gpu" and not _holds_kernel()):
-        return NO_KERNEL
-    # pyrefly: ignore[bad-argument-type]  # tpu or gpu
-    return AttentionKernel(machine.backend, each=machine.mesh is not None)
+    several = machine.mesh is not None
+    if machine.backend == "tpu":
+        return AttentionKernel("tpu", each=several)
+    if machine.backend == "gpu" and _holds_kernel():
+        return AttentionKernel("gpu", each=several)
+    return NO_KERNEL
 
 
 def _holds_kernel() -> bool:
