@@ -322,6 +322,41 @@ def test_chunks_are_played_again_from_the_first_with_a_bad_upload_on(name, bad, 
     assert set(engine.traces.values()) == {1}
 
 
+class Waited:
+    """A number of chunks that are merged, which notes that the host waits for it."""
+
+    def __init__(self, number, notes: list):
+        self.number, self.notes = number, notes
+
+    def __int__(self):
+        self.notes.append("host waits")
+        return int(self.number)
+
+
+def noting(engine, notes: list):
+    """The engine, which notes when the server's step begins and when the host waits for clients."""
+    (player,) = engine.players
+
+    def server(*arguments):
+        notes.append("server")
+        return player.server(*arguments)
+
+    def close(accumulator, states, carry, chunk, merged):
+        if isinstance(merged.chunks, Waited):
+            merged = merged._replace(chunks=merged.chunks.number)
+        *both, done = player.close(accumulator, states, carry, chunk, merged)
+        return *both, Waited(done, notes)
+
+    return engine._replace(players=(player._replace(server=server, close=close),))
+
+
+@pytest.mark.parametrize(("bad", "times"), [([], 1), ([3], 2)])
+def test_the_device_has_the_servers_step_before_the_host_waits_for_clients(bad, times, data, partitions):
+    engine, notes = engine_of("conflating", "unroll2"), []
+    play_once(noting(engine, notes), poisoned(data, partitions[0], bad, np.nan), partitions[0], [0, 1, 3, 6])
+    assert notes == ["server", "host waits"] * times
+
+
 def test_sums_of_finite_uploads_may_overflow():
     """They are no reason to leave anybody out: the upload is looked at, found finite, and added."""
     begin = lambda context, state, key: jnp.full(3, 3e38)

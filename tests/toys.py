@@ -761,7 +761,7 @@ def receive(engine: Engine, frozen, server, states, data, partition, ids, task, 
     round_context, server, data, key = engine.place((round_context, server, data, key))
     broadcast = engine.broadcast(round_context, server)
     exchange = Exchange(0, round_context, broadcast, partition, ids, key)
-    received, new = run_chunks(engine, chunks, exchange, states, data)
+    received, new, _ = run_chunks(engine, chunks, exchange, states, data)
     entries = {name: getattr(received, name) for name in ("gather", "weight", "id", "valid")}
     entries = jax.tree.map(lambda x: x[: player.capacity.participants], entries)
     return received._replace(**entries), jax.tree.map(lambda x: x[: player.capacity.clients], new)

@@ -269,7 +269,8 @@ def receive(
     round_context = RoundContext.on_host(made.frozen, task, 0, False)
     broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
     exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
-    return run_chunks(engine, chunks, exchange, states, made.data)
+    received, states, _ = run_chunks(engine, chunks, exchange, states, made.data)
+    return received, states
 
 
 # ---- the statements ----------------------------------------------------------------------------------------

@@ -122,6 +122,23 @@ class RoundReport(NamedTuple):
         return self.useful_steps / max(self.paid_steps, 1)
 
 
+class Served(NamedTuple):
+    """The server's part of an exchange."""
+
+    server: PyTree  # its new state
+    metrics: Metrics  # of its step
+    refused: Array | bool  # whether the result was not finite, so that the server keeps its state
+
+
+Serve = Callable[[Accumulator], Served]
+"""The server's step on what was received. It returns at once, while the device still computes."""
+
+
+def no_server(_: Accumulator) -> Served:
+    """`Serve` where nobody asks what the server makes of uploads."""
+    return Served((), {}, False)
+
+
 class Player(NamedTuple):
     """The compiled functions of one of the method's rounds.
 
@@ -146,8 +163,8 @@ class Player(NamedTuple):
     close: Callable[..., tuple[Accumulator, PyTree, Array]]
     # receive(accumulator, context, upload, position) adds an upload that was made elsewhere
     receive: Callable[..., tuple[Accumulator, Array]]
-    # server(round_context, server, accumulator, key) -> (server, metrics, refused)
-    server: Callable[..., tuple[PyTree, Metrics, Array]] | None
+    # server(round_context, server, accumulator, key) -> its part of the exchange
+    server: Callable[..., Served] | None
     mesh: AnyMesh | None  # the devices; None: one device
 
 
@@ -163,10 +180,11 @@ class Exchange(NamedTuple):
 
 
 class Played(NamedTuple):
-    """The clients' part of an exchange."""
+    """The clients' part of an exchange, and what the server made of it."""
 
     accumulator: Accumulator  # what was received of them
     states: PyTree  # the new client states
+    served: Served  # what the server made of it
     ids: Int[np.ndarray, " n"]  # the clients that took part
     steps: tuple[int, int]  # useful steps, and steps that the lanes were busy or idle for
 
@@ -175,8 +193,8 @@ class Played(NamedTuple):
 class Clients(Protocol):
     """Runs the clients' part of an exchange: the engine itself, or clients on other machines."""
 
-    def __call__(self, exchange: Exchange, states: PyTree, /) -> Played:
-        """What was received, and the new client states; `states` may be donated."""
+    def __call__(self, exchange: Exchange, states: PyTree, serve: Serve, /) -> Played:
+        """What was received, `serve` of it, and the new client states; `states` may be donated."""
         ...
 
 
@@ -314,7 +332,8 @@ def _player(
     server = None
     if each.server:
         serve = functools.partial(_serve, each.server, shapes, capacity.participants, mesh)
-        server = jit("server", serve, (specs, WHOLE, WHOLE))
+        # pyrefly: ignore[bad-argument-type]  # a tree of specifications
+        server = jit("server", serve, Served(specs, WHOLE, WHOLE))
     return Player(
         each,
         capacity,
@@ -480,7 +499,11 @@ def _stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[in
 def _exchange(
     engine: Engine, server: PyTree, states: PyTree, exchange: Exchange, section: Callable, clients: Clients
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One of the method's rounds: the broadcast, the clients, the server's step."""
+    """One of the method's rounds: the broadcast, the clients, the server's step.
+
+    The device has the server's step before the host waits for the clients, so that it goes from one to the
+    other without the host.
+    """
     player = engine.players[exchange.index]
     if not len(exchange.ids):
         return server, states, RoundReport({})
@@ -488,19 +511,22 @@ def _exchange(
         context, key = engine.place((exchange.context, exchange.key))
         server, states = put_server(server, engine.mesh), put_shared(states, engine.mesh)
         broadcast = engine.broadcast(context, server)
-        played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states)
-        jax.block_until_ready(played.accumulator)
-    received = played.accumulator
-    found = received.rejected, received.impossible, received.metrics, {}, False
-    if player.server:
-        with section("server"):
-            context = context._replace(previous=broadcast)
-            server, *of_server = player.server(context, server, received, key)
-            found = jax.device_get((*found[:3], *of_server))  # waits for the server
-    return server, played.states, _reported(player.round, played, jax.device_get(found), exchange.partition)
+
+        def serve(received: Accumulator) -> Served:
+            if player.server is None:
+                return Served(server, {}, False)
+            return player.server(context._replace(previous=broadcast), server, received, key)
+
+        played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states, serve)
+        jax.block_until_ready(played.accumulator)  # to time the clients alone
+    with section("server"):
+        report = _reported(player.round, played, exchange.partition)
+    return played.served.server, played.states, report
 
 
-def _run_clients(engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree) -> Played:
+def _run_clients(
+    engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree, serve: Serve
+) -> Played:
     """`Clients` that this engine runs itself; `data` and `guarded` as in `run_round`."""
     player, context = engine.players[exchange.index], exchange.context
     chunks, steps = plan_round(
@@ -512,8 +538,8 @@ def _run_clients(engine: Engine, data: PyTree, guarded: bool, exchange: Exchange
         player.capacity,
     )
     data = ready(data, engine.mesh)
-    accumulator, states = run_chunks(engine, chunks, exchange, states, data, guarded)
-    return Played(accumulator, states, exchange.ids, steps)
+    accumulator, states, served = run_chunks(engine, chunks, exchange, states, data, guarded, serve)
+    return Played(accumulator, states, served, exchange.ids, steps)
 
 
 def run_chunks(
@@ -523,12 +549,13 @@ def run_chunks(
     states: PyTree,
     data: PyTree,
     guarded: bool = False,
-) -> tuple[Accumulator, PyTree]:
-    """What was received of the chunks' clients, and the new client states; `states` are donated. All arrays
-    are placed."""
+    serve: Serve = no_server,
+) -> tuple[Accumulator, PyTree, Served]:
+    """What was received of the chunks' clients, the new client states, and `serve` of what was received;
+    `states` are donated. All arrays are placed."""
     player, context = engine.players[exchange.index], exchange.context
     accumulator, merged = player.empty(), 0
-    while merged < len(chunks):
+    while True:
         done, earlier = engine.place(np.int32(merged)), deque()
         for i in range(merged, len(chunks)):
             if len(earlier) == AHEAD:
@@ -540,9 +567,11 @@ def run_chunks(
             progress = Merging(done, np.int32(i), np.bool_(guarded))
             accumulator, states, done = player.close(accumulator, states, carry, chunks[i], progress)
             earlier.append(done)
+        served = serve(accumulator)  # for nothing if a chunk turns out not to be merged
         # the first one that is not merged has a bad upload, which rarely comes alone
         merged, guarded = int(done), True
-    return accumulator, states
+        if merged == len(chunks):
+            return accumulator, states, served
 
 
 def _run_chunk(
@@ -669,11 +698,11 @@ def alone_capacity(capacity: Capacity) -> Capacity:
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _reported(each: Round, played: Played, found: tuple, partition: ClientPartition) -> RoundReport:
-    """`found`, on the host: uploads that were rejected, those of each claim, the metrics of clients and
-    server, and whether the server's result was refused."""
-    _, _, ids, steps = played
-    rejected, impossible, client_metrics, metrics, refused = found
+def _reported(each: Round, played: Played, partition: ClientPartition) -> RoundReport:
+    """What an exchange's clients and server report, on the host, which waits for both."""
+    received, _, (_, metrics, refused), ids, steps = played
+    found = received.rejected, received.impossible, received.metrics, metrics, refused
+    rejected, impossible, client_metrics, metrics, refused = jax.device_get(found)
     claims = zip(claims_of(each.program), impossible, strict=True)
     count = partition.count_of(ids)
     epochs = [phase.view.epochs for phase in each.program.phases]
@@ -749,7 +778,7 @@ def _serve(
     server: PyTree,
     acc: Accumulator,
     key: PRNGKeyArray,
-) -> tuple[PyTree, Metrics, Array]:
+) -> Served:
     """The aggregate, then the method's server step. With no valid upload, or with a result that is not
     finite, the server keeps its state; the latter is reported as refused."""
     entries = in_order((acc.gather, acc.weight, acc.id, acc.valid), mesh)
@@ -763,4 +792,4 @@ def _serve(
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(valid & (weight > 0))
     refused = anyone & became_non_finite(new, server)
-    return select(anyone & ~refused, new, server), metrics, refused
+    return Served(select(anyone & ~refused, new, server), metrics, refused)
