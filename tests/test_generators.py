@@ -134,7 +134,8 @@ def test_smooth_images_cost_nothing_and_a_spike_what_smoothing_takes_of_it():
 def test_the_generator_begins_anew_in_the_first_task_and_then_goes_on_from_where_it_was():
     """Without a step it is what it begins with."""
     options, shape = M.MFCLOptions(generator_steps=0, generator_batch=2), ImageGeneratorConfig(2, 2, 2, 2)
-    before = jax.tree.map(lambda x: x + 3.0, init_image_generator(shape, KEY))
+    shapes = jax.eval_shape(functools.partial(init_image_generator, shape), KEY)
+    before = jax.tree.map(lambda x: np.full(x.shape, 3.0, np.float32), shapes)
     model, nobody = model_of_means(), Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
 
     @jax.jit
@@ -212,7 +213,7 @@ def test_weights_of_old_and_new_tasks():
     """2 + 3 of 5 classes: alpha = log2(5/2 + 1), beta = sqrt(3/5). 1 + 1 of 2, the fewest that there can be:
     alpha = 1, beta = sqrt(1/2)."""
     options = L.LanderOptions()
-    two = TASKS[1]._replace(old=jnp.arange(5) < 1, seen=jnp.arange(5) < 2)
+    two = TASKS[1]._replace(current=jnp.arange(5) == 1, seen=jnp.arange(5) < 2)
     np.testing.assert_allclose(L.task_weights(options, two), [0.2 * 2 * 2**0.5, 0.4 * 0.5**0.5], rtol=1e-5)
     found = L.task_weights(options, TASKS[1])
     alpha, beta = np.log2(3.5), np.sqrt(3 / 5)
