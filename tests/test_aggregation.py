@@ -245,6 +245,16 @@ def test_the_geometric_median_of_a_kite_is_where_its_diagonals_cross():
     close(out, {"x": np.array([7 / 3]), "y": np.array(0.0)}, atol=1e-4)
 
 
+def test_a_step_of_the_geometric_median_is_weiszfeld_s_from_the_coordinate_median():
+    """The kite's median is (5/2, 0); w_k counts 1 / ||v - w_k||."""
+    centre, points = np.array([2.5, 0.0]), np.array(KITE)
+    near = 1 / np.linalg.norm(points - centre, axis=1)
+    expected = near @ points / near.sum()
+    step = jax.jit(functools.partial(rules.geometric_median, steps=1))
+    out = step(in_two_leaves(KITE), jnp.ones(4), jnp.ones(4, bool))
+    close(out, {"x": expected[:1], "y": expected[1]}, atol=1e-5)
+
+
 def test_a_client_with_more_weight_than_the_rest_is_the_geometric_median():
     out = GEOMETRIC(in_two_leaves(KITE), jnp.array([1.0, 4.0, 1.0, 1.0]), jnp.ones(4, bool))
     close(out, {"x": np.array([2.0]), "y": np.array(3.0)}, atol=1e-4)

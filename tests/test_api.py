@@ -20,6 +20,7 @@ from fcljax import api, cli
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
 from fcljax.models.own import own_config
+from fcljax.parts.server import ServerRule, ServerUpdate
 from fcljax.parts.simulation import simulate
 from fcljax.terminal import NotebookBar
 
@@ -242,6 +243,15 @@ def test_client_rules_join_the_loss():
         method = fcljax.fedavg(jnp.zeros(1), client, client_rules=rules)
         model, _ = simulate(method, VALUES, np.zeros(5, int), OWNER, rounds=1)
         np.testing.assert_allclose(model, [share * 22 / 5], rtol=1e-6)
+
+
+def test_the_last_of_a_simulation_s_rounds_and_no_other_knows_that_it_is_the_last():
+    def count(round, params, state):
+        return ServerUpdate(params._replace(classifier=params.classifier + round.last), state)
+
+    client = fcljax.local_sgd(distance, optax.sgd(0.0), epochs=1, batch_size=4)
+    method = fcljax.fedavg(jnp.zeros(1), client, server_rules=(ServerRule("count", count),))
+    assert simulate(method, VALUES, np.zeros(5, int), OWNER, rounds=3).model.tolist() == [1.0]
 
 
 def mean_distance(model, x, y):

@@ -31,10 +31,11 @@ from fcljax import cli, config
 from fcljax.adapters import find_adapter
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
-from fcljax.methods.ewc import Anchor, consolidate
+from fcljax.methods.ewc import Anchor, consolidate, elastic
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
+from fcljax.parts.client import ClientStep
 from fcljax.parts.distil import Teacher, distil_first_model, first_model_of_task
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params, learner
@@ -147,6 +148,15 @@ def test_the_baselines_of_target_s_release_train_as_it_does(method, decay):
 
 
 # ---- EWC ---------------------------------------------------------------------------------------------------
+
+
+def test_the_elastic_penalty_is_half_of_the_weighted_squares_and_nothing_in_the_first_task():
+    """10 / 2 times 3 numbers of Fisher 2 that are 2 away."""
+    one = lambda value: Params(jnp.full(2, value), jnp.full(1, value))
+    rule, anchor = elastic(10.0, 1.0, 4), Anchor(one(1.0), one(2.0), jnp.bool_(True))
+    for task, expected in zip(TASKS, (0, 10 / 2 * 3 * 2 * 2**2), strict=True):
+        step = ClientStep(LEARNER, in_task(task), one(3.0), None, None, KEY, one(3.0))
+        assert float(rule.loss(step, anchor)) == expected
 
 
 def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_their_own():

@@ -222,6 +222,13 @@ def test_a_first_session_trains_the_network_in_the_first_task_alone():
     np.testing.assert_allclose(scales[2:], [scales[1]] * 2, rtol=1e-6)
 
 
+def test_clients_keep_the_projection_and_no_classifier_that_travels():
+    method = fedranpac(FedRanPACOptions(projection=12), run_of(True, PIXELS))
+    server = jax.eval_shape(method.init, KEY, SCALE)
+    broadcast = jax.eval_shape(method.broadcast, round_context_of(STREAM[0], frozen=SCALE), server)
+    assert communication.extra_storage(broadcast)["scalars"] == WIDTH * 12
+
+
 @pytest.mark.parametrize("name", ["afcl", "fedranpac"])
 def test_no_other_rule_merges_the_sums(name):
     with pytest.raises(InputError, match="^aggregator: 'median'"):

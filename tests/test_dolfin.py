@@ -22,6 +22,7 @@ from micro import (
     play,
 )
 
+from fcljax.errors import InputError
 from fcljax.methods.dolfin import (
     LENGTH,
     DolfinOptions,
@@ -31,6 +32,7 @@ from fcljax.methods.dolfin import (
     threshold,
 )
 from fcljax.models.vit import apply_vit, attention_inputs
+from fcljax.options import check_ranges
 
 D = 8
 RNG = np.random.default_rng(0)
@@ -84,6 +86,13 @@ def test_a_new_task_reads_directions_of_its_own():
 def test_the_threshold_grows_linearly():
     options = DolfinOptions(0.9, 1.0)
     assert [float(threshold(options, jnp.int32(t), 5)) for t in (0, 1, 4)] == pytest.approx([0.9, 0.92, 0.98])
+
+
+@pytest.mark.parametrize("name", ["memory_first", "memory_last"])
+def test_a_share_is_at_most_all(name):
+    check_ranges(DolfinOptions(**{name: 1.0}))
+    with pytest.raises(InputError, match=f"^{name}: 1.5 is too large; nearest valid value: 1.0"):
+        check_ranges(DolfinOptions(**{name: 1.5}))
 
 
 def test_products_larger_than_the_squares_allow_are_refused():

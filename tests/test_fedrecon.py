@@ -33,9 +33,11 @@ from micro import (
 from fcljax.adapters.full import FullOptions, full
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.methods.fedncm import FedNCMOptions, fedncm
-from fcljax.methods.fedrecon import FedReconOptions, episode_loss, fedrecon
+from fcljax.methods.fedrecon import FedReconOptions, episode_loss, episodes, fedrecon
+from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, Training
-from fcljax.types import Aggregate, Batch, Frozen, Network, RoundContext
+from fcljax.parts.learner import Output
+from fcljax.types import Aggregate, Batch, ClientContext, Frozen, Network, RoundContext
 
 RATE = 0.05
 
@@ -160,6 +162,16 @@ def test_the_loss_of_an_episode_by_hand():
     own = lambda x, place: np.log(np.exp(to(x)).sum()) - to(x)[place]
     assert float(found) == pytest.approx((own(1.0, 0) + own(3.0, 1)) / 2, rel=1e-5)
     assert float(episode_loss(feature, label, jnp.array([3, 4, 2]), mask & (label == 2))) == 0.0
+
+
+def test_an_episode_s_loss_is_that_of_the_first_task_and_later_nothing():
+    batch, rule = rows_of([0, 0, 1, 1]), episodes()
+    own = episode_loss(batch.image, batch.label, TASKS[0].classes, batch.mask)
+    assert float(own) > 0
+    for task, expected in zip(TASKS, (own, 0.0), strict=True):
+        context = ClientContext(SCALE, None, None, task, info_of(SIZES.classes))
+        step = ClientStep(None, context, None, Output(None, batch.image), batch, KEY, None)
+        assert float(rule.loss(step, ())) == float(expected)
 
 
 def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():

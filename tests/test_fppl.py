@@ -17,11 +17,18 @@ from micro import round_context_of as round_context
 
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
+from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import ClientPartition
-from fcljax.methods.fppl import ServerTraining, debias, store_prototypes, unified_representation_loss
+from fcljax.methods.fppl import (
+    ServerTraining,
+    debias,
+    per_class,
+    store_prototypes,
+    unified_representation_loss,
+)
 from fcljax.models.heads import Head, apply_head, correct, cross_entropy, sum_by_class
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import Block, ViTConfig, apply_vit, parameter_shapes, vit_network
@@ -640,6 +647,16 @@ def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
     # what debias would train on: two rows, both of class 2
     np.testing.assert_array_equal([client, label], [[0, 2], [2, 2]])
     np.testing.assert_allclose(pool.vector[client, label], [a, b])
+
+
+def test_centred_clipping_of_prototypes_starts_from_zero():
+    """Three steps of length 1 towards (6, 8), which both holders have; the other class is nobody's."""
+    options = AggregationOptions(aggregator="centred_clipping", clip_radius=1.0)
+    vectors, holds = jnp.full((2, 2, 2), jnp.array([6.0, 8.0])), jnp.array([[True, False]] * 2)
+    merge = per_class(make_aggregation(options))
+    merged, held = merge(vectors, holds, jnp.ones(2), jnp.ones(2, bool), jax.random.key(0))
+    np.testing.assert_allclose(merged, [[1.8, 2.4], [0, 0]], rtol=1e-5)
+    assert held.tolist() == [True, False]
 
 
 def test_a_round_replaces_a_clients_prototypes_of_its_task_and_leaves_earlier_tasks():

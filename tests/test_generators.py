@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro import FROZEN, KEY, SIZES, TASKS, info_of, main_of, method_of, round_context_of, rows_of
+from micro import (
+    FROZEN,
+    KEY,
+    SIZES,
+    TASKS,
+    info_of,
+    main_of,
+    method_of,
+    round_context_of,
+    rows_of,
+    seen_by_rules,
+)
 from toys import same
 
 from fcljax.adapters import find_adapter
@@ -23,11 +34,22 @@ from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, learner
-from fcljax.parts.synthesis import MadeSoFar, added, batch_statistics, best_images, disagreement
+from fcljax.parts.synthesis import MOMENTUM, MadeSoFar, added, batch_statistics, best_images, disagreement
 from fcljax.parts.task_start import Start
 from fcljax.types import Aggregate, ClientContext, Features, Frozen, Network
 
 SEEN = jnp.array([True, True, False])
+
+
+def model_of_means():
+    """A linear classifier of the mean of each channel."""
+
+    def apply(params, image, injection, train, mask=None):
+        return Features(image.mean(axis=(1, 2)), None, {}), params
+
+    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
+    adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
+    return learner(network, adapter, linear(3, SIZES.classes))
 
 
 # ---- what both share ---------------------------------------------------------------------------------------
@@ -76,6 +98,14 @@ def test_running_statistics_tell_those_of_a_batch():
     np.testing.assert_allclose(L.statistics_distance(*stats), gap, rtol=1e-4)
 
 
+def test_the_gap_of_statistics_is_between_running_means_and_those_of_the_batch():
+    """N(2, 1) and a batch of N(5, 4): KL = log 2 + (1 + 3^2) / 8 - 1/2."""
+    running, batch = {"mean": 2.0, "var": 1.0}, {"mean": 5.0, "var": 4.0}
+    after = {key: MOMENTUM * running[key] + (1 - MOMENTUM) * batch[key] for key in running}
+    stats = ({"norm": jax.tree.map(jnp.float32, layer)} for layer in (running, after))
+    assert float(M.statistics_gap(*stats)) == pytest.approx(np.log(2) + 10 / 8 - 0.5, rel=1e-4)
+
+
 # ---- MFCL: the generator's loss ----------------------------------------------------------------------------
 
 
@@ -99,6 +129,23 @@ def test_smooth_images_cost_nothing_and_a_spike_what_smoothing_takes_of_it():
     expected = np.pad(kernel, 1).copy()
     expected[3, 3] -= 1
     np.testing.assert_allclose(M.roughness(spike), (expected**2).mean(), rtol=1e-5)
+
+
+def test_the_generator_begins_anew_in_the_first_task_and_then_goes_on_from_where_it_was():
+    """Without a step it is what it begins with."""
+    options, shape = M.MFCLOptions(generator_steps=0, generator_batch=2), ImageGeneratorConfig(2, 2, 2, 2)
+    shapes = jax.eval_shape(functools.partial(init_image_generator, shape), KEY)
+    before = jax.tree.map(lambda x: np.full(x.shape, 3.0, np.float32), shapes)
+    model, nobody = model_of_means(), Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+
+    @jax.jit
+    def begun(task):
+        around = seen_by_rules(model, round_context_of(task, frozen=Frozen({})), nobody)
+        return M.trained_generator(options, shape, around, model.init(KEY, Frozen({})), before)[0]
+
+    same(begun(TASKS[1]), before)
+    fresh = jax.tree.leaves(begun(TASKS[0]))
+    assert all(np.abs(x - y).min() > 0.1 for x, y in zip(fresh, jax.tree.leaves(before), strict=True))
 
 
 # ---- MFCL: the client --------------------------------------------------------------------------------------
@@ -163,8 +210,11 @@ def test_within_the_radius_an_anchor_does_not_pull():
 
 
 def test_weights_of_old_and_new_tasks():
-    """2 + 3 of 5 classes: alpha = log2(5/2 + 1), beta = sqrt(3/5)."""
+    """2 + 3 of 5 classes: alpha = log2(5/2 + 1), beta = sqrt(3/5). 1 + 1 of 2, the fewest that there can be:
+    alpha = 1, beta = sqrt(1/2)."""
     options = L.LanderOptions()
+    two = TASKS[1]._replace(current=jnp.arange(5) == 1, seen=jnp.arange(5) < 2)
+    np.testing.assert_allclose(L.task_weights(options, two), [0.2 * 2 * 2**0.5, 0.4 * 0.5**0.5], rtol=1e-5)
     found = L.task_weights(options, TASKS[1])
     alpha, beta = np.log2(3.5), np.sqrt(3 / 5)
     np.testing.assert_allclose(found.current, 0.2 * (1 + 1 / alpha) / beta, rtol=1e-5)
@@ -173,13 +223,7 @@ def test_weights_of_old_and_new_tasks():
 
 def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
     """White images without a crop: every feature is 1, whoever computes it."""
-
-    def apply(params, image, injection, train, mask=None):
-        return Features(image.mean(axis=(1, 2)), None, {}), params
-
-    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
-    adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
-    model = learner(network, adapter, linear(3, SIZES.classes))
+    model = model_of_means()
     rng = np.random.default_rng(0)
 
     def params():

@@ -445,6 +445,17 @@ def test_the_radius_is_that_of_the_first_task_s_senders():
     assert float(server.state.radius) == pytest.approx(0.5)
 
 
+def test_the_radius_is_of_the_mean_variance_of_all_that_sent_whatever_classes_they_have():
+    """One client has an image of one class and a variance of 9, the other three and 1/4."""
+    sent, server = sent_of((2, 2, 1)), Server()
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf[1], leaf[1]]), sent.gradient)
+    sent = sent._replace(gradient=both, there=jnp.array([[True, False, False], [True] * 3]))
+    round_context = round_context_of(jax.tree.map(jnp.asarray, FIRST), 0)
+    _, state, metrics = server.one(round_context, Params(jnp.int32(1), ()), server.state, sent, KEY)
+    assert float(state.radius) == pytest.approx(((9 + 0.25) / 2) ** 0.5)
+    assert float(metrics["senders"].total) == 2
+
+
 def test_clients_distil_the_best_of_all_when_their_task_changes_and_later_that_of_before():
     one = lambda number: P.Old(Params(jnp.int32(number), ()), FIRST)
     context = ClientContext(

@@ -443,6 +443,15 @@ def test_the_step_is_what_its_formulas_say():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), change(after), change(expected))
 
 
+def test_what_is_reported_of_the_distillation_is_the_sum_of_its_losses():
+    """x^2 from 2 on by steps of a quarter of the slope 2x: 2, 1, 1/2."""
+    model = Params((), jnp.float32(2.0))
+    loss = {"classifier": lambda trainable, latents: trainable.classifier**2}
+    nothing = H.Composite(H.Latents(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32)), None)
+    after, totals = H._descend(loss, optax.sgd(0.25), model, lambda key: nothing, KEY, jnp.int32(2))
+    assert (float(after.classifier), float(totals["classifier"])) == (0.5, 4 + 1)
+
+
 SWITCHES = ["wo_previous", "wo_kl", "wo_mse", "wo_prompt_distillation", "wo_classifier_distillation"]
 
 

@@ -220,6 +220,7 @@ def test_products_that_no_examples_can_have_are_not_believed():
         )
 
     assert possible(head) and not possible(head, -pairs)
+    assert possible(head, pairs.at[0, 1].set(0.0))  # of an input that is 0 for every example
     false = head.copy()
     false[1, 3] = 1.1 * np.sqrt(head[1, 1] * head[3, 3])
     assert not possible(false) and not possible(-head)

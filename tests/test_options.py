@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+import re
 import typing
 
 import pytest
+import small_runs
 import yaml
 
 from fcljax import config
@@ -18,6 +20,7 @@ from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.pretraining.encoder import PretrainConfig
 from fcljax.runs.embed import EmbedConfig
 
+RESULTS = small_runs.ROOT / "docs" / "results"
 PRESETS = ["intended", "improved", "paper", "released"]
 
 
@@ -537,6 +540,18 @@ def test_the_table_of_mini_scale_has_every_method_and_only_options_that_it_has()
         known = [field.name for each in adapters for field in fields_of(config.run_class(method, each))]
         assert set(values) <= set(known), method
         check_ranges(config.preset(method))
+
+
+def test_the_rates_of_mini_scale_are_those_that_were_taken_on_held_out_images():
+    """In bold in the tables of what was tried, GLFC's among those of earlier versions."""
+    tried, earlier = ((RESULTS / name).read_text() for name in ("embedded.md", "history.md"))
+    taken = re.findall(r"^\| (\S+) \| \*\*(--[^*]+)\*\*", tried, re.MULTILINE)
+    assert len({method for method, _ in taken}) > 12
+    (rate,) = re.findall(r"^\| glfc, `lr`, `full_lr` \|.*\*\*(\S+), \S+\*\*", earlier, re.MULTILINE)
+    for method, given in [*taken, ("glfc", f"--lr {rate}")]:
+        cfg = config.preset(method, scale="mini")
+        for name, value in re.findall(r"--(\S+) (\S+)", given):
+            assert getattr(cfg, name.replace("-", "_")) == float(value), (method, name)
 
 
 @pytest.mark.parametrize(

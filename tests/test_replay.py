@@ -143,7 +143,8 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, partitions, start)
 
 
 def test_places_outside_of_the_memory_are_padding(data, partitions):
-    """-1, and numbers past the end: of six places only those of the memory's five rows join."""
+    """-1, and numbers past the end: of six places only those of the memory's five rows join, of which one is
+    the data's first."""
 
     def step(context, local, batch, key):
         return {**local, "row": batch.index[1:]}, {}
@@ -157,14 +158,14 @@ def test_places_outside_of_the_memory_are_padding(data, partitions):
             (phase,),
             lambda context, local, state: (Upload(mean=context.payload, gather=local["row"]), state),
             program={"replay_buffer": lambda state: state},
-            init_client=lambda key, server: jnp.arange(MEMORY) + 70,
+            init_client=lambda key, server: 15 * jnp.arange(MEMORY),
         ),
         partitions,
         Lanes(2, "vmap"),
     )
     server, states = begin_run(engine.method)
     received, _ = receive(engine, FROZEN, server, stack(states), data, partitions[0], [0, 6], two_tasks()[0])
-    assert received.gather[:2].tolist() == [[-1, 70, 70 + MEMORY - 1, -1]] * 2
+    assert received.gather[:2].tolist() == [[-1, 0, 15 * (MEMORY - 1), -1]] * 2
 
 
 def test_cached_features_of_own_and_replayed_examples_come_together(partitions, data):

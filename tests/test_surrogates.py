@@ -41,7 +41,7 @@ from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
 from fcljax.parts.learner import Params, learner
 from fcljax.pixels import from_unit
-from fcljax.types import Aggregate, Batch, Broadcast
+from fcljax.types import Aggregate, Batch, Broadcast, Features, Frozen, Network
 
 SMALL = {
     "synthesis_rounds": 3,
@@ -262,6 +262,32 @@ def test_the_server_distils_towards_its_clients_when_asked():
     assert float(metrics["loss"].weight) == 0
 
 
+def test_the_server_distils_on_any_of_the_surrogate_images():
+    """Of two, whichever is another one."""
+
+    def apply(params, image, injection, train, mask=None):
+        return Features(image.mean(axis=(1, 2)), None, {}), params
+
+    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
+    adapter = find_adapter("linear").build(find_adapter("linear").options(), SIZES, network)
+    own = learner(network, adapter, linear(3, SIZES.classes))
+    rule = C.server_distillation(options_of("cfed", server_steps=4, server_batch=8, server_lr=0.1))
+    params, sent = (Params((), init_head(jax.random.key(i), 3, SIZES.classes)) for i in (0, 1))
+    sent = jax.tree.map(lambda x: 10 * x[None], sent)
+    arrived = Aggregate((), {}, {"trainable": sent}, jnp.ones(1), jnp.arange(1), jnp.ones(1, bool))
+
+    @jax.jit
+    def distilled(grey):
+        image = jnp.broadcast_to(grey[:, None, None, :], (2, 2, 2, 3)).astype(jnp.uint8)
+        previous = Broadcast(Payload(params, {}))
+        now = round_context_of(OLD, frozen=Frozen({}, surrogate=image), previous=previous)
+        return rule.update(seen_by_rules(own, now, arrived), params, rule.init(params, params))[0]
+
+    grey = jnp.array([[0, 80, 160], [250, 20, 90]])
+    changed = [distilled(grey.at[i].set(255 - grey[i])) for i in (0, 1)]
+    assert min(furthest(distilled(grey), each) for each in changed) > 1e-3
+
+
 @pytest.mark.long
 def test_server_distillation_changes_a_run_and_refuses_rules_that_it_would_not_follow():
     first = history(made("cfed"))[0].params
@@ -300,6 +326,13 @@ def test_nine_products_are_a_convolution():
         x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     np.testing.assert_allclose(layer.apply(variables, x), expected + bias, atol=1e-5)
+
+
+def test_a_convolution_begins_within_one_over_the_root_of_its_inputs():
+    """Of 3 x 3 pixels of 16 channels: 144."""
+    first = _Conv(64).init(KEY, jnp.zeros((1, 2, 2, 16)))["params"]
+    for name, least in (("kernel", 0.99), ("bias", 0.9)):
+        assert least < 12 * np.abs(first[name]).max() <= 1 + 1e-6
 
 
 def test_jitter_moves_and_mirrors_and_nothing_else():
