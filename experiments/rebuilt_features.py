@@ -8,19 +8,24 @@ goes to the right one: first with means of the images themselves, then for each 
 """
 
 import argparse
-import functools
+from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from fcljax.commands import running
+from fcljax.data.store import Split
 from fcljax.methods.pmae import autoencoder_of, rebuilt
+from fcljax.models.heads import cosine, unit
 from fcljax.models.mae import random_mask, unpatchify
 from fcljax.pixels import between
 from fcljax.runs.build import Experiment, build
+from fcljax.runs.features import frozen_features
 from fcljax.runs.inputs import network_of
-from fcljax.types import Network
+from fcljax.runs.predict import make_features
+from fcljax.types import Frozen
 
 BATCH = 50
 
@@ -33,42 +38,45 @@ def main() -> None:
     options = parser.parse_args()
     given = running.parse_run("pmae", options.run, "python experiments/rebuilt_features.py", "")
     exp = build(running.settings("pmae", given, running.Paths()))
-    print(f"the images themselves: {100 * share(exp, None):.1f} %", flush=True)
-    for hidden in options.mask:
-        print(f"rebuilt, {hidden:g} hidden: {100 * share(exp, hidden):.1f} %", flush=True)
+    for hidden, right in shares(exp, options.mask):
+        what = "the images themselves" if hidden is None else f"rebuilt, {hidden:g} hidden"
+        print(f"{what}: {100 * right:.1f} %", flush=True)
 
 
-def share(exp: Experiment, hidden: float | None) -> float:
-    """Test images of the first task that are nearest to their class's mean."""
-    scenario = exp.scenario
+def shares(exp: Experiment, masks: list[float]) -> Iterator[tuple[float | None, float]]:
+    """(hidden share, test images of the first task that are nearest to their class's mean), for each."""
+    scenario, frozen = exp.scenario, frozen_features(exp.inputs, BATCH)
     classes = scenario.tasks[0].classes
     train = np.flatnonzero(np.isin(scenario.train_label, classes))
     test = np.flatnonzero(np.isin(scenario.test_label, classes))
-    kept, seen = features(exp, exp.train, train, hidden), features(exp, exp.test, test, None)
-    means = np.stack([kept[scenario.train_label[train] == one].mean(axis=0) for one in classes])
-    nearest = classes[(seen @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(axis=1)]
-    return float(np.mean(nearest == scenario.test_label[test]))
+    seen = frozen(exp.frozen, exp.test, test)
+    for hidden in (None, *masks):
+        compute = frozen if hidden is None else rebuilt_features(exp, hidden)
+        kept = unit(compute(exp.frozen, exp.train, train))
+        means = jnp.stack([kept[scenario.train_label[train] == one].mean(axis=0) for one in classes])
+        nearest = classes[np.asarray(cosine(seen, means)).argmax(axis=1)]
+        yield hidden, float(np.mean(nearest == scenario.test_label[test]))
 
 
-def features(exp: Experiment, split, rows: np.ndarray, hidden: float | None) -> Float[np.ndarray, "n width"]:
-    """Features of these images, or of what is rebuilt of them, of length 1."""
-    network, found = network_of(exp.inputs.backbone, exp.inputs.preprocess), []
-    some = jax.jit(functools.partial(feature, network, hidden))
-    for first in range(0, len(rows), BATCH):
-        image = exp.read(split, np.resize(rows[first : first + BATCH], BATCH))
-        found.append(np.asarray(some(exp.frozen, image, jax.random.key(first))))
-    whole = np.concatenate(found)[: len(rows)]
-    return whole / np.linalg.norm(whole, axis=1, keepdims=True)
+def rebuilt_features(exp: Experiment, hidden: float) -> Callable:
+    """As `frozen_features`, of what is rebuilt where this share of the patches is hidden.
 
+    An image's number draws which of its patches these are.
+    """
+    network = network_of(exp.inputs.backbone, exp.inputs.preprocess)
+    pair = autoencoder_of(network)
 
-def feature(network: Network, hidden: float | None, frozen, image: Array, key: Array) -> Array:
-    """The network's features [batch, width] of images, after their patches were hidden and rebuilt."""
-    if hidden is not None:
-        pair = autoencoder_of(network)
-        masking = random_mask(key, len(image), pair.patches, hidden)
+    def read(split: Split, index: Array) -> tuple[Array, Array]:
+        return exp.read(split, index), jax.vmap(jax.random.key)(index)
+
+    def feature(frozen: Frozen, images: tuple[Array, Array]) -> Array:
+        image, keys = images
+        masking = random_mask(keys, len(image), pair.patches, hidden)
         patches = rebuilt(pair, frozen, between(network, pair, image), masking, None)
         image = between(pair, network, unpatchify(patches, pair.patch))
-    return network.apply(frozen.network, image, None, False)[0].cls
+        return network.apply(frozen.network, image, None, False)[0].cls
+
+    return make_features(feature, read, BATCH)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 import toys
 
 from fcljax import config
+from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.checks.conformance import frozen_parameters, network
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
@@ -20,6 +21,8 @@ from fcljax.mesh import device_count
 from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
+from fcljax.parts.classifiers import linear as linear_classifier
+from fcljax.parts.learner import learner
 from fcljax.parts.server import ServerRound
 from fcljax.runs.build import make_method
 from fcljax.types import (
@@ -206,6 +209,20 @@ def _apply(params, image, injection, train, mask=None):
 
 
 FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, (WIDTH,))
+
+
+def _means(params, image, injection, train, mask=None):
+    return Features(image.mean(axis=(1, 2)), None, {}), params
+
+
+# its features are the means of the channels of images of 2 x 2 pixels
+MEANS = Network(lambda key: {}, _means, 3, 1, (2, 2, 3))
+
+
+def linear_on(network):
+    """A linear classifier on the network's frozen features."""
+    adapter = linear(LinearOptions(), SIZES, network)
+    return learner(network, adapter, linear_classifier(network.width, SIZES.classes))
 
 
 def main_of(method):

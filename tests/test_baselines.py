@@ -150,20 +150,23 @@ def test_the_baselines_of_target_s_release_train_as_it_does(method, decay):
 # ---- EWC ---------------------------------------------------------------------------------------------------
 
 
+def three_of(value):
+    """Three parameters, all of this value."""
+    return Params(jnp.full(2, value), jnp.full(1, value))
+
+
 def test_the_elastic_penalty_is_half_of_the_weighted_squares_and_nothing_in_the_first_task():
     """10 / 2 times 3 numbers of Fisher 2 that are 2 away."""
-    one = lambda value: Params(jnp.full(2, value), jnp.full(1, value))
-    rule, anchor = elastic(10.0, 1.0, 4), Anchor(one(1.0), one(2.0), jnp.bool_(True))
+    rule, anchor = elastic(10.0, 1.0, 4), Anchor(three_of(1.0), three_of(2.0), jnp.bool_(True))
     for task, expected in zip(TASKS, (0, 10 / 2 * 3 * 2 * 2**2), strict=True):
-        step = ClientStep(LEARNER, in_task(task), one(3.0), None, None, KEY, one(3.0))
+        step = ClientStep(LEARNER, in_task(task), three_of(3.0), None, None, KEY, three_of(3.0))
         assert float(rule.loss(step, anchor)) == expected
 
 
 def test_a_client_that_joins_late_has_its_whole_fisher_and_others_mix_it_with_their_own():
-    one = lambda value: Params(jnp.full(2, value), jnp.full(1, value))
-    joined = lambda known: Anchor(one(0.0), one(4.0 if known else 0.0), jnp.bool_(known))
+    joined = lambda known: Anchor(three_of(0.0), three_of(4.0 if known else 0.0), jnp.bool_(known))
     for known, expected in ((False, 8.0), (True, 3 / 5 * 4 + 2 / 5 * 8)):
-        later = consolidate(in_task(TASKS[1]), joined(known), one(7.0), one(8.0))
+        later = consolidate(in_task(TASKS[1]), joined(known), three_of(7.0), three_of(8.0))
         found = float(later.trainable.adapter[0]), float(later.fisher.adapter[0])
         assert found == pytest.approx((7, expected))
 

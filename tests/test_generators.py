@@ -10,9 +10,11 @@ import pytest
 from micro import (
     FROZEN,
     KEY,
+    MEANS,
     SIZES,
     TASKS,
     info_of,
+    linear_on,
     main_of,
     method_of,
     round_context_of,
@@ -21,35 +23,21 @@ from micro import (
 )
 from toys import same
 
-from fcljax.adapters import find_adapter
-from fcljax.adapters.linear import LinearOptions
 from fcljax.federated import communication
 from fcljax.methods import lander as L
 from fcljax.methods import mfcl as M
 from fcljax.models.convnet import Norm
 from fcljax.models.heads import Head
 from fcljax.models.resnet import ResNetConfig, resnet_network
-from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
-from fcljax.parts.learner import Output, Params, learner
+from fcljax.parts.learner import Output, Params
 from fcljax.parts.synthesis import MOMENTUM, MadeSoFar, added, batch_statistics, best_images, disagreement
 from fcljax.parts.task_start import Start
-from fcljax.types import Aggregate, ClientContext, Features, Frozen, Network
+from fcljax.types import Aggregate, ClientContext, Frozen
 
 SEEN = jnp.array([True, True, False])
-
-
-def model_of_means():
-    """A linear classifier of the mean of each channel."""
-
-    def apply(params, image, injection, train, mask=None):
-        return Features(image.mean(axis=(1, 2)), None, {}), params
-
-    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
-    adapter = find_adapter("linear").build(LinearOptions(), SIZES, network)
-    return learner(network, adapter, linear(3, SIZES.classes))
 
 
 # ---- what both share ---------------------------------------------------------------------------------------
@@ -136,7 +124,8 @@ def test_the_generator_begins_anew_in_the_first_task_and_then_goes_on_from_where
     options, shape = M.MFCLOptions(generator_steps=0, generator_batch=2), ImageGeneratorConfig(2, 2, 2, 2)
     shapes = jax.eval_shape(functools.partial(init_image_generator, shape), KEY)
     before = jax.tree.map(lambda x: np.full(x.shape, 3.0, np.float32), shapes)
-    model, nobody = model_of_means(), Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+    nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+    model = linear_on(MEANS)
 
     @jax.jit
     def begun(task):
@@ -223,7 +212,7 @@ def test_weights_of_old_and_new_tasks():
 
 def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
     """White images without a crop: every feature is 1, whoever computes it."""
-    model = model_of_means()
+    model = linear_on(MEANS)
     rng = np.random.default_rng(0)
 
     def params():

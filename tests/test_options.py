@@ -435,8 +435,10 @@ def test_fedavg_of_fppl_s_tables_sums_its_loss_over_all_classes_in_the_paper_and
 
 
 def test_mfcl_and_lander_as_released_have_their_releases_sizes():
-    given = {"fidelity": "released", "scale": "paper"}  # mini takes less synthesis
-    run = lambda method: config.from_mapping(method, given, "test")
+
+    def run(method):  # mini takes less synthesis
+        return config.from_mapping(method, {"fidelity": "released", "scale": "paper"}, "test")
+
     fields = ("synthetic_batch", "generator_batch", "label_temperature", "noise_width", "generator_channels")
     assert [getattr(run("mfcl"), name) for name in fields] == [128, 128, 1e3, 1000, 64]
     fields = ("synthetic_batch", "synthesis_rounds", "synthesis_batch", "synthesis_warmup", "student_lr")

@@ -12,6 +12,7 @@ from micro import (
     FROZEN,
     KEY,
     LABEL,
+    MEANS,
     NETWORK,
     SIZES,
     SURROGATE,
@@ -21,6 +22,7 @@ from micro import (
     context_of,
     engine_of,
     info_of,
+    linear_on,
     main_of,
     method_of,
     play,
@@ -31,17 +33,15 @@ from micro import (
 from toys import same
 
 from fcljax import config
-from fcljax.adapters import find_adapter
 from fcljax.errors import InputError
 from fcljax.methods import cfed as C
 from fcljax.methods import target as T
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
-from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
-from fcljax.parts.learner import Params, learner
+from fcljax.parts.learner import Params
 from fcljax.pixels import from_unit
-from fcljax.types import Aggregate, Batch, Broadcast, Features, Frozen, Network
+from fcljax.types import Aggregate, Batch, Broadcast, Frozen
 
 SMALL = {
     "synthesis_rounds": 3,
@@ -119,12 +119,6 @@ def history(method):
     return [server for server, _, _ in play(engine_of(method), server, states)]
 
 
-def model():
-    """A classifier on frozen features."""
-    adapter = find_adapter("linear").build(find_adapter("linear").options(), SIZES, NETWORK)
-    return learner(NETWORK, adapter, linear(NETWORK.width, SIZES.classes))
-
-
 def options_of(name, **values):
     entry = {"cfed": C.CFeDOptions, "target": T.TargetOptions}[name]
     return config.part(entry, resolved(name, **values))
@@ -141,7 +135,7 @@ def reviewing(server, clients):
 def test_a_share_of_the_clients_reviews_drawn_anew_and_nobody_in_the_first_task():
     rule, params = C.roles(0.4, 10), Params((), HEADS[0])
     nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
-    around = functools.partial(seen_by_rules, model(), round_context_of(OLD), nobody)
+    around = functools.partial(seen_by_rules, linear_on(NETWORK), round_context_of(OLD), nobody)
     draws = [rule.update(around(jax.random.key(i)), params, jnp.zeros(10, bool)) for i in range(20)]
     assert all(after is params and int(drawn.sum()) == 4 for after, drawn, _ in draws)
     assert len({tuple(drawn.tolist()) for _, drawn, _ in draws}) > 3
@@ -212,7 +206,7 @@ def test_reviewers_change_a_run():
 
 @pytest.mark.long
 def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_for_nothing():
-    options, own = options_of("cfed", server_steps=2, server_batch=6), model()
+    options, own = options_of("cfed", server_steps=2, server_batch=6), linear_on(NETWORK)
     teachers = jax.tree.map(lambda *x: jnp.stack(x), *[Params((), head) for head in HEADS[1:]])
     image, round_context = SURROGATE[:6].reshape(3, 2, 8, 8, 3), round_context_of(NEW, frozen=FROZEN)
     params = Params((), HEADS[0])
@@ -231,7 +225,8 @@ def test_each_teacher_of_the_server_has_images_of_its_own_and_dead_ones_count_fo
 
 @pytest.mark.long
 def test_the_server_distils_towards_its_clients_when_asked():
-    options, own = options_of("cfed", server_steps=30, server_batch=12, server_lr=0.05), model()
+    options = options_of("cfed", server_steps=30, server_batch=12, server_lr=0.05)
+    own = linear_on(NETWORK)
     rule = C.server_distillation(options)
     gathered = jax.tree.map(
         lambda *x: jnp.stack(x), HEADS[1], HEADS[1], jax.tree.map(lambda x: x * jnp.nan, HEADS[1])
@@ -264,13 +259,6 @@ def test_the_server_distils_towards_its_clients_when_asked():
 
 def test_the_server_distils_on_any_of_the_surrogate_images():
     """Of two, whichever is another one."""
-
-    def apply(params, image, injection, train, mask=None):
-        return Features(image.mean(axis=(1, 2)), None, {}), params
-
-    network = Network(lambda key: {}, apply, 3, 1, (2, 2, 3))
-    adapter = find_adapter("linear").build(find_adapter("linear").options(), SIZES, network)
-    own = learner(network, adapter, linear(3, SIZES.classes))
     rule = C.server_distillation(options_of("cfed", server_steps=4, server_batch=8, server_lr=0.1))
     params, sent = (Params((), init_head(jax.random.key(i), 3, SIZES.classes)) for i in (0, 1))
     sent = jax.tree.map(lambda x: 10 * x[None], sent)
@@ -281,7 +269,8 @@ def test_the_server_distils_on_any_of_the_surrogate_images():
         image = jnp.broadcast_to(grey[:, None, None, :], (2, 2, 2, 3)).astype(jnp.uint8)
         previous = Broadcast(Payload(params, {}))
         now = round_context_of(OLD, frozen=Frozen({}, surrogate=image), previous=previous)
-        return rule.update(seen_by_rules(own, now, arrived), params, rule.init(params, params))[0]
+        seen = seen_by_rules(linear_on(MEANS), now, arrived)
+        return rule.update(seen, params, rule.init(params, params))[0]
 
     grey = jnp.array([[0, 80, 160], [250, 20, 90]])
     changed = [distilled(grey.at[i].set(255 - grey[i])) for i in (0, 1)]
@@ -425,7 +414,8 @@ def test_the_generator_keeps_the_sum_of_its_gradients_or_the_way_it_went():
 def synthesised(seed=0, **values):
     """Images of a global model, of which the student has a notion from the start."""
     near = jax.tree.map(lambda a, b: a + 0.1 * b, HEADS[0], HEADS[1])
-    options, own = options_of("target", **SMALL | values), model()._replace(init=lambda *_: Params((), near))
+    options = options_of("target", **SMALL | values)
+    own = linear_on(NETWORK)._replace(init=lambda *_: Params((), near))
     shape = ImageGeneratorConfig(8, 8, 4, 4)
     count = options.synthesis_rounds * options.synthesis_batch
     nothing, params = jnp.zeros((count, 8, 8, 3), jnp.uint8), Params((), HEADS[0])

@@ -45,7 +45,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     "lorm": _HEAD | {"lora_lr": 3e-3},
     # at the rates of the other methods that train the whole network
     "mfcl": _WHOLE,
-    # with a fifth of the synthesis, which takes most of a run
+    # with a quarter to a fifth of the synthesis, which takes most of a run
     "lander": _WHOLE
     | {"synthesis_rounds": 10, "synthesis_warmup": 2, "generator_steps": 20, "student_steps": 20},
     # as the papers have them; other values that were tried are no better
