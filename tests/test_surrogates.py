@@ -38,7 +38,7 @@ from fcljax.methods import cfed as C
 from fcljax.methods import target as T
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.federate import Payload
-from fcljax.parts.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
+from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Params
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast, Frozen
@@ -307,21 +307,11 @@ def test_a_generator_has_the_layers_of_the_source():
     assert image.shape == (5, 10, 7, 3) and 0 <= image.min() < image.max() <= 1
 
 
-def test_nine_products_are_a_convolution():
-    x, layer = jax.random.normal(KEY, (2, 5, 4, 3)), _Conv(6)
-    variables = layer.init(KEY, x)
-    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
-    expected = jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    np.testing.assert_allclose(layer.apply(variables, x), expected + bias, atol=1e-5)
-
-
 def test_a_convolution_begins_within_one_over_the_root_of_its_inputs():
-    """Of 3 x 3 pixels of 16 channels: 144."""
-    first = _Conv(64).init(KEY, jnp.zeros((1, 2, 2, 16)))["params"]
+    """Of 3 x 3 pixels of 64 channels: 576."""
+    first = init_image_generator(ImageGeneratorConfig(8, 8, noise=4, channels=32), KEY)["Conv_0"]
     for name, least in (("kernel", 0.99), ("bias", 0.9)):
-        assert least < 12 * np.abs(first[name]).max() <= 1 + 1e-6
+        assert least < 24 * np.abs(first[name]).max() <= 1 + 1e-6
 
 
 def test_jitter_moves_and_mirrors_and_nothing_else():

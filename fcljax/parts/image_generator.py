@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from fcljax.models.convolution import conv_general_dilated
 from fcljax.models.initialisers import uniform_by_inputs
-from fcljax.models.products import exact_matmul
 
 SLOPE = 0.2  # of the leaky ReLU
 
@@ -28,20 +28,12 @@ class ImageGeneratorConfig(NamedTuple):
     channels: int = 64
 
 
-class _Conv(nn.Module):
-    """A 3x3 convolution as nine matrix products: inside a loop XLA's gradient of a convolution is many times
-    slower on a CPU (jax issue 12868), and this loses little elsewhere."""
-
-    features: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w d"]:
-        init, (h, w, c) = uniform_by_inputs(9 * x.shape[-1]), x.shape[1:]
-        kernel = self.param("kernel", init, (3, 3, c, self.features))
-        bias = self.param("bias", init, (self.features,))
-        padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-        shifted = ((i, j, padded[:, i : i + h, j : j + w]) for i in range(3) for j in range(3))
-        return sum((exact_matmul(part, kernel[i, j]) for i, j, part in shifted), bias)
+def _conv(x: Float[Array, "batch h w c"], features: int) -> Float[Array, "batch h w d"]:
+    """A 3x3 convolution with trained parameters."""
+    init = uniform_by_inputs(9 * x.shape[-1])
+    return nn.Conv(
+        features, (3, 3), kernel_init=init, bias_init=init, conv_general_dilated=conv_general_dilated
+    )(x)
 
 
 class _ImageGenerator(nn.Module):
@@ -62,8 +54,8 @@ class _ImageGenerator(nn.Module):
         x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
         x = norm(x.reshape(-1, h, w, wide))
         for channels in (wide, c.channels):
-            x = nn.leaky_relu(norm(_Conv(channels)(double(x))), SLOPE)
-        return jax.nn.sigmoid(_Conv(3)(x))[:, : c.height, : c.width]
+            x = nn.leaky_relu(norm(_conv(double(x), channels)), SLOPE)
+        return jax.nn.sigmoid(_conv(x, 3))[:, : c.height, : c.width]
 
 
 def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
