@@ -165,7 +165,8 @@ class SurrogateOptions:
     """Options of methods that need images of another data set; runs with these fields have them as
     `Frozen.surrogate`."""
 
-    surrogate: str = "glyphs"
-    """Data set of the surrogate images, named as with --dataset; their labels are not read."""
+    surrogate: str = "other"
+    """Data set of the surrogate images, named as with --dataset, or other: glyphs, or digits in runs on
+    glyphs. Their labels are not read."""
     surrogate_images: int = 2000
     """Number of surrogate training images, drawn by the seed."""

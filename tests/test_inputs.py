@@ -364,8 +364,17 @@ def test_surrogate_images_are_another_data_sets_under_the_clean_view(tmp_path):
     assert len(surrogate_images(cfg, SurrogateOptions(name, 99), 4)) == 7
 
 
+@pytest.mark.parametrize(("own", "other"), [("digits", "glyphs"), ("glyphs", "digits")])
+def test_surrogate_images_are_embedded_ones_that_the_run_does_not_have(own, other):
+    cfg = dataclasses.replace(SMALL, dataset=own)
+    found, named = (surrogate_images(cfg, SurrogateOptions(name, 3), 8) for name in ("other", other))
+    np.testing.assert_array_equal(found, named)
+
+
 def test_surrogate_images_of_the_run_itself_or_of_nothing_are_refused():
-    with pytest.raises(InputError, match="surrogate: 'digits' is the run's own data set"):
+    with pytest.raises(
+        InputError, match="'digits' is the run's own data set; name another, such as 'glyphs'"
+    ):
         surrogate_images(SMALL, SurrogateOptions("digits"), 8)
     with pytest.raises(InputError, match="^surrogate: unknown name 'digit'; did you mean 'digits'"):
         surrogate_images(SMALL, SurrogateOptions("digit"), 8)

@@ -161,10 +161,12 @@ def surrogate_images(
     Raises:
       InputError: for a data set that is missing, or the run's own.
     """
-    if options.surrogate == cfg.dataset:
-        raise InputError(f"surrogate: {options.surrogate!r} is the run's own data set; name another")
+    other = "digits" if cfg.dataset == "glyphs" else "glyphs"
+    name = other if options.surrogate == "other" else options.surrogate
+    if name == cfg.dataset:
+        raise InputError(f"surrogate: {name!r} is the run's own data set; name another, such as {other!r}")
     try:
-        dataset = load_dataset(options.surrogate, image_options(cfg, image_size), verify=cfg.verify)
+        dataset = load_dataset(name, image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
     chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
