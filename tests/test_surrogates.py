@@ -38,7 +38,12 @@ from fcljax.methods import cfed as C
 from fcljax.methods import target as T
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.federate import Payload
-from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
+from fcljax.parts.image_generator import (
+    ImageGeneratorConfig,
+    conv_of_doubled,
+    generate_images,
+    init_image_generator,
+)
 from fcljax.parts.learner import Params
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast, Frozen
@@ -307,9 +312,28 @@ def test_a_generator_has_the_layers_of_the_source():
     assert image.shape == (5, 10, 7, 3) and 0 <= image.min() < image.max() <= 1
 
 
+def test_the_convolution_of_doubled_images_and_its_gradients():
+    x, kernel = (
+        jax.random.normal(key, shape)
+        for key, shape in ((KEY, (2, 3, 4, 5)), (jax.random.key(2), (3, 3, 5, 6)))
+    )
+
+    def doubled(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x.repeat(2, 1).repeat(2, 2), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    expected, back = jax.vjp(doubled, x, kernel)
+    found, own_back = jax.vjp(conv_of_doubled, x, kernel)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    way = jax.random.normal(KEY, expected.shape)
+    for own, each in zip(own_back(way), back(way), strict=True):
+        np.testing.assert_allclose(own, each, rtol=1e-4, atol=1e-4)
+
+
 def test_a_convolution_begins_within_one_over_the_root_of_its_inputs():
     """Of 3 x 3 pixels of 64 channels: 576."""
-    first = init_image_generator(ImageGeneratorConfig(8, 8, noise=4, channels=32), KEY)["Conv_0"]
+    first = init_image_generator(ImageGeneratorConfig(8, 8, noise=4, channels=32), KEY)["_Conv_0"]
     for name, least in (("kernel", 0.99), ("bias", 0.9)):
         assert least < 24 * np.abs(first[name]).max() <= 1 + 1e-6
 

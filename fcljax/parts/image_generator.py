@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.models.convolution import conv_general_dilated
+from fcljax.models.convolution import Window, conv
 from fcljax.models.initialisers import uniform_by_inputs
 
 SLOPE = 0.2  # of the leaky ReLU
@@ -28,12 +28,44 @@ class ImageGeneratorConfig(NamedTuple):
     channels: int = 64
 
 
-def _conv(x: Float[Array, "batch h w c"], features: int) -> Float[Array, "batch h w d"]:
-    """A 3x3 convolution with trained parameters."""
-    init = uniform_by_inputs(9 * x.shape[-1])
-    return nn.Conv(
-        features, (3, 3), kernel_init=init, bias_init=init, conv_general_dilated=conv_general_dilated
-    )(x)
+def conv_of_doubled(
+    x: Float[Array, "batch h w c"], kernel: Float[Array, "3 3 c d"]
+) -> Float[Array, "batch 2*h 2*w d"]:
+    """The 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
+
+    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of the
+    products. One convolution for even and odd rows and columns each, since together they would compute outputs
+    that are not wanted.
+    """
+    sides = ((1, 0), (0, 1))  # of even outputs the pixel before counts, of odd ones that after
+    rows = []
+    for above, half in zip(sides, _halves(kernel, 0), strict=True):
+        both = zip(sides, _halves(half, 1), strict=True)
+        rows.append(jnp.stack([conv(Window(pads=(above, left)), x, each) for left, each in both], 3))
+    batch, h, w, _ = x.shape
+    return jnp.stack(rows, 2).reshape(batch, 2 * h, 2 * w, -1)
+
+
+def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
+    """Of three rows (columns) those for even outputs, of which the last two read one pixel, and for odd ones."""
+    before, here, after = jnp.split(kernel, 3, axis)
+    even, odd = (before, here + after), (before + here, after)
+    return jnp.concatenate(even, axis), jnp.concatenate(odd, axis)
+
+
+class _Conv(nn.Module):
+    """A 3x3 convolution, of the doubled images if so."""
+
+    features: int
+    doubled: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch H W d"]:
+        init = uniform_by_inputs(9 * x.shape[-1])
+        kernel = self.param("kernel", init, (3, 3, x.shape[-1], self.features))
+        bias = self.param("bias", init, (self.features,))
+        plain = Window(pads=((1, 1), (1, 1)))
+        return (conv_of_doubled(x, kernel) if self.doubled else conv(plain, x, kernel)) + bias
 
 
 class _ImageGenerator(nn.Module):
@@ -47,15 +79,12 @@ class _ImageGenerator(nn.Module):
         def norm(x: Array) -> Array:
             return nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
 
-        def double(x: Array) -> Array:
-            return x.repeat(2, axis=1).repeat(2, axis=2)
-
         init = uniform_by_inputs(c.noise)
         x = nn.Dense(wide * h * w, kernel_init=init, bias_init=init)(noise)
         x = norm(x.reshape(-1, h, w, wide))
         for channels in (wide, c.channels):
-            x = nn.leaky_relu(norm(_conv(double(x), channels)), SLOPE)
-        return jax.nn.sigmoid(_conv(x, 3))[:, : c.height, : c.width]
+            x = nn.leaky_relu(norm(_Conv(channels, doubled=True)(x)), SLOPE)
+        return jax.nn.sigmoid(_Conv(3)(x))[:, : c.height, : c.width]
 
 
 def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
