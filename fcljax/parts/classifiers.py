@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from fcljax.models.heads import Head, apply_head, init_head, init_truncated, mask_logits, sum_by_class
+from fcljax.models.heads import Head, apply_head, init_head, init_truncated, mask_logits, sum_by_class, unit
 from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
 from fcljax.parts.learner import Adapter, Classifier
@@ -201,5 +201,4 @@ def mean_logits(
     mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)
-    length = jnp.sqrt(jnp.maximum(jnp.sum(mean**2, axis=-1, keepdims=True), 1e-24))
-    return mask_logits(exact_matmul(feature, (mean / length).T), seen & present)
+    return mask_logits(exact_matmul(feature, unit(mean, 1e-12).T), seen & present)
