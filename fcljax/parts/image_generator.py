@@ -34,8 +34,7 @@ def conv_of_doubled(
     """The 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
 
     They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of the
-    products. One convolution for even and odd rows and columns each, since together they would compute outputs
-    that are not wanted.
+    products. Even and odd rows and columns have a convolution each; one for all is slower (docs/results/speed.md).
     """
     sides = ((1, 0), (0, 1))  # of even outputs the pixel before counts, of odd ones that after
     rows = []
