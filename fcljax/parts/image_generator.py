@@ -33,8 +33,9 @@ def conv_of_doubled(
 ) -> Float[Array, "batch 2*h 2*w d"]:
     """The 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
 
-    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of the
-    products. Even and odd rows and columns have a convolution each; one for all is slower (docs/results/speed.md).
+    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of
+    the products. Even and odd rows and columns have a convolution each; one for all is slower
+    (docs/results/speed.md).
     """
     sides = ((1, 0), (0, 1))  # of even outputs the pixel before counts, of odd ones that after
     rows = []
@@ -46,7 +47,8 @@ def conv_of_doubled(
 
 
 def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
-    """Of three rows (columns) those for even outputs, of which the last two read one pixel, and for odd ones."""
+    """Of three rows (columns): two for even outputs, of which the second is the sum of those that read one
+    pixel, and two for odd outputs."""
     before, here, after = jnp.split(kernel, 3, axis)
     even, odd = (before, here + after), (before + here, after)
     return jnp.concatenate(even, axis), jnp.concatenate(odd, axis)
