@@ -373,7 +373,7 @@ def test_surrogate_images_are_embedded_ones_that_the_run_does_not_have(own, othe
 
 def test_surrogate_images_of_the_run_itself_or_of_nothing_are_refused():
     with pytest.raises(
-        InputError, match="'digits' is the run's own data set; name another, such as 'glyphs'"
+        InputError, match="surrogate: 'digits' is the run's own data set; name another, such as 'glyphs'"
     ):
         surrogate_images(SMALL, SurrogateOptions("digits"), 8)
     with pytest.raises(InputError, match="^surrogate: unknown name 'digit'; did you mean 'digits'"):

@@ -3,6 +3,7 @@ on ones that the server makes of noise."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,12 +39,7 @@ from fcljax.methods import cfed as C
 from fcljax.methods import target as T
 from fcljax.models.heads import cross_entropy, distillation, init_head, kl, mask_logits
 from fcljax.parts.federate import Payload
-from fcljax.parts.image_generator import (
-    ImageGeneratorConfig,
-    conv_of_doubled,
-    generate_images,
-    init_image_generator,
-)
+from fcljax.parts.image_generator import ImageGeneratorConfig, _Conv, generate_images, init_image_generator
 from fcljax.parts.learner import Params
 from fcljax.pixels import from_unit
 from fcljax.types import Aggregate, Batch, Broadcast, Frozen
@@ -312,23 +308,22 @@ def test_a_generator_has_the_layers_of_the_source():
     assert image.shape == (5, 10, 7, 3) and 0 <= image.min() < image.max() <= 1
 
 
-def test_the_convolution_of_doubled_images_and_its_gradients():
-    x, kernel = (
-        jax.random.normal(key, shape)
-        for key, shape in ((KEY, (2, 3, 4, 5)), (jax.random.key(2), (3, 3, 5, 6)))
-    )
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_layer_is_a_convolution_of_its_images_or_of_the_doubled_ones(doubled):
+    x, layer = jax.random.normal(KEY, (2, 5, 4, 3)), _Conv(6, doubled)
+    variables = layer.init(KEY, x)
 
-    def doubled(x, kernel):
-        return jax.lax.conv_general_dilated(
-            x.repeat(2, 1).repeat(2, 2), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+    def plain(variables, x):
+        kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
+        image = x.repeat(2, 1).repeat(2, 2) if doubled else x
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers) + bias
 
-    expected, back = jax.vjp(doubled, x, kernel)
-    found, own_back = jax.vjp(conv_of_doubled, x, kernel)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    expected, back = jax.vjp(plain, variables, x)
+    found, own_back = jax.vjp(layer.apply, variables, x)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     way = jax.random.normal(KEY, expected.shape)
-    for own, each in zip(own_back(way), back(way), strict=True):
-        np.testing.assert_allclose(own, each, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(own_back(way), back(way), rtol=1e-4, atol=1e-4)
 
 
 def test_a_convolution_begins_within_one_over_the_root_of_its_inputs():
