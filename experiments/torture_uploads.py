@@ -64,10 +64,10 @@ def server_of(method: str) -> Server:
         return program.finish(context, program.start(context, state, exp.key), state)[0]
 
     state = exp.method.init_client(exp.key, server)
-    upload = jax.device_get(jax.jit(honest)(context, state))
-    upload = upload._replace(weight=np.float32(min(float(np.asarray(upload.weight)), partition.count[1])))
+    upload = jax.jit(honest)(context, state)
+    upload = upload._replace(weight=jnp.minimum(jnp.float32(upload.weight), partition.count[1]))
     assert np.all(held(exp.method.rounds[index].program, context, upload)), f"{method}: no honest upload"
-    return Server(exp, index, upload, context)
+    return Server(exp, index, jax.device_get(upload), context)
 
 
 def spoiled(rng: random.Random, upload: Any) -> tuple[Any, str]:
