@@ -2,8 +2,9 @@
 
     python experiments/accelerators.py                 # all cases, into docs/results/accelerators.jsonl
     python experiments/accelerators.py --methods fppl --chips v5e --only phase --set lanes=8 lane_mode=vmap
+    python experiments/accelerators.py --methods all --chips v5e h100 --small --out /dev/null
 
-Each case has a process of its own: a compiler for a ViT-B takes minutes of CPU time and gigabytes of memory.
+The last line shows whether the compilers take what every method is made of. Each case has a process of its own: a compiler for a ViT-B takes minutes of CPU time and gigabytes of memory.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from fcljax import config
 from fcljax.checks import chips
 from fcljax.checks.plan import Stand, experiment
 from fcljax.errors import InputError
+from fcljax.methods import METHODS as ALL
 
 METHODS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
 TABLE_CHIPS = ("v5e", "v5e-16", "h100", "h200")
@@ -27,17 +29,26 @@ STAND = Stand(images=50_000, classes=100, side=32)  # as CIFAR-100
 
 
 def settings_of(method: str, more: dict[str, Any]) -> config.RunConfig:
-    """The paper's settings (experiments/METHOD.yaml), on images as CIFAR-100's."""
-    base = yaml.safe_load((Path(__file__).parent / f"{method}.yaml").read_text())["base"]
-    values = base | {"dataset": "digits", "checkpoint": None, "tasks": 10} | more
-    given = {key: value for key, value in values.items() if value is not None}
+    """The paper's settings (experiments/METHOD.yaml; HePCo's for a method without a file), on images as
+    CIFAR-100's."""
+    files = Path(__file__).parent
+    own = files / f"{method}.yaml"
+    base = yaml.safe_load((own if own.exists() else files / "hepco.yaml").read_text())["base"]
+    if not own.exists():
+        del base["lr"]
+    values = base | {"dataset": "digits", "checkpoint": None, "tasks": 10, "scale": "paper"} | more
+    return _resolved(method, {key: value for key, value in values.items() if value is not None})
+
+
+def _resolved(method: str, given: dict[str, Any]) -> config.RunConfig:
     return config.resolve(config.from_mapping(method, given, "accelerators"))
 
 
-def play(method: str, chip: str, only: str, more: dict[str, Any]) -> None:
+def play(method: str, chip: str, only: str, small: bool, more: dict[str, Any]) -> None:
     """One case: a line of JSON for each program."""
     machine, placement = chips.machine(chip)
-    exp = experiment(settings_of(method, more), machine, chips.CHIPS[chip], STAND)
+    settings = _resolved(method, more) if small else settings_of(method, more)
+    exp = experiment(settings, machine, chips.CHIPS[chip], None if small else STAND)
     case = {"method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
     case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, chips.CHIPS[chip].kind, only):
@@ -49,20 +60,23 @@ def play(method: str, chip: str, only: str, more: dict[str, Any]) -> None:
 def main() -> None:
     """All cases, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="or all")
     parser.add_argument("--chips", nargs="*", default=TABLE_CHIPS)
     parser.add_argument("--only", default="", help="regular expression of programs")
     parser.add_argument("--set", nargs="*", default=[], help="other settings, NAME=VALUE")
+    parser.add_argument("--small", action="store_true", help="the embedded digits and network at mini scale")
     parser.add_argument("--out", default="docs/results/accelerators.jsonl")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     more = {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in options.set)}
     if options.case:
-        return play(*options.case, options.only, more)
+        return play(*options.case, options.only, options.small, more)
+    methods = [*ALL] if options.methods == ["all"] else options.methods
     with open(options.out, "a") as out:
-        for method in options.methods:
+        for method in methods:
             for chip in options.chips:
                 again = [sys.executable, __file__, "--case", method, chip, "--only", options.only]
+                again += ["--small"] if options.small else []
                 began = time.time()
                 done = subprocess.run([*again, "--set", *options.set], stdout=subprocess.PIPE, text=True)
                 out.write(done.stdout)

@@ -350,14 +350,17 @@ def weighted_loss(weights: LossWeights, step: ClientStep, known: Known, old: Old
     weight = weights.weigh(gap_of(logits, batch.label), batch, known, context.task)
     binary = functools.partial(weighted_binary_loss, logits, seen=context.task.seen, mask=batch.mask)
 
-    def both() -> Float[Array, ""]:
+    def with_answers() -> Float[Array, "B C"]:
         forward = step.learner.forward
         answers = forward(context.frozen, context.cached, old.trainable, batch, old.task, False).logits
-        target = jnp.where(old.task.seen, jax.nn.sigmoid(jax.lax.stop_gradient(answers)), label)
-        own = weight if weights.weighs_old else jnp.ones_like(weight)
-        return weights.current * binary(label, weight) + weights.old * binary(target, own)
+        return jnp.where(old.task.seen, jax.nn.sigmoid(answers), label)
 
-    return jax.lax.cond(old.task.index >= 0, both, lambda: weights.alone * binary(label, weight))
+    there = old.task.index >= 0
+    # the cond holds no gradient: libtpu 0.0.42 crashes on one that returns a rounded array twice
+    target = jax.lax.cond(there, with_answers, lambda: label)
+    own = weight if weights.weighs_old else jnp.ones_like(weight)
+    of_labels = jnp.where(there, weights.current, weights.alone) * binary(label, weight)
+    return of_labels + jnp.where(there, weights.old, 0.0) * binary(target, own)
 
 
 def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array, " B"]:
