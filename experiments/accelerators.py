@@ -2,9 +2,10 @@
 
     python experiments/accelerators.py                 # all cases, into docs/results/accelerators.jsonl
     python experiments/accelerators.py --methods fppl --chips v5e --only phase --set lanes=8 lane_mode=vmap
-    python experiments/accelerators.py --methods all --chips v5e h100 --small --out /dev/null
+    python experiments/accelerators.py --methods all --chips v5e h100 --small --out FILE
 
-The last line shows whether the compilers take what every method is made of. Each case has a process of its own: a compiler for a ViT-B takes minutes of CPU time and gigabytes of memory.
+The last line shows whether the compilers take what every method is made of. Each case has its own process: a
+compiler for a ViT-B takes minutes of CPU time and gigabytes of memory.
 """
 
 import argparse
