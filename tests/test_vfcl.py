@@ -125,18 +125,23 @@ def test_the_loss_of_several_draws_is_their_mean():
 
 
 def test_a_function_done_in_blocks_has_its_value_and_slopes():
-    """Over more than one block and a remainder; of clients side by side, each with a number of its own."""
+    """Over more than one block and a remainder; of clients side by side, each with a number of its own, and
+    over draws one after the other, each with a number of its own too."""
     first, second = jax.random.normal(jax.random.key(0), (2, 3, 20_000))
+    of_numbers = lambda factor, a, b: factor * a * jnp.exp(b)
 
     def total(apply, first, second, share):
-        factor = jnp.where(share < 0, 1.0, share)
-        return jnp.sum(apply(lambda a, b: factor * a * jnp.exp(b), first, second) ** 2)
+        def of_draw(draw):
+            factor = draw * jnp.where(share < 0, 1.0, share)
+            return jnp.sum(apply(of_numbers, factor, first, second) ** 2)
+
+        return of_draw(1.0) + jnp.mean(jax.lax.map(of_draw, jnp.array([2.0, -3.0])))
 
     def slopes(apply):
         each = jax.value_and_grad(lambda *args: total(apply, *args), (0, 1))
         return jax.jit(jax.vmap(each))(first, second, jnp.array([0.1, -1.0, 0.3]))
 
-    plain = slopes(lambda function, *vectors: function(*vectors))
+    plain = slopes(lambda function, *args: function(*args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), slopes(in_blocks), plain)
 
 
@@ -177,6 +182,28 @@ def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard
         for a, m in zip(jax.tree.leaves(w), jax.tree.leaves(mean), strict=True)
     ]
     assert found == pytest.approx(factor * sum(terms), rel=1e-3)
+
+
+def test_the_loss_of_two_draws_is_their_mean_with_the_priors():
+    """Of a client with a posterior of the task before, each draw as by a method of one draw."""
+    batch, samples = rows_of([0, 1, 2]), 2
+    keys = jax.random.split(jax.random.fold_in(KEY, 1002), samples)
+    method = method_of(init_std=0.4, mc_samples=samples)
+    server = fresh(method)
+    prior, *rest = method.init_client(KEY, server)
+    own = prior._replace(adapter=shifted(prior.adapter, 0.2), known=TASKS[0].seen, task=jnp.int32(0))
+    context = context_of(method, server, TASKS[1], info_of(SIZES.classes, 3), SCALE)
+    model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4)
+    rule, likelihood = two_priors(VFCLOptions(init_std=0.4), run_of()), cross_entropy_loss("seen")
+    expected = []
+    for key in keys:
+        drawn = model.sampling.draw(key, server.params)
+        output = model.forward(context.frozen, context.cached, drawn, batch, TASKS[1], True)
+        step = ClientStep(model, context, server.params, output, batch, KEY, drawn)
+        expected.append(float(likelihood.value(output, batch, TASKS[1]) + rule.loss(step, own)))
+    assert abs(expected[0] - expected[1]) > 1e-3
+    found = loss_of(method, server, (own, *rest), TASKS[1], batch)
+    assert found == pytest.approx(np.mean(expected), rel=1e-4)
 
 
 def shifted(posterior, by):

@@ -94,40 +94,51 @@ def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     mean, unflatten = ravel_pytree(posterior.mean)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
 
-    def drawn(mean: Array, rho: Array, noise: Array) -> Array:
+    def drawn(shared: tuple[()], mean: Array, rho: Array, noise: Array) -> Array:
+        del shared
         return mean + jax.nn.softplus(rho) * noise
 
-    return unflatten(in_blocks(drawn, mean, ravel_pytree(posterior.rho)[0], noise))
+    return unflatten(in_blocks(drawn, (), mean, ravel_pytree(posterior.rho)[0], noise))
 
 
-def in_blocks(function: Callable[..., Array], *vectors: Float[Array, " N"]) -> Float[Array, " N"]:
+def in_blocks(
+    function: Callable[..., Array], shared: PyTree, *vectors: Float[Array, " N"]
+) -> Float[Array, " N"]:
     """A function of numbers, one by one, of vectors. Done block by block: XLA would else compute what made a
     vector again for each leaf that is cut from it, or from its gradient, which takes minutes to compile.
 
     The slopes are computed with the value, in one pass: what a loop keeps for its gradient is read and
     written several times, which costs more than the arithmetic.
+
+    Args:
+      function: of `shared` and a block of each vector. It closes over no array: the gradient of a loop over
+        draws would not know it.
+      shared: arrays that are the same for all numbers; they get no gradient.
+      vectors: of one length.
     """
     if not vectors[0].size:  # of an adapter without parameters
         return vectors[0]
-    return _elementwise(function, *vectors)
+    return _elementwise(function, shared, *vectors)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _elementwise(function: Callable[..., Array], *vectors: Array) -> Array:
-    return _blocks(lambda each: function(*each), vectors)
+def _elementwise(function: Callable[..., Array], shared: PyTree, *vectors: Array) -> Array:
+    return _blocks(lambda each: function(shared, *each), vectors)
 
 
-def _value_and_slopes(function: Callable[..., Array], *vectors: Array) -> tuple[Array, tuple[Array, ...]]:
+def _value_and_slopes(
+    function: Callable[..., Array], shared: PyTree, *vectors: Array
+) -> tuple[Array, tuple[Array, ...]]:
     def both(each: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-        value, pull = jax.vjp(function, *each)
+        value, pull = jax.vjp(functools.partial(function, shared), *each)
         return value, pull(jnp.ones_like(value))
 
     return _blocks(both, vectors)
 
 
-def _times(function: Callable[..., Array], slopes: tuple[Array, ...], pulled: Array) -> tuple[Array, ...]:
+def _times(function: Callable[..., Array], slopes: tuple[Array, ...], pulled: Array) -> tuple[Any, ...]:
     del function
-    return tuple(pulled * slope for slope in slopes)
+    return None, *(pulled * slope for slope in slopes)
 
 
 _elementwise.defvjp(_value_and_slopes, _times)

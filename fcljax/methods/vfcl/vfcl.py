@@ -151,11 +151,11 @@ def log_posterior_ratio(step: ClientStep, prior: OwnPrior, share: Float[Array, "
     received = step.context.payload.trainable.adapter
     mine, sent, own = map(flat, (step.trainable.adapter, received, prior.adapter))
 
-    def ratio(drawn: Array, *numbers: Array) -> Array:
+    def ratio(share: Array, drawn: Array, *numbers: Array) -> Array:
         mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
         return log_density(drawn, mine) - log_mixture(drawn, sent, own, share)
 
-    return jnp.sum(in_blocks(ratio, drawn, *mine, *sent, *own))
+    return jnp.sum(in_blocks(ratio, share, drawn, *mine, *sent, *own))
 
 
 def classifier_ratio(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
