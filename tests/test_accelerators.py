@@ -108,6 +108,27 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     assert 0 < found.share(chip) < 1
 
 
+class OfTriton:
+    """A program whose products have no tiles in Triton, or another error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def compile(self, options):
+        if options.get("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError(self.error)
+        return options
+
+
+def test_a_program_with_a_product_without_tiles_is_left_to_cublas():
+    found = chips._compiled(
+        OfTriton("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"), {"a": 1}
+    )
+    assert found == {"a": 1, "xla_gpu_enable_triton_gemm": False}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        chips._compiled(OfTriton("RESOURCE_EXHAUSTED: out of memory"), {})
+
+
 MODULE = """HloModule step, is_scheduled=true
 
 %part (a: f32[100,64], i: s32[]) -> f32[4,64] {

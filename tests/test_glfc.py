@@ -384,13 +384,6 @@ def of_number(held, part, feature, task):
 NAMED = learner_of(named, Classifier(None, of_number))
 
 
-@pytest.mark.parametrize("size", [(12, 20), (36, 16), (24, 24)])
-def test_prototypes_are_resized_bilinearly_in_both_axes(size):
-    pixels = jax.random.uniform(jax.random.key(5), (3, 24, 24, 3))
-    at_once = jax.image.resize(pixels, (3, *size, 3), "bilinear")
-    np.testing.assert_allclose(P.resize(pixels, *size), at_once, atol=1e-6)
-
-
 @functools.cache
 def sent_of(labels):
     """What two clients send: the first one nothing, the other a gradient of an image of each label."""

@@ -209,7 +209,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
     times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
     try:
-        compiled = traced.lower().compile(compiler_options(kind))
+        compiled = _compiled(traced.lower(), compiler_options(kind))
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -234,6 +234,20 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         steps=program.steps,
     )
 
+
+def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    """A program for the chip. A compiler that has a GPU tries kernels for each product; without one it takes
+    its own, Triton's, and fails where they have no tiles for a product's shape. Then cuBLAS has all
+    products of the program."""
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+        return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False})
+
+
+_NO_TILES = "Couldn't find output tile sizes"
 
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("

@@ -136,9 +136,7 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
     """Images at another size, bilinear; the same where it is theirs."""
     if pixels.shape[1:3] == (height, width):
         return pixels
-    # one axis after the other: in one call XLA's compiler for GPUs finds no tiles for 224 pixels to 32
-    rows = jax.image.resize(pixels, (len(pixels), height, pixels.shape[2], 3), "bilinear")
-    return jax.image.resize(rows, (len(pixels), height, width, 3), "bilinear")
+    return jax.image.resize(pixels, (len(pixels), height, width, 3), "bilinear")
 
 
 # ---- the server rule ---------------------------------------------------------------------------------------
