@@ -2,6 +2,7 @@
 programs is counted rightly."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -108,25 +109,21 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     assert 0 < found.share(chip) < 1
 
 
-class OfTriton:
-    """A program whose products have no tiles in Triton, or another error."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def compile(self, options):
+@pytest.mark.parametrize("error", ["Couldn't find output tile sizes that satisfy hlo", "RESOURCE_EXHAUSTED"])
+def test_a_program_with_a_product_without_tiles_is_left_to_cublas(error):
+    def compiled(options):
         if options.get("xla_gpu_enable_triton_gemm", True):
-            raise jax.errors.JaxRuntimeError(self.error)
-        return options
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {error}: %dot.4")
+        return done
 
-
-def test_a_program_with_a_product_without_tiles_is_left_to_cublas():
-    found = chips._compiled(
-        OfTriton("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"), {"a": 1}
-    )
-    assert found == {"a": 1, "xla_gpu_enable_triton_gemm": False}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        chips._compiled(OfTriton("RESOURCE_EXHAUSTED: out of memory"), {})
+    lowered, done = Mock(spec=jax.stages.Lowered), Mock(spec=jax.stages.Compiled)
+    lowered.compile.side_effect = compiled
+    if error == "RESOURCE_EXHAUSTED":
+        with pytest.raises(jax.errors.JaxRuntimeError, match=error):
+            chips._compiled(lowered, {"other": 1})
+    else:
+        assert chips._compiled(lowered, {"other": 1}) is done
+        assert lowered.compile.call_args.args == ({"other": 1, "xla_gpu_enable_triton_gemm": False},)
 
 
 MODULE = """HloModule step, is_scheduled=true
