@@ -221,17 +221,18 @@ def shardings(mesh: AnyMesh, spec: Any) -> Any:
 def compiler_options(backend: str | None = None) -> dict[str, Any]:
     """XLA's options for programs that are not called by other programs, but for those that XLA_FLAGS names.
 
-    On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no
-    program faster here, nor changed a bit of its results. On accelerators, what the code rounds between
-    operations is rounded: else XLA keeps activations in float32 where it may, for GPUs in memory too.
+    On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no program
+    faster here, nor changed a bit of its results. XLA's newer emitters of fusions keep some megabytes for
+    each kernel until a program is compiled, up to 0.7 GB in all; the older ones do not, and compile a round
+    sooner (docs/results/speed.md). On accelerators, what the code rounds between operations is rounded: else
+    XLA keeps activations in float32 where it may, for GPUs in memory too.
 
     Args:
       backend: cpu, gpu or tpu; None: that of this process.
     """
+    on_cpu = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
     rounded = {"xla_allow_excess_precision": False}
-    options = (
-        {"xla_backend_optimization_level": 1} if (backend or jax.default_backend()) == "cpu" else rounded
-    )
+    options = on_cpu if (backend or jax.default_backend()) == "cpu" else rounded
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

@@ -400,8 +400,9 @@ def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("backend", "flags", "options"),
     [
-        (None, "", {"xla_backend_optimization_level": 1}),
-        (None, "--xla_backend_optimization_level=3", {}),
+        (None, "", {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}),
+        (None, "--xla_backend_optimization_level=3", {"xla_cpu_use_fusion_emitters": False}),
+        (None, "--xla_cpu_use_fusion_emitters=true", {"xla_backend_optimization_level": 1}),
         ("gpu", "", {"xla_allow_excess_precision": False}),
         ("tpu", "--xla_allow_excess_precision=true", {}),
     ],
