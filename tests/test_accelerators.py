@@ -219,8 +219,8 @@ def test_a_cpu_rounds_activations_where_accelerators_are_asked_to():
 # ---- plans -------------------------------------------------------------------------------------------------
 
 
-def settings(**values):
-    return config.resolve(config.from_mapping("linear", values, "test"))
+def settings(method="linear", **values):
+    return config.resolve(config.from_mapping(method, values, "test"))
 
 
 def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatch):
@@ -246,6 +246,13 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     assert found.run_seconds == pytest.approx(
         found.round_seconds * found.settings.rounds * found.settings.tasks
     )
+
+
+def test_a_plan_has_images_of_another_data_set_where_a_method_reviews_some():
+    stand = plan.Stand(images=400, classes=10, side=32)
+    chosen = settings("cfed", surrogate_images=12, image_size=16)
+    exp = plan.experiment(chosen, Machine("tpu"), chips.CHIPS["v5e"], stand)
+    assert (exp.frozen.surrogate.shape, exp.frozen.surrogate.dtype) == ((12, 16, 16, 3), np.uint8)
 
 
 def test_what_the_engine_holds_on_a_chip_grows_with_the_chips_own_clients():

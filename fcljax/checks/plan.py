@@ -22,6 +22,7 @@ from fcljax.models.mae import DecoderConfig, decoder_shapes
 from fcljax.models.networks import NetworkConfig, make_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
+from fcljax.options import SurrogateOptions
 from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
 from fcljax.runs.fit import Need, fit_memory
 from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
@@ -142,7 +143,7 @@ def experiment(
     views = input_pipeline(settings.preprocess, size, fills_frame=not data.augment)
     settings = config.resolve(fitted_to_data(settings, data))
     scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
-    inputs = Inputs(backbone, data, views, data.augment)
+    inputs = Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size))
     return assemble(settings, inputs, scenario, sizes_of(scenario), machine=where)
 
 
@@ -157,6 +158,13 @@ def blank_images(stand: Stand) -> Dataset:
     labels = (np.arange(count) % stand.classes for count in (stand.images, test))
     train_label, test_label = labels
     return Dataset("blank", image(stand.images), train_label, image(test), test_label, names)
+
+
+def _blank_surrogate(settings: config.RunConfig, size: int) -> np.ndarray | tuple:
+    """What stands for the images of another data set, where the settings ask for some."""
+    if not isinstance(settings, SurrogateOptions):
+        return ()
+    return np.zeros((settings.surrogate_images, size, size, 3), np.uint8)
 
 
 def abstract_backbone(settings: config.RunConfig) -> Pretrained:
