@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -230,9 +231,11 @@ def compiler_options(backend: str | None = None) -> dict[str, Any]:
     Args:
       backend: cpu, gpu or tpu; None: that of this process.
     """
-    on_cpu = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
-    rounded = {"xla_allow_excess_precision": False}
-    options = on_cpu if (backend or jax.default_backend()) == "cpu" else rounded
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if (backend or jax.default_backend()) == "cpu":
+        options = {"xla_backend_optimization_level": 1}
+        if jaxlib.__version__.startswith("0.10."):  # later ones may refuse to compile with the option
+            options |= {"xla_cpu_use_fusion_emitters": False}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

@@ -410,3 +410,9 @@ def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
 def test_an_option_of_the_compiler_that_the_user_names_is_kept(backend, flags, options, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert meshes.compiler_options(backend) == options
+
+
+def test_the_option_of_the_tested_jaxlib_is_not_given_to_others(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(meshes.jaxlib, "__version__", "0.11.0")
+    assert meshes.compiler_options() == {"xla_backend_optimization_level": 1}
