@@ -204,12 +204,14 @@ def collect(x: jax.Array) -> np.ndarray:
     return host.reshape(x.shape)
 
 
-def jit(function: Callable, mesh: AnyMesh | None, spec: Any = WHOLE, **options: Any) -> Callable:
+def jit(
+    function: Callable, mesh: AnyMesh | None, spec: Any = WHOLE, lean: bool = False, **options: Any
+) -> Callable:
     """`jax.jit` of a function whose outputs are sharded on the mesh by `spec`, a specification or a tree of
     them. They are arguments of the next call, and a function is traced again for arguments with another
-    sharding."""
+    sharding. `lean`: as of `compiler_options`."""
     placed = None if mesh is None else shardings(mesh, spec)
-    return jax.jit(function, out_shardings=placed, compiler_options=compiler_options(), **options)
+    return jax.jit(function, out_shardings=placed, compiler_options=compiler_options(lean=lean), **options)
 
 
 def shardings(mesh: AnyMesh, spec: Any) -> Any:
@@ -219,22 +221,25 @@ def shardings(mesh: AnyMesh, spec: Any) -> Any:
     )
 
 
-def compiler_options(backend: str | None = None) -> dict[str, Any]:
+def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str, Any]:
     """XLA's options for programs that are not called by other programs, but for those that XLA_FLAGS names.
 
     On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no program
-    faster here, nor changed a bit of its results. XLA's newer emitters of fusions keep some megabytes for
-    each kernel until a program is compiled, up to 0.7 GB in all; the older ones do not, and compile a round
-    sooner (docs/results/speed.md). On accelerators, what the code rounds between operations is rounded: else
-    XLA keeps activations in float32 where it may, for GPUs in memory too.
+    faster here, nor changed a bit of its results. On accelerators, what the code rounds between operations is
+    rounded: else XLA keeps activations in float32 where it may, for GPUs in memory too.
 
     Args:
       backend: cpu, gpu or tpu; None: that of this process.
+      lean: for programs of many kernels on a CPU. XLA's newer emitters of fusions keep some megabytes for
+        each kernel until a program is compiled, up to 0.7 GB in all, and the older ones do not; but an
+        evaluation is a tenth slower with these (docs/results/speed.md).
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if (backend or jax.default_backend()) == "cpu":
         options = {"xla_backend_optimization_level": 1}
-        if jaxlib.__version__.startswith("0.10."):  # later ones may refuse to compile with the option
+        if lean and jaxlib.__version__.startswith(
+            "0.10."
+        ):  # later ones may refuse to compile with the option
             options |= {"xla_cpu_use_fusion_emitters": False}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}

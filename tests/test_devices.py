@@ -400,9 +400,8 @@ def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("backend", "flags", "options"),
     [
-        (None, "", {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}),
-        (None, "--xla_backend_optimization_level=3", {"xla_cpu_use_fusion_emitters": False}),
-        (None, "--xla_cpu_use_fusion_emitters=true", {"xla_backend_optimization_level": 1}),
+        (None, "", {"xla_backend_optimization_level": 1}),
+        (None, "--xla_backend_optimization_level=3", {}),
         ("gpu", "", {"xla_allow_excess_precision": False}),
         ("tpu", "--xla_allow_excess_precision=true", {}),
     ],
@@ -412,7 +411,23 @@ def test_an_option_of_the_compiler_that_the_user_names_is_kept(backend, flags, o
     assert meshes.compiler_options(backend) == options
 
 
-def test_the_option_of_the_tested_jaxlib_is_not_given_to_others(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(meshes.jaxlib, "__version__", "0.11.0")
-    assert meshes.compiler_options() == {"xla_backend_optimization_level": 1}
+@pytest.mark.parametrize(
+    ("version", "flags", "added"),
+    [
+        ("0.10.2", "", {"xla_cpu_use_fusion_emitters": False}),
+        ("0.10.2", "--xla_cpu_use_fusion_emitters=true", {}),
+        ("0.11.0", "", {}),
+    ],
+)
+def test_the_tested_jaxlib_compiles_lean_programs_in_less_memory(version, flags, added, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(meshes.jaxlib, "__version__", version)
+    assert meshes.compiler_options(lean=True) == meshes.compiler_options() | added
+    assert meshes.compiler_options("tpu", lean=True) == meshes.compiler_options("tpu")
+
+
+def test_the_programs_of_an_engine_are_lean(monkeypatch):
+    asked = []
+    monkeypatch.setattr(meshes, "compiler_options", lambda backend=None, lean=False: asked.append(lean) or {})
+    micro.engine_of(micro.method_of("linear"))
+    assert asked and all(asked)

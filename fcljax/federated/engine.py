@@ -257,7 +257,7 @@ def make_engine(
         specs = server_specs(jax.eval_shape(method.init, jax.random.key(0), example.frozen), mesh)
 
     def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
-        return jit_on(_counted(traces, name, function), mesh, spec, **options)
+        return jit_on(_counted(traces, name, function), mesh, spec, lean=True, **options)
 
     def player(index: int) -> Player:
         each, capacity = method.rounds[index], capacities[index]
