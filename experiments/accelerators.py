@@ -30,15 +30,17 @@ STAND = Stand(images=50_000, classes=100, side=32)  # as CIFAR-100
 
 
 def settings_of(method: str, more: dict[str, Any]) -> config.RunConfig:
-    """The paper's settings (experiments/METHOD.yaml; HePCo's for a method without a file), on images as
-    CIFAR-100's."""
-    files = Path(__file__).parent
-    own = files / f"{method}.yaml"
-    base = yaml.safe_load((own if own.exists() else files / "hepco.yaml").read_text())["base"]
-    if not own.exists():
-        del base["lr"]
-    values = base | {"dataset": "digits", "checkpoint": None, "tasks": 10, "scale": "paper"} | more
+    """The paper's settings, on images as CIFAR-100's."""
+    values = _base(method) | {"dataset": "digits", "checkpoint": None, "tasks": 10, "scale": "paper"} | more
     return _resolved(method, {key: value for key, value in values.items() if value is not None})
+
+
+def _base(method: str) -> dict[str, Any]:
+    """The options of experiments/METHOD.yaml; for a method without a file HePCo's but its learning rate."""
+    file = Path(__file__).parent / f"{method}.yaml"
+    if not file.exists():
+        return {key: value for key, value in _base("hepco").items() if key != "lr"}
+    return yaml.safe_load(file.read_text())["base"]
 
 
 def _resolved(method: str, given: dict[str, Any]) -> config.RunConfig:
@@ -48,8 +50,8 @@ def _resolved(method: str, given: dict[str, Any]) -> config.RunConfig:
 def play(method: str, chip: str, only: str, small: bool, more: dict[str, Any]) -> None:
     """One case: a line of JSON for each program."""
     machine, placement = chips.machine(chip)
-    settings = _resolved(method, more) if small else settings_of(method, more)
-    exp = experiment(settings, machine, chips.CHIPS[chip], None if small else STAND)
+    settings, stand = (_resolved(method, more), None) if small else (settings_of(method, more), STAND)
+    exp = experiment(settings, machine, chips.CHIPS[chip], stand)
     case = {"method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
     case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, chips.CHIPS[chip].kind, only):

@@ -237,9 +237,8 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if (backend or jax.default_backend()) == "cpu":
         options = {"xla_backend_optimization_level": 1}
-        if lean and jaxlib.__version__.startswith(
-            "0.10."
-        ):  # later ones may refuse to compile with the option
+        known = jaxlib.__version__.startswith("0.10.")  # later ones may refuse the option
+        if lean and known:
             options |= {"xla_cpu_use_fusion_emitters": False}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}

@@ -109,21 +109,29 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     assert 0 < found.share(chip) < 1
 
 
-@pytest.mark.parametrize("error", ["Couldn't find output tile sizes that satisfy hlo", "RESOURCE_EXHAUSTED"])
-def test_a_program_with_a_product_without_tiles_is_left_to_cublas(error):
+def lowered_of(error):
+    """A program that compiles with cuBLAS alone and otherwise ends in this error, and what it compiles to."""
+    lowered, done = Mock(spec=jax.stages.Lowered), Mock(spec=jax.stages.Compiled)
+
     def compiled(options):
         if options.get("xla_gpu_enable_triton_gemm", True):
             raise jax.errors.JaxRuntimeError(f"INTERNAL: {error}: %dot.4")
         return done
 
-    lowered, done = Mock(spec=jax.stages.Lowered), Mock(spec=jax.stages.Compiled)
     lowered.compile.side_effect = compiled
-    if error == "RESOURCE_EXHAUSTED":
-        with pytest.raises(jax.errors.JaxRuntimeError, match=error):
-            chips._compiled(lowered, {"other": 1})
-    else:
-        assert chips._compiled(lowered, {"other": 1}) is done
-        assert lowered.compile.call_args.args == ({"other": 1, "xla_gpu_enable_triton_gemm": False},)
+    return lowered, done
+
+
+def test_a_program_with_a_product_without_tiles_is_left_to_cublas():
+    lowered, done = lowered_of("Couldn't find output tile sizes that satisfy hlo")
+    assert chips._compiled(lowered, {"other": 1}) is done
+    assert lowered.compile.call_args.args == ({"other": 1, "xla_gpu_enable_triton_gemm": False},)
+
+
+def test_a_program_that_fails_otherwise_is_not_compiled_again():
+    lowered, _ = lowered_of("RESOURCE_EXHAUSTED")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        chips._compiled(lowered, {"other": 1})
 
 
 MODULE = """HloModule step, is_scheduled=true

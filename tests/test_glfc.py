@@ -175,8 +175,13 @@ def test_the_loss_is_that_of_labels_and_of_an_old_model_s_answers(name):
 def test_the_loss_has_a_gradient_with_an_old_model_and_without(old):
     """Whether there is one chooses the targets alone: no gradient leaves that choice, for XLA's compiler for
     TPUs crashed on the pieces that it would return."""
-    equal = lambda gap, *_: jnp.ones_like(gap)  # no weight moves with the logits
-    loss = lambda logits: loss_of(G.LossWeights(equal), logits, LABELS, ANSWERS, known_of([0, 1, 2]), old)
+
+    def equal(gap, *_):  # no weight moves with the logits
+        return jnp.ones_like(gap)
+
+    def loss(logits):
+        return loss_of(G.LossWeights(equal), logits, LABELS, ANSWERS, known_of([0, 1, 2]), old)
+
     step, found = 1e-2, jax.grad(loss)(LOGITS)
     for i in ((0, 0), (1, 3), (2, 1)):
         more, less = (loss(LOGITS.at[i].add(by)) for by in (step, -step))

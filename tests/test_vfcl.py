@@ -128,7 +128,9 @@ def test_a_function_done_in_blocks_has_its_value_and_slopes():
     """Over more than one block and a remainder; of clients side by side, each with a number of its own, and
     over draws one after the other, each with a number of its own too."""
     first, second = jax.random.normal(jax.random.key(0), (2, 3, 20_000))
-    of_numbers = lambda factor, a, b: factor * a * jnp.exp(b)
+
+    def of_numbers(factor, a, b):
+        return factor * a * jnp.exp(b)
 
     def total(apply, first, second, share):
         def of_draw(draw):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import UInt8
 
 from fcljax import config
 from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
@@ -150,21 +151,23 @@ def experiment(
 def blank_images(stand: Stand) -> Dataset:
     """Images and labels of which only the numbers matter."""
     test = max(stand.classes, stand.images // 5)
-
-    def image(count: int) -> np.ndarray:
-        return np.broadcast_to(np.uint8(0), (count, stand.side, stand.side, 3))
-
+    train_image, test_image = (_blank(count, stand.side) for count in (stand.images, test))
     names = tuple(map(str, range(stand.classes)))
     labels = (np.arange(count) % stand.classes for count in (stand.images, test))
     train_label, test_label = labels
-    return Dataset("blank", image(stand.images), train_label, image(test), test_label, names)
+    return Dataset("blank", train_image, train_label, test_image, test_label, names)
+
+
+def _blank(count: int, side: int) -> UInt8[np.ndarray, "count side side 3"]:
+    """Images that take no memory."""
+    return np.broadcast_to(np.uint8(0), (count, side, side, 3))
 
 
 def _blank_surrogate(settings: config.RunConfig, size: int) -> np.ndarray | tuple:
     """What stands for the images of another data set, where the settings ask for some."""
     if not isinstance(settings, SurrogateOptions):
         return ()
-    return np.zeros((settings.surrogate_images, size, size, 3), np.uint8)
+    return _blank(settings.surrogate_images, size)
 
 
 def abstract_backbone(settings: config.RunConfig) -> Pretrained:
