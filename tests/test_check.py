@@ -12,6 +12,7 @@ from toys import Lanes, Phase, Upload, View, Weighted, begin, logits, send_mean,
 
 from fcljax.errors import InputError
 from fcljax.federated.check import Example, check_method, describe, name_part
+from fcljax.federated.client_loop import slot_bytes
 from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
 from fcljax.types import Program, Round
@@ -276,3 +277,34 @@ def test_a_weight_may_become_another_type_on_arrival():
     halved = toy(program={"receive": lambda context, upload: upload._replace(weight=0.5 * upload.weight)})
     (shapes,) = check_method(halved, toys.fetch, SHAPES)
     assert shapes.upload.weight.dtype == jnp.float32
+
+
+def kept_by_name(method) -> list[set[str]]:
+    """What clients keep after each phase but the last, of a local state that is a dictionary."""
+    (shapes,) = check_method(method, toys.fetch, SHAPES)
+    return [
+        {name for name, kept in zip(sorted(shapes.local), each, strict=True) if kept} for each in shapes.kept
+    ]
+
+
+def test_between_phases_clients_keep_what_was_changed_and_is_read_again():
+    """Neither the noise, which nobody changes, nor the velocity, which nobody reads again."""
+    assert kept_by_name(toys.three_pass()) == [{"weight"}, {"trail"}]
+    (shapes,) = check_method(toys.three_pass(), toys.fetch, SHAPES)
+    assert slot_bytes(shapes) == 4 + 4 * 3 + 4  # the gathered length, the weights, the trail
+
+
+def test_what_chooses_the_replay_is_read():
+    def choose(context, local, key):
+        return local["counted"] + jnp.arange(2)
+
+    def count(context, local, batch, key):
+        return {**local, "counted": local["counted"] + jnp.sum(batch.mask, dtype=jnp.int32)}, {}
+
+    def start(context, state, key):
+        return {"weight": context.payload, "counted": jnp.zeros((), jnp.int32)}
+
+    phases = (Phase(View(1, 4), count), Phase(View(1, 4, replay=2), train, choose))
+    program = {"replay_buffer": lambda state: state}
+    method = toy(start, phases, program=program, init_client=lambda key, server: jnp.zeros(3, jnp.int32))
+    assert kept_by_name(method) == [{"counted"}]

@@ -337,6 +337,38 @@ def two_pass() -> Method:
     return toy(start, (Phase(TRAIN, train), Phase(LOOK, look)), finish, server=server)
 
 
+def three_pass() -> Method:
+    """Train with momentum, then measure the rows by the trained weights, then measure that measure: parts of
+    the work that one pass alone changes, that nobody changes, and that nobody reads again."""
+
+    def start(context, state, key):
+        zero, noise = jnp.zeros(()), 0.1 * jax.random.normal(key, (3,))
+        return {
+            "weight": context.payload,
+            "velocity": jnp.zeros(3),
+            "noise": noise,
+            "trail": zero,
+            "length": zero,
+        }
+
+    def push(context, local, batch, key):
+        new, metrics = descend(context.frozen, local["weight"], batch)
+        velocity = 0.5 * local["velocity"] + new - local["weight"]
+        return {**local, "weight": local["weight"] + velocity, "velocity": velocity}, metrics
+
+    def look(context, local, batch, key):
+        value = batch.image[:, 0, 0] @ (local["weight"] + local["noise"])
+        return {**local, "trail": 0.5 * local["trail"] + jnp.sum(jnp.where(batch.mask, value, 0.0))}, {}
+
+    def look_again(context, local, batch, key):
+        return {**local, "length": 0.5 * local["length"] + local["trail"] * jnp.sum(batch.mask)}, {}
+
+    def finish(context, local, state):
+        return Upload(mean=local["weight"], gather=local["length"], weight=context.client.examples), state
+
+    return toy(start, (Phase(TRAIN, push), Phase(LOOK, look), Phase(LOOK, look_again)), finish)
+
+
 def personal() -> Method:
     """Clients keep a model of their own, which every client, taking part or not, pulls towards the new global
     one after aggregation."""
@@ -433,7 +465,8 @@ def joined_examples():
 
 
 TOYS: dict[str, Callable[[], Method]] = {
-    toy.__name__: toy for toy in (conflating, gathering, remembering, two_pass, personal, clipping, replaying)
+    toy.__name__: toy
+    for toy in (conflating, gathering, remembering, two_pass, three_pass, personal, clipping, replaying)
 }
 PARTICIPATION = {"remembering": 0.6, "personal": 0.6}  # of the other toys' clients all take part
 

@@ -6,6 +6,7 @@ names the function, where the user wrote it, what it returned and what was expec
 
 import functools
 import inspect
+import itertools
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 import fcljax
 from fcljax.data.streaming import Host
@@ -71,6 +74,13 @@ class _Case(NamedTuple):
     key: PyTree
     fetch: Fetch
     data: PyTree
+
+
+class _Use(NamedTuple):
+    """What a step does with the leaves of the local state."""
+
+    reads: list[bool]
+    changes: list[bool]
 
 
 def describe(function: Callable) -> str:
@@ -200,34 +210,38 @@ def _check_round(where: str, each: Round, case: _Case) -> Shapes:
     if program.replay_buffer:
         indices = _call(f"{where}replay_buffer", program.replay_buffer, case.state)
         _check_indices(name_part(f"{where}replay_buffer", program.replay_buffer), indices, None)
-    metrics = tuple(
+    phases = [
         _check_phase(f"{where}phases[{i}].", program, phase, context, local, case)
         for i, phase in enumerate(program.phases)
-    )
-    upload = _check_finish(where, program, context, local, case.state)
+    ]
+    upload, read_at_end = _check_finish(where, program, context, local, case.state)
     if each.server:
         aggregate = jax.eval_shape(_aggregate_of_one, upload)
         result = _call(f"{where}server", each.server, case.context, case.server, aggregate, case.key)
         _check_local_and_metrics(f"{where}server", each.server, result, case.server, "(server, metrics)")
-    return Shapes(local, upload, metrics, case.state)
+    metrics = tuple(of_phase for of_phase, _ in phases)
+    return Shapes(local, upload, metrics, case.state, _kept([use for _, use in phases], read_at_end))
 
 
 def _check_phase(
     where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
-) -> Metrics:
-    """The shapes of a step's metrics."""
-    wanted = phase.view.replay
+) -> tuple[Metrics, _Use]:
+    """The shapes of a step's metrics, and how it uses the local state."""
+    wanted, chosen_by = phase.view.replay, [False] * len(jax.tree.leaves(local))
     if (phase.replay is None) != (wanted == 0) or (phase.replay and program.replay_buffer is None):
         raise InputError(
             f"method: {where}replay, View.replay and Program.replay_buffer go together: give all of them or "
             f"none; here View.replay is {wanted}"
         )
     if phase.replay:
-        chosen = _call(f"{where}replay", phase.replay, context, local, case.key)
+        traced, chosen = _trace(f"{where}replay", phase.replay, context, local, case.key)
         _check_indices(name_part(f"{where}replay", phase.replay), chosen, wanted)
+        chosen_by = _reads(traced, context, local, [True])
     batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
-    result = _call(f"{where}step", phase.step, context, local, batch, case.key)
-    return _check_local_and_metrics(f"{where}step", phase.step, result, local)
+    traced, result = _trace(f"{where}step", phase.step, context, local, batch, case.key)
+    metrics = _check_local_and_metrics(f"{where}step", phase.step, result, local)
+    use = _use(traced, context, local)
+    return metrics, use._replace(reads=[a or b for a, b in zip(use.reads, chosen_by, strict=True)])
 
 
 def _check_indices(name: str, got: PyTree, size: int | None) -> None:
@@ -237,10 +251,13 @@ def _check_indices(name: str, got: PyTree, size: int | None) -> None:
         raise _wrong(name, got, f"integers [{'M' if size is None else size}]")
 
 
-def _check_finish(where: str, program: Program, context: ClientContext, local, state) -> Upload:
-    """The shapes of an upload."""
+def _check_finish(
+    where: str, program: Program, context: ClientContext, local: PyTree, state: PyTree
+) -> tuple[Upload, list[bool]]:
+    """The shapes of an upload, and which leaves of the local state were read for it."""
     name, finish = f"{where}finish", program.finish
-    upload, new = _pair(name, finish, _call(name, finish, context, local, state), "(Upload, client state)")
+    traced, result = _trace(name, finish, context, local, state)
+    upload, new = _pair(name, finish, result, "(Upload, client state)")
     if not isinstance(upload, Upload):
         raise _wrong(name_part(name, finish), upload, "an Upload as the first of two")
     if getattr(upload.weight, "shape", ()):
@@ -252,7 +269,7 @@ def _check_finish(where: str, program: Program, context: ClientContext, local, s
         name = f"{where}receive"
         received = _call(name, receive, context, upload)
         _alike(name, receive, jax.eval_shape(_with_weight, received), upload)
-    return upload
+    return upload, _reads(traced, context, local, [True] * len(traced.jaxpr.outvars))
 
 
 def _with_weight(upload: PyTree) -> PyTree:
@@ -268,11 +285,44 @@ def _aggregate_of_one(upload: Upload) -> Aggregate:
     return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
 
 
+# ---- what a client keeps between phases -------------------------------------------------------------------
+
+
+def _use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _Use:
+    """How a traced step uses the local state. A leaf that it only hands on is neither read nor changed."""
+    first, results = len(jax.tree.leaves(context)), traced.jaxpr.outvars
+    before = traced.jaxpr.invars[first : first + len(jax.tree.leaves(local))]
+    changes = [old is not new for old, new in zip(before, results, strict=False)]
+    others = [True] * (len(results) - len(before))
+    return _Use(_reads(traced, context, local, [*changes, *others]), changes)
+
+
+def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> list[bool]:
+    """Which leaves of `local` a traced function of (context, local, ...) needs for some of its results."""
+    first, count = len(jax.tree.leaves(context)), len(jax.tree.leaves(local))
+    return dce_jaxpr(traced.jaxpr, results)[1][first : first + count]
+
+
+def _kept(phases: list[_Use], read_at_end: list[bool]) -> tuple[tuple[bool, ...], ...]:
+    """The leaves that a client keeps after each phase but the last one: those that its step changes and that
+    are read later."""
+    kept, read = [], read_at_end
+    for before, after in reversed(list(itertools.pairwise(phases))):
+        read = [early or late for early, late in zip(after.reads, read, strict=True)]
+        kept.append(tuple(changed and later for changed, later in zip(before.changes, read, strict=True)))
+    return tuple(reversed(kept))
+
+
 # ---- calls and comparisons ---------------------------------------------------------------------------------
 
 
 def _call(part: str, function: Callable, *args) -> PyTree:
-    """The shapes that a function of the method returns.
+    """The shapes that a function of the method returns; errors as `_trace` has them."""
+    return _trace(part, function, *args)[1]
+
+
+def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
+    """A function of the method as it was traced, and the shapes that it returns.
 
     Raises:
       InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
@@ -290,7 +340,7 @@ def _call(part: str, function: Callable, *args) -> PyTree:
         return jax.tree.map(jnp.asarray, result)
 
     try:
-        return jax.eval_shape(traced, *args)
+        return jax.make_jaxpr(traced, return_shape=True)(*args)
     except _AS_A_NUMBER as error:
         place = _users_place(error)
         name = f"{part} ({place})" if place and name == part else name

@@ -65,13 +65,29 @@ class Shapes(NamedTuple):
     upload: Upload  # of one client
     metrics: tuple[Metrics, ...]  # of each phase
     state: PyTree  # of a client between rounds
+    kept: tuple[
+        tuple[bool, ...], ...
+    ]  # the leaves of `local` that a client keeps after each phase but the last
 
 
-def slot_bytes(program: Program, shapes: Shapes) -> int:
-    """Bytes that a chunk needs for each of its clients: the gathered part of its upload, its state, and its
-    local state between phases."""
-    waiting = shapes.local if len(program.phases) > 1 else ()
-    return num_bytes((shapes.upload.gather, shapes.state, waiting))
+def slot_bytes(shapes: Shapes) -> int:
+    """Bytes that a chunk needs for each of its clients: the gathered part of its upload, its state, and what
+    it keeps of its local state between phases."""
+    return num_bytes((shapes.upload.gather, shapes.state, _between_phases(shapes)))
+
+
+def _between_phases(shapes: Shapes) -> list:
+    """Of the leaves of the local state, those that a client ever keeps between phases, and None for the
+    others."""
+    leaves = zip(jax.tree.leaves(shapes.local), _kept_before(shapes, len(shapes.kept)), strict=True)
+    return [leaf if kept else None for leaf, kept in leaves]
+
+
+def _kept_before(shapes: Shapes, phase: int) -> list[bool]:
+    """Which leaves of its local state a client has kept when a phase begins. For the others it may take those
+    of its start again: nobody has changed them, or nobody reads them."""
+    earlier = shapes.kept[:phase]
+    return [any(kept[i] for kept in earlier) for i in range(len(jax.tree.leaves(shapes.local)))]
 
 
 class Accumulator(NamedTuple):
@@ -103,7 +119,7 @@ class Carry(NamedTuple):
     accumulator: Accumulator  # what was received
     states: PyTree  # states of the chunk's clients, leaves [S, ...]
     written: Bool[Array, " S"]  # which of them are new
-    waiting: PyTree  # local states [S, ...] of clients between phases
+    waiting: list  # what clients keep between phases: leaves [S, ...] of local states, or None
 
 
 # How the devices of a mesh have them: what belongs to clients in equal parts, the rest as a whole.
@@ -158,6 +174,7 @@ class LoopSettings(NamedTuple):
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
     waits: bool  # whether a lane may be idle while others work; its client must then be kept as it is
     participants: int  # P
+    shapes: Shapes  # of what the program makes
 
 
 def batches_alone(lanes: Lanes) -> bool:
@@ -345,12 +362,10 @@ def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
     return received._replace(**sums, **counts)
 
 
-def open_chunk(
-    program: Program, shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk
-) -> Carry:
-    """Before the first tick of a chunk. Between phases a client's local state waits in a buffer [S, ...]."""
+def open_chunk(shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk) -> Carry:
+    """Before the first tick of a chunk."""
     slots = chunk.id.shape[0]
-    waiting = _zeros(shapes.local, (slots,)) if len(program.phases) > 1 else ()
+    waiting = _zeros(_between_phases(shapes), (slots,))
     return Carry(_zeros(shapes.local, (lanes.count,)), accumulator, states, jnp.zeros(slots, bool), waiting)
 
 
@@ -371,8 +386,8 @@ def run_ticks(
     phase, chunk, lanes = program.phases[index], call.chunk, settings.lanes
     table = jax.tree.map(jnp.asarray, chunk.tables[index])
     each = functools.partial(over_lanes, lanes=lanes)
-    begin = functools.partial(_begin, program, index, call, each)
-    finish = functools.partial(_finish, program, index, call, each)
+    begin = functools.partial(_begin, program, _kept_before(settings.shapes, index), call, each)
+    finish = functools.partial(_finish, program, settings.shapes.kept[index:], call, each)
     widths = settings.widths if batches_alone(lanes) else settings.widths[-1:]
 
     def at(tick, lane, slot, step, local):
@@ -443,22 +458,33 @@ def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: 
     return jax.lax.switch(index, [functools.partial(function, width) for width in widths])
 
 
-def _begin(program: Program, index: int, call: Call, each: Callable, slot, start, carry: Carry) -> PyTree:
-    """The lanes' clients at work, with those that start now in place."""
+def _begin(
+    program: Program, kept: list[bool], call: Call, each: Callable, slot, start, carry: Carry
+) -> PyTree:
+    """The lanes' clients at work, with those that begin a phase now in place. What they have not kept of
+    their local states is as `Program.start` makes it."""
 
-    def one(s):
+    def started(s):
         key = _client_key(call.key, call.chunk, s, ClientKey.START)
-        return program.start(context_of(call, s), _at(carry.states, s), key)
+        leaves = jax.tree.leaves(program.start(context_of(call, s), _at(carry.states, s), key))
+        return [None if waits else leaf for leaf, waits in zip(leaves, kept, strict=True)]
 
-    new = each(one)(slot) if index == 0 else _at(carry.waiting, slot)
-    return select(start, new, carry.local)
+    leaves = zip(each(started)(slot), carry.waiting, strict=True)
+    new = [waiting[slot] if leaf is None else leaf for leaf, waiting in leaves]
+    local = jax.tree.unflatten(jax.tree.structure(carry.local), new)
+    return local if start.shape[0] == 1 else select(start, local, carry.local)
 
 
-def _finish(program: Program, index: int, call: Call, each: Callable, slot, end, carry: Carry) -> Carry:
-    """Clients at the end of a phase wait for the next one; at the end of the last they send."""
+def _finish(
+    program: Program, kept: tuple[tuple[bool, ...], ...], call: Call, each: Callable, slot, end, carry: Carry
+) -> Carry:
+    """Clients at the end of a phase keep what later ones need, `kept[0]`; at the end of the last they
+    send."""
     slots = call.chunk.id.shape[0]
-    if index < len(program.phases) - 1:
-        return carry._replace(waiting=_write(jnp.where(end, slot, slots), carry.waiting, carry.local))
+    if kept:
+        write = functools.partial(_write, jnp.where(end, slot, slots))
+        leaves = zip(carry.waiting, jax.tree.leaves(carry.local), kept[0], strict=True)
+        return carry._replace(waiting=[write(old, new) if needed else old for old, new, needed in leaves])
 
     def one(s, local):
         context = context_of(call, s)

@@ -305,11 +305,11 @@ def _player(
 
     def open_(accumulator, states, chunk):
         states = states_of_chunk(states, chunk, capacity, mesh)
-        return ending(open_chunk(program, shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
+        return ending(open_chunk(shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
 
     def ticks_of(i, call, carry, window, past):
         waits = lanes.count > 1
-        settings = LoopSettings(fetch, mine, capacity.widths[i], waits, capacity.participants)
+        settings = LoopSettings(fetch, mine, capacity.widths[i], waits, capacity.participants, shapes)
         return ending(run_ticks(program, i, settings, call, begun(carry), window, past))
 
     def ticks(i, call, carry, window, past, parted):

@@ -324,7 +324,7 @@ def clients_per_chunk(
         program = each.program
         indices = 4 * examples * sum(phase.view.epochs for phase in program.phases)
         replayed = jax.eval_shape(program.replay_buffer, made.state).size if program.replay_buffer else 0
-        return slot_bytes(program, made) + indices + replayed * image
+        return slot_bytes(made) + indices + replayed * image
 
     largest = max(map(size, method.rounds, shapes))
     return max(lanes, min(MOST_PER_CHUNK, CHUNK_BYTES // max(1, largest)))
