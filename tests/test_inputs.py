@@ -91,15 +91,20 @@ def test_augment_decides_over_the_data_set():
     assert [augments(value) for value in (None, True, False)] == [False, True, False]
 
 
-def per_chunk(state_floats, rows=1, lanes=1, phases=1, **program):
-    """How many clients with a state, and local work, of so many floats are played by one call."""
+def per_chunk(state_floats, rows=1, lanes=1, phases=1, change=0, **program):
+    """How many clients with a state, and local work, of so many floats are played by one call. Each phase
+    adds `change` to the work, if it is not 0."""
     begin = lambda context, state, key: {"weight": context.payload, "own": jnp.zeros(state_floats)}
     send = lambda context, local, state: (
         Upload(gather=local["weight"], weight=context.client.examples),
         state,
     )
     first = lambda key, server: jnp.full(state_floats, -1, jnp.int32)
-    each = (Phase(View(3, 4, augment=False), lambda context, local, batch, key: (local, {})),) * phases
+
+    def step(context, local, batch, key):
+        return {**local, "own": local["own"] + change} if change else local, {}
+
+    each = (Phase(View(3, 4, augment=False), step),) * phases
     method = toys.toy(begin, each, send, None, init_client=first, program=program)
     shapes = check_method(method, toys.fetch, toys.EXAMPLE)
     return build.clients_per_chunk(method, shapes, rows, 3 * 4, lanes)
@@ -107,12 +112,13 @@ def per_chunk(state_floats, rows=1, lanes=1, phases=1, **program):
 
 def test_a_chunk_has_as_many_clients_as_its_memory_holds():
     """The chunk holds the state, an upload of 3 floats, the numbers of 3 epochs of rows, what waits between
-    two phases, and the images of 3 floats that may be replayed."""
+    two phases if the first one changes it, and the images of 3 floats that may be replayed."""
     many, own = 2**20, 4 * 2**20
     assert per_chunk(0) == per_chunk(100) == build.MOST_PER_CHUNK
     assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
     assert per_chunk(many, rows=many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
-    assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own + 3 * 4)
+    assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4)
+    assert per_chunk(many, phases=2, change=1) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own)
     assert per_chunk(many, replay_buffer=lambda state: state) == build.CHUNK_BYTES // (
         own + 6 * 4 + many * 3 * 4
     )
