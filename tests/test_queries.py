@@ -1,5 +1,7 @@
 """Query features are computed when the first task needs them, and are those that all at once would give."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fcljax.runs.features import (
     newly_evaluated,
     with_queries,
 )
+from fcljax.runs.programs import programs_of
 
 SETTINGS = {
     "tasks": 5,
@@ -89,6 +92,24 @@ def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, mo
     numbers = [[len(of(exp.scenario, t)) for of in (newly_evaluated, newly_assigned)] for t in range(5)]
     shown = [event for i, event in enumerate(events) if event != "round" or events[i - 1] != "round"]
     assert shown == [event for pair in numbers for event in (*pair, "round")]
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_planned_programs_are_those_of_a_round(augment, exp):
+    """Whoever compiles them before a run, to see whether they fit, compiles what the run does: with the query
+    features of clean images, and without them where images are augmented."""
+    exp = build.build(dataclasses.replace(CFG, augment=augment)) if augment else exp
+    filled = with_queries(exp).train
+    assert (filled.query is None) == augment
+    planned = [program for program in programs_of(exp) if program.steps]
+    for program in planned:
+        _, _, window, past, _ = program.arguments
+        assert shapes_of(window.data) == shapes_of(past.data) == shapes_of(filled), program.name
+    assert len(planned) == 2
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 def test_a_split_that_nobody_reads_has_none(exp):

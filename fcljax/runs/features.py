@@ -50,6 +50,11 @@ def frozen_features(
       on_progress: called with the number of images that have been added.
       mesh: the devices that share the batches; None: the first one.
     """
+    return make_features(*_of_batch(inputs), batch_size, on_progress, mesh)
+
+
+def _of_batch(inputs: Inputs) -> tuple[Callable[[Frozen, Array], Array], Callable[[Split, Array], Array]]:
+    """The class token of images, and how these are read."""
     network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
 
     def class_token(frozen: Frozen, image: Array) -> Array:
@@ -58,7 +63,7 @@ def frozen_features(
     def read(split: Split, index: Array) -> Array:
         return read_clean(preprocess, split, index)
 
-    return make_features(class_token, read, batch_size, on_progress, mesh)
+    return class_token, read
 
 
 def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
@@ -74,8 +79,7 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
       exp: the experiment.
       parts: the splits that are read.
     """
-    read = ("test", "train") if _reads_clean(exp) else ("test",)
-    wanted: list[Part] = [part for part in parts if part in read] if exp.method.queries else []
+    wanted = [part for part in parts if part in _queried(exp)]
     saved = {part: saved_features(exp.settings, exp.inputs, part) for part in wanted}
     compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
@@ -116,6 +120,21 @@ def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment
     return make_fill(exp, parts)(exp, range(len(exp.scenario.tasks)), contextlib.nullcontext)
 
 
+def with_query_shapes(exp: Experiment) -> Experiment:
+    """The experiment with the query features that the client loop reads of training images, as shapes."""
+    split = whole(exp.train)
+    if "train" not in _queried(exp) or split.query is not None:
+        return exp
+    class_token, read = _of_batch(exp.inputs)
+
+    def of_one(frozen: Frozen, split: Split) -> Array:
+        return class_token(frozen, read(split, jnp.zeros(1, jnp.int32)))
+
+    one = jax.eval_shape(of_one, exp.frozen, split)
+    query = jax.ShapeDtypeStruct((*split.label.shape, *one.shape[1:]), one.dtype)
+    return exp._replace(train=_with_query(exp.train, query))
+
+
 def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     """Indices of the training images that some client has in task t, and none had before."""
     of_tasks = [
@@ -136,10 +155,14 @@ def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     return np.flatnonzero(read)
 
 
-def _reads_clean(exp: Experiment) -> bool:
-    """Does some phase read training images without augmentation?"""
+def _queried(exp: Experiment) -> tuple[Part, ...]:
+    """The splits whose query features are computed once: the test split, and the training split if some phase
+    reads it without augmentation."""
+    if not exp.method.queries:
+        return ()
     phases = [phase for each in exp.method.rounds for phase in each.program.phases]
-    return any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
+    clean = any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
+    return ("test", "train") if clean else ("test",)
 
 
 def _with_query(split: Split | Host, query: PyTree) -> Split | Host:

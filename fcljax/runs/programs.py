@@ -24,6 +24,7 @@ from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
 from fcljax.mesh import WHOLE, AnyMesh, rows_on, server_specs, shardings, split
 from fcljax.runs.build import Experiment
+from fcljax.runs.features import with_query_shapes
 from fcljax.types import Broadcast, PyTree, RoundContext
 
 
@@ -83,7 +84,8 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
       exp: the experiment; its weights may be shapes. Images that lie on the host are taken as resident.
       placement: of the arguments; on a mesh they lie as its programs have them.
     """
-    engine, placement = exp.engine, _on_mesh(exp, placement)
+    exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
+    engine = exp.engine
     server, states, context, broadcast = _round_of(exp)
     place, server = placement.of(), placement.of(server_specs(server, engine.mesh))(server)
     yield RoundProgram("broadcast", engine.broadcast, (place(context), server))
