@@ -43,8 +43,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("ditto", "fedper", "fedproto", "fed-talora"), _HEAD | _PAIR),
     "dolfin": _HEAD | {"lora_lr": 5e-3},
     "lorm": _HEAD | {"lora_lr": 3e-3},
-    # at the rates of the other methods that train the whole network
-    "mfcl": _WHOLE,
+    "mfcl": _WHOLE | {"full_lr": 1.5e-4},
     # with a quarter to a fifth of the synthesis, which takes most of a run
     "lander": _WHOLE
     | {"synthesis_rounds": 10, "synthesis_warmup": 2, "generator_steps": 20, "student_steps": 20},
