@@ -65,9 +65,7 @@ class Shapes(NamedTuple):
     upload: Upload  # of one client
     metrics: tuple[Metrics, ...]  # of each phase
     state: PyTree  # of a client between rounds
-    kept: tuple[
-        tuple[bool, ...], ...
-    ]  # the leaves of `local` that a client keeps after each phase but the last
+    kept: tuple[tuple[bool, ...], ...]  # leaves of `local` that are kept after each phase but the last
 
 
 def slot_bytes(shapes: Shapes) -> int:
