@@ -189,7 +189,7 @@ def test_metrics_are_over_no_more_examples_than_the_client_reads(weight, replay,
     client = ClientInfo(jnp.int32(0), jnp.int32(10), jnp.zeros(3, jnp.int32), jnp.int32(0))
     context, program = ClientContext((), (), (), (), client), Program(lambda *_: {}, (phase,), lambda *_: ())
     empty = empty_accumulator(
-        Shapes((), Upload(), ({"loss": Weighted(jnp.float32(0), jnp.float32(0))},), (), ((),)),
+        Shapes((), Upload(), ({"loss": Weighted(jnp.float32(0), jnp.float32(0))},), (), ()),
         Capacity(1, 1, 1, 1, (1,), ((4,),)),
         1,
     )

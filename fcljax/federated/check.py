@@ -77,10 +77,10 @@ class _Case(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What a step does with the leaves of the local state."""
+    """What a step does with the local state: numbers of its leaves."""
 
-    reads: list[bool]
-    changes: list[bool]
+    reads: frozenset[int]
+    changes: frozenset[int]
 
 
 def describe(function: Callable) -> str:
@@ -227,7 +227,7 @@ def _check_phase(
     where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
 ) -> tuple[Metrics, _Use]:
     """The shapes of a step's metrics, and how it uses the local state."""
-    wanted, chosen_by = phase.view.replay, [False] * len(jax.tree.leaves(local))
+    wanted, chosen_by = phase.view.replay, frozenset()
     if (phase.replay is None) != (wanted == 0) or (phase.replay and program.replay_buffer is None):
         raise InputError(
             f"method: {where}replay, View.replay and Program.replay_buffer go together: give all of them or "
@@ -241,7 +241,7 @@ def _check_phase(
     traced, result = _trace(f"{where}step", phase.step, context, local, batch, case.key)
     metrics = _check_local_and_metrics(f"{where}step", phase.step, result, local)
     use = _use(traced, context, local)
-    return metrics, use._replace(reads=[a or b for a, b in zip(use.reads, chosen_by, strict=True)])
+    return metrics, use._replace(reads=use.reads | chosen_by)
 
 
 def _check_indices(name: str, got: PyTree, size: int | None) -> None:
@@ -253,7 +253,7 @@ def _check_indices(name: str, got: PyTree, size: int | None) -> None:
 
 def _check_finish(
     where: str, program: Program, context: ClientContext, local: PyTree, state: PyTree
-) -> tuple[Upload, list[bool]]:
+) -> tuple[Upload, frozenset[int]]:
     """The shapes of an upload, and which leaves of the local state were read for it."""
     name, finish = f"{where}finish", program.finish
     traced, result = _trace(name, finish, context, local, state)
@@ -290,26 +290,27 @@ def _aggregate_of_one(upload: Upload) -> Aggregate:
 
 def _use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _Use:
     """How a traced step uses the local state. A leaf that it only hands on is neither read nor changed."""
-    first, results = len(jax.tree.leaves(context)), traced.jaxpr.outvars
-    before = traced.jaxpr.invars[first : first + len(jax.tree.leaves(local))]
-    changes = [old is not new for old, new in zip(before, results, strict=False)]
-    others = [True] * (len(results) - len(before))
-    return _Use(_reads(traced, context, local, [*changes, *others]), changes)
+    before, results = traced.jaxpr.invars[len(jax.tree.leaves(context)) :], traced.jaxpr.outvars
+    leaves = range(len(jax.tree.leaves(local)))
+    changes = frozenset(i for i in leaves if results[i] is not before[i])
+    needed = [i not in leaves or i in changes for i in range(len(results))]
+    return _Use(_reads(traced, context, local, needed), changes)
 
 
-def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> list[bool]:
+def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
     """Which leaves of `local` a traced function of (context, local, ...) needs for some of its results."""
-    first, count = len(jax.tree.leaves(context)), len(jax.tree.leaves(local))
-    return dce_jaxpr(traced.jaxpr, results)[1][first : first + count]
+    first, leaves = len(jax.tree.leaves(context)), range(len(jax.tree.leaves(local)))
+    used = dce_jaxpr(traced.jaxpr, results)[1]
+    return frozenset(i for i in leaves if used[first + i])
 
 
-def _kept(phases: list[_Use], read_at_end: list[bool]) -> tuple[tuple[bool, ...], ...]:
+def _kept(phases: list[_Use], read_at_end: frozenset[int]) -> tuple[frozenset[int], ...]:
     """The leaves that a client keeps after each phase but the last one: those that its step changes and that
     are read later."""
     kept, read = [], read_at_end
     for before, after in reversed(list(itertools.pairwise(phases))):
-        read = [early or late for early, late in zip(after.reads, read, strict=True)]
-        kept.append(tuple(changed and later for changed, later in zip(before.changes, read, strict=True)))
+        read |= after.reads
+        kept.append(before.changes & read)
     return tuple(reversed(kept))
 
 

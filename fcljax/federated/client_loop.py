@@ -65,7 +65,7 @@ class Shapes(NamedTuple):
     upload: Upload  # of one client
     metrics: tuple[Metrics, ...]  # of each phase
     state: PyTree  # of a client between rounds
-    kept: tuple[tuple[bool, ...], ...]  # leaves of `local` that are kept after each phase but the last
+    kept: tuple[frozenset[int], ...]  # numbers of the leaves of `local` kept after each phase but the last
 
 
 def slot_bytes(shapes: Shapes) -> int:
@@ -77,15 +77,14 @@ def slot_bytes(shapes: Shapes) -> int:
 def _between_phases(shapes: Shapes) -> list:
     """Of the leaves of the local state, those that a client ever keeps between phases, and None for the
     others."""
-    leaves = zip(jax.tree.leaves(shapes.local), _kept_before(shapes, len(shapes.kept)), strict=True)
-    return [leaf if kept else None for leaf, kept in leaves]
+    kept = _kept_before(shapes, len(shapes.kept))
+    return [leaf if i in kept else None for i, leaf in enumerate(jax.tree.leaves(shapes.local))]
 
 
-def _kept_before(shapes: Shapes, phase: int) -> list[bool]:
+def _kept_before(shapes: Shapes, phase: int) -> frozenset[int]:
     """Which leaves of its local state a client has kept when a phase begins. For the others it may take those
     of its start again: nobody has changed them, or nobody reads them."""
-    earlier = shapes.kept[:phase]
-    return [any(kept[i] for kept in earlier) for i in range(len(jax.tree.leaves(shapes.local)))]
+    return frozenset().union(*shapes.kept[:phase])
 
 
 class Accumulator(NamedTuple):
@@ -457,7 +456,7 @@ def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: 
 
 
 def _begin(
-    program: Program, kept: list[bool], call: Call, each: Callable, slot, start, carry: Carry
+    program: Program, kept: frozenset[int], call: Call, each: Callable, slot, start, carry: Carry
 ) -> PyTree:
     """The lanes' clients at work, with those that begin a phase now in place. What they have not kept of
     their local states is as `Program.start` makes it."""
@@ -465,7 +464,7 @@ def _begin(
     def started(s):
         key = _client_key(call.key, call.chunk, s, ClientKey.START)
         leaves = jax.tree.leaves(program.start(context_of(call, s), _at(carry.states, s), key))
-        return [None if waits else leaf for leaf, waits in zip(leaves, kept, strict=True)]
+        return [None if i in kept else leaf for i, leaf in enumerate(leaves)]
 
     leaves = zip(each(started)(slot), carry.waiting, strict=True)
     new = [waiting[slot] if leaf is None else leaf for leaf, waiting in leaves]
@@ -474,15 +473,15 @@ def _begin(
 
 
 def _finish(
-    program: Program, kept: tuple[tuple[bool, ...], ...], call: Call, each: Callable, slot, end, carry: Carry
+    program: Program, kept: tuple[frozenset[int], ...], call: Call, each: Callable, slot, end, carry: Carry
 ) -> Carry:
     """Clients at the end of a phase keep what later ones need, `kept[0]`; at the end of the last they
     send."""
     slots = call.chunk.id.shape[0]
     if kept:
         write = functools.partial(_write, jnp.where(end, slot, slots))
-        leaves = zip(carry.waiting, jax.tree.leaves(carry.local), kept[0], strict=True)
-        return carry._replace(waiting=[write(old, new) if needed else old for old, new, needed in leaves])
+        leaves = enumerate(zip(carry.waiting, jax.tree.leaves(carry.local), strict=True))
+        return carry._replace(waiting=[write(old, new) if i in kept[0] else old for i, (old, new) in leaves])
 
     def one(s, local):
         context = context_of(call, s)
