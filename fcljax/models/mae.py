@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 from fcljax.errors import InputError
 from fcljax.models.products import dense
 from fcljax.models.shapes import NO_KERNEL, AttentionKernel
-from fcljax.models.vit import Block, Injection, ViTConfig, apply_vit, patchify
+from fcljax.models.vit import Block, Injection, Norm, ViTConfig, apply_vit, patchify
 from fcljax.types import Autoencoder
 
 
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(c.dtype)
         for i in range(c.depth):
             x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
-        x = nn.LayerNorm(epsilon=c.epsilon, dtype=jnp.float32, name="norm")(x)
+        x = Norm(c.epsilon, name="norm")(x)
         return dense(3 * c.patch**2, c.dtype, "predict")(x[:, 1:])
 
 
