@@ -280,6 +280,10 @@ def test_the_lanes_fit_the_device_the_network_and_the_clients(backend, options, 
 def test_flops_are_those_of_the_network():
     cfg = config.resolve(config.from_mapping("fedavg", {}, "test"))
     backbone = build.build(cfg).inputs.backbone
-    vit, tokens = backbone.config, (backbone.config.image_size // backbone.config.patch) ** 2 + 1
-    products = vit.depth * (4 * vit.width**2 + 2 * vit.width * vit.mlp + 2 * tokens * vit.width)
-    assert build.forward_flops(backbone) == pytest.approx(2 * tokens * products, rel=0.05)
+    vit, patches = backbone.config, (backbone.config.image_size // backbone.config.patch) ** 2
+    tokens = patches + 1
+    whole = 4 * vit.width**2 + 2 * vit.width * vit.mlp + 2 * tokens * vit.width  # of a token in a block
+    # of the last block the class token alone is computed, and the keys and values of all
+    last = whole - 2 * vit.width**2 + tokens * 2 * vit.width**2
+    products = (vit.depth - 1) * tokens * whole + last + patches * 3 * vit.patch**2 * vit.width
+    assert build.forward_flops(backbone) == pytest.approx(2 * products, rel=0.05)
