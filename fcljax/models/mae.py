@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 from fcljax.errors import InputError
 from fcljax.models.products import dense
 from fcljax.models.shapes import NO_KERNEL, AttentionKernel
-from fcljax.models.vit import Block, Injection, Norm, ViTConfig, apply_vit, patchify
+from fcljax.models.vit import Injection, Joins, LayerNorm, ViTConfig, apply_vit, patchify, run_block
 from fcljax.types import Autoencoder
 
 
@@ -119,8 +119,9 @@ class Decoder(nn.Module):
         patches = jnp.take_along_axis(jnp.concatenate([x[:, 1:], hidden], axis=1), restore[..., None], axis=1)
         x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(c.dtype)
         for i in range(c.depth):
-            x = Block(_block_config(c), name=f"block_{i:02d}")(x, prompt if i == 0 else None)
-        x = Norm(c.epsilon, name="norm")(x)
+            joins = Joins(prompt if i == 0 else None)
+            x = run_block(self, _block_config(c), f"block_{i:02d}", x, joins)
+        x = LayerNorm(c.epsilon, name="norm")(x)
         return dense(3 * c.patch**2, c.dtype, "predict")(x[:, 1:])
 
 

@@ -82,7 +82,7 @@ def per_image(injection: Injection | None) -> Parts:
     return some, rest, join
 
 
-class Norm(nn.Module):
+class LayerNorm(nn.Module):
     """A layer of `layer_norm` with its parameters; the result has this type."""
 
     epsilon: float
@@ -96,11 +96,11 @@ class Norm(nn.Module):
         return layer_norm(x.astype(jnp.float32), scale, bias, self.epsilon).astype(self.result)
 
 
-def norm_of(c: ViTConfig, name: str, result: str = "float32") -> Norm:
+def norm_of(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     """A norm that is computed in float32, with a result of that type. Where activations are rounded, the
     backward pass computes it again from what entered it; it keeps the result's gradient until then, which
     therefore has that type too."""
-    return (Norm if c.dtype == "float32" else nn.remat(Norm))(c.epsilon, result, name=name)
+    return (LayerNorm if c.dtype == "float32" else nn.remat(LayerNorm))(c.epsilon, result, name=name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -237,14 +237,26 @@ class Scale(nn.Module):
         return x * self.param("scale", nn.initializers.constant(1e-5), x.shape[-1:])
 
 
+class Joins(NamedTuple):
+    """What joins the input of one block: of an injection, and the tokens' angles."""
+
+    prompt: Float[Array, "..."] | None = None
+    prefix: Prefix | None = None
+    lora: Lora | None = None
+    angle: Float[Array, "*images tokens head"] | None = None
+
+
+NOTHING_JOINS = Joins()
+
+
 class Block(nn.Module):
     """One transformer block. Only the first `queries` tokens come out; others are only keys and values."""
 
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, x, prompt=None, prefix=None, lora=None, queries=None, angle=None):
-        c = self.config
+    def __call__(self, x, joins=NOTHING_JOINS, queries=None):
+        c, (prompt, prefix, lora, angle) = self.config, joins
         queries = x.shape[1] if queries is None else queries
         norm1, norm2 = norm_of(c, "norm1", c.dtype), norm_of(c, "norm2", c.dtype)
         if prompt is not None:
@@ -257,6 +269,29 @@ class Block(nn.Module):
     def _scaled(self, name: str, x: Array) -> Array:
         """Each channel times a learned factor, if the network has such (Touvron et al. 2021)."""
         return Scale(name=name)(x) if self.config.layer_scale else x
+
+
+def run_block(
+    owner: nn.Module,
+    config: ViTConfig,
+    name: str,
+    x: Float[Array, "batch tokens width"],
+    joins: Joins,
+    queries: int | None = None,
+    remat: bool = False,
+) -> Float[Array, "batch queries width"]:
+    """The block of a network that has this name. Blocks of equal shapes are traced once. `remat`: as of
+    `apply_vit`."""
+    if owner.is_initializing():
+        return Block(config, name=name)(x, joins, queries)
+    apply = jax.checkpoint(_apply_block, static_argnums=(0, 4)) if remat else _apply_block
+    return apply(config, owner.variables["params"][name], x, joins, queries)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _apply_block(config: ViTConfig, params: PyTree, x: Array, joins: Joins, queries: int | None) -> Array:
+    # pyrefly: ignore[bad-return]  # a pair only where variables may change
+    return Block(config).apply({"params": params}, x, joins, queries)
 
 
 def patchify(
@@ -275,7 +310,6 @@ class ViT(nn.Module):
     @nn.compact
     def __call__(self, image, injection=None, full=False):
         c = self.config
-        block = nn.remat(Block, static_argnums=(5,)) if self.remat else Block  # 5: queries; self is 0
         injection = Injection() if injection is None else injection
         patches = patchify(image, c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
@@ -300,11 +334,11 @@ class ViT(nn.Module):
         for i in range(c.depth):
             # Only the class token and injected tokens are read from the last block: query, projection and
             # MLP are for them alone.
+            name = f"block_{i:02d}"
             queries = read if i == c.depth - 1 and not full else None
-            x = block(c, name=f"block_{i:02d}")(
-                x, injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), queries, angle
-            )
-            taps[f"block_{i:02d}"] = x
+            joins = Joins(injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), angle)
+            x = run_block(self, c, name, x, joins, queries, self.remat)
+            taps[name] = x
         x = norm_of(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
         return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
 
