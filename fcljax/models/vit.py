@@ -215,14 +215,20 @@ def low_rank(
 
 
 def activation(c: ViTConfig, x: Array) -> Array:
-    """Of the MLPs: exact GELU, or OpenAI's cheaper form of it."""
-    return elementwise(_quick_gelu if c.activation == "quick_gelu" else _gelu, x, c.dtype)
+    """Of the MLPs: exact GELU (Hendrycks and Gimpel 2016), or OpenAI's cheaper form of it."""
+    if c.activation == "quick_gelu":
+        return elementwise(_quick_gelu, x, c.dtype)
+    return elementwise(_gelu if c.dtype == "float32" else _gelu_by_erfc, x, c.dtype)
 
 
 def _gelu(x: Array) -> Array:
-    """x times the normal distribution function (Hendrycks and Gimpel 2016), by erf as in torch: the erfc of
-    `nn.gelu` takes almost three times as long on a CPU."""
+    """As torch has it. On a CPU it takes a third of the time that the form by erfc takes."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_by_erfc(x: Array) -> Array:
+    """The same; XLA for TPUs keeps what erf gives in memory, and not what erfc gives."""
+    return nn.gelu(x, approximate=False)
 
 
 def _quick_gelu(x: Array) -> Array:
