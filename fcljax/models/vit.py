@@ -287,8 +287,8 @@ def run_block(
     remat: bool = False,
 ) -> Float[Array, "batch queries width"]:
     """The block of a network that has this name. Blocks of equal shapes are traced once. `remat`: as of
-    `apply_vit`. Programs have the block itself and no call of a function: XLA for TPUs moves 5 % more bytes in
-    PILoRA's step with calls."""
+    `apply_vit`. Programs have the block itself, no call of a function: with calls XLA for TPUs moves 5 % more
+    bytes in PILoRA's step."""
     if owner.is_initializing():
         return Block(config, name=name)(x, joins, queries)
     apply = jax.checkpoint(_apply_block, static_argnums=(0, 4)) if remat else _apply_block
