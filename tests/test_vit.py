@@ -1,6 +1,7 @@
 """The Vision Transformer against its equations in numpy, and what adapters put into it."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -8,18 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from fcljax.federated.communication import count_scalars
 from fcljax.models.heads import init_head
 from fcljax.models.products import matmul
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import (
+    Block,
     Injection,
     Lora,
     Prefix,
     ViTConfig,
+    activation,
     apply_vit,
     init_vit,
+    layer_norm,
     parameter_shapes,
     vit_network,
 )
@@ -93,6 +98,59 @@ def test_the_network_is_its_equations(params, image):
     out = run(TINY, params, image, None, True)
     np.testing.assert_allclose(out.tokens, equations(params, image), atol=1e-4)
     assert out.tokens.shape == (ROWS, TOKENS, TINY.width) and out.cls.shape == (ROWS, TINY.width)
+
+
+def test_the_derivative_of_a_norm_is_that_of_its_formula():
+    """In float64 by central differences, along a random move of all that it reads; and backwards the same."""
+    values, moves = ((random(5, 16), random(16), random(16)) for _ in range(2))
+
+    def formula(step):
+        x, scale, bias = (np.float64(v) + step * np.float64(m) for v, m in zip(values, moves, strict=True))
+        return norm({"scale": scale, "bias": bias}, x)
+
+    epsilon = 1e-6
+    found, forwards = jax.jvp(lambda *args: layer_norm(*args, epsilon), values, moves)
+    np.testing.assert_allclose(found, formula(0.0), rtol=0, atol=1e-5)
+    expected = (formula(1e-4) - formula(-1e-4)) / 2e-4
+    np.testing.assert_allclose(forwards, expected, rtol=0, atol=1e-4)
+    slope = random(5, 16)
+    backwards = jax.vjp(lambda *args: layer_norm(*args, epsilon), *values)[1](slope)
+    along = sum(np.sum(np.float64(b) * np.float64(m)) for b, m in zip(backwards, moves, strict=True))
+    assert along == pytest.approx(np.sum(np.float64(slope) * expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gelu_is_x_times_the_normal_distribution_function(dtype):
+    x = np.linspace(-6, 6, 101)
+    below = np.array([0.5 * (1 + math.erf(each / math.sqrt(2))) for each in x])
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    gelu = functools.partial(activation, dataclasses.replace(TINY, dtype=dtype))
+    given = jnp.asarray(x, jnp.float32)
+    tolerance = {"float32": 1e-6, "bfloat16": 0.05}[dtype]
+    np.testing.assert_allclose(np.float32(gelu(given)), x * below, rtol=0, atol=tolerance)
+    slope = jax.grad(lambda x: jnp.sum(gelu(x).astype(jnp.float32)))(given)
+    np.testing.assert_allclose(np.float32(slope), below + x * density, rtol=0, atol=tolerance)
+
+
+def test_blocks_of_equal_shapes_are_traced_once(image):
+    """Of six blocks the last one computes the class token alone, and is another one; and there is nothing to
+    trace for a second program."""
+    deep = dataclasses.replace(TINY, depth=6)
+    shapes, traced = parameter_shapes(deep), []
+
+    def count(call, args, kwargs, context):
+        if isinstance(context.module, Block) and context.method_name == "__call__":
+            traced.append(context.module)
+        return call(*args, **kwargs)
+
+    def features(scale, params, image):
+        return apply_vit(deep, params, scale * image).cls
+
+    jax.clear_caches()
+    with nn.intercept_methods(count):
+        for scale in (1.0, 2.0):
+            jax.make_jaxpr(functools.partial(features, scale))(shapes, image)
+            assert len(traced) == 2
 
 
 def test_the_class_token_is_the_same_whether_all_tokens_are_asked_for_or_not(params, image):
