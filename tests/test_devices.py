@@ -426,8 +426,10 @@ def test_the_tested_jaxlib_compiles_lean_programs_in_less_memory(version, flags,
     assert meshes.compiler_options("tpu", lean=True) == meshes.compiler_options("tpu")
 
 
-def test_the_programs_of_an_engine_are_lean(monkeypatch):
+@pytest.mark.parametrize(("least", "lean"), [(engines.LEAN_PARAMETERS, True), (1, False)])
+def test_the_programs_of_an_engine_are_lean_where_its_network_is_small(least, lean, monkeypatch):
     asked = []
+    monkeypatch.setattr(engines, "LEAN_PARAMETERS", least)
     monkeypatch.setattr(meshes, "compiler_options", lambda backend=None, lean=False: asked.append(lean) or {})
     micro.engine_of(micro.method_of("linear"))
-    assert asked and all(asked)
+    assert set(asked) == {lean}

@@ -46,6 +46,7 @@ from fcljax.federated.client_loop import (
     squeeze,
     states_of_chunk,
 )
+from fcljax.federated.communication import count_scalars
 from fcljax.federated.keys import RoundKey
 from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, LaneTable, plan_round
 from fcljax.federated.server_replay import (
@@ -89,6 +90,8 @@ from fcljax.types import (
     When,
 )
 
+# A smaller network's programs take longer to compile than to run, and are compiled lean.
+LEAN_PARAMETERS = 2_000_000
 AHEAD = 2  # chunks that the host has given to the device at most, for the memory of their slots
 
 
@@ -256,8 +259,10 @@ def make_engine(
     if mesh is not None and not keeps_order(mesh):
         specs = server_specs(jax.eval_shape(method.init, jax.random.key(0), example.frozen), mesh)
 
+    lean = count_scalars(example.frozen) < LEAN_PARAMETERS
+
     def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
-        return jit_on(_counted(traces, name, function), mesh, spec, lean=True, **options)
+        return jit_on(_counted(traces, name, function), mesh, spec, lean=lean, **options)
 
     def player(index: int) -> Player:
         each, capacity = method.rounds[index], capacities[index]
