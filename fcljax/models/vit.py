@@ -96,7 +96,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x.astype(jnp.float32), scale, bias, self.epsilon).astype(self.result)
 
 
-def norm_of(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
+def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     """A norm that is computed in float32, with a result of that type. Where activations are rounded, the
     backward pass computes it again from what entered it; it keeps the result's gradient until then, which
     therefore has that type too."""
@@ -188,7 +188,7 @@ class Attention(nn.Module):
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
         if c.qk_norm:
-            q, k = (norm_of(c, name, c.dtype)(part) for name, part in (("q_norm", q), ("k_norm", k)))
+            q, k = (_norm(c, name, c.dtype)(part) for name, part in (("q_norm", q), ("k_norm", k)))
         if angle is not None:
             own = rotate(k[:, :, : x.shape[1]], angle).astype(c.dtype)
             q = rotate(q, angle[..., :queries, :]).astype(c.dtype)
@@ -264,7 +264,7 @@ class Block(nn.Module):
     def __call__(self, x, joins=NOTHING_JOINS, queries=None):
         c, (prompt, prefix, lora, angle) = self.config, joins
         queries = x.shape[1] if queries is None else queries
-        norm1, norm2 = norm_of(c, "norm1", c.dtype), norm_of(c, "norm2", c.dtype)
+        norm1, norm2 = _norm(c, "norm1", c.dtype), _norm(c, "norm2", c.dtype)
         if prompt is not None:
             prompt = norm1(prompt)
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
@@ -334,7 +334,7 @@ class ViT(nn.Module):
             first.append(jnp.broadcast_to(registers, (x.shape[0], *registers.shape)))
         x = jnp.concatenate([*first, x], axis=1)
         if c.pre_norm:
-            x = norm_of(c, "norm_pre")(x)
+            x = _norm(c, "norm_pre")(x)
         x = x.astype(c.dtype)
         angle = _token_angles(c, injection, x.shape[1]) if c.rotary_base else None
         taps = {"embed": x}
@@ -346,7 +346,7 @@ class ViT(nn.Module):
             joins = Joins(injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), angle)
             x = run_block(self, c, name, x, joins, queries, self.remat)
             taps[name] = x
-        x = norm_of(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
+        x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
         return Features(x[:, 0], x if full else None, taps, x[:, 1:read] if read > 1 else None)
 
 
@@ -403,7 +403,8 @@ def attention_inputs(
     def normed(block: int, name: str) -> Array:
         norm = params[f"block_{block:02d}"]["norm1"]
         # another epsilon of a checkpoint is next to 0 as well
-        return layer_norm(features.taps[name], norm["scale"], norm["bias"], ViTConfig.epsilon)
+        x = features.taps[name].astype(jnp.float32)
+        return layer_norm(x, norm["scale"], norm["bias"], ViTConfig.epsilon)
 
     return jnp.stack([normed(block, name) for block, name in enumerate(entering)])
 
