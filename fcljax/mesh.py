@@ -232,7 +232,7 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
       backend: cpu, gpu or tpu; None: that of this process.
       lean: for programs of many kernels on a CPU. XLA's newer emitters of fusions keep some megabytes for
         each kernel until a program is compiled, up to 0.7 GB in all, and the older ones do not; but steps of
-        a ViT-Ti and evaluations are a tenth slower with these (docs/results/speed.md).
+        a ViT-Ti and evaluations are up to a tenth slower with these (docs/results/speed.md).
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if (backend or jax.default_backend()) == "cpu":

@@ -402,8 +402,8 @@ def attention_inputs(
 
     def normed(block: int, name: str) -> Array:
         norm = params[f"block_{block:02d}"]["norm1"]
-        # another epsilon of a checkpoint is next to 0 as well
         x = features.taps[name].astype(jnp.float32)
+        # another epsilon of a checkpoint is next to 0 as well
         return layer_norm(x, norm["scale"], norm["bias"], ViTConfig.epsilon)
 
     return jnp.stack([normed(block, name) for block, name in enumerate(entering)])
