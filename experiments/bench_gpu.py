@@ -5,9 +5,9 @@
     python experiments/bench_gpu.py --only ceilings "bfloat16 vmap"
 
 Each series is a process of its own that is stopped when its share of the time is over: the ceilings of matrix
-products and copies; FPPL's rounds in bfloat16 and float32 with 1 to 32 lanes, by vmap, loop and unroll;
-evaluation; the authors' algorithm as a plain loop in torch, if torch sees a GPU; images that stay on the
-host. Most of the time is compilation. Where not all of it fits, two runs with --only have the time of two.
+products and copies; attention; the kernels of a round; FPPL's rounds in bfloat16 and float32 with 1 to 16
+lanes; evaluation; the authors' algorithm as a plain loop in torch, if torch sees a GPU; images that stay on
+the host. Most of the time is compilation: not all of it fits, and two runs with --only have the time of two.
 
 Every line of JSON is printed (and with --out written) when it is found, so that a run that is cut off has
 what it found; tables in Markdown come at the end, and which lanes and mode would be the default.
@@ -32,17 +32,15 @@ HERE = Path(__file__).resolve()
 Found = dict[str, Any]
 # the most of the whole time that each may take; where few are asked for, more in proportion
 SHARES = {
-    "ceilings": 0.15,
+    "ceilings": 0.1,
     "attention": 0.05,
-    "bfloat16 vmap": 0.3,
-    "evaluation": 0.15,
-    "torch": 0.2,
-    "float32 vmap": 0.3,
-    "streaming": 0.2,
-    "bfloat16 loop": 0.2,
-    "float32 loop": 0.2,
-    "bfloat16 unroll": 0.3,
-    "float32 unroll": 0.3,
+    "profile": 0.2,
+    "bfloat16 vmap": 0.35,
+    "evaluation": 0.2,
+    "torch": 0.25,
+    "float32 vmap": 0.35,
+    "streaming": 0.25,
+    "bfloat16 loop": 0.35,
 }
 OTHERS = ("attention", "evaluation", "torch", "streaming")  # what is measured besides training
 CLOSE = 0.97  # of the best rate: fewer lanes that reach it are the better default
@@ -144,6 +142,8 @@ def markdown(found: Sequence[Found]) -> str:
     lines += ["", "| other | images/s | range | of the ceiling |", "|---|---|---|---|"]
     lines += [other_row(line, ceiling) for line in found if {*line} & {*OTHERS}]
     lines += [f"| {line['series']} | {line['failed']} | | |" for line in found if "series" in line]
+    lines += ["", "| kernels of a round | s | share |", "|---|---|---|"]
+    lines += [profile_row(line) for line in found if "profile" in line]
     return "\n".join([*lines, "", *defaults(found)])
 
 
@@ -160,12 +160,22 @@ def training_row(line: Found, ceiling: dict[str, Found]) -> str:
 def other_row(line: Found, ceiling: dict[str, Found]) -> str:
     """Attention, evaluation, torch, and where images lie."""
     kind = next(name for name in OTHERS if name in line)
-    apart = f"{line['apart']:.1e} from XLA's" if line.get("apart") else ""
-    what = ", ".join(filter(None, [kind, line[kind], line.get("type", ""), apart]))
+    details = [kind, line[kind], line.get("type", "")]
+    if line.get("apart"):
+        details.append(f"{line['apart']:.1e} from XLA's")
+    if "forward_images_s" in line:
+        details.append(f"forwards alone {line['forward_images_s']:,.0f} images/s")
+    what = ", ".join(filter(None, details))
     if "images_s" not in line:
         return f"| {what} | {line.get('failed', '')} | | |"
     top = TORCH_CEILINGS[line["type"]] if "type" in line else CEILINGS.get(line[kind], "")
     return f"| {what} | {rate(line)} | {share_of(line, ceiling, top)} |"
+
+
+def profile_row(line: Found) -> str:
+    """Kernels of one name."""
+    share = f"{line['share']:.1%}" if "share" in line else f"the round takes {line['round_s']:.3g} s"
+    return f"| {line['profile']} | {line['s']:.3g} | {share} |"
 
 
 def rate(line: Found) -> str:

@@ -6,9 +6,13 @@ Nothing here needs a GPU.
 
 import dataclasses
 import functools
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +22,7 @@ import numpy as np
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.products import attention
-from fcljax.models.shapes import VITS, ChipKind
+from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import Machine, kernel_on
 from peers.contest import has_torch
@@ -26,8 +30,10 @@ from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, seconds
 from peers.prompted import Work, game_of, predict_of, rows_seen, useful_flops
 
-MODES = ("vmap", "loop", "unroll")
 TYPES = ("bfloat16", "float32")
+KERNELS = 20  # that a profile names
+LAYERS = 12  # of attention, one after the other
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # queries, keys, values
 Found = dict[str, Any]  # one line of what was found
 
 
@@ -46,7 +52,7 @@ class Sizes(NamedTuple):
     repeats: int
 
 
-FULL = Sizes(VITS["vit_b16"], 32, 32, 32, 512, (1, 2, 4, 8, 16, 32), 8192, 2**29, 5, 3)
+FULL = Sizes(VITS["vit_b16"], 32, 32, 32, 512, (1, 4, 16), 8192, 2**31, 5, 3)
 MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
@@ -80,7 +86,7 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
     yield {"ceiling": "device to device, read and written", "gb_s": twice / taken / 1e9}
 
 
-def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop", "unroll"]) -> Iterator[Found]:
+def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop"]) -> Iterator[Found]:
     """Client images per second by the number of lanes, from few to many: memory is the peak so far. Each
     setting is announced before it begins, so that a stopped process leaves a trace."""
     work = work_of(sizes, dtype)
@@ -134,7 +140,7 @@ def tried(measure: Callable[[], Found]) -> Found:
     """What was found, or why not: a setting that needs too much memory is a result too."""
     try:
         return measure()
-    except (RuntimeError, MemoryError) as error:  # jax's error of the backend and torch's are of this kind
+    except (RuntimeError, MemoryError, ValueError) as error:  # of the backend, of torch, of shapes not taken
         lines = str(error).splitlines() or [type(error).__name__]
         full = "RESOURCE_EXHAUSTED" in lines[0] or "out of memory" in lines[0].lower()
         return {"failed": "out of memory" if full else lines[0][:200]}
@@ -152,33 +158,81 @@ def evaluation(sizes: Sizes) -> Iterator[Found]:
         yield {"evaluation": dtype} | tried(measure)
 
 
-def kernels(sizes: Sizes) -> Iterator[Found]:
-    """Images per second of one layer's attention and its gradient, in XLA and in the chip's kernel, and the
-    largest difference between their numbers, over the largest of XLA's."""
+def attentions(sizes: Sizes) -> Iterator[Found]:
+    """Images per second of one layer's attention, alone and with its gradient, in XLA, in the chip's kernel
+    and in cuDNN; and the largest difference between their numbers, over the largest of XLA's."""
     vit, batch = sizes.vit, sizes.rows * 4
     shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
-    layers = {chip: layer(chip) for chip in ("none", kernel_on(Machine(jax.default_backend())).chip)}
-    exact = layers["none"](*arrays)
-    for chip, call in layers.items():
+    own = kernel_on(Machine(jax.default_backend())).chip
+    ways = {"in XLA": attention, "one kernel": functools.partial(attention, chip=own), "cuDNN": cudnn}
+    exact = jax.jit(with_gradient(attention))(*arrays)
+    for name, attend in ways.items():
 
-        def measure(call: Callable[..., list[jax.Array]] = call) -> Found:
-            spent, found = timed(lambda: call(*arrays), 10 * sizes.repeats), call(*arrays)
-            pairs = zip(found, exact, strict=True)
+        def measure(attend: Attend = attend) -> Found:
+            both = with_gradient(attend)
+            found = jax.jit(both)(*arrays)
+            forward = timed(
+                in_a_row(lambda q, k, v, out: (attend(q, k, v), k, v, out), arrays), sizes.repeats
+            )
+            spent, pairs = timed(in_a_row(both, arrays), sizes.repeats), zip(found, exact, strict=True)
             apart = [float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in pairs]
-            return spent.rates(batch) | {"apart": max(apart)}
+            alone = LAYERS * batch / forward.median
+            return spent.rates(LAYERS * batch) | {"apart": max(apart), "forward_images_s": alone}
 
-        yield {"attention": "in XLA" if chip == "none" else "one kernel"} | tried(measure)
+        yield {"attention": name} | tried(measure)
 
 
-def layer(chip: ChipKind) -> Callable[..., list[jax.Array]]:
-    """Of queries, keys, values and the result's gradient: the result and three gradients, as float32."""
+def with_gradient(attend: Attend) -> Callable[..., tuple[jax.Array, ...]]:
+    """Of queries, keys, values and the result's gradient: three gradients and the result."""
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> list[jax.Array]:
-        out, back = jax.vjp(functools.partial(attention, chip=chip), q, k, v)
-        return [x.astype(jnp.float32) for x in (out, *back(gradient))]
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(attend, q, k, v)
+        return (*back(gradient), out)
 
-    return jax.jit(both)
+    return both
+
+
+def in_a_row(layer: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.Array]) -> Callable[[], Any]:
+    """So many layers, each of what the one before it left, so that calling does not count."""
+    many = jax.jit(lambda *given: jax.lax.fori_loop(0, LAYERS, lambda i, each: layer(*each), given))
+    return lambda: many(*arrays)
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As `attention`."""
+    turned = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*turned, implementation="cudnn").swapaxes(1, 2)
+
+
+def profile(sizes: Sizes) -> Iterator[Found]:
+    """Where the device's time goes in a round of one lane: its kernels by their share, those together whose
+    names differ by their numbers alone."""
+    work = work_of(sizes, "bfloat16")
+    play = round_of(game_of(work), Lanes(1, "vmap"))
+    seconds(play)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            whole = seconds(play)[0]
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        spent = time_of_kernels(jax.profiler.ProfileData.from_file(str(file)))
+    busy = sum(spent.values())
+    yield {"profile": "all kernels", "s": busy, "round_s": whole}
+    for name, each in spent.most_common(KERNELS):
+        yield {"profile": name, "s": each, "share": each / busy}
+
+
+def time_of_kernels(found: jax.profiler.ProfileData) -> Counter[str]:
+    """Seconds by the name of a kernel without its numbers; on a CPU, of an instruction."""
+    planes = list(found.planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    spent: Counter[str] = Counter()
+    for plane in devices or planes:
+        for line in plane.lines:
+            if line.name.startswith("Stream" if devices else "tf_"):
+                for event in line.events:
+                    spent[re.sub(r"[._]?\d+", "", event.name)] += event.duration_ns / 1e9
+    return spent
 
 
 def streaming(sizes: Sizes) -> Iterator[Found]:
@@ -218,7 +272,7 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
 
     work = work_of(sizes, "float32")
     game, rows, flops = game_of(work), rows_seen(work), useful_flops(work)[0]
-    settings = (("released", "highest"), ("frozen", "highest"), ("lean", "high"), ("lean", "bfloat16"))
+    settings = (("lean", "bfloat16"), ("lean", "high"), ("frozen", "highest"), ("released", "highest"))
     for how, precision in settings:
         torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
         half = precision == "bfloat16"
@@ -240,15 +294,13 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
 SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "ceilings": ceilings,
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
-    "attention": kernels,
+    "attention": attentions,
+    "profile": profile,
     "evaluation": evaluation,
     "torch": torch_loop,
     "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),
     "streaming": streaming,
     "bfloat16 loop": functools.partial(training, dtype="bfloat16", mode="loop"),
-    "float32 loop": functools.partial(training, dtype="float32", mode="loop"),
-    "bfloat16 unroll": functools.partial(training, dtype="bfloat16", mode="unroll"),
-    "float32 unroll": functools.partial(training, dtype="float32", mode="unroll"),
 }
 
 

@@ -102,8 +102,13 @@ def game_of(work: Work) -> Game:
 
 def frozen_of(vit: ViTConfig) -> Frozen:
     """Random weights, matrices in the compute type as in a run."""
-    cast = lambda path, x: x.astype(vit.dtype) if path[-1].key == "kernel" else x
-    return Frozen(jax.tree_util.tree_map_with_path(cast, init_vit(jax.random.key(1), vit)))
+    rng, shapes = np.random.default_rng(1), jax.eval_shape(functools.partial(init_vit, config=vit), KEY)
+
+    def draw(path: Any, x: Any) -> Array:  # XLA would take its time to compile as many draws
+        value = 0.02 * rng.standard_normal(x.shape, np.float32) + (path[-1].key == "scale")
+        return jnp.asarray(value, vit.dtype if path[-1].key == "kernel" else x.dtype)
+
+    return Frozen(jax.tree_util.tree_map_with_path(draw, shapes))
 
 
 def with_past(work: Work, server: PyTree) -> PyTree:

@@ -11,13 +11,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from fcljax.checks.traffic import traffic
 from fcljax.errors import InputError, choose
@@ -204,7 +205,8 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     """Compile a program for where its arguments lie, on a chip of this kind, and read what the compiler says
     of it."""
     began = time.process_time()
-    traced = program.trace()
+    with _described(program):
+        traced = program.trace()
     wanted = product_flops(traced.jaxpr.jaxpr)
     # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
     times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
@@ -233,6 +235,19 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         seconds=seconds,
         steps=program.steps,
     )
+
+
+def _described(program: RoundProgram) -> AbstractContextManager[None]:
+    """Where a kernel is traced for the device of a program's arguments: from 0.11 on jax would ask a GPU that
+    is here what it is."""
+    shardings = [
+        x.sharding for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)
+    ]
+    devices = [device for each in shardings if each is not None for device in each.device_set]
+    if not devices or devices[0].platform != "gpu":
+        return nullcontext()
+    device = AbstractDevice(devices[0].device_kind, devices[0].core_count, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
