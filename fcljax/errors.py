@@ -106,3 +106,9 @@ def choose(field: str, value: Value, options: Iterable[str]) -> Value:
     if value not in options:
         raise InputError(f"{field}: unknown value {value!r}; {nearest(value, options)}")
     return value
+
+
+def gib(size: float | int) -> str:
+    """Bytes in words."""
+    value = size / 2**30
+    return f"{value:.3g} GiB" if value < 1000 else f"{value:,.0f} GiB"

@@ -14,6 +14,7 @@ from test_conformance import OPTIONS
 from fcljax import cli, config
 from fcljax.checks import chips, plan
 from fcljax.checks.traffic import traffic
+from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
 from fcljax.federated.schedule import ClientPartition
 from fcljax.mesh import abstract_mesh, compiler_options
@@ -240,6 +241,9 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     calls = []
 
     def reports(exp, placement, kind, only):
+        if only == plan.EVALUATIONS:
+            yield chips.Footprint("evaluation", evaluation, 0, 1e12, 1e9, 1.0, {}, 0.0, 10)
+            return
         images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
         calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
         need = 2**20 * images
@@ -247,14 +251,20 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
 
     monkeypatch.setattr(plan, "reports", reports)
     stand = plan.Stand(images=400, classes=10, side=32)
+    evaluation = 2**20
     found = plan.plan(settings(batch_size=32, lanes=1), "v5e", stand)
     assert calls == [("bfloat16", 1, 0), ("bfloat16", 1, 8)]
     assert found.settings.microbatch == 8 and "--microbatch 8" in found.line
     assert found.memory == found.beside + 2**23 <= small.memory
     assert found.round_seconds == pytest.approx(6 * 1e12 / small.flops)
-    assert found.run_seconds == pytest.approx(
-        found.round_seconds * found.settings.rounds * found.settings.tasks
-    )
+    # five tasks of equal size: evaluations of 1/5, 2/5, .. of the test images
+    rounds = found.settings.rounds * found.settings.tasks
+    assert found.run_seconds == pytest.approx(rounds * found.round_seconds + 3 * 10 * 1e12 / small.flops)
+    evaluation = 2**24
+    with pytest.raises(
+        InputError, match="^eval_batch_size: with 64 images .* nearest: --eval-batch-size 32$"
+    ):
+        plan.plan(settings(batch_size=32, lanes=1), "v5e", stand)
 
 
 def test_a_plan_has_images_of_another_data_set_where_a_method_reviews_some():

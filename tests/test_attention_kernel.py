@@ -3,6 +3,7 @@ kernels are interpreted, and programs lowered."""
 
 import dataclasses
 import functools
+import importlib.util
 import types
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 
-from fcljax.checks.chips import product_flops
+from fcljax.checks.chips import product_flops, traced_for
 from fcljax.mesh import WHOLE, abstract_mesh, mesh_of, on_each
 from fcljax.models import products
 from fcljax.models.attention_kernel import MOST, QUERIES, fits
@@ -89,7 +90,9 @@ def lowered(kernel, dtype="bfloat16", mesh=None, chip="tpu"):
 
 def calls(function, chip, *arguments):
     """How often a function calls a kernel, lowered for a chip that is not here."""
-    traced, platform = jax.jit(function).trace(*arguments), {"tpu": "tpu", "gpu": "cuda"}[chip]
+    device = types.SimpleNamespace(platform=chip, device_kind="NVIDIA H100", core_count=132)
+    with traced_for(device):
+        traced, platform = jax.jit(function).trace(*arguments), {"tpu": "tpu", "gpu": "cuda"}[chip]
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     return text.count(f"stablehlo.custom_call {CALLS[chip]}")
 
@@ -100,6 +103,14 @@ def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip)
     assert lowered(AttentionKernel(chip), chip=chip) == 2
     others = lowered(AttentionKernel(), chip=chip), lowered(AttentionKernel(chip), "float32", chip=chip)
     assert [*others, lowered(AttentionKernel(chip, each=True), chip=chip)] == [0, 0, 0]
+
+
+def test_a_jax_without_pallas_for_triton_has_xlas_attention_on_a_gpu(monkeypatch):
+    found = importlib.util.find_spec
+    gone = lambda name: None if name == "jax.experimental.pallas.triton" else found(name)
+    monkeypatch.setattr(importlib.util, "find_spec", gone)
+    assert kernel_on(Machine("gpu")) == AttentionKernel()
+    assert kernel_on(Machine("tpu")) == AttentionKernel("tpu")
 
 
 def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):

@@ -8,7 +8,10 @@ import pytest
 
 from fcljax import config
 from fcljax.data.streaming import Host
-from fcljax.runs import build, features, loop, rounds
+from fcljax.federated.engine import init_clients
+from fcljax.runs import build, features, loop, predict, rounds
+from fcljax.runs.checkpoint import State
+from fcljax.runs.evaluate import evaluated_images, make_evaluate
 from fcljax.runs.features import (
     frozen_features,
     make_fill,
@@ -16,7 +19,8 @@ from fcljax.runs.features import (
     newly_evaluated,
     with_queries,
 )
-from fcljax.runs.programs import programs_of
+from fcljax.runs.programs import evaluations_of, programs_of
+from fcljax.runs.records import Records
 
 SETTINGS = {
     "tasks": 5,
@@ -108,8 +112,31 @@ def test_planned_programs_are_those_of_a_round(augment, exp):
     assert len(planned) == 2
 
 
+def test_planned_evaluations_are_those_of_a_run(exp, monkeypatch):
+    """With the query features of test images. The last evaluation has all images, in one call."""
+    seen, make = [], predict._Loops.of
+
+    def told(*given):
+        loops = make(*given)
+
+        def resident(*arguments):
+            seen.append(shapes_of(arguments))
+            return loops.resident(*arguments)
+
+        return loops._replace(resident=resident)
+
+    monkeypatch.setattr(predict._Loops, "of", told)
+    (planned,) = evaluations_of(exp)
+    server = exp.method.init(exp.key, exp.frozen)
+    state = State(server, init_clients(exp.method, server, 2, exp.key), exp.key)
+    make_evaluate(exp)(with_queries(exp).test, state, 4, Records())
+    assert seen == [shapes_of(planned.arguments)]
+    assert planned.steps == -(-len(exp.scenario.test_label) // CFG.eval_batch_size)
+    assert evaluated_images(exp) == sum(exp.scenario.tests_seen(t).sum() for t in range(5))
+
+
 def shapes_of(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def test_a_split_that_nobody_reads_has_none(exp):

@@ -5,6 +5,7 @@ so that times are lower bounds. Needs the optional dependency `accelerators-aot`
 plugin for GPUs; neither needs a driver).
 """
 
+import itertools
 import math
 import os
 import re
@@ -25,7 +26,7 @@ from fcljax.errors import InputError, choose
 from fcljax.mesh import compiler_options, mesh_of
 from fcljax.runs.build import Experiment, Machine
 from fcljax.runs.fit import exhausted, peak
-from fcljax.runs.programs import Placement, RoundProgram, programs_of
+from fcljax.runs.programs import Placement, RoundProgram, evaluations_of, programs_of
 
 
 class Chip(NamedTuple):
@@ -188,7 +189,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") -> Iterator[Footprint]:
-    """What the compiler says of the programs of a round, one after the other.
+    """What the compiler says of the programs of a round and of an evaluation, one after the other.
 
     Args:
       exp: made for `machine(name)`.
@@ -196,7 +197,7 @@ def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") ->
       kind: of the chip.
       only: a regular expression; programs with other names are left out.
     """
-    for program in programs_of(exp, placement):
+    for program in itertools.chain(programs_of(exp, placement), evaluations_of(exp, placement)):
         if re.search(only, program.name):
             yield report(program, kind)
 
@@ -205,7 +206,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     """Compile a program for where its arguments lie, on a chip of this kind, and read what the compiler says
     of it."""
     began = time.process_time()
-    with _described(program):
+    with traced_for(_device_of(program)):
         traced = program.trace()
     wanted = product_flops(traced.jaxpr.jaxpr)
     # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
@@ -237,17 +238,18 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     )
 
 
-def _described(program: RoundProgram) -> AbstractContextManager[None]:
-    """Where a kernel is traced for the device of a program's arguments: from 0.11 on jax would ask a GPU that
-    is here what it is."""
-    shardings = [
-        x.sharding for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)
-    ]
-    devices = [device for each in shardings if each is not None for device in each.device_set]
-    if not devices or devices[0].platform != "gpu":
+def _device_of(program: RoundProgram) -> Any:
+    """A device on which a program's arguments lie; None: where jax puts arrays."""
+    shapes = [x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)]
+    return next((device for x in shapes if x.sharding for device in x.sharding.device_set), None)
+
+
+def traced_for(device: Any) -> AbstractContextManager[None]:
+    """Where kernels are traced for a GPU that is not here: from 0.11 on jax would ask one that is."""
+    if device is None or device.platform != "gpu":
         return nullcontext()
-    device = AbstractDevice(devices[0].device_kind, devices[0].core_count, "gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    described = AbstractDevice(device.device_kind, device.core_count, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=described))
 
 
 def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:

@@ -16,7 +16,7 @@ from fcljax import config
 from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.store import Split
-from fcljax.errors import choose
+from fcljax.errors import InputError, choose, gib
 from fcljax.mesh import abstract_mesh
 from fcljax.methods import find_method
 from fcljax.models.mae import DecoderConfig, decoder_shapes
@@ -25,13 +25,14 @@ from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.options import SurrogateOptions
 from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
-from fcljax.runs.fit import Need, fit_memory
+from fcljax.runs.evaluate import evaluated_images
+from fcljax.runs.fit import USABLE, Need, fit_memory
 from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
 from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
-LOOPS = " phase "  # in the names of programs that train
+LOOPS, EVALUATIONS = " phase ", "evaluation"  # in the names of programs that train, and that evaluate
 
 
 class Stand(NamedTuple):
@@ -56,6 +57,10 @@ class ChipPlan(NamedTuple):
     """Clients that train at the same time, on all chips together."""
     training: list[Footprint]
     """Of each loop of a round over training steps."""
+    evaluation: list[Footprint]
+    """Of each model that is evaluated, on all test images."""
+    evaluations: float
+    """Of all test images that those of the run are worth."""
     beside: int
     """Bytes of test images, which lie beside every program."""
     line: str | None
@@ -64,7 +69,7 @@ class ChipPlan(NamedTuple):
     @property
     def memory(self) -> int:
         """Bytes that are needed at the same time."""
-        return self.beside + max(each.memory for each in self.training)
+        return self.beside + max(each.memory for each in (*self.training, *self.evaluation))
 
     @property
     def round_seconds(self) -> float:
@@ -73,8 +78,10 @@ class ChipPlan(NamedTuple):
 
     @property
     def run_seconds(self) -> float:
-        """All rounds of the run take at least as long."""
-        return self.round_seconds * self.settings.rounds * self.settings.tasks
+        """All rounds and evaluations of the run take at least as long."""
+        evaluation = sum(each.least_seconds(self.chip) for each in self.evaluation)
+        rounds = self.settings.rounds * self.settings.tasks
+        return self.round_seconds * rounds + evaluation * self.evaluations
 
 
 def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> ChipPlan:
@@ -103,7 +110,20 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
         return assemble(other, exp.inputs, exp.scenario, exp.sizes, machine=where)
 
     exp, line = fit_memory(exp, chip.memory, again, need)
-    return ChipPlan(exp.settings, chip, exp.engine.lanes.count, compiled[exp.settings], _beside(exp), line)
+    evaluation = list(reports(exp, placement, chip.kind, EVALUATIONS))
+    _check_evaluation(exp, evaluation, chip)
+    evaluations = evaluated_images(exp) / len(exp.scenario.test_label)
+    training, lanes = compiled[exp.settings], exp.engine.lanes.count
+    return ChipPlan(exp.settings, chip, lanes, training, evaluation, evaluations, _beside(exp), line)
+
+
+def _check_evaluation(exp: Experiment, evaluation: list[Footprint], chip: Chip) -> None:
+    need, size = _beside(exp) + max(each.memory for each in evaluation), exp.settings.eval_batch_size
+    if need > USABLE * chip.memory:
+        raise InputError(
+            f"eval_batch_size: with {size} images an evaluation needs {gib(need)} and the device has "
+            f"{gib(chip.memory)}; nearest: --eval-batch-size {max(1, size // 2)}"
+        )
 
 
 def many_chips(

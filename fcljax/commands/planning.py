@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax.commands.running import read_alone, settings, taken
-from fcljax.errors import InputError
+from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
 from fcljax.terminal import add_row, say
 
@@ -58,13 +58,13 @@ def plan(arguments: list[str]) -> int:
         print(json.dumps(_plain(found), indent=2))
         return 0
     console = Console()
-    table = Table("training step", "memory", "bound by", "share of peak", "at least", "steps a round")
-    for each in found.training:
+    table = Table("step", "memory", "bound by", "share of peak", "at least", "steps")
+    for each in (*found.training, *found.evaluation):
         share = each.share(found.chip)
         add_row(
             table,
             each.program,
-            _gib(each.memory),
+            gib(each.memory),
             "memory traffic" if share < 1 else "operations",
             f"{share:.0%}" if each.traffic else "unknown",
             f"{1000 * each.least_seconds(found.chip) / max(1, each.steps):.1f} ms",
@@ -87,19 +87,19 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
         add_row(table, name, f"{size / 2**20:.1f} MiB")
     console.print(table)
     share = f"{options.chips} chips share {exp.sizes.clients} clients, and have {slots} slots"
-    say(console, f"{share}; the engine holds {_gib(state.total)} on each, besides network and images")
+    say(console, f"{share}; the engine holds {gib(state.total)} on each, besides network and images")
     return 0
 
 
 def lines(found: Any, name: str) -> list[str]:
     """Does it fit, how long does it take at best, which settings."""
     share, chosen = found.memory / found.chip.memory, found.settings
-    fits = f"it fits: {_gib(found.memory)} of {name}'s {_gib(found.chip.memory)} ({share:.0%})"
+    fits = f"it fits: {gib(found.memory)} of {name}'s {gib(found.chip.memory)} ({share:.0%})"
     best = [f"--lanes {found.lanes}", f"--dtype {chosen.dtype}"]
     best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
     best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
     time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
-    return [fits, f"{time}, without evaluations", f"chosen settings: {' '.join(best)}"]
+    return [fits, f"{time} with its evaluations", f"chosen settings: {' '.join(best)}"]
 
 
 def _plain(found: Any) -> dict[str, Any]:
@@ -113,11 +113,8 @@ def _plain(found: Any) -> dict[str, Any]:
         "round_seconds": found.round_seconds,
         "run_seconds": found.run_seconds,
         "training": [each._asdict() | {"share": each.share(found.chip)} for each in found.training],
+        "evaluation": [each._asdict() | {"share": each.share(found.chip)} for each in found.evaluation],
     }
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
 
 
 def _time(seconds: float) -> str:

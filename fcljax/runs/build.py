@@ -1,6 +1,7 @@
 """From settings to an experiment: the method, its engine, the data and how clients share them."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -190,7 +191,10 @@ def kernel_on(machine: Machine) -> AttentionKernel:
 
 def _holds_kernel() -> bool:
     """Whether the GPU, if one is here, has the shared memory of the kernel: A100, H100, H200, B200, by their
-    compute capabilities; others have at most 99 KiB."""
+    compute capabilities; others have at most 99 KiB. And whether jax has what the kernel is written in, which
+    it means to give up."""
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return False
     return getattr(jax.devices()[0], "compute_capability", "9.0") in ("8.0", "9.0", "10.0")
 
 

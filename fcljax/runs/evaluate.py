@@ -14,7 +14,7 @@ from fcljax.mesh import jit
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
-from fcljax.runs.predict import Predicted, make_predict
+from fcljax.runs.predict import Predicted, Predictor, make_predict
 from fcljax.runs.records import Evaluated, Records
 from fcljax.types import RoundContext, Task
 
@@ -31,8 +31,8 @@ def make_evaluate(exp: Experiment) -> Evaluate:
 
 def _evaluate_server(exp: Experiment) -> Evaluate:
     scenario, label, classes = exp.scenario, exp.scenario.test_label, exp.sizes.classes
-    predict = _make_predict(exp, exp.method.predict)
-    provisional = exp.method.predict_provisional and _make_predict(exp, exp.method.predict_provisional)
+    predict = predictor(exp, exp.method.predict)
+    provisional = exp.method.predict_provisional and predictor(exp, exp.method.predict_provisional)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
         index, tasks = np.flatnonzero(scenario.tests_seen(t)), range(t + 1)
@@ -100,7 +100,8 @@ def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
     return metrics.calibration(found.label == truth, found.confidence).to_json()
 
 
-def _make_predict(exp: Experiment, function: Callable) -> Callable[..., Predicted]:
+def predictor(exp: Experiment, function: Callable) -> Predictor:
+    """Predicts test images by a function of the method."""
     most = len(exp.scenario.test_label)
     return make_predict(function, exp.read, exp.settings.eval_batch_size, most, exp.engine.mesh)
 
@@ -111,19 +112,35 @@ def _predict_by_client(
     """predict(test, state, t) -> for each client the test images of the classes that it has had up to task t,
     and the predictions of its own model."""
     assert function is not None
-    label, predict = exp.scenario.test_label, _make_predict(exp, function)
+    predict = predictor(exp, function)
     own_of = jit(lambda states, client: jax.tree.map(lambda x: x[client], states), exp.engine.mesh)
 
     def each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(exp.scenario.learned(t)):
             personal = exp.method.personal
             round_context = _own_last_round(exp, t, client, learned) if personal else _last_round(exp, t)
-            index = np.flatnonzero(learned[label] & exp.scenario.tests_seen(t, client))
+            index = _own_tests(exp, t, client, learned)
             own = own_of(state.clients, np.int32(client))
             task_of = _task_of([exp.scenario.current(task, client) for task in range(t + 1)])
             yield index, predict(round_context, (state.server, own), test, index, task_of)
 
     return each
+
+
+def _own_tests(
+    exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]
+) -> Int[np.ndarray, " n"]:
+    """The test images of the classes that a client has learned by task t."""
+    return np.flatnonzero(learned[exp.scenario.test_label] & exp.scenario.tests_seen(t, client))
+
+
+def evaluated_images(exp: Experiment) -> int:
+    """The images of all evaluations of a run together."""
+    scenario, tasks = exp.scenario, range(len(exp.scenario.tasks))
+    if not exp.method.personal:
+        return sum(int(scenario.tests_seen(t).sum()) for t in tasks)
+    each = ((t, client, own) for t in tasks for client, own in enumerate(scenario.learned(t)))
+    return sum(len(_own_tests(exp, *of_client)) for of_client in each)
 
 
 def _share_per_task(

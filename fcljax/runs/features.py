@@ -2,6 +2,7 @@
 deterministic, and kept between runs if `fcljax embed` has written them to files."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -121,9 +122,15 @@ def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment
 
 
 def with_query_shapes(exp: Experiment) -> Experiment:
-    """The experiment with the query features that the client loop reads of training images, as shapes."""
-    split = whole(exp.train)
-    if "train" not in _queried(exp) or split.query is not None:
+    """The experiment with the query features that the client loop reads of training images, and evaluations
+    of test images, as shapes."""
+    return functools.reduce(_with_shapes, _queried(exp), exp)
+
+
+def _with_shapes(exp: Experiment, part: Part) -> Experiment:
+    given = getattr(exp, part)
+    split = whole(given)
+    if split.query is not None:
         return exp
     class_token, read = _of_batch(exp.inputs)
 
@@ -132,7 +139,7 @@ def with_query_shapes(exp: Experiment) -> Experiment:
 
     one = jax.eval_shape(of_one, exp.frozen, split)
     query = jax.ShapeDtypeStruct((*split.label.shape, *one.shape[1:]), one.dtype)
-    return exp._replace(train=_with_query(exp.train, query))
+    return exp._replace(**{part: _with_query(given, query)})
 
 
 def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fcljax.data.store import Split
-from fcljax.errors import InputError
+from fcljax.errors import InputError, gib
 from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
 from fcljax.runs.build import Experiment, Machine, assemble
@@ -94,8 +94,8 @@ def fit_memory(
         for name in ("lanes", "microbatch")
         if getattr(changed.settings, name) != getattr(asked, name)
     )
-    said = f"memory: a step needs {_gib(first.total)} of the device's {_gib(room)}; chosen: {chosen}"
-    return changed, f"{said} ({_gib(need.total)})"
+    said = f"memory: a step needs {gib(first.total)} of the device's {gib(room)}; chosen: {chosen}"
+    return changed, f"{said} ({gib(need.total)})"
 
 
 def largest_need(exp: Experiment) -> Need:
@@ -163,15 +163,11 @@ def explanation(exp: Experiment, need: int, room: int) -> str:
     if isinstance(exp.train, Split):
         nearest.append(f"--data-budget {max(1, exp.train.image.nbytes // 2**21)}")
     nearest.append("a smaller --image-size or --backbone")
-    wanted = f"needs {_gib(need)}" if need else "needs more"
-    return f"memory: a step {wanted} and the device has {_gib(room)}; nearest: {', '.join(nearest)}"
+    wanted = f"needs {gib(need)}" if need else "needs more"
+    return f"memory: a step {wanted} and the device has {gib(room)}; nearest: {', '.join(nearest)}"
 
 
 def explained(error: Exception, exp: Experiment) -> Exception:
     """The error; one that says that memory is too small as a line for the user."""
     need = exhausted(error)
     return error if need is None else InputError(explanation(exp, need, device_memory()))
-
-
-def _gib(size: float | int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from fcljax.data.store import Split
-from fcljax.errors import InputError
+from fcljax.errors import InputError, gib
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import init_clients
 from fcljax.mesh import device_count
@@ -29,13 +29,9 @@ def check_memory(exp: Experiment) -> None:
         return
     name, (size, setting) = max(parts.items(), key=lambda item: item[1][0])
     raise InputError(
-        f"memory: this run needs at least {_gib(need)}, of which {_gib(size)} are {name}; the device has "
-        f"{_gib(room)}; nearest: a smaller {setting}"
+        f"memory: this run needs at least {gib(need)}, of which {gib(size)} are {name}; the device has "
+        f"{gib(room)}; nearest: a smaller {setting}"
     )
-
-
-def _gib(size: float | int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
 
 
 def least(exp: Experiment) -> dict[str, tuple[int, str]]:

@@ -34,13 +34,48 @@ class Predicted(NamedTuple):
     """The predicted class among those of the image's own task (Task-IL)."""
 
 
+class Predictor(NamedTuple):
+    """Predicts classes of images. Made by `make_predict`."""
+
+    loops: "_Loops"
+    capacity: int
+
+    def __call__(
+        self,
+        round_context: RoundContext,
+        model: tuple,
+        split: Split | Host,
+        index: np.ndarray,
+        task_of: np.ndarray,
+    ) -> Predicted:
+        """Predictions for the images of an index, in its order.
+
+        Args:
+          round_context: as `predict` takes it.
+          model: what `predict` takes between the context and the batch.
+          split: the images.
+          index: [N], of the images.
+          task_of: [C], the task of each class, for Task-IL predictions.
+        """
+        if not len(index):
+            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        return Predicted(*self.loops.over((round_context, model, task_of), split, index, self.capacity))
+
+    @property
+    def function(self) -> Callable:
+        """What a call runs, compiled: ((round_context, model, task_of), split, index [N], batches)."""
+        return self.loops.resident
+
+    @property
+    def steps(self) -> int:
+        """Of a call, each with a batch for each device."""
+        return self.loops.steps(self.capacity)
+
+
 def make_predict(
     predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: AnyMesh | None = None
-) -> Callable[..., Predicted]:
-    """predictions(round_context, model, split, index, task_of [C]) -> Predicted, in the order of the index.
-
-    `model` is what `predict` takes between the context and the batch; `split` may be a `Host`; `task_of` is
-    the task of each class, for Task-IL predictions.
+) -> Predictor:
+    """A loop over images that predicts their classes, compiled once.
 
     Args:
       predict: (round_context, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
@@ -74,15 +109,7 @@ def make_predict(
         none = jnp.zeros(len(index), jnp.int32)
         return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(index)), none))
 
-    def predictions(
-        round_context: RoundContext, model: tuple, split: Split | Host, index: np.ndarray, task_of: np.ndarray
-    ) -> Predicted:
-        if not len(index):
-            return Predicted(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-        return Predicted(*loops.over((round_context, model, task_of), split, index, capacity))
-
-    loops = _Loops.of(loop, batch_size, mesh)
-    return predictions
+    return Predictor(_Loops.of(loop, batch_size, mesh), capacity)
 
 
 def make_features(
@@ -151,6 +178,11 @@ class _Loops(NamedTuple):
 
         return cls(compiled(WHOLE), compiled(parted()), jit(take, mesh, parted()), batch_size, mesh)
 
+    def steps(self, capacity: int) -> int:
+        """Of a call that takes so many images."""
+        # At least two: XLA compiles a loop over one step's images differently, with other roundings.
+        return max(2, -(-capacity // (device_count(self.mesh) * self.batch_size)))
+
     def over(
         self,
         arguments: PyTree,
@@ -165,10 +197,8 @@ class _Loops(NamedTuple):
         A call has whole batches, of which the devices take turns. Calls of a `Host`, or with `windows` of any
         split, get a window of the images that each device reads, in order.
         """
-        # At least two steps: XLA compiles a loop over one step's images differently, with other roundings.
         mesh, batch_size, devices = self.mesh, self.batch_size, device_count(self.mesh)
-        windows = windows or isinstance(split, Host)
-        steps = max(2, -(-capacity // (devices * batch_size)))
+        windows, steps = windows or isinstance(split, Host), self.steps(capacity)
         steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
         width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]

@@ -1,8 +1,9 @@
-"""The programs that a round runs, with the shapes of their arguments: for compiling them before there is
-anything to compute, on this machine or for a chip that is not here."""
+"""The programs that a round and an evaluation run, with the shapes of their arguments: for compiling them
+before there is anything to compute, on this machine or for a chip that is not here."""
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,9 @@ from fcljax.federated.client_loop import (
 )
 from fcljax.federated.engine import Player, init_clients
 from fcljax.federated.schedule import Chunk, plan_round
-from fcljax.mesh import WHOLE, AnyMesh, rows_on, server_specs, shardings, split
+from fcljax.mesh import WHOLE, AnyMesh, device_count, rows_on, server_specs, shardings, split
 from fcljax.runs.build import Experiment
+from fcljax.runs.evaluate import predictor
 from fcljax.runs.features import with_query_shapes
 from fcljax.types import Broadcast, PyTree, RoundContext
 
@@ -97,6 +99,27 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
             received = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
             arguments = (place(context_after), server, received, place(exp.key))
             yield RoundProgram(f"{name} server", player.server, arguments)
+
+
+def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
+    """What an evaluation runs after the last task, when it has all test images: the model that counts, and a
+    provisional one. Arguments as of `programs_of`."""
+    exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
+    server, states, context, _ = _round_of(exp)
+    task_of, test = np.zeros(exp.sizes.classes, int), whole(exp.test)
+    own = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
+    functions = {
+        "evaluation": exp.method.predict_client if exp.method.personal else exp.method.predict,
+        "provisional evaluation": exp.method.predict_provisional,
+    }
+    for name, function in functions.items():
+        if function:
+            model = (server, own) if function is exp.method.predict_client else (server,)
+            predict, devices = predictor(exp, function), device_count(exp.engine.mesh)
+            index = np.zeros(predict.steps * devices * exp.settings.eval_batch_size, np.int32)
+            place, apart = placement.of(), placement.of(split())
+            arguments = place((context, model, task_of)), place(test), apart(index), place(np.int32(0))
+            yield RoundProgram(name, predict.function, arguments, predict.steps)
 
 
 def _of_player(
