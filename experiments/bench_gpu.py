@@ -1,13 +1,14 @@
-"""fcljax on an accelerator: FPPL on a ViT-B/16 at 224 px by lanes and lane modes, and what it could reach.
+"""fcljax on an accelerator: FPPL on a ViT-B/16 at 224 px by lanes, and what it could reach.
 
     python experiments/bench_gpu.py                      # 9 minutes at the most, on a GPU
     python experiments/bench_gpu.py --small --minutes 3  # tiny sizes, on any machine: does it work?
     python experiments/bench_gpu.py --only ceilings "bfloat16 vmap"
 
 Each series is a process of its own that is stopped when its share of the time is over: the ceilings of matrix
-products and copies; attention; the kernels of a round; FPPL's rounds in bfloat16 and float32 with 1 to 16
-lanes; evaluation; the authors' algorithm as a plain loop in torch, if torch sees a GPU; images that stay on
-the host. Most of the time is compilation: not all of it fits, and two runs with --only have the time of two.
+products and copies; attention; the kernels of a round; what compilation waits for; FPPL's rounds in bfloat16
+and float32 with 1 to 16 lanes; evaluation; the authors' algorithm as a plain loop in torch, if torch sees a
+GPU; images that stay on the host. Most of the time is compilation: not all of it fits, and two runs with
+--only have the time of two.
 
 Every line of JSON is printed (and with --out written) when it is found, so that a run that is cut off has
 what it found; tables in Markdown come at the end, and which lanes and mode would be the default.
@@ -35,6 +36,7 @@ SHARES = {
     "ceilings": 0.1,
     "attention": 0.05,
     "profile": 0.2,
+    "compilation": 0.25,
     "bfloat16 vmap": 0.35,
     "evaluation": 0.2,
     "torch": 0.25,
@@ -144,6 +146,8 @@ def markdown(found: Sequence[Found]) -> str:
     lines += [f"| {line['series']} | {line['failed']} | | |" for line in found if "series" in line]
     lines += ["", "| kernels of a round | s | share |", "|---|---|---|"]
     lines += [profile_row(line) for line in found if "profile" in line]
+    lines += ["", "| compilation | s | CPU s |", "|---|---|---|"]
+    lines += [compilation_row(line) for line in found if "compilation" in line]
     return "\n".join([*lines, "", *defaults(found)])
 
 
@@ -176,6 +180,13 @@ def profile_row(line: Found) -> str:
     """Kernels of one name."""
     share = f"{line['share']:.1%}" if "share" in line else f"the round takes {line['round_s']:.3g} s"
     return f"| {line['profile']} | {line['s']:.3g} | {share} |"
+
+
+def compilation_row(line: Found) -> str:
+    """A training step, compiled with these options."""
+    if "failed" in line:
+        return f"| {line['compilation']} | {line['failed']} | |"
+    return f"| {line['compilation']} | {line['s']:.1f} | {line['cpu_s']:.1f} |"
 
 
 def rate(line: Found) -> str:

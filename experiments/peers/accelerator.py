@@ -19,12 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fcljax import config
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
+from fcljax.mesh import compiler_options
 from fcljax.models.products import attention
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig
-from fcljax.runs.build import Machine, kernel_on
+from fcljax.runs.build import Machine, build, kernel_on
+from fcljax.runs.programs import programs_of
 from peers.contest import has_torch
 from peers.game import Game, round_of
 from peers.machine import best, device, peak, processor, seconds
@@ -32,6 +35,14 @@ from peers.prompted import Work, game_of, predict_of, rows_seen, useful_flops
 
 TYPES = ("bfloat16", "float32")
 KERNELS = 20  # that a profile names
+# of XLA's compiler, for GPUs
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"xla_gpu_autotune_level": 0},
+    {"xla_gpu_enable_llvm_module_compilation_parallelism": True},
+    {"xla_backend_optimization_level": 1},
+    {"xla_gpu_enable_triton_gemm": False},
+)
 LAYERS = 12  # of attention, one after the other
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # queries, keys, values
 Found = dict[str, Any]  # one line of what was found
@@ -144,6 +155,26 @@ def tried(measure: Callable[[], Found]) -> Found:
         lines = str(error).splitlines() or [type(error).__name__]
         full = "RESOURCE_EXHAUSTED" in lines[0] or "out of memory" in lines[0].lower()
         return {"failed": "out of memory" if full else lines[0][:200]}
+
+
+def compilation(sizes: Sizes) -> Iterator[Found]:
+    """Seconds to compile the training step that a first run waits for, FPPL's on the embedded digits, by
+    options of XLA's compiler: what its kernels, their search and one thread of LLVM cost."""
+    del sizes
+    method = config.resolve(config.from_mapping("fppl", {"dtype": "bfloat16"}, "bench"))
+    (program,) = (each for each in programs_of(build(method)) if each.name == "round 0 phase 0")
+    for options in OPTIONS:
+        given = compiler_options() | options
+
+        def measure(given: dict[str, Any] = given) -> Found:
+            lowered = program.lower()  # anew: jax keeps what it has compiled
+            start, used = time.perf_counter(), time.process_time()
+            lowered.compile(given)
+            return {"s": time.perf_counter() - start, "cpu_s": time.process_time() - used}
+
+        name = ", ".join(f"{key}={value}" for key, value in options.items())
+        yield {"compilation": name or "as a run compiles"} | tried(measure)
+        jax.clear_caches()
 
 
 def evaluation(sizes: Sizes) -> Iterator[Found]:
@@ -296,6 +327,7 @@ SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
     "attention": attentions,
     "profile": profile,
+    "compilation": compilation,
     "evaluation": evaluation,
     "torch": torch_loop,
     "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),
