@@ -14,6 +14,7 @@ from test_conformance import OPTIONS
 from fcljax import cli, config
 from fcljax.checks import chips, plan
 from fcljax.checks.traffic import traffic
+from fcljax.commands import planning
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
 from fcljax.federated.schedule import ClientPartition
@@ -260,6 +261,10 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     # five tasks of equal size: evaluations of 1/5, 2/5, .. of the test images
     rounds = found.settings.rounds * found.settings.tasks
     assert found.run_seconds == pytest.approx(rounds * found.round_seconds + 3 * 10 * 1e12 / small.flops)
+    on_gpu = found._replace(chip=chips.CHIPS["h100"])
+    said = {chip.kind: planning.lines(each, "") for chip, each in ((small, found), (on_gpu.chip, on_gpu))}
+    assert "evaluations" in said["tpu"][1] and planning.IN_PRACTICE not in said["tpu"]
+    assert said["gpu"][2] == planning.IN_PRACTICE  # no TPU has been measured
     evaluation = 2**24
     with pytest.raises(
         InputError, match="^eval_batch_size: with 64 images .* nearest: --eval-batch-size 32$"

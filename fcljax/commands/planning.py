@@ -12,6 +12,8 @@ from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
 from fcljax.terminal import add_row, say
 
+IN_PRACTICE = "in practice expect 2.5 times as long: FPPL's rounds took that on an H200 (docs/accelerators.md)"
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -99,7 +101,8 @@ def lines(found: Any, name: str) -> list[str]:
     best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
     best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
     time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
-    return [fits, f"{time} with its evaluations", f"chosen settings: {' '.join(best)}"]
+    said = [fits, f"{time} with its evaluations", f"chosen settings: {' '.join(best)}"]
+    return said[:2] + [IN_PRACTICE] * (found.chip.kind == "gpu") + said[2:]
 
 
 def _plain(found: Any) -> dict[str, Any]:
