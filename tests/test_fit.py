@@ -19,8 +19,11 @@ from fcljax.models.shapes import CONVNETS
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import load_backbone
 from fcljax.runs import build as build_
-from fcljax.runs import fit
+from fcljax.runs import fit, rounds
 from fcljax.runs.build import Experiment, build, make_method
+from fcljax.runs.features import with_queries
+from fcljax.runs.programs import programs_of
+from fcljax.runs.records import Clock, Records
 
 REMAT = vit_network(TINY, autoencoder=NETWORK.autoencoder, remat=True)
 # Adam would make differences of rounding in gradients near zero as large as the gradients
@@ -214,6 +217,37 @@ def test_what_does_not_fit_is_told_with_the_nearest_settings(monkeypatch, given,
 )
 def test_messages_of_too_little_memory_are_read(message, need):
     assert fit.exhausted(RuntimeError(message)) == (need if need is None else need * 2**30)
+
+
+def test_a_run_finds_the_programs_of_its_rounds_compiled():
+    """Those of a round, of which none is compiled again. With the memory of one, all were compiled."""
+    given = {"tasks": 2, "epochs": 1, "rounds": 1, "clients": 2, "image_size": 8}
+    cfg = config.resolve(config.from_mapping("linear", given, "test"))
+
+    def compiled_by_a_round(prepare):
+        exp = build(cfg)
+        if prepare:
+            assert fit.largest_need(exp).program == "round 0 phase 0"
+        exp = with_queries(exp)
+        state, records = rounds.first_state(exp, rounds.first_server(exp)), Records()
+        with Clock(records.seconds) as clock:
+            play = rounds.make_play_round(exp, records, clock)
+            return len(compilations(lambda: play(exp, state, (), 0)))
+
+    saved = compiled_by_a_round(False) - compiled_by_a_round(True)
+    assert saved == len(list(programs_of(build(cfg)))) == 6
+
+
+def compilations(call):
+    """Seconds of each program that a call compiles, or reads compiled."""
+    found = []
+    told = lambda event, seconds, **_: found.append(seconds) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(told)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(told)
+    return found
 
 
 @pytest.mark.long

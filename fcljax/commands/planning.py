@@ -12,7 +12,9 @@ from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
 from fcljax.terminal import add_row, say
 
-IN_PRACTICE = "in practice expect 2.5 times as long: FPPL's rounds took that on an H200 (docs/accelerators.md)"
+IN_PRACTICE = (
+    "in practice expect 2.5 times as long: FPPL's rounds took that on an H200 (docs/accelerators.md)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

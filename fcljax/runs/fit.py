@@ -5,8 +5,10 @@ pass. What is chosen becomes part of the run's settings, so that a run that is r
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
 from fcljax.runs.build import Experiment, Machine, assemble
 from fcljax.runs.inputs import device_memory
-from fcljax.runs.programs import RoundProgram, programs_of
+from fcljax.runs.programs import evaluations_of, programs_of
 from fcljax.settings import RunConfig
 
 USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
@@ -99,22 +101,34 @@ def fit_memory(
 
 
 def largest_need(exp: Experiment) -> Need:
-    """Of the loops over steps of a round, the one that needs most, by compiling each."""
-    beside = exp.test.image.nbytes if isinstance(exp.test, Split) else 0
-    loops = [program for program in programs_of(exp) if program.steps]
-    return max((_need(program, beside) for program in loops), key=lambda need: need.total)
+    """What the training steps of an experiment need, of those that need most.
+
+    All programs of a round and of an evaluation are compiled, at the same time: the run, which finds them
+    compiled, waits for the longest and not for one after the other.
+    """
+    of_round, beside, evaluations = list(programs_of(exp)), 0, ()
+    if isinstance(exp.test, Split):
+        beside, evaluations = exp.test.image.nbytes, evaluations_of(exp)
+    loops = [program for program in of_round if program.steps]
+    others = [program for program in of_round if not program.steps]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # traced here; XLA's compilers do not hold the interpreter's lock
+        needs = [pool.submit(_need, program.name, program.lower(), beside) for program in loops]
+        for program in (*others, *evaluations):  # where one fails, the run says why
+            pool.submit(program.lower().compile)
+    return max((need.result() for need in needs), key=lambda need: need.total)
 
 
-def _need(program: RoundProgram, beside: int) -> Need:
+def _need(name: str, lowered: jax.stages.Lowered, beside: int) -> Need:
     try:
-        memory = program.lower().compile().memory_analysis()
+        memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         temporary = exhausted(error)
         if temporary is None:
             raise
-        return Need(program.name, temporary + beside, temporary)
+        return Need(name, temporary + beside, temporary)
     assert memory is not None  # every backend that runs have makes one
-    return Need(program.name, peak(memory) + beside, memory.temp_size_in_bytes)
+    return Need(name, peak(memory) + beside, memory.temp_size_in_bytes)
 
 
 def peak(memory: Any) -> int:
