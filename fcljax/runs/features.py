@@ -103,8 +103,7 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
             return exp
         query = features(exp, part, t) if saved[part] is None else saved[part]
         query = query if isinstance(split, Host) else exp.engine.place(jnp.asarray(query))
-        new = _with_query(split, query)
-        return exp._replace(train=new) if part == "train" else exp._replace(test=new)
+        return _with_part(exp, part, _with_query(split, query))
 
     def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
         for t, part in itertools.product(tasks, wanted):
@@ -139,7 +138,11 @@ def _with_shapes(exp: Experiment, part: Part) -> Experiment:
 
     one = jax.eval_shape(of_one, exp.frozen, split)
     query = jax.ShapeDtypeStruct((*split.label.shape, *one.shape[1:]), one.dtype)
-    return exp._replace(**{part: _with_query(given, query)})
+    return _with_part(exp, part, _with_query(given, query))
+
+
+def _with_part(exp: Experiment, part: Part, split: Split | Host) -> Experiment:
+    return exp._replace(train=split) if part == "train" else exp._replace(test=split)
 
 
 def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
