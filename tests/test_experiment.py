@@ -17,7 +17,10 @@ from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
 from fcljax.results import run_folder
-from fcljax.runs import build
+from fcljax.runs import build, evaluate
+from fcljax.runs.checkpoint import State
+from fcljax.runs.evaluate import make_evaluate, personal_accuracy
+from fcljax.runs.records import Records
 
 WIDTH, CLASSES, TASKS = 96, 10, 5  # of vit_micro and of the digits
 HEAD = WIDTH * CLASSES + CLASSES
@@ -223,6 +226,21 @@ def counting(options, run):
         init_client=lambda key, server: jnp.zeros((), jnp.int32),
         predict_client=predict_client,
     )
+
+
+def test_where_personal_models_count_the_last_evaluation_has_their_accuracy(monkeypatch):
+    """That of predictions made once more, which would be compiled once more."""
+    monkeypatch.setitem(METHODS, "linear", dataclasses.replace(METHODS["linear"], build=counting))
+    given = {"clients": 2, "partition": "iid", "rounds": 1, "epochs": 1, "image_size": 8}
+    exp = build.build(config.resolve(config.from_mapping("linear", given, "test")))
+    exp = exp._replace(method=exp.method._replace(personal=True))
+    state = State(exp.method.init(exp.key, exp.frozen), jnp.array([0, 3]), exp.key)
+    records = Records()
+    records.keep(make_evaluate(exp)(exp.test, state, TASKS - 1, records))
+    share = [np.mean(exp.scenario.test_label == label) for label in (0, 3)]
+    assert personal_accuracy(exp, state, Records()) == pytest.approx(share)
+    monkeypatch.setattr(evaluate, "predictor", None)
+    assert personal_accuracy(exp, state, records) == pytest.approx(share)
 
 
 @pytest.mark.long

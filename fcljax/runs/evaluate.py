@@ -58,34 +58,38 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
     label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        predicted, truths, accuracy, task_il = [], [], [], []
+        predicted, truths, accuracy, task_il, personal = [], [], [], [], []
         for client, (index, found) in enumerate(predict(test, state, t)):
             records.add(evaluated_images=len(index))
             truth = label[index]
             of_task = [exp.scenario.tests(task, client)[index] for task in range(t + 1)]
             accuracy.append(_share_per_task(found.label == truth, of_task))
             task_il.append(_share_per_task(found.label_in_task == truth, of_task))
+            personal.append(_share(found.label == truth))
             predicted.append(found)
             truths.append(truth)
         _describe(records, predicted, truths, exp.sizes.classes)
         records.clients = [*records.clients[:t], accuracy]
         records.clients_task_il = [*records.clients_task_il[:t], task_il]
-        return Evaluated(_mean_over_clients(accuracy), None, _mean_over_clients(task_il))
+        return Evaluated(_mean_over_clients(accuracy), None, _mean_over_clients(task_il), personal)
 
     return evaluate
 
 
-def personal_accuracy(exp: Experiment, state: State) -> list[float | None] | None:
+def personal_accuracy(exp: Experiment, state: State, records: Records) -> list[float | None] | None:
     """Accuracy of each client's personal model, after the last task, on the test images of those classes that
     it has had.
 
-    None for a client that has had none, and for a method without personal models.
+    None for a client that has had none, and for a method without personal models. Where these are what counts
+    the last evaluation has it.
     """
+    if records.personal:
+        return records.personal[-1]
     if exp.method.predict_client is None:
         return None
     label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
     predicted = predict(exp.test, state, len(exp.scenario.tasks) - 1)
-    return [float(np.mean(found.label == label[index])) if len(index) else None for index, found in predicted]
+    return [_share(found.label == label[index]) for index, found in predicted]
 
 
 def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
@@ -147,7 +151,12 @@ def _share_per_task(
     right: Bool[np.ndarray, " n"], of_task: list[Bool[np.ndarray, " n"]]
 ) -> list[float | None]:
     """The share of each task's examples that is right; None for a task without examples."""
-    return [float(right[mine].mean()) if mine.any() else None for mine in of_task]
+    return [_share(right[mine]) for mine in of_task]
+
+
+def _share(right: Bool[np.ndarray, " n"]) -> float | None:
+    """The share that is right; None of nothing."""
+    return float(right.mean()) if len(right) else None
 
 
 def _mean_over_clients(shares: list[list[float | None]]) -> list[float]:

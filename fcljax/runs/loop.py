@@ -225,7 +225,8 @@ def _complete(
                 raise fit.explained(error, exp) from error
             records = progress.records
             with Clock(records.seconds) as clock, clock("eval"):
-                personal, drawn = personal_accuracy(exp, state), sampled_calibration(exp, state)
+                personal = personal_accuracy(exp, state, records)
+                drawn = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
             if manager:
                 checkpoint.finish(manager)

@@ -30,6 +30,9 @@ class Evaluated(NamedTuple):
     """The same of the merged model before the server changed it, if it does."""
     task_il: list[float] | None = None
     """Task-IL accuracy of the global model: the classes of the example's own task compete."""
+    personal: list[float | None] | None = None
+    """Of each client, on all test examples of the classes that it has learned; None for a client that has
+    learned none. Only where the model that counts is each client's own."""
 
 
 NOT_EVALUATED = Evaluated()
@@ -45,6 +48,7 @@ class Records:
     accuracy: list[list[float]] = dataclasses.field(default_factory=list)
     provisional: list[list[float]] = dataclasses.field(default_factory=list)
     task_il: list[list[float]] = dataclasses.field(default_factory=list)
+    personal: list[list[float | None]] = dataclasses.field(default_factory=list)
     # [task learned][client][task], where clients are evaluated with models of their own
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
     clients_task_il: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
