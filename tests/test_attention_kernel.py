@@ -108,8 +108,11 @@ def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip)
 
 def test_a_jax_without_pallas_for_triton_has_xlas_attention_on_a_gpu(monkeypatch):
     found = importlib.util.find_spec
-    gone = lambda name: None if name == "jax.experimental.pallas.triton" else found(name)
-    monkeypatch.setattr(importlib.util, "find_spec", gone)
+
+    def without_triton(name):
+        return None if name == "jax.experimental.pallas.triton" else found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_triton)
     assert kernel_on(Machine("gpu")) == AttentionKernel()
     assert kernel_on(Machine("tpu")) == AttentionKernel("tpu")
 

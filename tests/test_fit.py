@@ -241,7 +241,11 @@ def test_a_run_finds_the_programs_of_its_rounds_compiled():
 def compilations(call):
     """Seconds of each program that a call compiles, or reads compiled."""
     found = []
-    told = lambda event, seconds, **_: found.append(seconds) if "backend_compile" in event else None
+
+    def told(event, seconds, **_):
+        if "backend_compile" in event:
+            found.append(seconds)
+
     jax.monitoring.register_event_duration_secs_listener(told)
     try:
         call()

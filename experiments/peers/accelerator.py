@@ -206,12 +206,18 @@ def attentions(sizes: Sizes) -> Iterator[Found]:
             forward = timed(
                 in_a_row(lambda q, k, v, out: (attend(q, k, v), k, v, out), arrays), sizes.repeats
             )
-            spent, pairs = timed(in_a_row(both, arrays), sizes.repeats), zip(found, exact, strict=True)
-            apart = [float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in pairs]
+            spent = timed(in_a_row(both, arrays), sizes.repeats)
+            apart = [distance(x, y) for x, y in zip(found, exact, strict=True)]
             alone = LAYERS * batch / forward.median
             return spent.rates(LAYERS * batch) | {"apart": max(apart), "forward_images_s": alone}
 
         yield {"attention": name} | tried(measure)
+
+
+def distance(found: jax.Array, exact: jax.Array) -> float:
+    """The largest difference over the largest value, not rounded to the arrays' type."""
+    found, exact = found.astype(jnp.float32), exact.astype(jnp.float32)
+    return float(jnp.max(jnp.abs(found - exact)) / jnp.max(jnp.abs(exact)))
 
 
 def with_gradient(attend: Attend) -> Callable[..., tuple[jax.Array, ...]]:

@@ -191,8 +191,8 @@ def kernel_on(machine: Machine) -> AttentionKernel:
 
 def _holds_kernel() -> bool:
     """Whether the GPU, if one is here, has the shared memory of the kernel: A100, H100, H200, B200, by their
-    compute capabilities; others have at most 99 KiB. And whether jax has what the kernel is written in, which
-    it means to give up."""
+    compute capabilities; others have at most 99 KiB. And whether jax still has Pallas for Triton, in which
+    the kernel is written."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return False
     return getattr(jax.devices()[0], "compute_capability", "9.0") in ("8.0", "9.0", "10.0")
