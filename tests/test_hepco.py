@@ -652,7 +652,7 @@ def test_normal_latents_have_the_means_and_variances_of_real_features():
     """Two channels of two classes, 400 examples each, of which the second class is drawn three times as
     often."""
     rng = np.random.default_rng(0)
-    points = np.concatenate([rng.normal([1, 5], [1, 0.1], (400, 2)), rng.normal([-2, 0], [0.5, 3], (400, 2))])
+    points = np.concatenate([rng.normal([1, 5], [1, 0.3], (400, 2)), rng.normal([-2, 0], [0.5, 3], (400, 2))])
     label = np.repeat(np.arange(2), 400)
     real = D.sums(jnp.asarray(points, jnp.float32), jnp.asarray(label), jnp.arange(2), jnp.ones(800, bool))
     for found, expected in zip(D.normal_of(real), (np.mean, np.var), strict=True):

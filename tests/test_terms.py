@@ -344,7 +344,7 @@ def test_a_step_that_measures_its_terms_is_traced_once():
     local = program.start(context, method.init_client(KEY, server), KEY)
     batch = rows_of([0, 1, 2])._replace(measured=jnp.bool_(True))
     _, metrics = jax.jit(program.phases[0].step)(context, local, batch, KEY)
-    assert metrics["gradient_share_own"].total == 1
+    assert metrics["gradient_share_own"].total == pytest.approx(1, abs=1e-6)
     assert len(traced) == 1
 
 
