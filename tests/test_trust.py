@@ -17,6 +17,7 @@ import tracemalloc
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import small_runs
@@ -31,7 +32,7 @@ from fcljax.data.files import download, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
 from fcljax.results import figures
-from fcljax.runs import build, checkpoint, loop, signals
+from fcljax.runs import build, checkpoint, loop, memory, signals
 from fcljax.runs.folder import LOCK, created
 from fcljax.runs.resume import check_settings, plain_settings
 from fcljax.types import ReplayBuffer
@@ -328,6 +329,46 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage, tmp
     (line,) = told
     assert line.startswith("resume: checkpoint 15 is damaged (") and line.endswith(" and 14 is used")
     assert (tmp_path / checkpoint.ASIDE / "checkpoint-15").is_dir()
+
+
+def test_what_happens_to_arrays_while_a_checkpoint_is_written_is_not_in_it(tmp_path):
+    count = 4_000_000  # so many that the write goes on after `save`
+    state = checkpoint.State({"w": np.arange(count, dtype=np.float32)}, (), np.zeros(2, np.uint32))
+    template = jax.tree.map(np.zeros_like, state)
+    with checkpoint.open_checkpoints(tmp_path, 1) as manager:
+        checkpoint.save(manager, checkpoint.Snapshot(1, state, {}, {}))
+        state.server["w"][:] = -1
+        checkpoint.finish(manager)
+        found = checkpoint.latest(manager, template)
+    np.testing.assert_array_equal(found.state.server["w"], np.arange(count, dtype=np.float32))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back on demand")
+def test_what_a_compiler_has_freed_goes_back_to_the_system_while_a_run_lasts():
+    def compiled(seconds):
+        jax.monitoring.record_event_duration_secs(memory.COMPILED, seconds)
+
+    def given_back():
+        """MB that the process has less after a long compilation which leaves 100 MB of small free blocks."""
+        blocks = [bytes(8_000) for _ in range(100 * 125)]
+        last = bytes(8_000)  # above the others, so that the heap does not shrink by itself
+        del blocks
+        before = resident()
+        compiled(2.0)
+        after = resident()
+        del last
+        return before - after
+
+    with memory.given_back_by_compilers():
+        compiled(2.0)
+        assert given_back() > 50
+    assert given_back() < 30
+
+
+def resident():
+    """MB of this process in memory."""
+    (line,) = re.findall(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) / 1024
 
 
 def test_what_a_server_has_kept_is_compared_with_the_checksum_that_the_run_has_noted(tmp_path):

@@ -68,13 +68,13 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
-    """Start to write a snapshot. The arrays are copied first, so the caller may donate them at once.
+    """Start to write a snapshot. The caller may donate or change the arrays at once.
 
     Raises:
       InputError: if this write or the one before it failed, because the disk is full or read-only.
     """
-    # A copy: on CPU the background writer shares the device's arrays, which the next round donates.
-    state = jax.tree.map(lambda x: np.array(x), jax.device_get(snapshot.state))
+    # Orbax copies NumPy arrays before it returns; of others it may write what the next round makes of them.
+    state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
     seal = _seal(snapshot._replace(state=state))
     host = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
     host |= {"shards": snapshot.shards} if snapshot.shards else {}

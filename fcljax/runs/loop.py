@@ -209,6 +209,7 @@ def _complete(
     report_notes(exp.inputs.backbone, observer.console)
     observer.say(explain_scale(settings))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(memory.given_back_by_compilers())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
             progress.records.hardware_changes += [[progress.step, moved]] if moved else []

@@ -1,7 +1,11 @@
-"""The least memory that a run needs on a device, before anything is compiled: when an allocation fails later,
-XLA or the operating system ends the process."""
+"""The memory of a run. The least that it needs on a device is known before anything is compiled: when an
+allocation fails later, XLA or the operating system ends the process. On the host, what compilers have freed
+goes back to the system."""
 
+import contextlib
+import ctypes
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +19,9 @@ from fcljax.federated.engine import init_clients
 from fcljax.mesh import device_count
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after XLA has compiled a program
+LONG = 0.5  # seconds: a shorter compilation leaves little memory behind
 
 
 def check_memory(exp: Experiment) -> None:
@@ -69,3 +76,32 @@ def _products(jaxpr: Any) -> Iterator[int]:
             yield sum(math.prod(out.aval.shape) * out.aval.dtype.itemsize for out in equation.outvars)
         for inner in jaxprs_in_params(equation.params):
             yield from _products(inner)
+
+
+@contextlib.contextmanager
+def given_back_by_compilers() -> Iterator[None]:
+    """While the context lasts, the C library gives free memory back to the system after each long
+    compilation. On its own it keeps hundreds of MB of free blocks, which the next large program does not
+    fit. On a system without glibc nothing changes."""
+    trim = _trim()
+
+    def compiled(event: str, duration: float, **_: object) -> None:
+        if event == COMPILED and duration >= LONG:
+            trim(0)
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiled)
+
+
+def _trim() -> Any:
+    """glibc's `malloc_trim`, or a function that does nothing."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return getattr(library, "malloc_trim", _keep)
+
+
+def _keep(pad: int) -> int:
+    """In place of `malloc_trim` where there is none."""
+    return 0
