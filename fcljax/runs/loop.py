@@ -333,8 +333,9 @@ def _play(
             stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
             with signals.unbroken():
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
-                saved, shards = _saved(session, exp, state, step + 1, shared) if due else (state, None)
-                _write_round(out, journal, Progress(saved, records, step + 1), shards)
+                _log_round(out, journal, records)
+                if due:
+                    _checkpoint(session, exp, journal, Progress(state, records, step + 1), shared)
             journal.trackers.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
@@ -361,17 +362,22 @@ def _saved(
     return saved_state(exp, state._replace(clients=())), shards
 
 
-def _write_round(
-    out: Path, journal: Journal, progress: Progress, shards: list[dict[str, Any]] | None
+def _log_round(out: Path, journal: Journal, records: Records) -> None:
+    """Log the last round."""
+    if journal.manager:
+        with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json_line(records.rounds[-1]))
+
+
+def _checkpoint(
+    session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
 ) -> None:
-    """Log the last round and save a checkpoint with these shards; None: no checkpoint is due."""
-    if not journal.manager:
-        return
+    """Save a checkpoint. Afterwards nothing refers to the state's memory but `progress`: the next round could
+    not overwrite it otherwise, and would take as much again."""
     state, records, step = progress
-    with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json_line(records.rounds[-1]))
-    if shards is not None:
-        snapshot = checkpoint.Snapshot(step, state, dataclasses.asdict(records), journal.origin, shards)
+    saved, shards = _saved(session, exp, state, step, shared)
+    if journal.manager:
+        snapshot = checkpoint.Snapshot(step, saved, dataclasses.asdict(records), journal.origin, shards)
         checkpoint.save(journal.manager, snapshot)
 
 
