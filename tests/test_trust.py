@@ -343,6 +343,25 @@ def test_what_happens_to_arrays_while_a_checkpoint_is_written_is_not_in_it(tmp_p
     np.testing.assert_array_equal(found.state.server["w"], np.arange(count, dtype=np.float32))
 
 
+def test_a_round_overwrites_the_clients_states_that_a_checkpoint_was_made_of(tmp_path, monkeypatch):
+    make, given_up = loop.make_play_round, []
+
+    def watched(*arguments):
+        play = make(*arguments)
+
+        def played(exp, state, past, step):
+            result = play(exp, state, past, step)
+            given_up.append([x.is_deleted() for x in jax.tree.leaves(state.clients)])
+            return result
+
+        return played
+
+    monkeypatch.setattr(loop, "make_play_round", watched)
+    options = [*COMMON, "--tasks", "2", "--rounds", "2", "--clients", "2", "--checkpoint-every", "1"]
+    assert cli.main(["run", "scaffold", *options, "--out", str(tmp_path / "run")]) == 0
+    assert len(given_up) == 4 and all(given_up) and all(map(all, given_up))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back on demand")
 def test_what_a_compiler_has_freed_goes_back_to_the_system_while_a_run_lasts():
     def compiled(seconds):
