@@ -85,8 +85,8 @@ def given_back_by_compilers() -> Iterator[None]:
     fit. On a system without glibc nothing changes."""
     trim = _trim()
 
-    def compiled(event: str, duration: float, **_: object) -> None:
-        if event == COMPILED and duration >= LONG:
+    def compiled(event: str, duration_secs: float, **_: object) -> None:
+        if event == COMPILED and duration_secs >= LONG:
             trim(0)
 
     jax.monitoring.register_event_duration_secs_listener(compiled)
