@@ -33,9 +33,8 @@ PAPERS = {path.stem: papers.parse_paper(str(path), config.load_yaml(path)) for p
 TABLES = [(system, table) for system, paper in PAPERS.items() for table in paper.tables]
 COLUMNS = {
     f"{column.system} {column.key}": column
-    for path in FILES
-    for table in PAPERS[path.stem].tables
-    for column in papers.columns(str(path), PAPERS[path.stem], table)
+    for system, table in TABLES
+    for column in papers.columns(str(FOLDER / f"{system}.yaml"), PAPERS[system], table)
 }
 CLASSES = {
     "imagenet_r_hepco": 200,

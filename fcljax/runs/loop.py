@@ -335,7 +335,7 @@ def _play(
                 due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
                 _log_round(out, journal, records)
                 if due:
-                    _checkpoint(session, exp, journal, Progress(state, records, step + 1), shared)
+                    _save_checkpoint(session, exp, journal, Progress(state, records, step + 1), shared)
             journal.trackers.heard(line)
             bar.update(shown, advance=1, **last_round(records))
             if stopped and step < steps - 1:
@@ -369,11 +369,11 @@ def _log_round(out: Path, journal: Journal, records: Records) -> None:
             file.write(json_line(records.rounds[-1]))
 
 
-def _checkpoint(
+def _save_checkpoint(
     session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
 ) -> None:
-    """Save a checkpoint. Afterwards nothing refers to the state's memory but `progress`: the next round could
-    not overwrite it otherwise, and would take as much again."""
+    """Save a checkpoint; all processes call this together. Afterwards nothing refers to the state's memory
+    but `progress`: the next round could not overwrite it otherwise, and would take as much again."""
     state, records, step = progress
     saved, shards = _saved(session, exp, state, step, shared)
     if journal.manager:

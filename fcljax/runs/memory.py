@@ -83,10 +83,10 @@ def given_back_by_compilers() -> Iterator[None]:
     """While the context lasts, the C library gives free memory back to the system after each long
     compilation. On its own it keeps hundreds of MB of free blocks, which the next large program does not
     fit. On a system without glibc nothing changes."""
-    trim = _trim()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
     def compiled(event: str, duration_secs: float, **_: object) -> None:
-        if event == COMPILED and duration_secs >= LONG:
+        if trim and event == COMPILED and duration_secs >= LONG:
             trim(0)
 
     jax.monitoring.register_event_duration_secs_listener(compiled)
@@ -94,14 +94,3 @@ def given_back_by_compilers() -> Iterator[None]:
         yield
     finally:
         jax.monitoring.unregister_event_duration_listener(compiled)
-
-
-def _trim() -> Any:
-    """glibc's `malloc_trim`, or a function that does nothing."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    return getattr(library, "malloc_trim", _keep)
-
-
-def _keep(pad: int) -> int:
-    """In place of `malloc_trim` where there is none."""
-    return 0
