@@ -34,7 +34,7 @@ Found = dict[str, Any]
 # the most of the whole time that each may take; where few are asked for, more in proportion
 SHARES = {
     "ceilings": 0.1,
-    "attention": 0.05,
+    "attention": 0.1,
     "profile": 0.2,
     "compilation": 0.25,
     "bfloat16 vmap": 0.35,

@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     repeats: int
 
 
-FULL = Sizes(VITS["vit_b16"], 32, 32, 32, 512, (1, 4, 16), 8192, 2**31, 5, 3)
+FULL = Sizes(VITS["vit_b16"], 10, 128, 128, 1024, (1, 2, 10), 8192, 2**31, 5, 3)  # as the paper's batches
 MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
@@ -192,7 +192,7 @@ def evaluation(sizes: Sizes) -> Iterator[Found]:
 def attentions(sizes: Sizes) -> Iterator[Found]:
     """Images per second of one layer's attention, alone and with its gradient, in XLA, in the chip's kernel
     and in cuDNN; and the largest difference between their numbers, over the largest of XLA's."""
-    vit, batch = sizes.vit, sizes.rows * 4
+    vit, batch = sizes.vit, sizes.batch
     shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
     own = kernel_on(Machine(jax.default_backend())).chip
