@@ -70,7 +70,7 @@ SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
 def work_of(sizes: Sizes, dtype: str) -> Work:
     """FPPL with one epoch and the prototype pass."""
-    vit = dataclasses.replace(sizes.vit, dtype=dtype)
+    vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel_on(Machine(jax.default_backend())))
     rows = (sizes.rows,) * sizes.clients
     return Work("fppl", vit, rows, sizes.batch, epochs=1, test=sizes.test, blocks=sizes.blocks)
 

@@ -22,7 +22,9 @@ from fcljax.models.shapes import ChipKind
 # the gradients of its keys and values into a GPU's registers.
 FEWEST, MOST = 16, {"tpu": 640, "gpu": 256}
 QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
-WARPS = 8  # 32 threads each, which share a GPU's registers
+# Of 32 threads, which share a GPU's registers: an H200's forward pass takes 0.17 ms with 4 and 0.28 with 8, its
+# backward pass less with 8 (docs/accelerators.md).
+WARPS = {"forward": 4, "backward": 8}
 
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
@@ -155,7 +157,7 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of
 # Triton's arrays have powers of 2: what is beyond the last token is read as zeros and not written.
 
 
-def _layout_on_gpu(shape: tuple[int, ...], keys: int) -> _Layout:
+def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:
     """[batch, tokens, heads, size], which is how projections leave their results and take them."""
     from jax.experimental import pallas as pl
 
@@ -168,7 +170,7 @@ def _layout_on_gpu(shape: tuple[int, ...], keys: int) -> _Layout:
         block=lambda x: pl.BlockSpec(
             (None, x.shape[1], None, x.shape[3]), lambda i: (i // heads, 0, i % heads, 0)
         ),
-        options=_triton().CompilerParams(num_warps=WARPS, num_stages=1),
+        options=_triton().CompilerParams(num_warps=warps, num_stages=1),
     )
 
 
@@ -230,8 +232,12 @@ def _attend_back_on_gpu(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: 
     _write(of_v, 0, sums[1])
 
 
-_FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _Pass(_layout_on_gpu, _attend_on_gpu, 4)}
+def _on_gpu(name: str, function: Callable[..., None], products: int) -> _Pass:
+    return _Pass(functools.partial(_layout_on_gpu, WARPS[name]), function, products)
+
+
+_FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _on_gpu("forward", _attend_on_gpu, 4)}
 _BACKWARD = {
     "tpu": _Pass(_layout_on_tpu, _attend_back, 14),  # it computes the result again, too
-    "gpu": _Pass(_layout_on_gpu, _attend_back_on_gpu, 10),
+    "gpu": _on_gpu("backward", _attend_back_on_gpu, 10),
 }

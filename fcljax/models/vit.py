@@ -218,11 +218,12 @@ def activation(c: ViTConfig, x: Array) -> Array:
     """Of the MLPs: exact GELU (Hendrycks and Gimpel 2016), or OpenAI's cheaper form of it."""
     if c.activation == "quick_gelu":
         return elementwise(_quick_gelu, x, c.dtype)
-    return elementwise(_gelu if c.dtype == "float32" else _gelu_by_erfc, x, c.dtype)
+    on_tpu = c.dtype == "bfloat16" and c.kernel.chip == "tpu"
+    return elementwise(_gelu_by_erfc if on_tpu else _gelu, x, c.dtype)
 
 
 def _gelu(x: Array) -> Array:
-    """As torch has it. On a CPU it takes a third of the time that the form by erfc takes."""
+    """As torch has it. It takes a third of the time of the form by erfc on a CPU, three fifths on a GPU."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
