@@ -22,8 +22,8 @@ from fcljax.models.shapes import ChipKind
 # the gradients of its keys and values into a GPU's registers.
 FEWEST, MOST = 16, {"tpu": 640, "gpu": 256}
 QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
-# Of 32 threads, which share a GPU's registers: an H200's forward pass takes 0.17 ms with 4 and 0.28 with 8, its
-# backward pass less with 8 (docs/accelerators.md).
+# Of 32 threads, which share a GPU's registers. On an H200 the forward pass takes 0.17 ms with 4 of them and
+# 0.28 with 8, and the backward pass is faster with 8 (docs/accelerators.md).
 WARPS = {"forward": 4, "backward": 8}
 
 
