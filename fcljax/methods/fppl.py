@@ -74,11 +74,14 @@ class FPPLOptions:
     """Images from which local prototypes are computed."""
     prototype_download: Literal["current", "seen"] = "current"
     """Prototypes that the server sends: of the current task's classes, or of all seen classes."""
+    features: Literal["prompted", "both"] = "prompted"
+    """What the classifier and prototypes read: features under the prompts, or these beside the features
+    without prompts, which the gate reads."""
 
 
 PRESETS = {
     "intended": Preset(FPPLOptions()),
-    "improved": Preset(FPPLOptions(prototype_view="clean")),
+    "improved": Preset(FPPLOptions(prototype_view="clean", features="both")),
     "paper": Preset(FPPLOptions(local_classes="all", reduction="sum", unified_average="batch")),
     "released": Preset(FPPLOptions(prototype_download="seen")),
 }
@@ -86,15 +89,20 @@ PRESETS = {
 
 def fppl(options: FPPLOptions, run: Run) -> Method:
     """FPPL as a method, on any adapter."""
-    classifier = linear(run.network.width, run.sizes.classes)
+    classifier, both = linear(feature_width(options, run), run.sizes.classes), options.features == "both"
     reads_prototypes = not (options.wo_unified and options.wo_debias)
     return federate(
         run,
-        learner(run.network, run.adapter, classifier, three_keys),
+        learner(run.network, run.adapter, classifier, three_keys, beside_frozen=both),
         loss=cross_entropy_loss(options.local_classes, options.reduction),
         client_rules=() if options.wo_unified else (unified_representation(options),),
         server_rules=(debias_classifier(options, run),) if reads_prototypes else (),
     )
+
+
+def feature_width(options: FPPLOptions, run: Run) -> int:
+    """Of what the classifier reads."""
+    return run.network.width * (2 if options.features == "both" else 1)
 
 
 # ---- client ------------------------------------------------------------------------------------------------
@@ -169,7 +177,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     def init(params: Params, trainable: Params) -> Prototypes:
         del params, trainable
         shape = (clients, run.sizes.classes)
-        return Prototypes(jnp.zeros((*shape, run.network.width)), jnp.zeros(shape, bool))
+        return Prototypes(jnp.zeros((*shape, feature_width(options, run))), jnp.zeros(shape, bool))
 
     def sends(task: Task, pool: Prototypes) -> Prototypes | tuple[()]:
         if options.wo_unified:
@@ -202,7 +210,7 @@ def local_prototypes(options: FPPLOptions, run: Run) -> Report:
     """C_k^y: the plain mean of the features of a client's examples of a class, under the model that it has
     just trained."""
     view = View(1, run.training.batch_size, augment=options.prototype_view == "augmented")
-    width = run.network.width
+    width = feature_width(options, run)
     return class_prototypes("prototypes", run.sizes.task_classes, width, view, follows_rule=True)
 
 

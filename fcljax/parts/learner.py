@@ -6,10 +6,12 @@ Adapters and classifiers know networks and tasks, nothing of federation. Both ke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Reduction, correct, cross_entropy
@@ -250,7 +252,13 @@ def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return key, key
 
 
-def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Keys = two_keys) -> Learner:
+def learner(
+    network: Network,
+    adapter: Adapter,
+    classifier: Classifier,
+    keys: Keys = two_keys,
+    beside_frozen: bool = False,
+) -> Learner:
     """A learner from a network, an adapter and a classifier.
 
     Args:
@@ -258,11 +266,14 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
       adapter: what trains inside it.
       classifier: what reads its features.
       keys: derives the keys of the adapter's and the classifier's first values.
+      beside_frozen: features are those of the frozen network, then those of the adapted one [2 width] (APER,
+        Zhou et al. 2023, arXiv 2303.07338, eq. 6).
 
     Raises:
       InputError: for a function of the adapter or the classifier with the wrong number of arguments.
     """
     _check_parts(adapter, classifier)
+    features = functools.partial(_features, network, adapter, beside_frozen)
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         first, second = keys(key)
@@ -287,13 +298,13 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
     def forward(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
-        feature, query, stats = _features(network, adapter, frozen, cached, trainable, batch, task, train)
+        feature, query, stats = features(frozen, cached, trainable, batch, task, train)
         logits = classifier.logits(cached.classifier, trainable.classifier, feature, task)
         return Output(logits, feature, query, stats)
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
         trainable = trainable_of(params, task)
-        feature, _, _ = _features(network, adapter, frozen, params, trainable, batch, task, False)
+        feature, _, _ = features(frozen, params, trainable, batch, task, False)
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, trainable.classifier, feature, task)
 
@@ -308,7 +319,7 @@ def learner(network: Network, adapter: Adapter, classifier: Classifier, keys: Ke
         cached_of,
         forward,
         predict,
-        queries=adapter.queries or adapter.plain,
+        queries=adapter.queries or adapter.plain or beside_frozen,
     )
 
 
@@ -341,6 +352,7 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
 def _features(
     network: Network,
     adapter: Adapter,
+    beside_frozen: bool,
     frozen: Frozen,
     cached: Params,
     trainable: Params,
@@ -351,10 +363,10 @@ def _features(
     """The features that the classifier reads, the query (cached where the batch has it), and the running
     statistics after the batch."""
     query = batch.query
-    if query is None and (adapter.queries or adapter.plain):
+    if query is None and (adapter.queries or adapter.plain or beside_frozen):
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
-        return query, query, ()
+        return (_joined(query, query) if beside_frozen else query), query, ()
     params, own = frozen.network, trainable.adapter
     if adapter.network:
         weights = adapter.network(own)
@@ -364,7 +376,14 @@ def _features(
     )
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
-    return adapter.feature(seen), query, stats
+    feature = adapter.feature(seen)
+    return (_joined(query, feature) if beside_frozen else feature), query, stats
+
+
+def _joined(query: Feature | None, feature: Feature) -> Float[Array, "batch 2*width"]:
+    """The frozen network's features, then the adapted one's."""
+    assert query is not None
+    return jnp.concatenate([query, feature], axis=-1)
 
 
 # ---- the clients' own loss ---------------------------------------------------------------------------------
