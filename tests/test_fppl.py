@@ -599,6 +599,22 @@ def test_prototype_view_decides_which_images_prototypes_are_made_of():
         assert train.view.augment and extract.view == train.view._replace(epochs=1, augment=augment)
 
 
+def test_features_of_both_are_those_without_prompts_and_then_those_under_them():
+    method, server = make("improved")
+    data = batch([0, 0, 1])
+    upload = upload_of(method, server, TASKS[0], data)
+    prompt = upload.mean.adapter.prompt.mean(-2).sum(0)  # what they add to a feature, by the formula
+    images = np.stack([data.image[:2].mean(0), data.image[2]])
+    sent = upload.gather["prototypes"].vector
+    np.testing.assert_allclose(sent, np.concatenate([images, images + prompt], axis=-1), rtol=1e-5)
+    assert np.abs(prompt).max() > 0.1
+
+    added = adapter_of(server).prompt[0].mean(-2).sum(0)
+    both = jnp.concatenate([data.image, data.image + added], axis=-1)
+    logits = predict(method, server, TASKS[0], data.image)[:, :2]
+    np.testing.assert_allclose(logits, apply_head(server.params.classifier, both)[:, :2], rtol=1e-5)
+
+
 def test_prototypes_of_other_tasks_cross_the_wire_in_the_release_but_change_nothing():
     trained, rows = {}, {}
     for choice in ("current", "seen"):

@@ -266,8 +266,8 @@ def learner(
       adapter: what trains inside it.
       classifier: what reads its features.
       keys: derives the keys of the adapter's and the classifier's first values.
-      beside_frozen: features are those of the frozen network, then those of the adapted one [2 width] (APER,
-        Zhou et al. 2023, arXiv 2303.07338, eq. 6).
+      beside_frozen: features are those of the frozen network, then those of the adapted one, [2 width] (APER,
+        Zhou et al. 2023, arXiv 2303.07338).
 
     Raises:
       InputError: for a function of the adapter or the classifier with the wrong number of arguments.
@@ -359,7 +359,7 @@ def _features(
     batch: Batch,
     task: Task,
     train: bool,
-) -> tuple[Feature, Feature | None, PyTree]:
+) -> tuple[Float[Array, "batch features"], Feature | None, PyTree]:
     """The features that the classifier reads, the query (cached where the batch has it), and the running
     statistics after the batch."""
     query = batch.query
