@@ -89,7 +89,8 @@ PRESETS = {
 
 def fppl(options: FPPLOptions, run: Run) -> Method:
     """FPPL as a method, on any adapter."""
-    classifier, both = linear(feature_width(options, run), run.sizes.classes), options.features == "both"
+    both = options.features == "both"
+    classifier = linear(feature_width(options, run), run.sizes.classes)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
     return federate(
         run,
