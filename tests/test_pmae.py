@@ -344,9 +344,11 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 # ---- the server: where a task's classes start --------------------------------------------------------------
 
 
-def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients():
-    values = {name: value for name, value in VALUES.items() if not name.startswith("vpt")}
-    method = method_of("pmae", **values, adapter="linear", headtune=True)
+@pytest.mark.parametrize("name", ["pmae", "hepco"])
+def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(name):
+    without_vpt = {key: x for key, x in VALUES.items() if not key.startswith("vpt")}
+    own = without_vpt if name == "pmae" else {}
+    method = method_of(name, **own, adapter="linear", fidelity="improved")
     (before, states), partition, task = begin(method), PARTITIONS[0], TASKS[0]
     ids = np.flatnonzero(partition.count)
     inputs = RoundInputs(FROZEN, DATA, partition, ids, task, 0, KEY, "task_start")

@@ -26,14 +26,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import within
-from fcljax.models.heads import Head, correct, cross_entropy, unit
+from fcljax.models.heads import correct, cross_entropy
 from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.replay import pass_over
-from fcljax.parts.reports import start_at_class_means
+from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
 from fcljax.settings import Preset
@@ -104,12 +104,13 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     """
     pair, learner = autoencoder_of(run.network), linear_learner(run)
     keeping = keep_tokens(options, run, pair)
+    starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
     method = federate(
         run,
         learner,
         loss=cross_entropy_loss(),
         client_rules=() if options.wo_recon_prompt else (reconstruction(options, pair),),
-        server_rules=(keeping, start_at_class_means(run, place_means)) if options.headtune else (keeping,),
+        server_rules=(keeping, *starting),
         server_replay=train_on_restored(options, learner),
     )
     return method._replace(restores=functools.partial(reconstruct, options, run.network))
@@ -311,14 +312,6 @@ def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule
         return ServerUpdate(params, pool, {"images": images})
 
     return ServerRule(RESTORE, update, init, reports=(restore_tokens(options, run, pair),))
-
-
-def place_means(params: Params, task: Task, means: Array, present: Array) -> Params:
-    """The task's classes start as in FedNCM: weights are mean features of length 1, without a bias."""
-    head: Head = params.classifier
-    column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
-    kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
-    return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
 
 
 def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:

@@ -8,6 +8,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from fcljax.federated.claims import possible_counts
+from fcljax.models.heads import Head, unit
 from fcljax.models.prototypes import class_means
 from fcljax.models.vit import attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
@@ -146,6 +147,15 @@ class PlaceMeans(Protocol):
         """The server's parameters with the classifier of the task's classes at these means; a class that is
         not present keeps what it has."""
         ...
+
+
+def weights_at_means(params: Params, task: Task, means: Array, present: Array) -> Params:
+    """The task's classes of a linear classifier start as in FedNCM: weights are mean features of length 1,
+    without a bias."""
+    head: Head = params.classifier
+    column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
+    kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
+    return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
 
 
 def start_at_class_means(run: Run, place: PlaceMeans) -> ServerRule:

@@ -45,8 +45,10 @@ from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
+from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
+from fcljax.settings import Preset
 from fcljax.types import ClientContext, Method, Metrics, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
@@ -105,13 +107,18 @@ class HepcoOptions(PromptedOptions):
     latents: Literal["generated", "gaussian"] = "generated"
     """What the server distils on: latents of generators, or of normal distributions of each class, of whose
     features clients then send sums."""
+    headtune: bool = False
+    """Start a new task's classes in the classifier at the mean features of all clients, of length 1; wants
+    the aggregator mean."""
     diagnose: bool = False
     """Record how generated latents compare with clients' features, of which clients then send sums."""
 
 
+_IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True)
 PRESETS = {
     "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
-    "improved": CLIENT["intended"]._replace(options=HepcoOptions(latents="gaussian", distill_lr=1e-3)),
+    # class means are sums over examples, so clients count by their examples everywhere
+    "improved": Preset(_IMPROVED, dataclasses.replace(CLIENT["intended"].run, aggregator="mean")),
     "paper": CLIENT["paper"]._replace(
         options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
     ),
@@ -131,11 +138,12 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
+    starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
     return federate(
         run,
         linear_learner(run),
         loss=cross_entropy_loss(),
-        server_rules=(latent_distillation(options, run),),
+        server_rules=(latent_distillation(options, run), *starting),
         learning_rate=epoch_schedule(options, run),
     )
 
