@@ -6,7 +6,6 @@ Adapters and classifiers know networks and tasks, nothing of federation. Both ke
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -273,7 +272,17 @@ def learner(
       InputError: for a function of the adapter or the classifier with the wrong number of arguments.
     """
     _check_parts(adapter, classifier)
-    features = functools.partial(_features, network, adapter, beside_frozen)
+    queries = adapter.queries or adapter.plain or beside_frozen
+
+    def features(
+        frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+    ) -> tuple[Float[Array, "batch features"], Feature | None, PyTree]:
+        given = frozen, cached, trainable, batch, task, train
+        feature, query, stats = _features(network, adapter, queries, *given)
+        if beside_frozen:
+            assert query is not None
+            feature = jnp.concatenate([query, feature], axis=-1)
+        return feature, query, stats
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         first, second = keys(key)
@@ -319,7 +328,7 @@ def learner(
         cached_of,
         forward,
         predict,
-        queries=adapter.queries or adapter.plain or beside_frozen,
+        queries=queries,
     )
 
 
@@ -352,21 +361,21 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
 def _features(
     network: Network,
     adapter: Adapter,
-    beside_frozen: bool,
+    queries: bool,
     frozen: Frozen,
     cached: Params,
     trainable: Params,
     batch: Batch,
     task: Task,
     train: bool,
-) -> tuple[Float[Array, "batch features"], Feature | None, PyTree]:
-    """The features that the classifier reads, the query (cached where the batch has it), and the running
-    statistics after the batch."""
+) -> tuple[Feature, Feature | None, PyTree]:
+    """The adapted network's features, the query (cached where the batch has it; else computed if `queries`),
+    and the running statistics after the batch."""
     query = batch.query
-    if query is None and (adapter.queries or adapter.plain or beside_frozen):
+    if query is None and queries:
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
-        return (_joined(query, query) if beside_frozen else query), query, ()
+        return query, query, ()
     params, own = frozen.network, trainable.adapter
     if adapter.network:
         weights = adapter.network(own)
@@ -376,14 +385,7 @@ def _features(
     )
     seen, after = network.apply(params, batch.image, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
-    feature = adapter.feature(seen)
-    return (_joined(query, feature) if beside_frozen else feature), query, stats
-
-
-def _joined(query: Feature | None, feature: Feature) -> Float[Array, "batch 2*width"]:
-    """The frozen network's features, then the adapted one's."""
-    assert query is not None
-    return jnp.concatenate([query, feature], axis=-1)
+    return adapter.feature(seen), query, stats
 
 
 # ---- the clients' own loss ---------------------------------------------------------------------------------
