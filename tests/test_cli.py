@@ -618,14 +618,27 @@ def test_alpha_is_understood_or_explained(capsys):
     assert line.endswith("nearest: --classes-per-client 2")
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "list", "completion bash", "data list"])
-def test_what_needs_no_jax_does_not_import_it(arguments):
+JAX, ARRAYS = ("jax", "flax", "optax"), ("matplotlib", "numpy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        *((each, JAX + ARRAYS) for each in ("--help", "--version", "list", "completion bash")),
+        ("data list", (*JAX, "matplotlib")),
+        ("compare RUN --out NEW/accuracy.png", JAX),
+        ("report RUN --out NEW/report.html", JAX),
+    ],
+)
+def test_what_needs_no_jax_does_not_import_it(arguments, names, tmp_path):
+    places = {"RUN": small_runs.finished("linear") if "RUN" in arguments else "", "NEW": tmp_path}
+    for name, path in places.items():
+        arguments = arguments.replace(name, str(path))
     code = f"""
 import sys
 from fcljax import cli
 assert cli.main({arguments.split()!r}) == 0
-names = ["jax", "flax", "optax", "matplotlib"] + ["numpy"] * {arguments != "data list"}
-heavy = [name for name in names if name in sys.modules]
+heavy = [name for name in {names!r} if name in sys.modules]
 print(heavy, file=sys.stderr)
 """
     command = [sys.executable, "-c", code]

@@ -295,7 +295,9 @@ def test_a_run_leaves_a_page_and_its_command_gives_the_same_settings():
 
 def test_the_command_of_an_unknown_method_names_every_setting():
     settings = {"seed": 3, "lr": -0.5, "augment": False, "wo_pool": True, "decoder": None}
-    words = repeat.command({"method": "absent"} | settings)
+    absent = {"method": "absent"} | settings
+    assert repeat.names_to_give(absent) is None
+    words = repeat.command(absent, None)
     assert words[2:] == ["absent", "--seed=3", "--lr=-0.5", "--no-augment", "--wo-pool", "--decoder=None"]
 
 

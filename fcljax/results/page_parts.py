@@ -603,7 +603,8 @@ def _commands(view: PageView, again: str) -> Section:
 
 def _command(group: Group) -> str:
     one = group.runs[0]
-    words = repeat.command({"method": one["method"], "seed": one["seed"], **one.get("config", {})})
+    settings = {"method": one["method"], "seed": one["seed"], **one.get("config", {})}
+    words = repeat.command(settings, one.get("given"))
     if len(group.runs) > 1:
         words = [word for word in words if not word.startswith("--seed=")]
         words.append(f"--seeds={','.join(str(run['seed']) for run in group.runs)}")

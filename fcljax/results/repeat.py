@@ -1,19 +1,23 @@
 """The command that repeats a run."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from fcljax import config
 from fcljax.errors import InputError
 
 
-def command(settings: dict[str, Any]) -> list[str]:
-    """The words of the `fcljax run` command for these settings: only the options that differ from the
-    defaults, or all of them if the method or a setting is not known here."""
-    method, changed = settings["method"], _changed(settings)
-    words = ["fcljax", "run", method]
+def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str]:
+    """The words of the `fcljax run` command for these settings.
+
+    Args:
+      settings: all of them, with the method.
+      given: names of those to give, besides the seed (`names_to_give`); None: all.
+    """
+    words = ["fcljax", "run", settings["method"]]
     for name, value in settings.items():
-        if name == "method" or (changed is not None and name not in {"seed", *changed}):
+        if name == "method" or (given is not None and name not in {"seed", *given}):
             continue
         option = name.replace("_", "-")
         if isinstance(value, bool):
@@ -23,8 +27,10 @@ def command(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-def _changed(settings: dict[str, Any]) -> set[str] | None:
-    """Names of settings that, given alone, lead to all of `settings`; None if there are none."""
+def names_to_give(settings: dict[str, Any]) -> list[str] | None:
+    """Names of the settings that, given alone, lead to all of `settings`: those that differ from the
+    method's defaults. None if the method or a setting is not known here. Imports the method, and with it
+    JAX."""
 
     def resolved(values: dict[str, Any]) -> dict[str, Any]:
         made = config.from_mapping(settings["method"], values, "settings")
@@ -34,6 +40,6 @@ def _changed(settings: dict[str, Any]) -> set[str] | None:
     try:
         usual = resolved(chosen)
         given = chosen | {name: value for name, value in settings.items() if usual.get(name) != value}
-        return set(given) if resolved(given) == settings else None
+        return list(given) if resolved(given) == settings else None
     except (InputError, OSError):
         return None

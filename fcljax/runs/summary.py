@@ -16,6 +16,7 @@ from fcljax.models.networks import network_name
 from fcljax.parts.client import OWN, SHARE
 from fcljax.parts.reports import PROTOTYPE_DISTANCE
 from fcljax.results import metrics
+from fcljax.results.repeat import names_to_give
 from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
@@ -54,8 +55,9 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts, confusion = records.counts, np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
+    method, every_setting = short_name(settings.source), dataclasses.asdict(settings)
     return {
-        "method": short_name(settings.source),
+        "method": method,
         "dataset": settings.dataset,
         "backbone": network_name(exp.inputs.backbone.config),
         "seed": settings.seed,
@@ -96,7 +98,8 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "rounds_without_upload": _without_upload(records),
         "privacy": _privacy(exp),
         "traces": max(exp.engine.traces.values(), default=0),
-        "config": dataclasses.asdict(settings),
+        "config": every_setting,
+        "given": names_to_give({"method": method} | every_setting),
     }
 
 
