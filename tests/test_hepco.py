@@ -40,7 +40,7 @@ from fcljax.models.initialisers import uniform_by_inputs
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import vit_network
 from fcljax.parts.classifiers import linear
-from fcljax.parts.federate import Payload, Run, Training
+from fcljax.parts.federate import Payload, Run, Training, linear_learner
 from fcljax.parts.learner import Params, learner
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
@@ -625,7 +625,7 @@ def test_a_diagnosis_speaks_of_the_generators_that_there_are():
 
     def found():
         made = ("new", init_generator(shape, KEY), examples), ("older", Generator((), ()), examples)
-        return H.diagnosis(study, shape, D.no_features(run), made, KEY)
+        return H.diagnosis(study, shape, D.no_features(run, run.network.width), made, KEY)
 
     says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
     assert set(jax.eval_shape(found)) == {f"new_{what}" for what in says}
@@ -635,7 +635,7 @@ def test_a_diagnosis_speaks_of_the_generators_that_there_are():
 def test_a_diagnosis_records_and_changes_nothing():
     opts, run, model, params, aggregate, past = world()
     plain = played(opts, run, model, params, aggregate, past)
-    total = jax.tree.map(jnp.ones_like, D.no_features(run))
+    total = jax.tree.map(jnp.ones_like, D.no_features(run, run.network.width))
     gather = aggregate.gather | {"features": total}
     own = dataclasses.replace(opts, diagnose=True)
     asked = played(own, run, model, params, aggregate._replace(gather=gather), past._replace(real=total))
@@ -672,7 +672,8 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
     own = dataclasses.replace(opts, latents="gaussian")
     reports = [each.name for each in H.latent_distillation(own, run).reports]
     assert reports == ["class_examples", "trainable", "features"]
-    nothing, far = D.no_features(run), jax.tree.map(jnp.ones_like, D.no_features(run))
+    nothing = D.no_features(run, run.network.width)
+    far = jax.tree.map(jnp.ones_like, nothing)
     past = past._replace(real=nothing)
 
     def after(sums):
@@ -683,6 +684,25 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
     assert float(one.metrics["generator"].weight) == 0
     assert norm(jax.tree.map(jnp.subtract, one.params, other.params)) > 1e-5
     same(other.state.real, far)
+
+
+def test_of_both_features_prompts_read_the_frozen_network_s_and_the_classifier_all():
+    opts, run, *_ = world(fidelity="improved")
+    model = linear_learner(run, features=opts.features)
+    params = model.init(KEY, SCALE)
+    study = H.Study(opts, model, params, TASKS[1])
+    frozen, prompted = jax.random.normal(KEY, (2, 5, run.network.width))
+    both = jnp.concatenate([frozen, prompted], axis=-1)
+    trainable = study.trainable
+    same(study.prompt(params, trainable, both), study.prompt(params, trainable, frozen))
+    head = params.classifier
+    expected = both @ head.kernel + head.bias
+    np.testing.assert_allclose(study.logits(params, trainable, both), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_generators_of_both_features_are_refused():
+    with pytest.raises(InputError, match="^features: generators make one feature"):
+        method_of("hepco", features="both", pool_blocks=2)
 
 
 def test_the_diagnosis_of_generators_that_there_are_not_is_refused():

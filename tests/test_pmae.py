@@ -355,6 +355,7 @@ def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(nam
     after, _, _ = run_round(engine_of(method), jax.tree.map(jnp.copy, before), states, inputs)
     held = np.concatenate([partition.indices[partition.offset[k] :][: partition.count[k]] for k in ids])
     feature = _apply(FROZEN.network, DATA.image[held], None, False)[0].cls
+    feature = np.tile(feature, 2 if name == "hepco" else 1)  # the frozen network's, and those of the adapter
     means = np.stack([np.asarray(feature)[LABEL[held] == c].mean(0) for c in range(3)])
     head = after.params.classifier
     close(head.kernel[:, :3].T, means / np.linalg.norm(means, axis=1, keepdims=True), 1e-5)

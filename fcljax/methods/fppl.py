@@ -33,7 +33,7 @@ from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entro
 from fcljax.options import option
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientRule, ClientStep, Report
-from fcljax.parts.federate import Run, federate
+from fcljax.parts.federate import Reads, Run, feature_width, federate
 from fcljax.parts.learner import Params, cross_entropy_loss, learner, three_keys
 from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
@@ -74,7 +74,7 @@ class FPPLOptions:
     """Images from which local prototypes are computed."""
     prototype_download: Literal["current", "seen"] = "current"
     """Prototypes that the server sends: of the current task's classes, or of all seen classes."""
-    features: Literal["prompted", "both"] = "prompted"
+    features: Reads = "prompted"
     """What the classifier and prototypes read: features under the prompts, or these beside the features
     without prompts, which the gate reads."""
 
@@ -90,7 +90,7 @@ PRESETS = {
 def fppl(options: FPPLOptions, run: Run) -> Method:
     """FPPL as a method, on any adapter."""
     both = options.features == "both"
-    classifier = linear(feature_width(options, run), run.sizes.classes)
+    classifier = linear(feature_width(run, options.features), run.sizes.classes)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
     return federate(
         run,
@@ -99,11 +99,6 @@ def fppl(options: FPPLOptions, run: Run) -> Method:
         client_rules=() if options.wo_unified else (unified_representation(options),),
         server_rules=(debias_classifier(options, run),) if reads_prototypes else (),
     )
-
-
-def feature_width(options: FPPLOptions, run: Run) -> int:
-    """Of what the classifier reads."""
-    return run.network.width * (2 if options.features == "both" else 1)
 
 
 # ---- client ------------------------------------------------------------------------------------------------
@@ -178,7 +173,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     def init(params: Params, trainable: Params) -> Prototypes:
         del params, trainable
         shape = (clients, run.sizes.classes)
-        return Prototypes(jnp.zeros((*shape, feature_width(options, run))), jnp.zeros(shape, bool))
+        return Prototypes(jnp.zeros((*shape, feature_width(run, options.features))), jnp.zeros(shape, bool))
 
     def sends(task: Task, pool: Prototypes) -> Prototypes | tuple[()]:
         if options.wo_unified:
@@ -211,7 +206,7 @@ def local_prototypes(options: FPPLOptions, run: Run) -> Report:
     """C_k^y: the plain mean of the features of a client's examples of a class, under the model that it has
     just trained."""
     view = View(1, run.training.batch_size, augment=options.prototype_view == "augmented")
-    width = feature_width(options, run)
+    width = feature_width(run, options.features)
     return class_prototypes("prototypes", run.sizes.task_classes, width, view, follows_rule=True)
 
 

@@ -619,7 +619,16 @@ def _with_view(report: Report, view: View) -> Report:
     return report if report.view else dataclasses.replace(report, view=view)
 
 
-def linear_learner(run: Run, keys: Keys = two_keys) -> Learner:
+Reads = Literal["prompted", "both"]
+"""What a classifier reads: features under the prompts, or these beside the frozen network's."""
+
+
+def feature_width(run: Run, features: Reads) -> int:
+    """Of what the classifier reads."""
+    return run.network.width * (2 if features == "both" else 1)
+
+
+def linear_learner(run: Run, keys: Keys = two_keys, features: Reads = "prompted") -> Learner:
     """The run's network and adapter with a linear classifier, the learner of most methods."""
-    classifier = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    return learner(run.network, run.adapter, classifier, keys)
+    classifier = linear_on(run.adapter, feature_width(run, features), run.sizes.classes)
+    return learner(run.network, run.adapter, classifier, keys, beside_frozen=features == "both")

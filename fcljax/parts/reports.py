@@ -13,7 +13,7 @@ from fcljax.models.prototypes import class_means
 from fcljax.models.vit import attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
-from fcljax.parts.federate import Run
+from fcljax.parts.federate import Reads, Run, feature_width
 from fcljax.parts.learner import Params
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Task, View
@@ -158,13 +158,14 @@ def weights_at_means(params: Params, task: Task, means: Array, present: Array) -
     return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
 
 
-def start_at_class_means(run: Run, place: PlaceMeans) -> ServerRule:
+def start_at_class_means(run: Run, place: PlaceMeans, features: Reads = "prompted") -> ServerRule:
     """Before a task's first round clients sum their features by class, once, and the classifier starts at the
     means over all clients (FedNCM, Legate et al. 2023: HeadTune).
 
     Args:
       run: for the sizes.
       place: puts the means into the classifier.
+      features: what the classifier reads.
     """
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
@@ -173,5 +174,5 @@ def start_at_class_means(run: Run, place: PlaceMeans) -> ServerRule:
         return ServerUpdate(place(params, round.task, means, present), state)
 
     view = View(1, run.training.batch_size, augment=False)
-    report = class_sums(run.sizes.task_classes, run.network.width, view)
+    report = class_sums(run.sizes.task_classes, feature_width(run, features), view)
     return ServerRule("headtune", update, reports=(report,), when="task_start")

@@ -42,13 +42,13 @@ class Spread(NamedTuple):
     """Classes with two points or more."""
 
 
-def real_features(run: Run) -> Report:
+def real_features(run: Run, width: int) -> Report:
     """Sums of the features of a client's clean images under the model that it has just trained."""
     view = View(1, run.training.batch_size, augment=False)
 
     def init(context: ClientContext) -> RealFeatures:
         del context
-        return no_features(run)
+        return no_features(run, width)
 
     def step(step: ClientStep, total: RealFeatures) -> RealFeatures:
         batch = step.batch
@@ -58,10 +58,10 @@ def real_features(run: Run) -> Report:
     return Report("features", init, step, view=view, merge="sum", possible=_possible)
 
 
-def no_features(run: Run) -> RealFeatures:
-    """Sums of no examples yet."""
+def no_features(run: Run, width: int) -> RealFeatures:
+    """Sums of no examples yet, of features so wide."""
     classes = run.sizes.classes
-    nothing = jnp.zeros((classes, run.network.width))
+    nothing = jnp.zeros((classes, width))
     return RealFeatures(nothing, nothing, jnp.zeros(classes))
 
 

@@ -43,7 +43,7 @@ from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
-from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.federate import Reads, Run, feature_width, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
@@ -110,11 +110,15 @@ class HepcoOptions(PromptedOptions):
     headtune: bool = False
     """Start a new task's classes in the classifier at the mean features of all clients, of length 1; wants
     the aggregator mean."""
+    features: Reads = "prompted"
+    """What the classifier reads and the server distils on: features under the prompts, or these beside the
+    frozen network's, which never change (APER, Zhou et al. 2023, arXiv 2303.07338); both wants --latents
+    gaussian."""
     diagnose: bool = False
     """Record how generated latents compare with clients' features, of which clients then send sums."""
 
 
-_IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True)
+_IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True, features="both")
 PRESETS = {
     "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
     # class means are sums over examples, so clients count by their examples everywhere
@@ -132,16 +136,19 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
     """HePCo as a method, on any adapter.
 
     Raises:
-      InputError: for an ablation of what the generators do not see anyway.
+      InputError: for an ablation of what the generators do not see anyway, or generators of two features.
     """
+    if options.features == "both" and options.latents != "gaussian":
+        raise InputError("features: generators make one feature, not both; nearest: --latents gaussian")
     if options.diagnose and options.latents == "gaussian":
         raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
-    starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
+    means = start_at_class_means(run, weights_at_means, options.features)
+    starting = (means,) if options.headtune else ()
     return federate(
         run,
-        linear_learner(run),
+        linear_learner(run, features=options.features),
         loss=cross_entropy_loss(),
         server_rules=(latent_distillation(options, run), *starting),
         learning_rate=epoch_schedule(options, run),
@@ -195,14 +202,14 @@ class Composite(NamedTuple):
 def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     """From the averaged model to one that also fits the clients' models on latents of the task's classes, and
     the model before the task on latents of older classes."""
-    sizes, width = run.sizes, run.network.width
+    sizes, width = run.sizes, feature_width(run, options.features)
     shape = GeneratorConfig(
         sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
     )
     gaussian = options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> Past:
-        real = no_features(run) if options.diagnose or gaussian else None
+        real = no_features(run, width) if options.diagnose or gaussian else None
         return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
 
     def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
@@ -233,7 +240,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         return ServerUpdate(merged, past, losses | {"generator": found})
 
     counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
-    features = (real_features(run),) if options.diagnose or gaussian else ()
+    features = (real_features(run, width),) if options.diagnose or gaussian else ()
     return ServerRule("latent", update, init, reports=(counts, OfEachClient("trainable"), *features))
 
 
@@ -290,7 +297,9 @@ class Study(NamedTuple):
         """A model's prompts for latents."""
         prompt = self.learner.adapter.prompt
         assert prompt is not None
-        return prompt(cached.adapter, trainable.adapter, latent, self.task)
+        # the query is the frozen network's feature, which comes first if there are both
+        query = latent[..., : self.learner.network.width]
+        return prompt(cached.adapter, trainable.adapter, query, self.task)
 
 
 def class_weights(
