@@ -309,6 +309,18 @@ def copy_of_run(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("given", "all_of_them"), [(None, True), (5, True), ([["lr"]], True), (["lr"], False)]
+)
+def test_the_command_names_the_settings_that_the_summary_says(given, all_of_them, tmp_path):
+    folder = copy_of_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"given": given}))
+    text = Reader(page.report([folder]).read_text()).text
+    (command,) = re.findall(r"fcljax run linear [^\n]*", text)
+    assert f"--lr={summary['config']['lr']}" in command and ("--epochs=" in command) == all_of_them
+
+
 def test_report_makes_the_page_of_runs_and_of_folders_of_folders_of_runs(tmp_path, capsys):
     run = copy_of_run(tmp_path)
     assert cli.main(["report", str(run)]) == 0

@@ -604,7 +604,9 @@ def _commands(view: PageView, again: str) -> Section:
 def _command(group: Group) -> str:
     one = group.runs[0]
     settings = {"method": one["method"], "seed": one["seed"], **one.get("config", {})}
-    words = repeat.command(settings, one.get("given"))
+    given = one.get("given")  # older runs have none
+    known = isinstance(given, list) and all(isinstance(name, str) for name in given)
+    words = repeat.command(settings, given if known else None)
     if len(group.runs) > 1:
         words = [word for word in words if not word.startswith("--seed=")]
         words.append(f"--seeds={','.join(str(run['seed']) for run in group.runs)}")
