@@ -33,8 +33,8 @@ from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entro
 from fcljax.options import option
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientRule, ClientStep, Report
-from fcljax.parts.federate import Reads, Run, feature_width, federate
-from fcljax.parts.learner import Params, cross_entropy_loss, learner, three_keys
+from fcljax.parts.federate import Run, feature_width, federate
+from fcljax.parts.learner import Params, Reads, cross_entropy_loss, learner, three_keys
 from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
@@ -89,12 +89,11 @@ PRESETS = {
 
 def fppl(options: FPPLOptions, run: Run) -> Method:
     """FPPL as a method, on any adapter."""
-    both = options.features == "both"
     classifier = linear(feature_width(run, options.features), run.sizes.classes)
     reads_prototypes = not (options.wo_unified and options.wo_debias)
     return federate(
         run,
-        learner(run.network, run.adapter, classifier, three_keys, beside_frozen=both),
+        learner(run.network, run.adapter, classifier, three_keys, options.features),
         loss=cross_entropy_loss(options.local_classes, options.reduction),
         client_rules=() if options.wo_unified else (unified_representation(options),),
         server_rules=(debias_classifier(options, run),) if reads_prototypes else (),

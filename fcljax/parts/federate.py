@@ -26,7 +26,7 @@ from fcljax.federated.schedule import phase_examples
 from fcljax.parts import client
 from fcljax.parts.classifiers import linear_on
 from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, Report, Training
-from fcljax.parts.learner import Adapter, Keys, Learner, Loss, Params, learner, two_keys
+from fcljax.parts.learner import Adapter, Keys, Learner, Loss, Params, Reads, learner, two_keys
 from fcljax.parts.server import (
     ServerRound,
     ServerRule,
@@ -619,10 +619,6 @@ def _with_view(report: Report, view: View) -> Report:
     return report if report.view else dataclasses.replace(report, view=view)
 
 
-Reads = Literal["prompted", "both"]
-"""What a classifier reads: features under the prompts, or these beside the frozen network's."""
-
-
 def feature_width(run: Run, features: Reads) -> int:
     """Of what the classifier reads."""
     return run.network.width * (2 if features == "both" else 1)
@@ -631,4 +627,4 @@ def feature_width(run: Run, features: Reads) -> int:
 def linear_learner(run: Run, keys: Keys = two_keys, features: Reads = "prompted") -> Learner:
     """The run's network and adapter with a linear classifier, the learner of most methods."""
     classifier = linear_on(run.adapter, feature_width(run, features), run.sizes.classes)
-    return learner(run.network, run.adapter, classifier, keys, beside_frozen=features == "both")
+    return learner(run.network, run.adapter, classifier, keys, features)

@@ -251,12 +251,16 @@ def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return key, key
 
 
+Reads = Literal["prompted", "both"]
+"""What a classifier reads: the adapted network's features, or the frozen network's and then these."""
+
+
 def learner(
     network: Network,
     adapter: Adapter,
     classifier: Classifier,
     keys: Keys = two_keys,
-    beside_frozen: bool = False,
+    features: Reads = "prompted",
 ) -> Learner:
     """A learner from a network, an adapter and a classifier.
 
@@ -265,21 +269,21 @@ def learner(
       adapter: what trains inside it.
       classifier: what reads its features.
       keys: derives the keys of the adapter's and the classifier's first values.
-      beside_frozen: features are those of the frozen network, then those of the adapted one, [2 width] (APER,
-        Zhou et al. 2023, arXiv 2303.07338).
+      features: what the classifier reads; both are [2 width] (APER, Zhou et al. 2023, arXiv 2303.07338).
 
     Raises:
       InputError: for a function of the adapter or the classifier with the wrong number of arguments.
     """
     _check_parts(adapter, classifier)
-    queries = adapter.queries or adapter.plain or beside_frozen
+    both = features == "both"
+    queries = adapter.queries or adapter.plain or both
 
-    def features(
+    def extract(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> tuple[Float[Array, "batch features"], Feature | None, PyTree]:
         given = frozen, cached, trainable, batch, task, train
         feature, query, stats = _features(network, adapter, queries, *given)
-        if beside_frozen:
+        if both:
             assert query is not None
             feature = jnp.concatenate([query, feature], axis=-1)
         return feature, query, stats
@@ -307,13 +311,13 @@ def learner(
     def forward(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
-        feature, query, stats = features(frozen, cached, trainable, batch, task, train)
+        feature, query, stats = extract(frozen, cached, trainable, batch, task, train)
         logits = classifier.logits(cached.classifier, trainable.classifier, feature, task)
         return Output(logits, feature, query, stats)
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
         trainable = trainable_of(params, task)
-        feature, _, _ = features(frozen, params, trainable, batch, task, False)
+        feature, _, _ = extract(frozen, params, trainable, batch, task, False)
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, trainable.classifier, feature, task)
 

@@ -13,8 +13,8 @@ from fcljax.models.prototypes import class_means
 from fcljax.models.vit import attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
-from fcljax.parts.federate import Reads, Run, feature_width
-from fcljax.parts.learner import Params
+from fcljax.parts.federate import Run, feature_width
+from fcljax.parts.learner import Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Task, View
 

@@ -43,8 +43,8 @@ from fcljax.models.heads import cross_entropy, kl, mask_logits
 from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
-from fcljax.parts.federate import Reads, Run, feature_width, federate, linear_learner
-from fcljax.parts.learner import Learner, Params, cross_entropy_loss
+from fcljax.parts.federate import Run, feature_width, federate, linear_learner
+from fcljax.parts.learner import Learner, Params, Reads, cross_entropy_loss
 from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
@@ -144,8 +144,7 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
-    means = start_at_class_means(run, weights_at_means, options.features)
-    starting = (means,) if options.headtune else ()
+    starting = (start_at_class_means(run, weights_at_means, options.features),) if options.headtune else ()
     return federate(
         run,
         linear_learner(run, features=options.features),
