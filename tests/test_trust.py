@@ -343,7 +343,19 @@ def test_what_happens_to_arrays_while_a_checkpoint_is_written_is_not_in_it(tmp_p
     np.testing.assert_array_equal(found.state.server["w"], np.arange(count, dtype=np.float32))
 
 
-def test_a_round_overwrites_the_clients_states_that_a_checkpoint_was_made_of(tmp_path, monkeypatch):
+def test_what_waits_to_be_written_is_a_small_part_of_a_large_checkpoint(tmp_path):
+    noise = np.random.default_rng(0).integers(
+        0, 256, (10, 4_000_000), np.uint8
+    )  # 40 MB, which no coder shrinks
+    state = checkpoint.State({str(i): row for i, row in enumerate(noise)}, (), np.zeros(2, np.uint32))
+    with checkpoint.open_checkpoints(tmp_path, 1) as manager:
+        checkpoint.save(manager, checkpoint.Snapshot(1, state, {}, {}))
+        checkpoint.finish(manager)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(sizes) > noise.nbytes and max(sizes) < checkpoint.FILE + 2 * noise[0].nbytes
+
+
+def test_a_round_overwrites_the_states_that_a_checkpoint_was_made_of(tmp_path, monkeypatch):
     make, given_up = loop.make_play_round, []
 
     def watched(*arguments):
@@ -351,7 +363,8 @@ def test_a_round_overwrites_the_clients_states_that_a_checkpoint_was_made_of(tmp
 
         def played(exp, state, past, step):
             result = play(exp, state, past, step)
-            given_up.append([x.is_deleted() for x in jax.tree.leaves(state.clients)])
+            servers = [x.is_deleted() for x in jax.tree.leaves(state.server)]
+            given_up.append((servers, [x.is_deleted() for x in jax.tree.leaves(state.clients)]))
             return result
 
         return played
@@ -359,7 +372,14 @@ def test_a_round_overwrites_the_clients_states_that_a_checkpoint_was_made_of(tmp
     monkeypatch.setattr(loop, "make_play_round", watched)
     options = [*COMMON, "--tasks", "2", "--rounds", "2", "--clients", "2", "--checkpoint-every", "1"]
     assert cli.main(["run", "scaffold", *options, "--out", str(tmp_path / "run")]) == 0
-    assert len(given_up) == 4 and all(given_up) and all(map(all, given_up))
+    servers, clients = zip(*given_up, strict=True)
+    assert [all(each) for each in servers] == [
+        True,
+        False,
+        True,
+        False,
+    ]  # a task's first round begins from it
+    assert len(clients) == 4 and all(clients) and all(map(all, clients))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back on demand")

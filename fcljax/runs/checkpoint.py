@@ -33,6 +33,7 @@ from fcljax.types import PyTree, ReplayBuffer
 
 CLIENTS = "clients"  # folder beside the checkpoints for the states of clients that each process writes
 ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged or out of date
+FILE = 2**23  # bytes of a file of arrays: until it is full, its content is in memory a second time
 
 
 class State(NamedTuple):
@@ -78,7 +79,9 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     seal = _seal(snapshot._replace(state=state))
     host = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
     host |= {"shards": snapshot.shards} if snapshot.shards else {}
-    arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), records=ocp.args.JsonSave(host))
+    arguments = ocp.args.Composite(
+        state=ocp.args.PyTreeSave(state, ocdbt_target_data_file_size=FILE), records=ocp.args.JsonSave(host)
+    )
     try:
         manager.save(snapshot.step, args=arguments)  # waits for the write before it
     except Exception as error:
@@ -227,7 +230,7 @@ def digest_of_tree(tree: PyTree) -> str:
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
         sums.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}\n".encode())
-        sums.update(np.ascontiguousarray(array).tobytes())
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # no copy
     return sums.hexdigest()
 
 

@@ -113,7 +113,7 @@ def _make_play(
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
     """play(exp, state, past, task, round) -> (state, kept, report, besides): a round, and the reports of what
     comes before the first and after the last one of a task."""
-    begin_task, settings = jit(exp.method.begin_task, None), exp.settings
+    begin_task, settings = jit(exp.method.begin_task, None, donate_argnums=1), exp.settings
     shares, partitions = parse_faults(settings.faults), exp.scenario.partitions
     # a static population has the same eligible clients in all rounds of a task
     eligible = functools.lru_cache(maxsize=1)(lambda t, r: np.flatnonzero(partitions[t][r].count))
