@@ -230,7 +230,7 @@ def digest_of_tree(tree: PyTree) -> str:
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
         sums.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}\n".encode())
-        sums.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))  # no copy
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # no copy
     return sums.hexdigest()
 
 
