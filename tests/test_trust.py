@@ -344,9 +344,8 @@ def test_what_happens_to_arrays_while_a_checkpoint_is_written_is_not_in_it(tmp_p
 
 
 def test_what_waits_to_be_written_is_a_small_part_of_a_large_checkpoint(tmp_path):
-    noise = np.random.default_rng(0).integers(
-        0, 256, (10, 4_000_000), np.uint8
-    )  # 40 MB, which no coder shrinks
+    # 40 MB that cannot be compressed
+    noise = np.random.default_rng(0).integers(0, 256, (10, 4_000_000), np.uint8)
     state = checkpoint.State({str(i): row for i, row in enumerate(noise)}, (), np.zeros(2, np.uint32))
     with checkpoint.open_checkpoints(tmp_path, 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, state, {}, {}))
@@ -373,12 +372,8 @@ def test_a_round_overwrites_the_states_that_a_checkpoint_was_made_of(tmp_path, m
     options = [*COMMON, "--tasks", "2", "--rounds", "2", "--clients", "2", "--checkpoint-every", "1"]
     assert cli.main(["run", "scaffold", *options, "--out", str(tmp_path / "run")]) == 0
     servers, clients = zip(*given_up, strict=True)
-    assert [all(each) for each in servers] == [
-        True,
-        False,
-        True,
-        False,
-    ]  # a task's first round begins from it
+    # a task's first round overwrites the server's state too
+    assert [all(each) for each in servers] == [True, False, True, False]
     assert len(clients) == 4 and all(clients) and all(map(all, clients))
 
 

@@ -70,7 +70,8 @@ class RoundResult(NamedTuple):
     """The round's line of metrics.jsonl."""
 
 
-# play_round(exp, state, past, step): `past` is what the server keeps of the earlier tasks
+# play_round(exp, state, past, step): the arrays of `state` are donated; `past` is what the server keeps of
+# the earlier tasks
 PlayRound = Callable[[Experiment, State, tuple[ReplayBuffer, ...], int], RoundResult]
 
 
