@@ -105,8 +105,10 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
       InputError: for a row that does not resolve at the paper's scale, or an unknown `row`.
     """
     if row is not None:
-        known = [name for column in found for each in column.rows for name in _names(column, each)]
-        choose("row", row, known)
+        names = [_names(column, each) for column in found for each in column.rows]
+        labels, words = map(dict.fromkeys, zip(*names, strict=True))
+        if row not in labels:
+            choose("row", row, labels if "[" in row else words)
     varied = _varied(found)
     parts, runs = [], {}
     for column in found:
