@@ -18,7 +18,8 @@ _MEANS = {"lora_lr": 1e-4}
 _HEAD = {"lr": 1e-2}
 
 MINI: Mapping[str, Mapping[str, Any]] = {
-    "fppl": {},
+    # the paper's 5 are a few dozen steps, each of which moves a logit by at most lr * sum |feature|
+    "fppl": {"server_epochs": 30},
     "fedavg": {"lr": 3e-3},
     "linear": _HEAD,
     "pilora": _MEANS | {"full_lr": 1e-3},
