@@ -708,8 +708,9 @@ def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
         pool = store(pool, sends, jnp.arange(10), everyone, task.classes)
         assert int(pool.present.sum()) == 10 * 10 * (t + 1)
     training = ServerTraining(epochs=5, batch_size=128, lr=1e-3)
-    _, loss = debias(Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), training)
-    assert float(loss.weight) == 80
+    _, metrics = debias(Head(jnp.ones((2, 200)), jnp.zeros(200)), pool, jax.random.key(1), training)
+    assert float(metrics["loss"].weight) == 80
+    assert float(metrics["accuracy"].weight) == 1024  # all 2,000 would be a product of their own
 
 
 def numpy_debias(head, feature, label, allowed, steps, lr, reduction):
@@ -752,11 +753,23 @@ def test_debias_is_adam_on_the_stored_prototypes_with_absent_classes_masked(head
     np.testing.assert_array_equal(trained.bias[1:3], head.bias[1:3])
 
 
+@pytest.mark.parametrize("lr", [0.0, 0.05, 0.5])
+def test_debias_says_how_many_prototypes_the_trained_classifier_gets_right(head_and_pool, lr):
+    head, vector = head_and_pool
+    present = np.array([[True, True, False, True], [True, True, False, False]])
+    trained, metrics = train_head(head, Prototypes(vector, jnp.asarray(present)), lr, "mean")
+    logits = np.array(vector @ trained.kernel + trained.bias)
+    logits[..., 2] = -np.inf  # nobody has the class
+    right = np.argmax(logits, -1) == np.arange(4)
+    assert tuple(map(float, metrics["accuracy"])) == (np.sum(right & present), 5)
+
+
 def test_debias_reads_every_stored_prototype_once_per_epoch(head_and_pool):
     head, vector = head_and_pool
     present = np.array([[True, True, False, True], [True, True, True, False]])
-    still, loss = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
+    still, metrics = train_head(head, Prototypes(vector, jnp.asarray(present)), 0.0, "sum")
     jax.tree.map(np.testing.assert_array_equal, still, head)
+    loss = metrics["loss"]
     client, label = np.nonzero(present)
     logits = np.asarray(vector)[client, label] @ np.asarray(head.kernel) + np.asarray(head.bias)
     once = np.sum(np.log(np.exp(logits).sum(1)) - logits[np.arange(6), label])

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fcljax import config
 from fcljax.errors import InputError
 from fcljax.parts.reports import Prototypes, prototype_distance
 from fcljax.results import metrics
@@ -13,6 +14,7 @@ from fcljax.runs.records import Records
 from fcljax.runs.summary import warnings_of
 
 NAN = float("nan")
+FPPL = config.preset("fppl")
 MATRIX = [[0.9], [0.7, 0.8], [0.6, 0.85, 0.9]]  # FPPL section 9, item 16
 SQUARE = [[0.9, None, None], [0.7, 0.8, None], [0.6, 0.85, 0.9]]
 FORMS = {
@@ -176,8 +178,8 @@ def test_a_run_that_was_not_evaluated_warns_of_no_predictions():
     """Clients' own models on Flower's nodes: the server has no model to evaluate, and no confusion matrix."""
     counts = {"rejected": 0, "refused": 0}
     confusion = np.array([[3, 0, 1], [0, 4, 2]])
-    assert warnings_of(Records(counts=counts)) == []
-    (line,) = warnings_of(Records(counts=counts, confusion=confusion.tolist()))
+    assert warnings_of(Records(counts=counts), FPPL) == []
+    (line,) = warnings_of(Records(counts=counts, confusion=confusion.tolist()), FPPL)
     assert "not finite for 3 of 10 test images" in line
 
 
@@ -187,7 +189,7 @@ def test_a_term_that_hardly_moves_the_model_is_named(shares, lines):
         {"task": 0, "rejected": 0, "participants": 1, "gradient_share_ewc": value, "gradient_share_own": 0.0}
         for value in shares
     ]
-    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds), FPPL)
     assert len(found) == lines and all("the term 'ewc'" in line and "0.09 %" in line for line in found)
 
 
@@ -223,9 +225,29 @@ def test_training_that_would_go_on_says_so_and_names_what_to_change(losses, righ
         for task in (0, 1)
         for loss in losses
     ]
-    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds), FPPL)
     assert len(found) == bool(says)
     assert all(says in line and "--rounds or --epochs" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "options"),
+    [
+        ("fppl", "debias", "--server-epochs and --server-lr"),
+        ("pmae", "replay", "--tune-epochs and --tune-lr"),
+        ("linear", "own_rule", "the options of its training there"),
+    ],
+)
+@pytest.mark.parametrize(("last", "right", "says"), [(0.8, 0.5, True), (0.97, 0.5, False), (0.8, 0.9, False)])
+def test_training_at_the_server_that_would_go_on_says_so_too(method, name, options, last, right, says):
+    rounds = [
+        {"task": 0, "rejected": 0, "participants": 1, f"{name}_loss": loss, f"{name}_accuracy": right}
+        for loss in (1.0, last)
+    ]
+    records = Records(counts={"rejected": 0, "refused": 0}, rounds=rounds)
+    found = warnings_of(records, config.preset(method))
+    assert len(found) == says
+    assert all(f"{name}_loss still fell by 20 %" in each and f"values of {options}" in each for each in found)
 
 
 @pytest.mark.parametrize(("away", "lines"), [((9.0, 3.25), 1), ((9.0, 0.4), 0), ((9.0, None), 0)])
@@ -234,7 +256,7 @@ def test_prototypes_that_stay_far_from_class_means_are_reported(away, lines):
     rounds = [
         {"task": 0, "rejected": 0, "participants": 1, "reweight_prototype_distance": value} for value in away
     ]
-    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds))
+    found = warnings_of(Records(counts={"rejected": 0, "refused": 0}, rounds=rounds), FPPL)
     assert len(found) == lines and all("3.2 times as far" in line and "--headtune" in line for line in found)
 
 

@@ -290,7 +290,7 @@ def serve(
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
                 if name != _CLASSES:
                     draw(out / "figures" / name)
-    for line in warnings_of(records):
+    for line in warnings_of(records, exp.settings):
         say_line(line)
     return summary
 

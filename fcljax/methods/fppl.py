@@ -29,7 +29,16 @@ from fcljax.federated.aggregation import Aggregation
 from fcljax.federated.distances import EQUAL_DISTANCES, SHRINK, difference, norm
 from fcljax.federated.rules import coordinate_median
 from fcljax.federated.sums import cast_like, widen
-from fcljax.models.heads import Head, Reduction, apply_head, cosine, cross_entropy, mask_logits, reduce_rows
+from fcljax.models.heads import (
+    Head,
+    Reduction,
+    apply_head,
+    correct,
+    cosine,
+    cross_entropy,
+    mask_logits,
+    reduce_rows,
+)
 from fcljax.options import option
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientRule, ClientStep, Report
@@ -39,9 +48,10 @@ from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
-from fcljax.types import Method, Task, View, Weighted
+from fcljax.types import Method, Metrics, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
+JUDGED = 1024  # prototypes on which the server measures its classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +205,8 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
             options.server_lr or run.training.lr,
             options.reduction,
         )
-        head, loss = debias(params.classifier, pool._replace(present=present), round.key, server)
-        return ServerUpdate(params._replace(classifier=head), pool, {"loss": loss})
+        head, metrics = debias(params.classifier, pool._replace(present=present), round.key, server)
+        return ServerUpdate(params._replace(classifier=head), pool, metrics)
 
     return ServerRule("debias", update, init, sends, reports=(local_prototypes(options, run),))
 
@@ -237,10 +247,8 @@ class ServerTraining(NamedTuple):
     reduction: Reduction = "mean"
 
 
-def debias(
-    head: Head, pool: Prototypes, key: PRNGKeyArray, training: ServerTraining
-) -> tuple[Head, Weighted]:
-    """Trains the classifier alone on every stored prototype (eq. 4), and returns the mean loss.
+def debias(head: Head, pool: Prototypes, key: PRNGKeyArray, training: ServerTraining) -> tuple[Head, Metrics]:
+    """Trains the classifier alone on every stored prototype (eq. 4).
 
     Adam is new, batches are shuffled, and classes without a prototype are masked.
 
@@ -249,12 +257,17 @@ def debias(
       pool: vectors [K, C, width] and present [K, C]; a training example per present entry.
       key: of the shuffling.
       training: epochs, batch size, learning rate, reduction of the loss.
+
+    Returns:
+      The classifier; the mean `loss` of the steps, and the `accuracy` of the trained classifier on up to
+      `JUDGED` of the prototypes.
     """
     feature, present = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.present.reshape(-1)
     label = jnp.broadcast_to(jnp.arange(pool.present.shape[1]), pool.present.shape).reshape(-1)
     allowed, count = jnp.any(pool.present, axis=0), jnp.sum(present)
     batches = -(-count // training.batch_size)
     order = _epoch_orders(present, training.epochs, key)
+    judged = order[0, :JUDGED]
 
     def loss(head: Head, i: Array) -> Float[Array, ""]:
         within = (i % batches) * training.batch_size + jnp.arange(training.batch_size)
@@ -262,7 +275,10 @@ def debias(
         logits = apply_head(head, feature[chosen])
         return cross_entropy(logits, label[chosen], allowed, within < count, training.reduction)
 
-    return optimise(loss, head, optax.adam(training.lr), training.epochs * batches)
+    head, mean_loss = optimise(loss, head, optax.adam(training.lr), training.epochs * batches)
+    right = correct(apply_head(head, feature[judged]), label[judged], allowed, present[judged])
+    accuracy = Weighted(right, jnp.sum(present[judged]).astype(jnp.float32))
+    return head, {"loss": mean_loss, "accuracy": accuracy}
 
 
 def _epoch_orders(present: Bool[Array, " n"], epochs: int, key: PRNGKeyArray) -> Int[Array, "epochs n"]:

@@ -239,7 +239,7 @@ def _complete(
                 write_json(out / "summary.json", summary)
                 seal(out)
             _write_results(session, exp, summary, rebuilt)
-            for line in warnings_of(records):
+            for line in warnings_of(records, exp.settings):
                 observer.say(line)
             following.ended(summary)
     return summary

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from fcljax.config import RunConfig
 from fcljax.federated import communication, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
+from fcljax.options import flag
 from fcljax.parts.client import OWN, SHARE
 from fcljax.parts.reports import PROTOTYPE_DISTANCE
 from fcljax.results import metrics
@@ -34,9 +36,10 @@ from fcljax.types import RoundContext
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
-# a run has not arrived if its loss still falls by such a share in the last round of a task, and clients get
-# fewer of their training examples right than this
+# training has not arrived if its loss still falls by such a share in a task's last round, and fewer of its
+# examples are right than this
 STEEP, ARRIVED = 0.1, 0.8
+OF_TRAINING = ("_epochs", "_lr")  # the options of a training at the server, behind its name
 FAR = 1.0  # from prototypes to the means of their classes, over the distance between the means
 
 
@@ -236,7 +239,7 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
     return len(summary["rounds_without_upload"]) >= rounds > 0
 
 
-def warnings_of(records: Records) -> list[str]:
+def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     """Warnings about a finished run, in lines: uploads that were left out, rounds whose result was rejected,
     test images without a prediction, terms that do nothing, and training that has not arrived."""
     lines, counts = [], records.counts
@@ -270,7 +273,7 @@ def warnings_of(records: Records) -> list[str]:
             f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
             f"they count as wrong"
         )
-    return lines + _idle_terms(records) + _not_arrived(records) + _far_prototypes(records)
+    return lines + _idle_terms(records) + _not_arrived(records, settings) + _far_prototypes(records)
 
 
 def _idle_terms(records: Records) -> list[str]:
@@ -288,23 +291,49 @@ def _idle_terms(records: Records) -> list[str]:
     return lines
 
 
-def _not_arrived(records: Records) -> list[str]:
-    """A line where training visibly goes on learning, in the median task, when its rounds are over."""
+def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
+    """A line for each training, the clients' and those of the server, that visibly goes on learning, in the
+    median task, when the task's rounds are over. The server's are known by their loss and accuracy."""
+    names = {name for line in records.rounds for name in line}
+    own = {name.removesuffix("_loss") for name in names if name.endswith("_loss")}
+    at_server = sorted(name for name in own if f"{name}_accuracy" in names)
+    lines = []
+    if late := _still_falls(records, "loss", "train_accuracy"):
+        lines.append(
+            f"warning: training has not arrived: in the last round of a task the loss still fell by "
+            f"{100 * late[0]:.0f} %, and clients get {100 * late[1]:.0f} % of their training examples right; "
+            f"more --rounds or --epochs, or a larger learning rate (--lr, and the adapter's own), would go on"
+        )
+    for name in at_server:
+        if late := _still_falls(records, f"{name}_loss", f"{name}_accuracy"):
+            lines.append(
+                f"warning: the server's training has not arrived: in the last round of a task {name}_loss "
+                f"still fell by {100 * late[0]:.0f} %, and the server gets {100 * late[1]:.0f} % of its "
+                f"examples right; larger values of {_of_server(settings)} would go on"
+            )
+    return lines
+
+
+def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, float] | None:
+    """By which share a loss falls in a task's last round, and the accuracy there, in the median task; None:
+    it falls little, or much has been learned."""
     falls, right = [], []
     for task in sorted({line["task"] for line in records.rounds}):
-        of_task = [line for line in records.rounds if line["task"] == task and line.get("loss") is not None]
-        if len(of_task) < 2 or not of_task[-2]["loss"] > 0:
+        of_task = [line for line in records.rounds if line["task"] == task and line.get(loss) is not None]
+        if len(of_task) < 2 or not of_task[-2][loss] > 0:
             continue
-        falls.append(1 - of_task[-1]["loss"] / of_task[-2]["loss"])
-        right.append(of_task[-1].get("train_accuracy") or 0.0)
-    fall, accuracy = (float(np.median(each)) if each else 0.0 for each in (falls, right))
-    if not fall > STEEP or accuracy >= ARRIVED:
-        return []
-    return [
-        f"warning: training has not arrived: in the last round of a task the loss still fell by "
-        f"{100 * fall:.0f} %, and clients get {100 * accuracy:.0f} % of their training examples right; more "
-        f"--rounds or --epochs, or a larger learning rate (--lr, and the adapter's own), would go on"
-    ]
+        falls.append(1 - of_task[-1][loss] / of_task[-2][loss])
+        right.append(of_task[-1].get(accuracy) or 0.0)
+    fall, share = (float(np.median(each)) if each else 0.0 for each in (falls, right))
+    return (fall, share) if fall > STEEP and share < ARRIVED else None
+
+
+def _of_server(settings: RunConfig) -> str:
+    """The options that say how long and how fast a method's server trains, such as `--server-epochs`."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    trainings = {name.removesuffix("_epochs") for name in names if name.endswith("_epochs")}
+    found = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
+    return " and ".join(map(flag, found)) or "the options of its training there"
 
 
 def _far_prototypes(records: Records) -> list[str]:
