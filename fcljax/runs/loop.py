@@ -229,6 +229,7 @@ def _complete(
                 personal = personal_accuracy(exp, state, records)
                 drawn = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
+            del state  # what draws figures need not add its memory to that of the last state
             if manager:
                 checkpoint.finish(manager)
         summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn}
