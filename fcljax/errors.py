@@ -86,7 +86,7 @@ def _cut(text: str, most: int) -> str:
 def nearest(value: object, options: Iterable[str]) -> str:
     """A hint for an unknown name: what it is called here, else the closest of `options`, or all of them when
     nothing is close."""
-    options = sorted(str(option) for option in options)
+    options = sorted({str(option) for option in options})
     known = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
     for name in (known, "--" + known.replace("_", "-")):
         if known and name in options:

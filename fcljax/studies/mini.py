@@ -57,7 +57,6 @@ MOST: dict[str, int] = {
     "exemplars": 2,
     "memory_size": 100,
     # training on the server
-    "server_epochs": 3,
     "tune_epochs": 2,
     "tune_batch": 16,
     "distill_steps": 100,

@@ -106,9 +106,8 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
     """
     if row is not None:
         names = [_names(column, each) for column in found for each in column.rows]
-        labels, words = map(dict.fromkeys, zip(*names, strict=True))
-        if row not in labels:
-            choose("row", row, labels if "[" in row else words)
+        if not any(row in each for each in names):
+            choose("row", row, [label if "[" in row else words for label, words in names])
     varied = _varied(found)
     parts, runs = [], {}
     for column in found:
