@@ -89,11 +89,12 @@ OPTIONS = {
         "dual_blocks": 1,
     },
     "coda-prompt": {"coda_components": 4, "coda_length": 4, "coda_blocks": 2},
+    "c2prompt": {"coda_components": 4, "coda_length": 4, "coda_blocks": 2, "compensation_epochs": 1},
     "pmae": PMAE | {"vpt_length": 2, "vpt_blocks": 2},
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
 STATEFUL = {"scaffold", "feddyn", "fedper", "ditto"}  # clients' states change in a round
-STATEFUL |= {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit"}
+STATEFUL |= {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit", "c2prompt"}
 EXAMPLES = ((9, 0, 4, 7),) * 2
 
 

@@ -135,6 +135,7 @@ CLAIMS = {
     "fedslca": ["statistics"],
     "lorm": ["responses", "task_grams"],
     "dolfin": ["input_grams"],
+    "c2prompt": ["affinity", "moments"],
     "afcl": ["moments"],
     "fedranpac": ["split"],
     "fedran": ["summary"],

@@ -42,6 +42,7 @@ from fcljax.models.vit import vit_network
 from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload, Run, Training, linear_learner
 from fcljax.parts.learner import Params, learner
+from fcljax.parts.reports import moments_of, no_moments, normal_of
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
 from fcljax.types import Aggregate, Batch, Broadcast, Sizes
@@ -596,7 +597,7 @@ def test_latents_are_compared_with_real_features_class_by_class():
     labels, every = np.repeat(np.arange(3), 4), jnp.arange(3)
     # the mask leaves an example out that would move everything
     points, labels = np.vstack([points, [[1e3, 1e3]]]), np.append(labels, 0)
-    real = D.sums(jnp.asarray(points), jnp.asarray(labels), every, jnp.arange(13) < 12)
+    real = moments_of(jnp.asarray(points), jnp.asarray(labels), every, jnp.arange(13) < 12)
     np.testing.assert_allclose(D.class_spread(real).mean, means, atol=1e-5)
     np.testing.assert_allclose(D.class_spread(real).variance, np.ones(3), rtol=1e-4)
     label = np.repeat(np.arange(3), D.PER_CLASS)
@@ -625,7 +626,7 @@ def test_a_diagnosis_speaks_of_the_generators_that_there_are():
 
     def found():
         made = ("new", init_generator(shape, KEY), examples), ("older", Generator((), ()), examples)
-        return H.diagnosis(study, shape, D.no_features(run, run.network.width), made, KEY)
+        return H.diagnosis(study, shape, no_moments(run.sizes.classes, run.network.width), made, KEY)
 
     says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
     assert set(jax.eval_shape(found)) == {f"new_{what}" for what in says}
@@ -635,7 +636,7 @@ def test_a_diagnosis_speaks_of_the_generators_that_there_are():
 def test_a_diagnosis_records_and_changes_nothing():
     opts, run, model, params, aggregate, past = world()
     plain = played(opts, run, model, params, aggregate, past)
-    total = jax.tree.map(jnp.ones_like, D.no_features(run, run.network.width))
+    total = jax.tree.map(jnp.ones_like, no_moments(run.sizes.classes, run.network.width))
     gather = aggregate.gather | {"features": total}
     own = dataclasses.replace(opts, diagnose=True)
     asked = played(own, run, model, params, aggregate._replace(gather=gather), past._replace(real=total))
@@ -654,8 +655,10 @@ def test_normal_latents_have_the_means_and_variances_of_real_features():
     rng = np.random.default_rng(0)
     points = np.concatenate([rng.normal([1, 5], [1, 0.3], (400, 2)), rng.normal([-2, 0], [0.5, 3], (400, 2))])
     label = np.repeat(np.arange(2), 400)
-    real = D.sums(jnp.asarray(points, jnp.float32), jnp.asarray(label), jnp.arange(2), jnp.ones(800, bool))
-    for found, expected in zip(D.normal_of(real), (np.mean, np.var), strict=True):
+    real = moments_of(
+        jnp.asarray(points, jnp.float32), jnp.asarray(label), jnp.arange(2), jnp.ones(800, bool)
+    )
+    for found, expected in zip(normal_of(real), (np.mean, np.var), strict=True):
         np.testing.assert_allclose(found, [expected(points[label == c], 0) for c in (0, 1)], rtol=1e-3)
     drawn = H.normal_latents(real, KEY, 4000, jnp.log(jnp.array([1.0, 3.0])))
     own = np.asarray(drawn.label)
@@ -672,7 +675,7 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
     own = dataclasses.replace(opts, latents="gaussian")
     reports = [each.name for each in H.latent_distillation(own, run).reports]
     assert reports == ["class_examples", "trainable", "features"]
-    nothing = D.no_features(run, run.network.width)
+    nothing = no_moments(run.sizes.classes, run.network.width)
     far = jax.tree.map(jnp.ones_like, nothing)
     past = past._replace(real=nothing)
 

@@ -229,9 +229,6 @@ MISWRITTEN = {
         "follows_rule: report 'mine' is a sum, which no aggregation rule can merge; nearest: False"
     ),
     "OfEachClient('adaptor')": "name: unknown value 'adaptor'; did you mean 'adapter'?",
-    "ServerRule('mine', print, sends=print, when='task_end')": (
-        "sends: server rule 'mine' acts at task_end and sends nothing; nearest: when='round'"
-    ),
     "ClientRule('mine', loss=3.0)": "loss: client rule 'mine' has 3.0 there, where a function is needed",
 }
 

@@ -152,11 +152,16 @@ def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
     """sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
-    # [batch, tasks, blocks, n, width]
-    attended = unit(query[:, None, None, None] * params.attention, EPSILON)
-    weight = jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
-    return exact_einsum("btmk,tmkld->bmld", jnp.where(seen, weight, 0.0), params.prompt)
+    weight = jnp.where(seen, matches(params, query), 0.0)
+    return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
+
+
+def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
+    """The weight cos(q * A_k, K_k) of each component for each image."""
+    axes = tuple(range(1, params.key.ndim))
+    attended = unit(jnp.expand_dims(query, axes) * params.attention, EPSILON)
+    return jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
 
 
 def orthogonal_start(

@@ -268,6 +268,17 @@ METHODS: dict[str, MethodEntry] = {
         "target:target",
         "full",
     ),
+    "c2prompt": MethodEntry(
+        "components that are mixed by the classes that they match, prompts toward classes' means (C2Prompt)",
+        "c2prompt:PRESETS",
+        "c2prompt:c2prompt",
+        "coda",
+        excludes=dict.fromkeys(
+            ("linear", "lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "full"),
+            "it mixes CODA-Prompt's components",
+        ),
+        merges="it mixes components by a rule of its own; with --wo-cpa and --wo-lcdc any rule merges them",
+    ),
     "mfcl": MethodEntry(
         "FedAvg of the whole network, replay of images of a generator that the server trains (MFCL)",
         "mfcl:PRESETS",

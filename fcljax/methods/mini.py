@@ -36,7 +36,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     "fedlwf-mc": {"lr": 0.1, "full_lr": 1e-4},
     "fedweit": {},
     **dict.fromkeys(("glfc", "lga"), {"lr": 3e-2}),
-    **dict.fromkeys(("l2p", "dualprompt", "coda-prompt"), _PROMPT),
+    **dict.fromkeys(("l2p", "dualprompt", "coda-prompt", "c2prompt"), _PROMPT),
     **dict.fromkeys(("pmae", "l2p-pmae", "dualprompt-pmae", "coda-prompt-pmae"), _PROMPT),
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},

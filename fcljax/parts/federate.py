@@ -304,7 +304,7 @@ def _begin_task(parts: _Parts, round_context: RoundContext, server: ServerState,
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
     """The trainable parameters and what server rules send; clients hold what came before."""
-    states = zip(parts.each_round, server.rules[: len(parts.each_round)], strict=True)
+    states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
     trainable = _sent(parts, _trainable(parts, server.params, round_context.task))
     return Broadcast(Payload(trainable, sent), parts.learner.cached(server.params))

@@ -5,10 +5,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.federated.claims import possible_counts
-from fcljax.models.heads import Head, unit
+from fcljax.models.heads import Head, sum_by_class, unit
 from fcljax.models.prototypes import class_means
 from fcljax.models.vit import attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
@@ -48,6 +48,47 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
 def possible_sums(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
     """Whether sums can be those of a client that read so many examples."""
     return possible_counts(sums.examples, context.client.examples)
+
+
+class ClassMoments(NamedTuple):
+    """Sums over the examples of each class."""
+
+    feature: Float[Array, "classes width"]
+    """Of features."""
+    square: Float[Array, "classes width"]
+    """Of their squares."""
+    examples: Float[Array, " classes"]
+    """Numbers of examples."""
+
+
+def no_moments(classes: int, width: int) -> ClassMoments:
+    """Sums of no examples yet."""
+    nothing = jnp.zeros((classes, width))
+    return ClassMoments(nothing, nothing, jnp.zeros(classes))
+
+
+def moments_of(
+    feature: Float[Array, "batch width"],
+    label: Int[Array, " batch"],
+    classes: Int[Array, " classes"],
+    mask: Bool[Array, " batch"],
+) -> ClassMoments:
+    """The sums of a batch."""
+    total, examples = sum_by_class(feature, label, classes, mask)
+    return ClassMoments(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
+
+
+def possible_moments(context: ClientContext, sent: ClassMoments) -> Bool[Array, ""]:
+    """Numbers of examples that the client has, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
+    most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
+    return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
+
+
+def normal_of(total: ClassMoments) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
+    """Means and variances of every class, channel by channel."""
+    count = jnp.maximum(total.examples, 1)[:, None]
+    mean = total.feature / count
+    return mean, jnp.maximum(total.square / count - mean**2, 0)
 
 
 def class_prototypes(

@@ -79,7 +79,7 @@ class ServerRule:
     init: Callable[[Params, Params], PyTree] = _stateless
     """init(params, trainable) -> the rule's first state; `trainable` are those of the first task."""
     sends: Callable[[Task, Any], PyTree] | None = None
-    """sends(task, state) -> what clients get in `context.payload.sent[name]`."""
+    """sends(task, state) -> what clients get in `context.payload.sent[name]`, in every round."""
     reports: tuple[Report | OfEachClient, ...] = ()
     """What clients must send for it."""
     when: RuleTime = "round"
@@ -92,8 +92,6 @@ class ServerRule:
         if self.update is None:
             raise InputError(f"update: {part} has none; it needs update(round, params, state)")
         check_arguments(part, update=(self.update, 3), init=(self.init, 2), sends=(self.sends, 2))
-        if self.sends and self.when != "round":
-            raise InputError(f"sends: {part} acts at {self.when} and sends nothing; nearest: when='round'")
 
 
 def merged_by_rules(rules: tuple[ServerRule, ...]) -> tuple[str, ...]:

@@ -11,25 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federated.claims import possible_counts
 from fcljax.models.heads import mask_logits, sum_by_class
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run
+from fcljax.parts.reports import ClassMoments, moments_of, no_moments, normal_of, possible_moments
 from fcljax.types import ClientContext, Metrics, View, Weighted
 
 PER_CLASS = 16  # latents that are drawn of each class
-
-
-class RealFeatures(NamedTuple):
-    """Sums over examples of each class."""
-
-    feature: Float[Array, "C width"]
-    """Of features."""
-    square: Float[Array, "C width"]
-    """Of their squares."""
-    examples: Float[Array, " C"]
-    """Numbers of examples."""
 
 
 class Spread(NamedTuple):
@@ -46,53 +35,22 @@ def real_features(run: Run, width: int) -> Report:
     """Sums of the features of a client's clean images under the model that it has just trained."""
     view = View(1, run.training.batch_size, augment=False)
 
-    def init(context: ClientContext) -> RealFeatures:
+    def init(context: ClientContext) -> ClassMoments:
         del context
-        return no_features(run, width)
+        return no_moments(run.sizes.classes, width)
 
-    def step(step: ClientStep, total: RealFeatures) -> RealFeatures:
+    def step(step: ClientStep, total: ClassMoments) -> ClassMoments:
         batch = step.batch
-        more = sums(step.output.feature, batch.label, jnp.arange(run.sizes.classes), batch.mask)
+        more = moments_of(step.output.feature, batch.label, jnp.arange(run.sizes.classes), batch.mask)
         return jax.tree.map(jnp.add, total, more)
 
-    return Report("features", init, step, view=view, merge="sum", possible=_possible)
+    return Report("features", init, step, view=view, merge="sum", possible=possible_moments)
 
 
-def no_features(run: Run, width: int) -> RealFeatures:
-    """Sums of no examples yet, of features so wide."""
-    classes = run.sizes.classes
-    nothing = jnp.zeros((classes, width))
-    return RealFeatures(nothing, nothing, jnp.zeros(classes))
-
-
-def _possible(context: ClientContext, sent: RealFeatures) -> Bool[Array, ""]:
-    """Numbers of examples that it has, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
-    most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
-    return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
-
-
-def sums(
-    feature: Float[Array, "batch width"],
-    label: Int[Array, " batch"],
-    classes: Int[Array, " C"],
-    mask: Bool[Array, " batch"],
-) -> RealFeatures:
-    """The sums of a batch."""
-    total, examples = sum_by_class(feature, label, classes, mask)
-    return RealFeatures(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
-
-
-def class_spread(total: RealFeatures) -> Spread:
+def class_spread(total: ClassMoments) -> Spread:
     """E|x|^2 - |E x|^2 of each class."""
     mean, variance = normal_of(total)
     return Spread(mean, jnp.sum(variance, axis=1), total.examples >= 2)
-
-
-def normal_of(total: RealFeatures) -> tuple[Float[Array, "C width"], Float[Array, "C width"]]:
-    """Means and variances of every class, channel by channel."""
-    count = jnp.maximum(total.examples, 1)[:, None]
-    mean = total.feature / count
-    return mean, jnp.maximum(total.square / count - mean**2, 0)
 
 
 def compare(
@@ -101,7 +59,7 @@ def compare(
     drawn: Bool[Array, " C"],
     logits: Float[Array, "latents C"],
     seen: Bool[Array, " C"],
-    real: RealFeatures,
+    real: ClassMoments,
 ) -> Metrics:
     """How latents of some classes compare with the real features of all classes seen.
 
@@ -125,7 +83,7 @@ def compare(
     right = jnp.argmax(mask_logits(logits, seen), axis=1) == label
     count, of_class = sum_by_class(right[:, None].astype(jnp.float32), label, every, all_of_them)
     share = count[:, 0] / of_class
-    made, truth = class_spread(sums(latent, label, every, all_of_them)), class_spread(real)
+    made, truth = class_spread(moments_of(latent, label, every, all_of_them)), class_spread(real)
     known = drawn & truth.present
     deviation = jnp.sqrt(jnp.where(known, truth.variance, 1))
     away = jnp.sqrt(jnp.sum((made.mean - truth.mean) ** 2, axis=1)) / deviation

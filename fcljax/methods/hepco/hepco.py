@@ -29,14 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import possible_counts
-from fcljax.methods.hepco.diagnosis import (
-    PER_CLASS,
-    RealFeatures,
-    compare,
-    no_features,
-    normal_of,
-    real_features,
-)
+from fcljax.methods.hepco.diagnosis import PER_CLASS, compare, real_features
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
 from fcljax.models.heads import cross_entropy, kl, mask_logits
@@ -45,7 +38,7 @@ from fcljax.options import option
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, feature_width, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, Reads, cross_entropy_loss
-from fcljax.parts.reports import start_at_class_means, weights_at_means
+from fcljax.parts.reports import ClassMoments, no_moments, normal_of, start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
 from fcljax.settings import Preset
@@ -164,7 +157,7 @@ class Past(NamedTuple):
     """The model that the task began with, which is what the task before ended with."""
     examples: Float[Array, " C"]
     """Numbers of examples of each class in all rounds so far."""
-    real: RealFeatures | None = None
+    real: ClassMoments | None = None
     """Sums of the clients' features in all rounds so far; None: nothing reads them."""
 
 
@@ -208,7 +201,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     gaussian = options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> Past:
-        real = no_features(run, width) if options.diagnose or gaussian else None
+        real = no_moments(run.sizes.classes, width) if options.diagnose or gaussian else None
         return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
 
     def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
@@ -471,7 +464,7 @@ def _conditions(
 def diagnosis(
     study: Study,
     shape: GeneratorConfig,
-    real: RealFeatures,
+    real: ClassMoments,
     made: tuple[tuple[str, Generator, Float[Array, " C"]], ...],
     key: PRNGKeyArray,
 ) -> Metrics:
@@ -522,7 +515,7 @@ def draw_latents(
     return Composite(drawn(new, keys[0], count, examples), old)
 
 
-def normal_latents(real: RealFeatures, key: PRNGKeyArray, count: int, odds: Float[Array, " C"]) -> Latents:
+def normal_latents(real: ClassMoments, key: PRNGKeyArray, count: int, odds: Float[Array, " C"]) -> Latents:
     """Draws of normal distributions with the classes' means and variances."""
     first, second = jax.random.split(key)
     label = jax.random.categorical(second, odds, shape=(count,))
