@@ -170,7 +170,7 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
         def trained() -> Compensating:
             gradient = jax.grad(lambda prompt: misfit(step, prompt))(memory.prompt)
             by, optimiser = descent.update(gradient, memory.optimiser, memory.prompt)
-            return Compensating(memory.prompt + by, optimiser, memory.fresh)
+            return Compensating(optax.tree.add(memory.prompt, by), optimiser, memory.fresh)
 
         return jax.lax.cond(memory.fresh, trained, lambda: memory)
 
