@@ -232,14 +232,21 @@ def main_of(method):
 
 
 def train(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
-    """A client that takes a step on each of the batches: what it could read, and how it ends."""
+    """A client that takes a step on each of the batches, after the passes that come before: what it could read, and how
+    it ends."""
     program, rows = main_of(method).program, sum(int(batch.mask.sum()) for batch in batches)
     context = context_of(method, server, task, info_of(SIZES.classes, rows, id_, round_), SCALE)
     state = method.init_client(key, server) if state is None else state
     local = compiled(program.start)(context, state, key)
-    for batch in batches:
-        local, _ = compiled(program.phases[0].step)(context, local, batch, key)
+    for phase in program.phases[: passes_before(program) + 1]:
+        for batch in batches:
+            local, _ = compiled(phase.step)(context, local, batch, key)
     return context, local
+
+
+def passes_before(program):
+    """How many passes over its examples a client makes before it trains."""
+    return next(i for i, phase in enumerate(program.phases) if not isinstance(phase.step, functools.partial))
 
 
 def client_round(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
@@ -247,7 +254,7 @@ def client_round(method, server, task, batches, state=None, id_=0, round_=0, key
     program = main_of(method).program
     state = method.init_client(key, server) if state is None else state
     context, local = train(method, server, task, batches, state, id_, round_, key)
-    for phase in program.phases[1:]:
+    for phase in program.phases[passes_before(program) + 1 :]:
         for batch in batches:
             local, _ = compiled(phase.step)(context, local, batch, key)
     upload, state = compiled(program.finish)(context, local, state)

@@ -136,6 +136,15 @@ def test_a_checkpoint_of_another_shape_is_refused(reference, tmp_path):
         checkpoint.latest(manager, template)
 
 
+def test_a_large_checkpoint_is_on_disk_before_the_next_round_needs_its_memory(tmp_path, monkeypatch):
+    """The names of finished steps; a step that is being written has another one."""
+    monkeypatch.setattr(checkpoint, "BESIDE", 2**25 - 1)
+    state = checkpoint.State(np.zeros(2**23, np.float32), (), np.uint32([0, 1]))
+    with checkpoint.open_checkpoints(tmp_path, 2) as manager:
+        checkpoint.save(manager, checkpoint.Snapshot(1, state, {}))
+        assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
 def test_what_a_run_chose_for_its_device_stays_when_it_is_resumed(tmp_path):
     """Settings that are left to the run do not differ from what it chose; those that are given may."""
     before = {"lanes": 4, "microbatch": 8, "dtype": "bfloat16", "seed": 1}

@@ -34,6 +34,8 @@ from fcljax.types import PyTree, ReplayBuffer
 CLIENTS = "clients"  # folder beside the checkpoints for the states of clients that each process writes
 ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged or out of date
 FILE = 2**23  # bytes of a file of arrays: until it is full, its content is in memory a second time
+# bytes of a state that is written while the next round runs on the same memory; a larger one is written before
+BESIDE = 2**26
 
 
 class State(NamedTuple):
@@ -84,9 +86,15 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     )
     try:
         manager.save(snapshot.step, args=arguments)  # waits for the write before it
+        if jax.default_backend() == "cpu" and _nbytes(state) > BESIDE:
+            manager.wait_until_finished()
     except Exception as error:
         raise _unwritable(manager, error) from error
     _forget_shards(Path(manager.directory), snapshot.step)
+
+
+def _nbytes(state: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def finish(manager: ocp.CheckpointManager) -> None:
