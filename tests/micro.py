@@ -22,6 +22,7 @@ from fcljax.methods.fppl import FPPLOptions
 from fcljax.methods.pilora import PiloraOptions
 from fcljax.models.vit import ViTConfig
 from fcljax.parts.classifiers import linear as linear_classifier
+from fcljax.parts.client import train_step
 from fcljax.parts.learner import learner
 from fcljax.parts.server import ServerRound
 from fcljax.runs.build import make_method
@@ -232,8 +233,8 @@ def main_of(method):
 
 
 def train(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
-    """A client that takes a step on each of the batches, after the passes that come before: what it could read, and how
-    it ends."""
+    """A client that makes the passes before training, and takes a step on each of the batches: what it could
+    read, and how it ends."""
     program, rows = main_of(method).program, sum(int(batch.mask.sum()) for batch in batches)
     context = context_of(method, server, task, info_of(SIZES.classes, rows, id_, round_), SCALE)
     state = method.init_client(key, server) if state is None else state
@@ -246,7 +247,8 @@ def train(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):
 
 def passes_before(program):
     """How many passes over its examples a client makes before it trains."""
-    return next(i for i, phase in enumerate(program.phases) if not isinstance(phase.step, functools.partial))
+    steps = [getattr(phase.step, "func", phase.step) for phase in program.phases]
+    return steps.index(train_step) if train_step in steps else 0
 
 
 def client_round(method, server, task, batches, state=None, id_=0, round_=0, key=KEY):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import same
 
 from fcljax.errors import InputError
 from fcljax.federated import aggregation as agg
@@ -775,6 +776,24 @@ def test_one_bad_number_is_found_in_leaves_of_any_size_unless_it_was_bad_before(
 def test_leaves_that_are_not_large_are_checked_as_one():
     leaves = [jnp.ones(2), jnp.arange(3), jnp.ones((2, 3)), jnp.ones(sums.SMALL + 1)]
     assert sorted(each.shape for each in sums.joined(leaves)) == [(8,), (sums.SMALL + 1,)]
+
+
+def test_leaves_that_were_joined_are_parted_into_their_shapes_and_types():
+    shapes = (2,), (sums.SMALL + 1,), (2, 3), (), (1, sums.SMALL + 1), (0, 3)
+    draw = np.random.default_rng(0).normal
+    leaves = [jnp.asarray(draw(size=shape), jnp.float32) for shape in shapes]
+    leaves[2] = leaves[2].astype(jnp.bfloat16)
+    for few in (leaves, leaves[1::3], leaves[:1], []):
+        same(sums.parted(sums.joined(few), few), few)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_one_of_two_trees_is_taken_with_all_its_leaves_and_only_large_ones_are_chosen_by_number(holds):
+    tree = lambda x: {"a": jnp.full(3, x), "b": (jnp.full(sums.SMALL + 1, x), jnp.full((), bool(x)))}
+    new, old = tree(1.0), tree(0.0)
+    choose = jax.jit(sums.one_of)
+    same(choose(jnp.bool_(holds), new, old), new if holds else old)
+    assert str(jax.make_jaxpr(sums.one_of)(jnp.bool_(holds), new, old)).count("= select_n") == 1
 
 
 def test_one_non_finite_leaf_rejects_the_client():

@@ -26,6 +26,7 @@ from micro import (
     info_of,
     main_of,
     method_of,
+    resolved,
     round_context_of,
     rows_of,
     server_round,
@@ -36,6 +37,7 @@ from fcljax.adapters import find_adapter
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
 from fcljax.errors import InputError
+from fcljax.federated import sums
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.fppl import FPPLOptions, debias_classifier, unified_representation
 from fcljax.methods.pilora import average_prototypes, distance_cross_entropy, reweight_prototypes
@@ -44,10 +46,12 @@ from fcljax.parts.classifiers import linear, nearest_mean, prototypes
 from fcljax.parts.client import ClientPass, ClientRule, OfEachClient, Replay, Training
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
+from fcljax.parts.optimise import joined_steps
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
 from fcljax.parts.reports import Prototypes, class_mean_rule, class_prototypes, class_sums
 from fcljax.parts.server import ServerRule, ServerUpdate
+from fcljax.runs.build import make_train
 from fcljax.types import Aggregate, View, Weighted
 
 RATE = 0.1
@@ -566,3 +570,30 @@ def test_a_method_that_does_not_train_has_reports_alone_and_counts_nothing():
     )
     assert [(each.when, each.who) for each in method.rounds] == [("task_start", "everyone")]
     assert method.trainable(round_context_of(TASKS[0], frozen=SCALE), fresh(method)) == {}
+
+
+# ---- the optimiser's steps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", [optax.scale_by_adam(), optax.trace(0.9)], ids=["adam", "momentum"])
+def test_steps_of_joined_arrays_are_those_of_each_array(inner):
+    draw = np.random.default_rng(0).normal
+    numbers = lambda *shape: jnp.asarray(draw(size=shape), jnp.float32)
+    some = lambda: {"a": numbers(3), "b": [numbers(2, 3), numbers(), numbers(sums.SMALL + 1)]}
+    joined = joined_steps(inner)
+    states = inner.init(some()), joined.init(some())
+    assert len(jax.tree.leaves(states[1])) < len(jax.tree.leaves(states[0]))
+    for gradient in (some(), some(), some()):
+        (one, first), (other, second) = (
+            jax.jit(by.update)(gradient, state) for by, state in zip((inner, joined), states, strict=True)
+        )
+        same(one, other)
+        states = first, second
+
+
+def test_runs_take_steps_of_joined_arrays():
+    """Adam's moments of a tree of small arrays are two vectors, beside the number of steps."""
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    for values, count in ((dict(), 3), (dict(optimiser="sgd", momentum=0.9), 1), (dict(optimiser="sgd"), 0)):
+        training = make_train(resolved("linear", **values))
+        assert len(jax.tree.leaves(training.optimiser.init(params))) == count

@@ -42,7 +42,6 @@ from fcljax.federated.client_loop import (
     receive_sent,
     replay_indices,
     run_ticks,
-    select,
     squeeze,
     states_of_chunk,
 )
@@ -56,7 +55,7 @@ from fcljax.federated.server_replay import (
     make_replayer,
     replay_on_server,
 )
-from fcljax.federated.sums import became_non_finite, sum_value
+from fcljax.federated.sums import became_non_finite, one_of, sum_value
 from fcljax.mesh import (
     WHOLE,
     AnyMesh,
@@ -797,4 +796,4 @@ def _serve(
     new = jax.tree.map(jnp.asarray, new)
     anyone = jnp.any(valid & (weight > 0))
     refused = anyone & became_non_finite(new, server)
-    return Served(select(anyone & ~refused, new, server), metrics, refused)
+    return Served(one_of(anyone & ~refused, new, server), metrics, refused)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from fcljax.federated.client_loop import select
-from fcljax.federated.sums import became_non_finite
+from fcljax.federated.sums import became_non_finite, one_of
 from fcljax.mesh import WHOLE
 from fcljax.types import Metrics, PyTree, ReplayBatch, ReplayBuffer, RoundContext, ServerReplay, Weighted
 
@@ -46,7 +45,7 @@ def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WH
     def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
         new = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
         refused = became_non_finite(new, server)
-        return select(~refused, new, server), refused
+        return one_of(~refused, new, server), refused
 
     return Replayer(
         server_replay,

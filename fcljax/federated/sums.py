@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Num
 from fcljax.types import PyTree
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # where only shape and dtype count
-SMALL = 2**16  # numbers of a leaf that is copied to be checked with others
+SMALL = 2**16  # numbers of a leaf that is copied so that fewer programs are compiled
 
 
 def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
@@ -86,12 +86,30 @@ def became_non_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
 
 
 def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
-    """The floating-point leaves, those of up to `SMALL` numbers as one vector: a check of every shape by
-    itself takes 50 ms to compile."""
+    """The floating-point leaves, those of up to `SMALL` numbers as one vector at the end: a check of every
+    shape by itself takes 50 ms to compile."""
     floats = [leaf for leaf in map(jnp.asarray, leaves) if is_float(leaf)]
     small = [leaf.reshape(-1) for leaf in floats if leaf.size <= SMALL]
     large = [leaf for leaf in floats if leaf.size > SMALL]
     return [*large, jnp.concatenate(small)] if small else large
+
+
+def parted(found: Sequence[Array], like: Sequence[Array]) -> list[Array]:
+    """The opposite of `joined`: arrays of these shapes and types."""
+    large, ends = iter(found), np.cumsum([leaf.size for leaf in like if leaf.size <= SMALL])
+    small = iter(jnp.split(found[-1], ends[:-1]) if len(ends) else ())
+    parts = [next(small if leaf.size <= SMALL else large) for leaf in like]
+    return [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, like, strict=True)]
+
+
+def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """`new` if the condition holds, else `old`. Small leaves are copied: a kernel that chooses between
+    numbers takes 10 ms to compile, for each leaf."""
+    leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    small = [pair for pair in leaves if pair[0].size <= SMALL]
+    copied = iter(jax.lax.cond(condition, lambda: [a for a, _ in small], lambda: [b for _, b in small]))
+    found = [next(copied) if a.size <= SMALL else jnp.where(condition, a, b) for a, b in leaves]
+    return jax.tree.unflatten(jax.tree.structure(old), found)
 
 
 def finite_guard(

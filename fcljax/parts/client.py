@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
 from fcljax.federated.keys import StepKey
+from fcljax.federated.sums import joined
 from fcljax.parts.learner import Learner, Loss, Output, Params, Sampling, correct_examples
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
@@ -423,7 +424,8 @@ def _measured(
 
     def one(i: Int[Array, ""], found: tuple[Descent, Array]) -> tuple[Descent, Array]:
         new = descent(along[i])
-        return new, found[1].at[i].set(optax.tree.norm(new.gradient._replace(stats=())))
+        gradient = joined(jax.tree.leaves(new.gradient._replace(stats=())))
+        return new, found[1].at[i].set(optax.tree.norm(gradient))
 
     first = jnp.where(batch.measured, 0, len(names))
     found, norms = jax.lax.fori_loop(first, len(along), one, nothing)

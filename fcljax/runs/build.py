@@ -34,6 +34,7 @@ from fcljax.models.shapes import NO_KERNEL, AttentionKernel
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
+from fcljax.parts.optimise import joined_steps
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
@@ -271,9 +272,9 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
 
 def make_train(cfg: TrainConfig) -> Training:
     """How clients train: by Adam or gradient descent, with weight decay added to the gradient."""
-    direction = optax.scale_by_adam()
+    direction = joined_steps(optax.scale_by_adam())
     if cfg.optimiser == "sgd":
-        direction = optax.trace(cfg.momentum) if cfg.momentum else optax.identity()
+        direction = joined_steps(optax.trace(cfg.momentum)) if cfg.momentum else optax.identity()
     if cfg.weight_decay:
         direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
     return Training(cfg.epochs, cfg.batch_size, cfg.lr, direction)

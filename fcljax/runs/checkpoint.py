@@ -34,8 +34,7 @@ from fcljax.types import PyTree, ReplayBuffer
 CLIENTS = "clients"  # folder beside the checkpoints for the states of clients that each process writes
 ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged or out of date
 FILE = 2**23  # bytes of a file of arrays: until it is full, its content is in memory a second time
-# bytes of a state that is written while the next round runs on the same memory; a larger one is written before
-BESIDE = 2**26
+BESIDE = 2**26  # bytes of a state that is written while the next round runs on the same memory
 
 
 class State(NamedTuple):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from fcljax.federated.sums import one_of
 from fcljax.methods.glfc.lenet import LeNet, gradient_of, init_lenet, label_of
 from fcljax.options import option
 from fcljax.parts.client import Report
@@ -166,7 +167,7 @@ def proxy_server(options: ProxyOptions, run: Run, judge: Judge, gradients: Repor
         reset = {"arrival": arrived, "second": second, "never": jnp.bool_(False)}
         best = jnp.where(reset[options.reset_best], 0.0, proxy.best)
         score = judge(round, params, proxy, score_key)
-        current = _pick(score >= best, _now(round, params), proxy.choice.current)
+        current = one_of(score >= best, _now(round, params), proxy.choice.current)
         proxy = proxy._replace(choice=proxy.choice._replace(current=current), best=jnp.maximum(score, best))
         senders, one = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32), jnp.ones(())
         metrics = {"score": Weighted(score, one), "senders": Weighted(senders, one)}
@@ -196,10 +197,6 @@ def _now(round: ServerRound, params: Params) -> Old:
     index, classes = task.index.astype(jnp.int32), task.classes.astype(jnp.int32)
     trainable = round.learner.trainable(params, round.task)
     return Old(trainable, task._replace(index=index, classes=classes))
-
-
-def _pick(condition: Bool[Array, ""], new: Old, old: Old) -> Old:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def _arrive(
