@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +54,7 @@ def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransform
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         leaves = jax.tree.leaves(updates)
         now = None if params is None else joined(jax.tree.leaves(params))
-        found: Any
         found, state = inner.update(joined(leaves), state, now)
-        return jax.tree.unflatten(jax.tree.structure(updates), parted(found, leaves)), state
+        return jax.tree.unflatten(jax.tree.structure(updates), parted(jax.tree.leaves(found), leaves)), state
 
     return optax.GradientTransformation(init, update)
