@@ -105,11 +105,12 @@ def parted(found: Sequence[Array], like: Sequence[Array]) -> list[Array]:
 def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """`new` if the condition holds, else `old`. Small leaves are copied: a kernel that chooses between
     numbers takes 10 ms to compile, for each leaf."""
-    leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    kept, structure = jax.tree.flatten(old)
+    leaves = list(zip(structure.flatten_up_to(new), kept, strict=True))
     small = [pair for pair in leaves if pair[0].size <= SMALL]
     copied = iter(jax.lax.cond(condition, lambda: [a for a, _ in small], lambda: [b for _, b in small]))
     found = [next(copied) if a.size <= SMALL else jnp.where(condition, a, b) for a, b in leaves]
-    return jax.tree.unflatten(jax.tree.structure(old), found)
+    return jax.tree.unflatten(structure, found)
 
 
 def finite_guard(

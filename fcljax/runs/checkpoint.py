@@ -1,8 +1,9 @@
 """What a run needs to be resumed, on disk.
 
-Checkpoints of the whole run, with Orbax: written in the background, committed atomically, the last n kept.
-Each has a checksum over its content. A damaged one is never read as if it were intact: it is set aside, and
-the one before it is used.
+Checkpoints of the whole run, with Orbax: written in the background, committed atomically, the last n kept. On
+a CPU, where the copy lies beside the run's own arrays, a large one is written before the next round. Each has
+a checksum over its content. A damaged one is never read as if it were intact: it is set aside, and the one
+before it is used.
 
 Where several processes share a run, each writes the states of its own clients, to files beside the checkpoint
 whose checksums it has. It is committed after all of them are written.
