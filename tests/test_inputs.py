@@ -245,8 +245,8 @@ def test_a_budget_that_holds_no_two_steps_is_refused_with_the_least():
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fppl", "linear"])
 def test_a_run_over_images_on_the_host_leaves_the_bits_of_one_over_resident_images(method, tmp_path):
-    """In a process of its own, with XLA's newer emitters, which large networks have. The older ones round some
-    sums by the shapes of the arrays that they gather from.
+    """In a process of its own, with XLA's newer emitters, which large networks have. The older ones round
+    some sums by the shapes of the arrays that they gather from.
     """
     script = "import json, sys; from fcljax import cli; "
     script += "sys.exit(max(cli.main(run) for run in json.loads(sys.argv[1])))"
