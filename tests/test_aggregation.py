@@ -789,8 +789,10 @@ def test_leaves_that_were_joined_are_parted_into_their_shapes_and_types():
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_one_of_two_trees_is_taken_with_all_its_leaves_and_only_large_ones_are_chosen_by_number(holds):
-    tree = lambda x: {"a": jnp.full(3, x), "b": (jnp.full(sums.SMALL + 1, x), jnp.full((), bool(x)))}
-    new, old = tree(1.0), tree(0.0)
+    def filled(x):
+        return {"a": jnp.full(3, x), "b": (jnp.full(sums.SMALL + 1, x), jnp.full((), bool(x)))}
+
+    new, old = filled(1.0), filled(0.0)
     choose = jax.jit(sums.one_of)
     same(choose(jnp.bool_(holds), new, old), new if holds else old)
     assert str(jax.make_jaxpr(sums.one_of)(jnp.bool_(holds), new, old)).count("= select_n") == 1

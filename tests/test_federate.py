@@ -578,8 +578,13 @@ def test_a_method_that_does_not_train_has_reports_alone_and_counts_nothing():
 @pytest.mark.parametrize("inner", [optax.scale_by_adam(), optax.trace(0.9)], ids=["adam", "momentum"])
 def test_steps_of_joined_arrays_are_those_of_each_array(inner):
     draw = np.random.default_rng(0).normal
-    numbers = lambda *shape: jnp.asarray(draw(size=shape), jnp.float32)
-    some = lambda: {"a": numbers(3), "b": [numbers(2, 3), numbers(), numbers(sums.SMALL + 1)]}
+
+    def numbers(*shape):
+        return jnp.asarray(draw(size=shape), jnp.float32)
+
+    def some():
+        return {"a": numbers(3), "b": [numbers(2, 3), numbers(), numbers(sums.SMALL + 1)]}
+
     joined = joined_steps(inner)
     states = inner.init(some()), joined.init(some())
     assert len(jax.tree.leaves(states[1])) < len(jax.tree.leaves(states[0]))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Num
 
@@ -95,11 +96,10 @@ def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
 
 
 def parted(found: Sequence[Array], like: Sequence[Array]) -> list[Array]:
-    """The opposite of `joined`: arrays of these shapes and types."""
-    large, ends = iter(found), np.cumsum([leaf.size for leaf in like if leaf.size <= SMALL])
-    small = iter(jnp.split(found[-1], ends[:-1]) if len(ends) else ())
-    parts = [next(small if leaf.size <= SMALL else large) for leaf in like]
-    return [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, like, strict=True)]
+    """The opposite of `joined`: arrays of the shapes and types of these floating-point ones."""
+    small = [leaf for leaf in like if leaf.size <= SMALL]
+    parts, large = iter(ravel_pytree(small)[1](found[-1]) if small else ()), iter(found)
+    return [next(parts if leaf.size <= SMALL else large) for leaf in like]
 
 
 def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:

@@ -71,7 +71,7 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
-    """Start to write a snapshot. The caller may donate or change the arrays at once.
+    """Start to write a snapshot; a large one on a CPU is written. The caller may change or donate the arrays.
 
     Raises:
       InputError: if this write or the one before it failed, because the disk is full or read-only.
@@ -86,15 +86,11 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     )
     try:
         manager.save(snapshot.step, args=arguments)  # waits for the write before it
-        if jax.default_backend() == "cpu" and _nbytes(state) > BESIDE:
-            manager.wait_until_finished()
     except Exception as error:
         raise _unwritable(manager, error) from error
     _forget_shards(Path(manager.directory), snapshot.step)
-
-
-def _nbytes(state: PyTree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    if jax.default_backend() == "cpu" and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) > BESIDE:
+        finish(manager)
 
 
 def finish(manager: ocp.CheckpointManager) -> None:
