@@ -146,7 +146,7 @@ def check(case, ways):
     "case", [pytest.param(case, marks=[pytest.mark.long] if i % 12 else []) for i, case in enumerate(FEW)]
 )
 def test_every_pair_of_parts_works_together(case):
-    """Every eighth one in `make test`, since each compiles an engine."""
+    """Every twelfth one in `make test`, since each compiles an engine."""
     check(case, [Lanes(2, "vmap")])
 
 

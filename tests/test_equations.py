@@ -65,7 +65,7 @@ def run_each(method):
         run(method, fidelity)
 
 
-CASES = [pytest.param(name, marks=() if name in PAPERS else pytest.mark.long) for name in NAMED]
+CASES = [pytest.param(name, marks=() if name in ("pmae", "pilora") else pytest.mark.long) for name in NAMED]
 
 
 @pytest.mark.parametrize("method", CASES)

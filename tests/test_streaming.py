@@ -38,7 +38,7 @@ def drive(engine, name, data, partitions):
 @pytest.mark.parametrize(
     "way", ["vmap3", *(pytest.param(way, marks=pytest.mark.long) for way in ("loop1", "unroll2"))]
 )
-@pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying", "personal", "clipping")))
+@pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying", "clipping")))
 def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, partitions):
     engine = engine_of(name, way)
     resident = drive(engine, name, data, partitions)

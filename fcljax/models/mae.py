@@ -192,6 +192,7 @@ def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderC
     return rules[name](key, shape, jnp.float32)
 
 
+@functools.lru_cache(maxsize=64)
 def decoder_shapes(config: DecoderConfig) -> PyTree:
     """Shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
     latent = jax.ShapeDtypeStruct((1, 1 + config.grid**2, config.encoder_width), jnp.float32)

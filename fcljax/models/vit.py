@@ -444,6 +444,7 @@ def check_blocks(field: str, blocks: int, network: Network) -> None:
         )
 
 
+@functools.lru_cache(maxsize=64)
 def parameter_shapes(config: ViTConfig) -> PyTree:
     """Shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
     return jax.eval_shape(lambda: init_vit(jax.random.key(0), config))

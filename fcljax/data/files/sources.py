@@ -346,7 +346,7 @@ def _digits() -> Dataset:
 
     pixels, target = load_digits(return_X_y=True)
     labels, grey = np.asarray(target).astype(np.int64), np.asarray(pixels).reshape(-1, 8, 8)
-    images = np.stack([_enlarge(np.rint(image * (255 / 16)).astype(np.uint8)) for image in grey])
+    images = _enlarged(np.rint(grey * (255 / 16)).astype(np.uint8))
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False
@@ -366,8 +366,10 @@ def _shifted_digits() -> Dataset:
     )
 
 
-def _enlarge(gray: UInt8[np.ndarray, "H W"]) -> UInt8[np.ndarray, "S S 3"]:
-    return np.asarray(Image.fromarray(gray).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC).convert("RGB"))
+def _enlarged(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
+    size, bicubic = (_SIDE, _SIDE), Image.Resampling.BICUBIC
+    enlarged = np.stack([np.asarray(Image.fromarray(image).resize(size, bicubic)) for image in grey])
+    return np.repeat(enlarged[..., None], 3, axis=-1)
 
 
 def _stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
