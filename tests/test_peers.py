@@ -261,15 +261,19 @@ def test_lanes_on_an_accelerator_are_measured_and_a_default_is_chosen():
 
 
 def test_attention_is_measured_beside_the_kernel_of_the_chip(monkeypatch):
-    """As on a TPU, interpreted: both give the same numbers."""
+    """As on a TPU, interpreted: both give the same numbers. cuDNN has a row that says why it did not run."""
     monkeypatch.setattr(accelerator, "kernel_on", lambda machine: AttentionKernel("tpu"))
+    monkeypatch.setattr(accelerator, "LAYERS", 2)
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
     large = accelerator.SMALL._replace(vit=dataclasses.replace(accelerator.MICRO, image_size=32))
-    ours, kernel = accelerator.kernels(large)
+    ours, kernel, cudnn = accelerator.attentions(large)
     assert ours["attention"] == "in XLA" and ours["apart"] == 0
     assert kernel["attention"] == "one kernel" and 0 <= kernel["apart"] < 2**-6
-    text = bench_gpu.markdown([ours, kernel | {"apart": 0.001}])
-    assert "| attention, in XLA |" in text and "| attention, one kernel, 1.0e-03 from XLA's |" in text
+    assert cudnn["attention"] == "cuDNN" and cudnn["failed"]
+    text = bench_gpu.markdown([ours, kernel | {"apart": 0.001}, cudnn])
+    assert "| attention, in XLA, forwards alone " in text
+    assert "| attention, one kernel, 1.0e-03 from XLA's, forwards alone " in text
+    assert f"| attention, cuDNN | {cudnn['failed']} |" in text
 
 
 def sizes(lanes, **more):
