@@ -9,7 +9,7 @@ tiles. Here the backward pass computes the scores again from the queries and key
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -64,13 +64,14 @@ class _Layout(NamedTuple):
     back: Callable[[Array, Array], Array]  # back(array, like)
     block: Callable[[Any], Any]  # what it takes at a time of such an array
     options: Any = None  # for the compiler
+    tokens: Mapping[str, int] = {}  # for the pass's function, where blocks have more rows than that
 
 
 class _Pass(NamedTuple):
     """The forward or the backward pass of attention on a chip."""
 
     layout: Callable[[tuple[int, ...], int], _Layout]  # of q's shape and the number of keys
-    function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [tokens, size]
+    function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [rows, size]
     products: int  # operations for each of its scores, over the size of a head
 
 
@@ -94,7 +95,7 @@ def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tup
         transcendentals=batch * heads * queries * keys,
     )
     found = pl.pallas_call(
-        attend.function,
+        functools.partial(attend.function, **layout.tokens),
         out_shape=out,
         grid=(batch * heads // layout.each,),
         in_specs=[layout.block(x) for x in given],
@@ -154,22 +155,23 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of
 
 
 # ---- GPU: one head, some queries at a time -----------------------------------------------------------------
-# Triton's arrays have powers of 2: what is beyond the last token is read as zeros and not written.
+# Triton's arrays have powers of 2, and so have the blocks: since jax 0.12 no slice may reach beyond a block.
+# What is beyond the last token is read as zeros and not written.
 
 
 def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:
     """[batch, tokens, heads, size], which is how projections leave their results and take them."""
     from jax.experimental import pallas as pl
 
-    del keys
     heads = shape[1]
     return _Layout(
         each=1,
         to=lambda x: x.swapaxes(1, 2),
         back=lambda x, like: x.swapaxes(1, 2),
         block=lambda x: pl.BlockSpec(
-            (None, x.shape[1], None, x.shape[3]), lambda i: (i // heads, 0, i % heads, 0)
+            (None, _power_of_2(x.shape[1]), None, x.shape[3]), lambda i: (i // heads, 0, i % heads, 0)
         ),
+        tokens={"queries": shape[2], "keys": keys},
         options=_triton().CompilerParams(num_warps=warps, num_stages=1),
     )
 
@@ -180,21 +182,21 @@ def _triton() -> Any:
     return triton
 
 
-def _rows(ref: Any, first: Array | int, count: int) -> tuple[Any, Array]:
-    """`count` tokens of a head, and which of them there are."""
+def _rows(ref: Any, first: Array | int, count: int, tokens: int) -> tuple[Any, Array]:
+    """`count` of a head's tokens, and which of them there are."""
     from jax.experimental import pallas as pl
 
-    there = (first + jnp.arange(count) < ref.shape[0])[:, None]
+    there = (first + jnp.arange(count) < tokens)[:, None]
     return ref.at[pl.ds(first, count), :], there
 
 
-def _read(ref: Any, first: Array | int, count: int) -> Array:
-    rows, there = _rows(ref, first, count)
+def _read(ref: Any, first: Array | int, count: int, tokens: int) -> Array:
+    rows, there = _rows(ref, first, count, tokens)
     return _triton().load(rows, mask=there, other=0.0)
 
 
-def _write(ref: Any, first: Array | int, value: Array) -> None:
-    rows, there = _rows(ref, first, len(value))
+def _write(ref: Any, first: Array | int, value: Array, tokens: int) -> None:
+    rows, there = _rows(ref, first, len(value), tokens)
     _triton().store(rows, value.astype(ref.dtype), mask=there)
 
 
@@ -202,34 +204,36 @@ def _power_of_2(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any) -> None:
-    keys, rows = k.shape[0], QUERIES["forward"]
-    all_k, all_v = (_read(ref, 0, _power_of_2(keys)) for ref in (k, v))
+def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any, *, queries: int, keys: int) -> None:
+    rows = QUERIES["forward"]
+    all_k, all_v = (_read(ref, 0, len(ref), keys) for ref in (k, v))
 
     def some_queries(i: Array, carry: None) -> None:
-        odds = _odds(_read(q, i * rows, rows), all_k, keys)
-        _write(out, i * rows, _product(odds, all_v, 1, 0))
+        odds = _odds(_read(q, i * rows, rows, queries), all_k, keys)
+        _write(out, i * rows, _product(odds, all_v, 1, 0), queries)
 
-    jax.lax.fori_loop(0, -(-q.shape[0] // rows), some_queries, None)
+    jax.lax.fori_loop(0, -(-queries // rows), some_queries, None)
 
 
-def _attend_back_on_gpu(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any) -> None:
-    keys, rows, scale = k.shape[0], QUERIES["backward"], q.shape[-1] ** -0.5
-    all_k, all_v = (_read(ref, 0, _power_of_2(keys)) for ref in (k, v))
+def _attend_back_on_gpu(
+    q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any, *, queries: int, keys: int
+) -> None:
+    rows, scale = QUERIES["backward"], q.shape[-1] ** -0.5
+    all_k, all_v = (_read(ref, 0, len(ref), keys) for ref in (k, v))
 
     def some_queries(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        own_q, own_gradient = (_read(ref, i * rows, rows) for ref in (q, gradient))
+        own_q, own_gradient = (_read(ref, i * rows, rows, queries) for ref in (q, gradient))
         odds = _odds(own_q, all_k, keys)
         wide, of_odds = odds.astype(jnp.float32), _product(own_gradient, all_v, 1, 1)
         row = jnp.sum(wide * of_odds, axis=-1, keepdims=True)
         of_score = (wide * (of_odds - row) * scale).astype(own_q.dtype)
-        _write(of_q, i * rows, _product(of_score, all_k, 1, 0))
+        _write(of_q, i * rows, _product(of_score, all_k, 1, 0), queries)
         return sums[0] + _product(of_score, own_q, 0, 0), sums[1] + _product(odds, own_gradient, 0, 0)
 
     nothing = jnp.zeros(all_k.shape, jnp.float32)
-    sums = jax.lax.fori_loop(0, -(-q.shape[0] // rows), some_queries, (nothing, nothing))
-    _write(of_k, 0, sums[0])
-    _write(of_v, 0, sums[1])
+    sums = jax.lax.fori_loop(0, -(-queries // rows), some_queries, (nothing, nothing))
+    _write(of_k, 0, sums[0], keys)
+    _write(of_v, 0, sums[1], keys)
 
 
 def _on_gpu(name: str, function: Callable[..., None], products: int) -> _Pass:
