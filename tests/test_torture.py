@@ -33,7 +33,7 @@ def tried(torture, folder, monkeypatch, **wanted):
     for name in ("FCLJAX_DATA", "FCLJAX_COMPILED"):  # which the trials change
         monkeypatch.setenv(name, os.environ.get(name, "off"))
     wanted = {kind.replace("_", " "): number for kind, number in wanted.items()}
-    return torture.torture(folder, 1, 10.0, wanted, tuple(torture.RUNS))
+    return torture.torture(folder, 1, 60.0, wanted, tuple(torture.RUNS))
 
 
 def test_bad_inputs_end_in_one_line_and_leave_nothing(torture, tmp_path, monkeypatch):
