@@ -106,7 +106,7 @@ def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[
     provisional one. Arguments as of `programs_of`."""
     exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
     server, states, context, _ = _round_of(exp)
-    task_of, test = np.zeros(exp.sizes.classes, int), whole(exp.test)
+    task_of, test = np.zeros(exp.sizes.classes, np.int32), whole(exp.test)
     own = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
     functions = {
         "evaluation": exp.method.predict_client if exp.method.personal else exp.method.predict,
