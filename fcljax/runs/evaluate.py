@@ -169,7 +169,7 @@ def _mean_over_clients(shares: list[list[float | None]]) -> list[float]:
 def _task_of(current: Sequence) -> Int[np.ndarray, " C"]:
     """The task that each class belongs to, the first one of several; -1: none yet."""
     has = np.stack(current)
-    return np.where(has.any(axis=0), has.argmax(axis=0), -1)
+    return np.where(has.any(axis=0), has.argmax(axis=0), -1).astype(np.int32)
 
 
 def _describe(records: Records, predicted: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
