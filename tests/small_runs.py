@@ -107,6 +107,11 @@ def program_environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
 
 
+def logged(log: Path) -> int:
+    """Lines of the log of a run that may just have begun."""
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
 def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: dict[str, str]) -> None:
     """Start `fcljax ARGUMENTS` and kill it with SIGKILL as soon as `log` has that many lines."""
     process = subprocess.Popen(
@@ -116,11 +121,7 @@ def kill_when_logged(arguments: list[str], log: Path, lines: int, environment: d
         stderr=subprocess.PIPE,
     )
     end = time.monotonic() + 300
-    while (
-        (not log.exists() or log.read_bytes().count(b"\n") < lines)
-        and process.poll() is None
-        and time.monotonic() < end
-    ):
+    while logged(log) < lines and process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
     process.kill()
     message = process.communicate()[1].decode()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from micro import DATA, FROZEN, STREAM, method_of, read
+from small_runs import some
 from test_conformance import OPTIONS
 from test_docs import DOCS, PAPERS, equations, found
 
@@ -65,7 +66,7 @@ def run_each(method):
         run(method, fidelity)
 
 
-CASES = [pytest.param(name, marks=() if name in ("pmae", "pilora") else pytest.mark.long) for name in NAMED]
+CASES = some(NAMED, ("pmae", "pilora"))
 
 
 @pytest.mark.parametrize("method", CASES)

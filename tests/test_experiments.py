@@ -1,7 +1,6 @@
 """The papers' tables in experiments/: every row is a run with the paper's settings and upload."""
 
 import dataclasses
-import functools
 import json
 import re
 import typing
@@ -151,7 +150,6 @@ def test_nothing_that_the_paper_fixes_is_left_to_a_default(column):
     assert fixed | {"normalise", "augment", "alpha"} | disputed <= values
 
 
-@functools.cache
 def network_with_shapes(name):
     """A backbone and the shapes of its parameters."""
     if name in CONVNETS:

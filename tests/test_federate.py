@@ -592,8 +592,7 @@ def test_steps_of_joined_arrays_are_those_of_each_array(inner):
         (one, first), (other, second) = (
             jax.jit(by.update)(gradient, state) for by, state in zip((inner, joined), states, strict=True)
         )
-        # the last bit is the compiler's: with jax 0.12 that of an array of one number differs
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-22), one, other)
+        same(one, other)
         states = first, second
 
 

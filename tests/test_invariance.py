@@ -14,6 +14,7 @@ from fcljax.federated.engine import Lanes, RoundInputs, make_engine, run_round
 from fcljax.federated.schedule import ClientPartition
 from fcljax.types import View
 
+EACH = small_runs.some(WAYS, ("vmap3", "loop3"))
 PRESENT = [0, 1, 3, 6]  # clients with rows in the first task
 
 
@@ -43,13 +44,13 @@ def uploads(engine, data, partition, ids):
 # ---- lanes, chunks, devices, co-participants ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", small_runs.some(WAYS, ("vmap3", "loop3")))
+@pytest.mark.parametrize("way", EACH)
 def test_a_clients_upload_does_not_depend_on_lanes(way, data, partitions):
     expected = uploads(engine_of("remembering", "loop1"), data, partitions[0], PRESENT)
     close(uploads(engine_of("remembering", way), data, partitions[0], PRESENT), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", small_runs.some(WAYS, ("vmap3", "loop3")))
+@pytest.mark.parametrize("way", EACH)
 def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, partitions):
     engine = engine_of("remembering", way)
     together, states = uploads(engine, data, partitions[0], PRESENT)
@@ -59,7 +60,7 @@ def test_a_clients_upload_does_not_depend_on_who_else_takes_part(way, data, part
         same(one(its_states, client), one(states, client))
 
 
-@pytest.mark.parametrize("way", small_runs.some(WAYS, ("vmap3", "loop3")))
+@pytest.mark.parametrize("way", EACH)
 def test_a_clients_upload_does_not_depend_on_the_rows_of_the_others(way, data, partitions):
     """Client 3 keeps its rows; two others swap theirs, 9 and 8 of them."""
     engine, partition = engine_of("remembering", way), partitions[0]
@@ -139,7 +140,7 @@ def test_eight_devices_give_the_numbers_of_one_to_clients_with_tasks_of_their_ow
 # ---- masked rows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", small_runs.some(WAYS, ("vmap3", "loop3")))
+@pytest.mark.parametrize("way", EACH)
 def test_rows_that_no_participant_holds_may_be_nan(way, data, partitions):
     """Padding reads row 0 of the store, which nobody holds; batches of 4 are partial for clients of 9, 13 and
     1 rows."""

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, finished
+from small_runs import ROOT, finished, logged
 
 from fcljax import cli
 from fcljax.runs.folder import locked
@@ -260,12 +260,6 @@ def test_only_what_is_missing_is_run_again_and_more_runs_may_join(here, capsys):
     assert (here / "plain" / "metrics.jsonl").read_bytes() == before[NAMES[1]]
 
 
-def rounds_of(run: Path) -> int:
-    """Finished ones of a run that may just have begun."""
-    log = run / "metrics.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
@@ -277,7 +271,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
     runs, end = [here / "out" / name for name in NAMES], time.monotonic() + 300
     while process.poll() is None and time.monotonic() < end:
         # where much else is at work, one run could end before the other has a round
-        if all(map(Path.exists, runs)) and any(rounds_of(run) >= 2 for run in runs):
+        if all(map(Path.exists, runs)) and any(logged(run / "metrics.jsonl") >= 2 for run in runs):
             break
         time.sleep(0.01)
     process.send_signal(number)
