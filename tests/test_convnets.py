@@ -23,7 +23,7 @@ from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.fedavg import NoOptions
 from fcljax.methods.fedavg import plain as plain_method
 from fcljax.models.convnet import init_convnet
-from fcljax.models.convolution import Window, conv, conv_general_dilated
+from fcljax.models.convolution import Window, conv, conv_general_dilated, max_pool
 from fcljax.models.densenet import DenseNet, DenseNetConfig, densenet_network
 from fcljax.models.networks import make_network
 from fcljax.models.resnet import ResNet, ResNetConfig, resnet_network
@@ -124,6 +124,41 @@ def test_what_it_is_not_for_is_as_jax_does_it(more):
         for f in (conv_general_dilated, lax.conv_general_dilated)
     )
     np.testing.assert_array_equal(one, other)
+
+
+# size, stride, pads, height: two by two as of small networks, the stem of a ResNet, and others
+WINDOWS = [
+    ((2, 2), (2, 2), ((0, 0), (0, 0)), 8),
+    ((2, 3), (2, 3), ((0, 0), (0, 0)), 7),
+    ((3, 3), (2, 2), ((1, 1), (1, 1)), 8),
+    ((3, 2), (1, 2), ((1, 0), (0, 1)), 5),
+    ((1, 1), (2, 3), ((0, 0), (0, 0)), 5),
+]
+
+
+@pytest.mark.parametrize("size, stride, pads, height", WINDOWS)
+def test_max_pooling_and_its_gradient_are_those_of_flax_also_of_equal_values(size, stride, pads, height):
+    x = jnp.round(2 * random(3, height, 9, 4))  # many windows have their largest value twice
+    (ours, back), (theirs, expected) = (
+        jax.vjp(f, x)
+        for f in (
+            lambda x: max_pool(x, size, Window(stride, pads)),
+            lambda x: nn.max_pool(x, size, stride, pads),
+        )
+    )
+    np.testing.assert_array_equal(ours, theirs)
+    gradient = random(*ours.shape)
+    np.testing.assert_allclose(back(gradient)[0], expected(gradient)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_of_max_pooling_is_none_that_xla_scatters():
+    pooled = {
+        "ours": lambda x: max_pool(x, (3, 3), Window((2, 2), ((1, 1), (1, 1)))),
+        "flax": lambda x: nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1))),
+    }
+    step = lambda f: jax.jit(jax.grad(lambda x: f(x).sum())).lower(random(1, 8, 8, 2)).as_text()
+    scattered = {name for name, f in pooled.items() if "select_and_scatter" in step(f)}
+    assert scattered == {"flax"}
 
 
 # ---- the networks ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fcljax.adapters.full import FullOptions, full
-from fcljax.models.convolution import Window, conv
+from fcljax.models.convolution import Window, conv, max_pool
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
@@ -70,6 +70,11 @@ def init(work: Dense) -> dict[str, Array]:
     return jax.tree.map(jnp.asarray, weights)
 
 
+def halve(x: Array) -> Array:
+    """The largest of 2 x 2 pixels."""
+    return max_pool(x, (2, 2), Window((2, 2)))
+
+
 # ---- fcljax ------------------------------------------------------------------------------------------------
 
 
@@ -78,7 +83,7 @@ def game_of(work: Dense) -> Game:
 
     def apply(params, image, injection, train, mask=None):
         del injection, train, mask
-        return Features(hidden(functools.partial(conv, SAME), params, image), None, {}), params
+        return Features(hidden(functools.partial(conv, SAME), halve, params, image), None, {}), params
 
     rows, rng = sum(work.rows), np.random.default_rng(1)
     label = rng.integers(0, work.classes, rows).astype(np.int32)

@@ -12,16 +12,14 @@ def layers(weights: Mapping[str, Any], kind: str) -> range:
     return range(sum(name.removeprefix(kind).isdigit() for name in weights))
 
 
-def hidden(convolve: Callable, weights: Mapping[str, Any], image: Any) -> Any:
-    """What the classifier reads, in JAX: `image` [B, H, W, C] with convolutions, else [B, D]."""
+def hidden(convolve: Callable, halve: Callable, weights: Mapping[str, Any], image: Any) -> Any:
+    """What the classifier reads, in JAX: `image` [B, H, W, C] with convolutions, else [B, D]. `halve` takes
+    the largest of 2 x 2 pixels."""
     import jax
-    import jax.numpy as jnp
 
     x = image
     for i in layers(weights, "conv"):
-        x = jax.nn.relu(convolve(x, weights[f"conv{i}"]) + weights[f"conv{i}_bias"])
-        b, h, w, c = x.shape
-        x = jnp.max(x.reshape(b, h // 2, 2, w // 2, 2, c), axis=(2, 4))
+        x = halve(jax.nn.relu(convolve(x, weights[f"conv{i}"]) + weights[f"conv{i}_bias"]))
     x = x.reshape(x.shape[0], -1)
     for i in layers(weights, "dense"):
         x = jax.nn.relu(x @ weights[f"dense{i}"] + weights[f"dense{i}_bias"])
@@ -35,12 +33,20 @@ def lax_conv(x: Any, kernel: Any) -> Any:
     return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def largest_of_four(x: Any) -> Any:
+    """Max-pooling of 2 x 2 pixels whose gradient jax derives well."""
+    import jax.numpy as jnp
+
+    b, h, w, c = x.shape
+    return jnp.max(x.reshape(b, h // 2, 2, w // 2, 2, c), axis=(2, 4))
+
+
 def mean_loss(weights: Mapping[str, Any], image: Any, label: Any, mask: Any) -> Any:
     """The mean cross-entropy of the rows in the mask, in JAX."""
     import jax.numpy as jnp
     import optax
 
-    logits = hidden(lax_conv, weights, image) @ weights["head"] + weights["head_bias"]
+    logits = hidden(lax_conv, largest_of_four, weights, image) @ weights["head"] + weights["head_bias"]
     each = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     return jnp.sum(each * mask) / jnp.sum(mask)
 

@@ -114,11 +114,11 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     ) -> Injection:
         own = prefixes(cached, trainable, query, task, train, mask)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
-        of_task = [own[:, i] for i in range(own.shape[1])]
+        of_task = jnp.unstack(own, axis=1)
         if options.dual_reshape_bug:
             of_task = [mixed_up(both, mask) for both in of_task]
-        blocks = [shared[:, i] for i in range(shared.shape[1])] + of_task
-        return Injection(prefix={i: Prefix(both[:, 0], both[:, 1]) for i, both in enumerate(blocks)})
+        blocks = [*jnp.unstack(shared, axis=1), *of_task]
+        return Injection(prefix={i: Prefix(*jnp.unstack(both, axis=1)) for i, both in enumerate(blocks)})
 
     def prompt(cached: Cached, trainable: DualPrompts, query: Array, task: Task) -> Float[Array, "b n width"]:
         own = prefixes(cached, trainable, query, task, False, jnp.ones(len(query), bool))

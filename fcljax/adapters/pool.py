@@ -116,8 +116,6 @@ def check_even(field: str, length: int) -> None:
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
     """The first half of each block's tokens as keys, the second half as values."""
-    blocks = prompt.shape[1]
-    # the gradient of `split` joins those of the parts; that of indexing adds up as many padded arrays
-    parts = jnp.split(rearrange(prompt, "b l (two n) d -> (l two) b n d", two=2), 2 * blocks)
-    halves = [part[0] for part in parts]
-    return Injection(prefix={i: Prefix(*halves[2 * i : 2 * i + 2]) for i in range(blocks)})
+    # the gradient of `unstack` joins those of the parts; that of indexing adds up as many padded arrays
+    blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))
+    return Injection(prefix={i: Prefix(*jnp.unstack(halves)) for i, halves in enumerate(blocks)})

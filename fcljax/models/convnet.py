@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
-from fcljax.models.convolution import conv_general_dilated
+from fcljax.models.convolution import Window, conv_general_dilated, max_pool
 from fcljax.settings import Stem
 from fcljax.types import Features, Network
 
@@ -67,7 +67,7 @@ class StemLayers(nn.Module):
             )
         x = layer(self.features, 7, 2, dtype=self.dtype, name="conv")(x)
         x = Norm(self.train, name="norm")(x, mask)
-        return nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        return max_pool(x, (3, 3), Window((2, 2), ((1, 1), (1, 1))))
 
 
 class Variables(NamedTuple):

@@ -82,32 +82,46 @@ def _dot_general(x: Array, kernel: Array, dimensions: object, precision: object 
 # ---- between products --------------------------------------------------------------------------------------
 
 
-def elementwise(
-    function: Callable[[Array], Array], x: Float[Array, "..."], dtype: str
-) -> Float[Array, "..."]:
-    """function(x) in float32, such as GELU, of x and with a result in the compute type."""
-    return function(x) if dtype == "float32" else _from_rounded(function, x.astype(dtype), dtype)
+def activated(
+    function: Callable[[Array], Array],
+    x: Float[Array, "*rows width"],
+    bias: Float[Array, " width"],
+    dtype: str,
+) -> Float[Array, "*rows width"]:
+    """function(x + bias) in float32, such as GELU, with a result in the compute type. The backward pass
+    computes it again: of x and the bias, or where activations are rounded, of their rounded sum."""
+    kept = (x, bias) if dtype == "float32" else ((x + bias).astype(dtype),)
+    return _of_sum(function, kept, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def _from_rounded(function: Callable[[Array], Array], x: Array, dtype: str) -> Array:
-    """function(x), computed in float32; the backward pass reads x alone."""
-    return function(x.astype(jnp.float32)).astype(dtype)
+def _of_sum(function: Callable[[Array], Array], kept: tuple[Array, ...], dtype: str) -> Array:
+    """function of the sum of what is kept, computed in float32; the backward pass reads no more."""
+    return _wide(function, *kept).astype(dtype)
 
 
-def _keep_rounded(function: Callable[[Array], Array], x: Array, dtype: str) -> tuple[Array, Array]:
-    return _from_rounded(function, x, dtype), x
+def _wide(function: Callable[[Array], Array], *kept: Array) -> Array:
+    first, *rest = (part.astype(jnp.float32) for part in kept)
+    return function(sum(rest, first))
 
 
-def _again(function: Callable[[Array], Array], dtype: str, x: Array, gradient: Array) -> tuple[Array]:
+def _keep(
+    function: Callable[[Array], Array], kept: tuple[Array, ...], dtype: str
+) -> tuple[Array, tuple[Array, ...]]:
+    return _of_sum(function, kept, dtype), kept
+
+
+def _again(
+    function: Callable[[Array], Array], dtype: str, kept: tuple[Array, ...], gradient: Array
+) -> tuple[tuple[Array, ...]]:
     del dtype
     # behind the barrier, or else XLA would share what both passes compute and keep it, in float32
-    wide, gradient = (each.astype(jnp.float32) for each in jax.lax.optimization_barrier((x, gradient)))
-    (of_x,) = jax.vjp(function, wide)[1](gradient)
-    return (of_x.astype(x.dtype),)
+    kept, gradient = jax.lax.optimization_barrier((kept, gradient))
+    _, slopes = jax.vjp(functools.partial(_wide, function), *kept)
+    return (slopes(gradient.astype(jnp.float32)),)
 
 
-_from_rounded.defvjp(_keep_rounded, _again)
+_of_sum.defvjp(_keep, _again)
 
 
 def attention(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.mesh import by_itself
-from fcljax.models.products import attention, dense, elementwise, matmul
+from fcljax.models.products import activated, attention, dense, matmul
 from fcljax.models.shapes import ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
@@ -186,7 +186,7 @@ class Attention(nn.Module):
             kv = jnp.concatenate([kv, extra], axis=1)
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
-        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=c.heads)
+        k, v = (rearrange(x, "b n (h d) -> b h n d", h=c.heads) for x in jnp.split(kv, 2, axis=-1))
         if c.qk_norm:
             q, k = (_norm(c, name, c.dtype)(part) for name, part in (("q_norm", q), ("k_norm", k)))
         if angle is not None:
@@ -214,12 +214,26 @@ def low_rank(
     return matmul(matmul(x, down.T.astype(x.dtype)).astype(x.dtype), up.T.astype(x.dtype))
 
 
-def activation(c: ViTConfig, x: Array) -> Array:
-    """Of the MLPs: exact GELU (Hendrycks and Gimpel 2016), or OpenAI's cheaper form of it."""
+class HiddenLayer(nn.Module):
+    """A linear layer with bias, and the activation of the MLPs: exact GELU (Hendrycks and Gimpel 2016), or
+    OpenAI's cheaper form of it."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], c.mlp))
+        bias = self.param("bias", nn.initializers.zeros, (c.mlp,))
+        product = matmul(x.astype(c.dtype), kernel.astype(c.dtype))
+        return activated(_activation(c), product, bias, c.dtype)
+
+
+def _activation(c: ViTConfig) -> Callable[[Array], Array]:
     if c.activation == "quick_gelu":
-        return elementwise(_quick_gelu, x, c.dtype)
+        return _quick_gelu
     on_tpu = c.dtype == "bfloat16" and c.kernel.chip == "tpu"
-    return elementwise(_gelu_by_erfc if on_tpu else _gelu, x, c.dtype)
+    return _gelu_by_erfc if on_tpu else _gelu
 
 
 def _gelu(x: Array) -> Array:
@@ -270,7 +284,7 @@ class Block(nn.Module):
             prompt = norm1(prompt)
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
-        hidden = activation(c, dense(c.mlp, c.dtype, "fc1")(norm2(x)))
+        hidden = HiddenLayer(c, name="fc1")(norm2(x))
         return (x + self._scaled("ls2", dense(c.width, c.dtype, "fc2")(hidden))).astype(c.dtype)
 
     def _scaled(self, name: str, x: Array) -> Array:
