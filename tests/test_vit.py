@@ -17,11 +17,11 @@ from fcljax.models.products import matmul
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import (
     Block,
+    HiddenLayer,
     Injection,
     Lora,
     Prefix,
     ViTConfig,
-    activation,
     apply_vit,
     init_vit,
     layer_norm,
@@ -124,7 +124,9 @@ def test_gelu_is_x_times_the_normal_distribution_function(dtype):
     x = np.linspace(-6, 6, 101)
     below = np.array([0.5 * (1 + math.erf(each / math.sqrt(2))) for each in x])
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    gelu = functools.partial(activation, dataclasses.replace(TINY, dtype=dtype))
+    layer = HiddenLayer(dataclasses.replace(TINY, mlp=len(x), dtype=dtype))
+    params = {"kernel": jnp.eye(len(x)), "bias": jnp.full(len(x), 0.5)}
+    gelu = lambda x: layer.apply({"params": params}, x - 0.5)
     given = jnp.asarray(x, jnp.float32)
     tolerance = {"float32": 1e-6, "bfloat16": 0.05}[dtype]
     np.testing.assert_allclose(np.float32(gelu(given)), x * below, rtol=0, atol=tolerance)
@@ -252,18 +254,22 @@ def test_no_product_in_bfloat16_is_widened_before_it_is_taken(image):
 
 def test_what_the_backward_pass_keeps_of_activations_is_bfloat16(image):
     """Of the network's size there is nothing in float32: memory and its traffic are half as large."""
-    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(TINY))
+    config = dataclasses.replace(TINY, mlp=24)
+    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(config))
 
     def kept(dtype):
         apply = lambda prompt: apply_vit(
-            dataclasses.replace(TINY, dtype=dtype), params, image, Injection(prompt={0: prompt}), True
+            dataclasses.replace(config, dtype=dtype), params, image, Injection(prompt={0: prompt}), True
         )
         backward = lambda prompt: jax.vjp(lambda prompt: apply(prompt).tokens, prompt)[1]
-        leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, TINY.width)))
+        leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, config.width)))
         weights = {x.shape for x in jax.tree.leaves(params)}
-        return [x for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * TINY.width]
+        return [x for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * config.width]
 
-    assert {x.dtype.name for x in kept("float32")} == {"float32"}
+    full = kept("float32")
+    assert {x.dtype.name for x in full} == {"float32"}
+    hidden = [x.shape for x in full if x.shape[-1] == config.mlp and x.ndim == 3]
+    assert len(hidden) == config.depth  # of GELU what enters it
     half = kept("bfloat16")
     inputs = [x for x in half if x.shape == image.shape]  # none: the gradient does not reach the patches
     assert half and not inputs and {x.dtype.name for x in half} == {"bfloat16"}
