@@ -72,10 +72,11 @@ SIZES = [
 ]
 
 
+@pytest.mark.parametrize("inputs", [3, 8])  # a first layer's kernel has a gradient of its own
 @pytest.mark.parametrize("size, stride, pads, side", SIZES)
-def test_values_and_both_gradients_are_those_of_jax(size, stride, pads, side):
+def test_values_and_both_gradients_are_those_of_jax(size, stride, pads, side, inputs):
     window = Window((stride, 1), (pads, (1, 2)))
-    x, kernel = random(3, side, 6, 4), random(size, 2, 4, 6)
+    x, kernel = random(3, side, 6, inputs), random(size, 2, inputs, 6)
     (ours, back), (theirs, expected) = (
         jax.vjp(lambda x, kernel, f=f: f(window, x, kernel), x, kernel) for f in (conv, plain)
     )

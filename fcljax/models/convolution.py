@@ -16,8 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from fcljax.models.products import exact_matmul
+
 Pair = tuple[int, int]
 
+FEW_INPUTS = 4  # channels of images, in a network's first layer
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
@@ -83,6 +86,8 @@ def kernel_gradient(
     window: Window, x: Array, kernel: Array, gradient: Array
 ) -> Float[Array, "rows columns inputs outputs"]:
     """The gradient of the kernel: the images convolved with the outputs' gradient, summed over the batch."""
+    if window.stride == (1, 1) and kernel.shape[2] <= FEW_INPUTS:
+        return _gradient_of_patches(window, x, kernel, gradient)
     pads = []
     for axis in range(2):
         spread = window.stride[axis] * (gradient.shape[1 + axis] - 1) + 1
@@ -92,6 +97,19 @@ def kernel_gradient(
         x.transpose(3, 1, 2, 0), gradient.transpose(1, 2, 0, 3), (1, 1), pads, rhs_dilation=window.stride
     )
     return out.transpose(1, 2, 0, 3)
+
+
+def _gradient_of_patches(window: Window, x: Array, kernel: Array, gradient: Array) -> Array:
+    """The same with stride 1 as one product with what each value of the kernel sees: the pixels of few input
+    channels are copied faster than the gradient is transposed."""
+    padded = jnp.pad(x.transpose(3, 0, 1, 2), ((0, 0), (0, 0), *window.pads))
+    height, width = gradient.shape[1:3]
+    seen = [
+        padded[:, :, row : row + height, column : column + width]
+        for row, column in np.ndindex(kernel.shape[:2])
+    ]
+    by_value = jnp.stack(seen).reshape(kernel[..., 0].size, -1)
+    return exact_matmul(by_value, gradient.reshape(-1, kernel.shape[3])).reshape(kernel.shape)
 
 
 def conv_general_dilated(
