@@ -1,7 +1,7 @@
 """fcljax's engine beside plain loops of our own in JAX and torch, on one core.
 
     python experiments/bench_peers.py --repeats 3
-    python experiments/bench_peers.py --profile          # what stands in FPPL's way to the peak, part by part
+    python experiments/bench_peers.py --profile --only fppl      # where the time of a round goes, by kernels
     python experiments/bench_peers.py --only mlp tiny
     python experiments/bench_peers.py --environments build/peers   # beside FedJAX, pfl-research and torch too
 
@@ -20,7 +20,9 @@ The share of the peak is that of useful FLOPs: matrix products of real rows in t
 """
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,9 @@ def main() -> None:
     """Measure what was asked for."""
     options = parse(sys.argv[1:])
     one_core(options.core)
+    if options.profile:
+        print(profile(options), flush=True)
+        return
     if options.environments:
         from peers import outside
 
@@ -49,7 +54,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--core", type=int, default=None, help="the processor's core to run on")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it work?")
-    parser.add_argument("--profile", action="store_true", help="FPPL's round part by part, and nothing else")
+    parser.add_argument(
+        "--profile", action="store_true", help="our rounds by their kernels, and nothing else"
+    )
     parser.add_argument("--environments", type=Path, help="the other libraries' folder, made if missing")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     return parser.parse_args(arguments)
@@ -62,10 +69,7 @@ def report(options: argparse.Namespace) -> str:
     size = 256 if options.small else 2048
     peaks = [{"numpy": machine.numpy_peak(size), "jax": machine.peak(size)}]
     rows: list[contest.Row] = []
-    found = ""
-    if options.profile:
-        found = profile(options, max(peaks[0].values()))
-    for name in () if options.profile else options.only:
+    for name in options.only:
         for workload in WORKLOADS[name](options.small, options.environments):
             rows += contest.measure(workload, options.repeats)
             for row in rows[-len(workload.ways) :]:
@@ -76,17 +80,32 @@ def report(options: argparse.Namespace) -> str:
         f"{machine.processor()}, one core; matrix products of {size} x {size} before and after, GFLOP/s: "
         f"{', '.join(said)}"
     ]
-    found = found or contest.table(rows, max(max(each.values()) for each in peaks))
-    return "\n\n".join([*lines, found, *contest.left_out(bool(options.environments))])
+    table = contest.table(rows, max(max(each.values()) for each in peaks))
+    return "\n\n".join([*lines, table, *contest.left_out(bool(options.environments))])
 
 
-def profile(options: argparse.Namespace, peak: float) -> str:
-    """FPPL's round part by part."""
-    from peers import ablation
+def profile(options: argparse.Namespace) -> str:
+    """Where the time of our rounds goes, a table for each workload."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XLA_FLAGS"] += f" --xla_dump_to={folder} --xla_dump_hlo_as_text"
+        from peers import game, kernels, machine
 
-    from fcljax.federated.client_loop import Lanes
+        from fcljax.federated.client_loop import Lanes
 
-    return ablation.profile(prompted_work("fppl", options.small), Lanes(1, "loop"), peak, options.repeats)
+        lines = [machine.processor()]
+        for name in options.only:
+            play = game.round_of(game_of(name, options.small), Lanes(1, "loop"))
+            lines += [f"{title(name)}:", kernels.profile(play, Path(folder))]
+    return "\n\n".join(lines)
+
+
+def game_of(name: str, small: bool) -> Any:
+    """The federation of a workload."""
+    from peers import dense, prompted
+
+    if name in dense_sizes(small):
+        return dense.game_of(dense_sizes(small)[name])
+    return prompted.game_of(prompted_work(name, small))
 
 
 # ---- workloads ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ sys.path.append(str(small_runs.ROOT / "experiments"))
 
 import bench_gpu
 import bench_peers
-from peers import ablation, accelerator, contest, dense, game, outside, prompted
+from peers import accelerator, contest, dense, game, kernels, outside, prompted
 
 from fcljax.federated.client_loop import Lanes
 from fcljax.models.shapes import AttentionKernel
@@ -154,31 +155,36 @@ def test_flops_of_the_formula_are_those_of_the_compiled_network():
     assert 0.85 < 2 * prompted.forward_flops(vit, 0, 0) / lowered.cost_analysis()["flops"] < 1
 
 
-def test_the_products_that_are_timed_are_those_that_are_counted():
-    batch, prompts, blocks = 3, 20, 2
-    vit = dataclasses.replace(MICRO, depth=4)
-    flops = lambda shapes: sum(2 * n * rows * inner * to for n, rows, inner, to in shapes) / batch
-    shapes = ablation.shapes(vit, batch, prompts, blocks)
-    pairs = ablation.attention_shapes(vit, prompts, blocks)
-    attention = sum(4 * queries * keys * vit.width for queries, keys in pairs)
-    assert flops(shapes) + attention == prompted.forward_flops(vit, prompts, blocks)
-    assert flops(shapes[3:]) + 2 * attention == prompted.backward_flops(vit, prompts, blocks)
+LINE = '%{name} = f32[2,3]{{1,0}} fusion(%a), metadata={{op_name="jit(traced)/cond/branch_1_fun/{path}"}}'
 
 
-def test_even_clients_have_the_same_rows_in_full_batches():
-    work = prompted.Work("fppl", MICRO, (100, 70, 50, 36), 32)
-    assert ablation.even_rows(work) == (64, 64, 64, 64)
-    with pytest.raises(ValueError, match="35"):
-        ablation.even_rows(work._replace(rows=(30, 5)))
+@pytest.mark.parametrize(
+    "name, path, found",
+    [
+        ("ynn_fusion.7", "ViT/Block_3/fc1/abk,km->abm/dot_general", ("library", "Block/fc1/dot_general")),
+        (
+            "mul_fusion",
+            "jit(_descent)/transpose(jvp(ViT))/Block_11/attn/mul",
+            ("XLA", "Block/attn/mul, gradient"),
+        ),
+        ("dot.2", "jvp()/dot_general", ("library", "dot_general")),
+    ],
+)
+def test_kernels_of_a_profile_are_told_by_their_place_in_the_network(name, path, found):
+    assert kernels.purpose(name, LINE.format(name=name, path=path)) == found
 
 
-def test_steps_alone_have_the_sizes_that_the_engine_gives_them():
-    game = prompted.game_of(prompted.Work("fppl", MICRO, (100, 70, 50, 36), 32, blocks=1))
-    training, collecting = ablation.step_sizes(game)
-    # last batches of 4, 6, 18 and 4 rows, in steps of 6, 18 or 32
-    assert sorted(collecting) == [6, 6, 6, 18, *[32] * 7]
-    assert sorted(training) == sorted(collecting * 2)
-    assert ablation.padded_rows(game) == pytest.approx(1 - 256 / 260)
+def test_a_kernels_purpose_is_looked_up_in_the_program_that_has_all_kernels_of_its_run():
+    lines = lambda path: {"add.1": LINE.format(name="add.1", path=path)}
+    both = {"jit_traced": [lines("first/add"), lines("second/add") | {"mul.1": ""}]}
+    events = [
+        kernels.Event("jit_traced", "0", "add.1", 1.0),
+        kernels.Event("jit_traced", "1", "add.1", 2.0),
+        kernels.Event("jit_traced", "1", "mul.1", 4.0),
+    ]
+    spent, times = kernels.by_purpose(events, both)
+    assert spent == {("XLA", "first/add"): 1.0, ("XLA", "second/add"): 2.0, ("XLA", "mul"): 4.0}
+    assert set(times.values()) == {1}
 
 
 # ---- the benches themselves --------------------------------------------------------------------------------
@@ -192,6 +198,17 @@ def test_the_table_has_a_row_for_every_way(capsys):
     rows = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 5,000")]
     assert rows == ways
     assert "Flower: " in text and "GFLOP/s: numpy" in text
+
+
+def test_a_profile_says_what_the_time_of_a_round_is_for():
+    command = [sys.executable, "experiments/bench_peers.py", "--small", "--profile", "--only", "cnn"]
+    done = subprocess.run(command, cwd=small_runs.ROOT, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    *parts, (_, _, whole, _, _) = rows
+    times, whole = {row[1]: float(row[2]) for row in parts}, float(whole)
+    assert {"conv_general_dilated", "conv_general_dilated, gradient"} < times.keys()
+    assert 0.5 * whole < sum(times.values()) <= whole + 0.05 * len(times)
 
 
 WAY = """
