@@ -14,22 +14,30 @@ grouped convolution of them), one after the other (`lax.map`, the engine's lane 
 Times are the best of three, in ms per step (of all clients); `of_peak` is the share of the matrix product of
 1024 x 1024 that was timed in the same process. `gradient_error` is the largest difference of the kernel's
 gradient from lax's, over its largest value.
+
+Then max-pooling and its gradient, of this batch, by `flax.linen.max_pool` and by ours.
 """
 
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax import lax
 from jaxtyping import Array
 from peers.machine import best, peak, processor
 
-from fcljax.models.convolution import Window, conv
+from fcljax.models.convolution import Window, conv, max_pool
 
 CHANNELS, SIDE, CLIENTS, STEPS = 64, 32, 4, 2
+# size, window, pixels of a side, channels: of a small network, and of a ResNet's stem
+POOLS = {
+    "2 x 2": ((2, 2), Window((2, 2)), 28, 32),
+    "3 x 3, stride 2": ((3, 3), Window((2, 2), ((1, 1), (1, 1))), 112, 64),
+}
 WINDOW = Window((1, 1), ((1, 1), (1, 1)))
 
 
@@ -103,6 +111,23 @@ def main(batch: int) -> None:
                 "gradient_error": float(f"{error:.1e}"),
             }
             print(json.dumps(line), flush=True)
+    for line in pooling(batch):
+        print(json.dumps(line), flush=True)
+
+
+def pooling(batch: int) -> Iterator[dict[str, str | float]]:
+    """A line for each kind of max-pooling and each way: the pooled images and their gradient."""
+    for name, (size, window, side, channels) in POOLS.items():
+        x = jax.random.normal(jax.random.key(2), (batch, side, side, channels))
+        ways = {
+            "flax": functools.partial(
+                nn.max_pool, window_shape=size, strides=window.stride, padding=window.pads
+            ),
+            "ours": functools.partial(max_pool, size=size, window=window),
+        }
+        for way, pool in ways.items():
+            slope = jax.grad(lambda x, pool=pool: (pool(x) ** 2).sum())
+            yield {"way": way, "max-pooling": name, "ms": round(1e3 * seconds(slope, x), 2)}
 
 
 if __name__ == "__main__":

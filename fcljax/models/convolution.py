@@ -175,28 +175,30 @@ def _pool_forward(size: Pair, window: Window, image: Pair, x: Array) -> tuple[Ar
 
 
 def _pool_backward(size: Pair, window: Window, image: Pair, place: Array, gradient: Array) -> tuple[Array]:
-    batch, height, width, channels = gradient.shape
-    if size == window.stride and image == (height * size[0], width * size[1]):  # no pixel in two windows
-        number = jnp.arange(size[0] * size[1]).reshape(size[0], 1, size[1], 1)
-        mine = place[:, :, None, :, None] == number
-        spread = jnp.where(mine, gradient[:, :, None, :, None], 0)
-        return (spread.reshape(batch, *image, channels),)
-    none = jnp.zeros((), gradient.dtype)
-    total = jnp.zeros((batch, *image, channels), gradient.dtype)
-    for number, start in enumerate(np.ndindex(size)):
-        mine = jnp.where(place == number, gradient, none)
-        total += lax.pad(mine, none, _back_in_place(start, window, image, (height, width)))
+    """Each pixel gets the gradients of those of its windows that have it as their largest: per axis of the
+    last window that begins at the pixel or before, of the one before that, and so on."""
+    total = jnp.zeros((len(gradient), *image, gradient.shape[3]), gradient.dtype)
+    most = (-(-places // stride) for places, stride in zip(size, window.stride, strict=True))
+    for back in np.ndindex(*most):  # the windows that a pixel can stand in
+        (rows, row), (columns, column) = map(
+            _windows_of_pixels, size, window.stride, window.pads, image, gradient.shape[1:3], back
+        )
+        at = rows[:, None], columns
+        mine = np.where((row[:, None] >= 0) & (column >= 0), row[:, None] * size[1] + column, -1)
+        total += jnp.where(place[:, *at] == mine[..., None], gradient[:, *at], 0)
     return (total,)
 
 
-def _back_in_place(start: Pair, window: Window, image: Pair, count: Pair) -> list[tuple[int, int, int]]:
-    """What `lax.pad` puts around and between the values of all windows at one place, so that each stands
-    where it does in the image; less than nothing where the place is in the padding."""
-    axes = []
-    for first, stride, pads, pixels, windows in zip(start, *window, image, count, strict=True):
-        before = first - pads[0]
-        axes.append((before, pixels - before - stride * (windows - 1) - 1, stride - 1))
-    return [(0, 0, 0), *axes, (0, 0, 0)]
+def _windows_of_pixels(
+    size: int, stride: int, pads: Pair, pixels: int, windows: int, back: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Along an axis, for each pixel: the number of a window, `back` before the last one that begins at the
+    pixel or before, and the pixel's place in it; -1 where there is no such window or it ends before."""
+    from_first = np.arange(pixels) + pads[0]
+    number = from_first // stride - back
+    place = from_first - stride * number
+    within = (number >= 0) & (number < windows) & (place < size)
+    return np.where(within, number, 0), np.where(within, place, -1)
 
 
 _max_pool.defvjp(_pool_forward, _pool_backward)
