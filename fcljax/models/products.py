@@ -90,38 +90,13 @@ def activated(
 ) -> Float[Array, "*rows width"]:
     """function(x + bias) in float32, such as GELU, with a result in the compute type. The backward pass
     computes it again: of x and the bias, or where activations are rounded, of their rounded sum."""
+
+    def of_sum(*kept: Array) -> Array:
+        first, *rest = (part.astype(jnp.float32) for part in kept)
+        return function(sum(rest, first)).astype(dtype)
+
     kept = (x, bias) if dtype == "float32" else ((x + bias).astype(dtype),)
-    return _of_sum(function, kept, dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def _of_sum(function: Callable[[Array], Array], kept: tuple[Array, ...], dtype: str) -> Array:
-    """function of the sum of what is kept, computed in float32; the backward pass reads no more."""
-    return _wide(function, *kept).astype(dtype)
-
-
-def _wide(function: Callable[[Array], Array], *kept: Array) -> Array:
-    first, *rest = (part.astype(jnp.float32) for part in kept)
-    return function(sum(rest, first))
-
-
-def _keep(
-    function: Callable[[Array], Array], kept: tuple[Array, ...], dtype: str
-) -> tuple[Array, tuple[Array, ...]]:
-    return _of_sum(function, kept, dtype), kept
-
-
-def _again(
-    function: Callable[[Array], Array], dtype: str, kept: tuple[Array, ...], gradient: Array
-) -> tuple[tuple[Array, ...]]:
-    del dtype
-    # behind the barrier, or else XLA would share what both passes compute and keep it, in float32
-    kept, gradient = jax.lax.optimization_barrier((kept, gradient))
-    _, slopes = jax.vjp(functools.partial(_wide, function), *kept)
-    return (slopes(gradient.astype(jnp.float32)),)
-
-
-_of_sum.defvjp(_keep, _again)
+    return jax.checkpoint(of_sum)(*kept)
 
 
 def attention(
