@@ -123,7 +123,7 @@ def pooling(batch: int) -> Iterator[dict[str, str | float]]:
             "flax": functools.partial(
                 nn.max_pool, window_shape=size, strides=window.stride, padding=window.pads
             ),
-            "ours": functools.partial(max_pool, size=size, window=window),
+            "ours": functools.partial(max_pool, size, window),
         }
         for way, pool in ways.items():
             slope = jax.grad(lambda x, pool=pool: (pool(x) ** 2).sum())

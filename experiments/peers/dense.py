@@ -72,7 +72,7 @@ def init(work: Dense) -> dict[str, Array]:
 
 def halve(x: Array) -> Array:
     """The largest of 2 x 2 pixels."""
-    return max_pool(x, (2, 2), Window((2, 2)))
+    return max_pool((2, 2), Window((2, 2)), x)
 
 
 # ---- fcljax ------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class StemLayers(nn.Module):
             )
         x = layer(self.features, 7, 2, dtype=self.dtype, name="conv")(x)
         x = Norm(self.train, name="norm")(x, mask)
-        return max_pool(x, (3, 3), Window((2, 2), ((1, 1), (1, 1))))
+        return max_pool((3, 3), Window((2, 2), ((1, 1), (1, 1))), x)
 
 
 class Variables(NamedTuple):
