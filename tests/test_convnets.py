@@ -60,20 +60,23 @@ def plain(window, x, kernel):
 
 # ---- the convolution ---------------------------------------------------------------------------------------
 
-# size, stride, pads, side: each with each other's plain value, and all at once
+# size, stride, pads, side, inputs: each with each other's plain value, and all at once; the kernel of a first
+# layer, of few inputs and with stride 1, has a gradient of its own
 SIZES = [
-    (3, 1, (1, 1), 8),
-    (1, 2, (0, 0), 8),
-    (3, 2, (1, 1), 7),
-    (3, 3, (2, 1), 8),
-    (3, 1, (2, 1), 8),
-    (2, 3, (1, 0), 7),
-    (3, 2, (2, 1), 8),
+    (3, 1, (1, 1), 8, 8),
+    (1, 2, (0, 0), 8, 8),
+    (3, 2, (1, 1), 7, 8),
+    (3, 3, (2, 1), 8, 8),
+    (3, 1, (2, 1), 8, 8),
+    (2, 3, (1, 0), 7, 8),
+    (3, 2, (2, 1), 8, 8),
+    (3, 1, (1, 1), 8, 3),
+    (3, 1, (2, 1), 8, 1),
+    (3, 2, (2, 1), 8, 3),
 ]
 
 
-@pytest.mark.parametrize("inputs", [3, 8])  # a first layer's kernel has a gradient of its own
-@pytest.mark.parametrize("size, stride, pads, side", SIZES)
+@pytest.mark.parametrize("size, stride, pads, side, inputs", SIZES)
 def test_values_and_both_gradients_are_those_of_jax(size, stride, pads, side, inputs):
     window = Window((stride, 1), (pads, (1, 2)))
     x, kernel = random(3, side, 6, inputs), random(size, 2, inputs, 6)
