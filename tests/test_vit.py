@@ -275,6 +275,21 @@ def test_what_the_backward_pass_keeps_of_activations_is_bfloat16(image):
     assert half and not inputs and {x.dtype.name for x in half} == {"bfloat16"}
 
 
+def test_with_remat_the_backward_pass_keeps_what_enters_each_block(image):
+    deep = dataclasses.replace(TINY, depth=4)
+    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(deep))
+    weights = {x.shape for x in jax.tree.leaves(params)}
+
+    def kept(remat):
+        apply = lambda prompt: apply_vit(deep, params, image, Injection(prompt={0: prompt}), True, remat)
+        backward = lambda prompt: jax.vjp(lambda prompt: apply(prompt).tokens, prompt)[1]
+        leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, deep.width)))
+        return [x.shape for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * deep.width]
+
+    assert set(kept(True)) == {(ROWS, TOKENS, deep.width)}
+    assert sum(map(math.prod, kept(True))) < 0.3 * sum(map(math.prod, kept(False)))
+
+
 def test_gradients_in_bfloat16_are_close_to_those_in_float32(image):
     params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(TINY))
     params = jax.tree_util.tree_map_with_path(
