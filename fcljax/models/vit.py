@@ -186,7 +186,7 @@ class Attention(nn.Module):
             kv = jnp.concatenate([kv, extra], axis=1)
         # Heads before tokens: two plain batched products, a third faster on CPU than with heads inside.
         q = rearrange(q, "b n (h d) -> b h n d", h=c.heads)
-        k, v = (rearrange(x, "b n (h d) -> b h n d", h=c.heads) for x in jnp.split(kv, 2, axis=-1))
+        k, v = (rearrange(part, "b n (h d) -> b h n d", h=c.heads) for part in jnp.split(kv, 2, axis=-1))
         if c.qk_norm:
             q, k = (_norm(c, name, c.dtype)(part) for name, part in (("q_norm", q), ("k_norm", k)))
         if angle is not None:
