@@ -86,7 +86,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, 
     ("name", "way"),
     small_runs.some(
         [*itertools.product(TOYS, ("loop1", "loop3", "unroll2"))],
-        [("replaying", "loop3"), ("two_pass", "loop1")],
+        [("replaying", "loop3")],
     ),
 )
 def test_batches_as_short_as_their_rows_change_no_number(name, way, data, partitions, plain):

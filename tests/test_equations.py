@@ -66,7 +66,7 @@ def run_each(method):
         run(method, fidelity)
 
 
-CASES = some(NAMED, ("pmae", "pilora"))
+CASES = some(NAMED, ("pilora",))
 
 
 @pytest.mark.parametrize("method", CASES)

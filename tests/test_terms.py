@@ -179,7 +179,7 @@ FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran"}  # nothing trains
 
 @pytest.mark.parametrize(
     "name",
-    some(sorted(set(METHODS) - FROZEN - IMAGES), ("fppl", "pilora")),
+    some(sorted(set(METHODS) - FROZEN - IMAGES), ("pilora",)),
 )
 def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(name):
     """Adapter and classifier together: 0.01 is far less than two steps of either."""
@@ -285,7 +285,7 @@ def leaves_of(server):
     return jax.tree.leaves((server.params.adapter, server.params.classifier))
 
 
-@pytest.mark.parametrize("name", some(OFF, ("fppl", "ewc")))
+@pytest.mark.parametrize("name", some(OFF, ("fppl",)))
 def test_a_term_of_weight_0_is_no_term_and_one_with_weight_changes_the_model(name):
     """Two rounds of two tasks, so that prototypes, earlier pairs, anchors and teachers are there."""
     fields, other, without, own = OFF[name]
@@ -323,7 +323,7 @@ def played(method, lanes=PAIR):
     return [(server, report.metrics) for server, _, report in history]
 
 
-@pytest.mark.parametrize(("weight", "share"), [(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)])
+@pytest.mark.parametrize(("weight", "share"), some([(0.0, 0.0), (3.0, 0.75), (1e6, 1.0)], [(3.0, 0.75)]))
 def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, share):
     for _, metrics in played(with_rules(times(weight))):
         assert metrics["gradient_share_again"] == pytest.approx(share, abs=1e-5)

@@ -27,7 +27,7 @@ from micro import (
     server_round,
     train,
 )
-from small_runs import COMMON
+from small_runs import COMMON, some
 
 from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
@@ -163,7 +163,9 @@ def gaussian(x, mean, sigma):
     return -0.5 * ((x - mean) / sigma) ** 2 - np.log(sigma * np.sqrt(2 * np.pi))
 
 
-@pytest.mark.parametrize("scale, factor", [("per_sample", 1 / 3), ("none", 1.0)])
+@pytest.mark.parametrize(
+    "scale, factor", some([("per_sample", 1 / 3), ("none", 1.0)], [("per_sample", 1 / 3)])
+)
 def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard(scale, factor):
     """Before the first step q is the global posterior, so that only the classifier's term is left; it is
     counted over the classes that the client has seen."""
