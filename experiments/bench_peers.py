@@ -103,8 +103,9 @@ def game_of(name: str, small: bool) -> Any:
     """The federation of a workload."""
     from peers import dense, prompted
 
-    if name in dense_sizes(small):
-        return dense.game_of(dense_sizes(small)[name])
+    sizes = dense_sizes(small)
+    if name in sizes:
+        return dense.game_of(sizes[name])
     return prompted.game_of(prompted_work(name, small))
 
 

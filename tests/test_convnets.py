@@ -157,7 +157,9 @@ def test_max_pooling_and_its_gradient_are_those_of_flax_also_of_equal_values(siz
 
 @pytest.mark.parametrize("platform, scattered", [("cpu", False), ("tpu", True), ("cuda", True)])
 def test_xla_scatters_the_gradient_of_max_pooling_where_that_is_fast(platform, scattered):
-    pooled = lambda x: max_pool((3, 3), Window((2, 2), ((1, 1), (1, 1))), x).sum()
+    def pooled(x):
+        return max_pool((3, 3), Window((2, 2), ((1, 1), (1, 1))), x).sum()
+
     traced = jax.jit(jax.grad(pooled)).trace(random(1, 8, 8, 2))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("select_and_scatter" in text) == scattered

@@ -170,12 +170,14 @@ LINE = '%{name} = f32[2,3]{{1,0}} fusion(%a), metadata={{op_name="jit(traced)/co
         ("dot.2", "jvp()/dot_general", ("library", "dot_general")),
     ],
 )
-def test_kernels_of_a_profile_are_told_by_their_place_in_the_network(name, path, found):
+def test_kernels_of_a_profile_are_named_by_their_place_in_the_network(name, path, found):
     assert kernels.purpose(name, LINE.format(name=name, path=path)) == found
 
 
 def test_a_kernels_purpose_is_looked_up_in_the_program_that_has_all_kernels_of_its_run():
-    lines = lambda path: {"add.1": LINE.format(name="add.1", path=path)}
+    def lines(path):
+        return {"add.1": LINE.format(name="add.1", path=path)}
+
     both = {"jit_traced": [lines("first/add"), lines("second/add") | {"mul.1": ""}]}
     events = [
         kernels.Event("jit_traced", "0", "add.1", 1.0),

@@ -126,7 +126,10 @@ def test_gelu_is_x_times_the_normal_distribution_function(dtype):
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     layer = HiddenLayer(dataclasses.replace(TINY, mlp=len(x), dtype=dtype))
     params = {"kernel": jnp.eye(len(x)), "bias": jnp.full(len(x), 0.5)}
-    gelu = lambda x: layer.apply({"params": params}, x - 0.5)
+
+    def gelu(x):
+        return layer.apply({"params": params}, x - 0.5)
+
     given = jnp.asarray(x, jnp.float32)
     tolerance = {"float32": 1e-6, "bfloat16": 0.05}[dtype]
     np.testing.assert_allclose(np.float32(gelu(given)), x * below, rtol=0, atol=tolerance)
@@ -252,42 +255,37 @@ def test_no_product_in_bfloat16_is_widened_before_it_is_taken(image):
         assert factors.count("bf16") == 2 and result.count("xf32") == 1
 
 
+def kept(config, image, remat=False):
+    """The activations that the gradient of a prompt reads, but for the weights, as shapes and types."""
+    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(config))
+    weights = {x.shape for x in jax.tree.leaves(params)}
+
+    def tokens(prompt):
+        return apply_vit(config, params, image, Injection(prompt={0: prompt}), True, remat).tokens
+
+    def backward(prompt):
+        return jax.vjp(tokens, prompt)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, config.width)))
+    return [x for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * config.width]
+
+
 def test_what_the_backward_pass_keeps_of_activations_is_bfloat16(image):
     """Of the network's size there is nothing in float32: memory and its traffic are half as large."""
     config = dataclasses.replace(TINY, mlp=24)
-    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(config))
-
-    def kept(dtype):
-        apply = lambda prompt: apply_vit(
-            dataclasses.replace(config, dtype=dtype), params, image, Injection(prompt={0: prompt}), True
-        )
-        backward = lambda prompt: jax.vjp(lambda prompt: apply(prompt).tokens, prompt)[1]
-        leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, config.width)))
-        weights = {x.shape for x in jax.tree.leaves(params)}
-        return [x for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * config.width]
-
-    full = kept("float32")
+    full, half = (kept(dataclasses.replace(config, dtype=dtype), image) for dtype in ("float32", "bfloat16"))
     assert {x.dtype.name for x in full} == {"float32"}
     hidden = [x.shape for x in full if x.shape[-1] == config.mlp and x.ndim == 3]
     assert len(hidden) == config.depth  # of GELU what enters it
-    half = kept("bfloat16")
     inputs = [x for x in half if x.shape == image.shape]  # none: the gradient does not reach the patches
     assert half and not inputs and {x.dtype.name for x in half} == {"bfloat16"}
 
 
 def test_with_remat_the_backward_pass_keeps_what_enters_each_block(image):
     deep = dataclasses.replace(TINY, depth=4)
-    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(deep))
-    weights = {x.shape for x in jax.tree.leaves(params)}
-
-    def kept(remat):
-        apply = lambda prompt: apply_vit(deep, params, image, Injection(prompt={0: prompt}), True, remat)
-        backward = lambda prompt: jax.vjp(lambda prompt: apply(prompt).tokens, prompt)[1]
-        leaves = jax.tree.leaves(jax.eval_shape(backward, random(2, deep.width)))
-        return [x.shape for x in leaves if x.shape not in weights and x.size >= ROWS * TOKENS * deep.width]
-
-    assert set(kept(True)) == {(ROWS, TOKENS, deep.width)}
-    assert sum(map(math.prod, kept(True))) < 0.3 * sum(map(math.prod, kept(False)))
+    without, with_remat = (kept(deep, image, remat) for remat in (False, True))
+    assert {x.shape for x in with_remat} == {(ROWS, TOKENS, deep.width)}
+    assert sum(x.size for x in with_remat) < 0.3 * sum(x.size for x in without)
 
 
 def test_gradients_in_bfloat16_are_close_to_those_in_float32(image):

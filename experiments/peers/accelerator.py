@@ -8,11 +8,9 @@ import dataclasses
 import functools
 import re
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,7 +28,7 @@ from fcljax.runs.build import Machine, build, kernel_on
 from fcljax.runs.programs import programs_of
 from peers.contest import has_torch
 from peers.game import Game, round_of
-from peers.machine import best, device, peak, processor, seconds
+from peers.machine import best, device, peak, processor, profiled, seconds
 from peers.prompted import Work, game_of, predict_of, rows_seen, useful_flops
 
 TYPES = ("bfloat16", "float32")
@@ -248,11 +246,8 @@ def profile(sizes: Sizes) -> Iterator[Found]:
     work = work_of(sizes, "bfloat16")
     play = round_of(game_of(work), Lanes(1, "vmap"))
     seconds(play)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            whole = seconds(play)[0]
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        spent = time_of_kernels(jax.profiler.ProfileData.from_file(str(file)))
+    whole, found = profiled(play)
+    spent = time_of_kernels(found)
     busy = sum(spent.values())
     yield {"profile": "all kernels", "s": busy, "round_s": whole}
     for name, each in spent.most_common(KERNELS):

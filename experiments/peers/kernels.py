@@ -1,26 +1,23 @@
 """Where the time of a round on a CPU goes: the kernels of its programs, as JAX's profiler times them.
 
-A kernel is told by what it is for: the path of its last operation in the network, without the numbers of
+A kernel is named by its purpose: the path of its last operation in the network, without the numbers of
 blocks, and whether it belongs to the gradient. XLA names this path in the text of the compiled programs,
 which it writes into a folder where `XLA_FLAGS` ask for it.
 """
 
 import collections
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from peers.machine import seconds
+from peers.machine import profiled, seconds
 
 CONTROL = re.compile(r"(while|call|conditional|cond)[.\d]*$")  # their time is that of what they call
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = .*")
 PATH = re.compile(r'op_name="([^"]*)"')
 LIBRARY = ("ynn", "dot", "convolution", "custom-call")  # what XLA leaves to a library, products above all
-STEPS = re.compile(r"jit\(\w*\)|while|body|closed_call|cond|branch_\d+_fun|vmap\(.*\)|[\w,]+->\w+")
+STEPS = re.compile(r"while|body|closed_call|cond|branch_\d+_fun|[\w,]+->\w+")
 SHOWN = 20
 
 Programs = Mapping[str, list[dict[str, str]]]  # name -> for each program, instruction -> its line
@@ -53,16 +50,12 @@ def profile(play: Callable[[], Any], folder: Path) -> str:
 
 def events_of(play: Callable[[], Any]) -> list[Event]:
     """The kernels of a call that has been compiled."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            seconds(play)
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    planes = profiled(play)[1].planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
-    told = [(dict(event.stats), event.duration_ns / 1e9) for event in events]
+    timed = [(dict(event.stats), event.duration_ns / 1e9) for event in events]
     found = [
         Event(stats["hlo_module"], str(stats["run_id"]), stats["hlo_op"], taken)
-        for stats, taken in told
+        for stats, taken in timed
         if "hlo_op" in stats
     ]
     return [event for event in found if not CONTROL.match(event.kernel)]
@@ -79,20 +72,21 @@ def programs(folder: Path) -> Programs:
 
 
 def by_purpose(
-    events: list[Event], programs: Programs
+    events: list[Event], texts: Programs
 ) -> tuple[collections.Counter[tuple[str, str]], collections.Counter[tuple[str, str]]]:
-    """The seconds and the number of kernels for each (by whom, purpose). Of programs of one name a run's is
-    the one that has all of its kernels."""
-    names = collections.defaultdict(set)
+    """The seconds and the number of kernels for each (by whom, purpose). Where several programs have the name
+    of a run's program, the first one that has all of the run's kernels counts."""
+    runs = collections.defaultdict(list)
     for event in events:
-        names[event.program, event.run].add(event.kernel)
+        runs[event.program, event.run].append(event)
     spent, times = collections.Counter(), collections.Counter()
-    for event in events:
-        mine = names[event.program, event.run]
-        of_run = next((p for p in programs[event.program] if mine <= p.keys()), {})
-        key = purpose(event.kernel, of_run.get(event.kernel, ""))
-        spent[key] += event.seconds
-        times[key] += 1
+    for (program, _), mine in runs.items():
+        kernels = {event.kernel for event in mine}
+        lines = next((text for text in texts[program] if kernels <= text.keys()), {})
+        for event in mine:
+            key = purpose(event.kernel, lines.get(event.kernel, ""))
+            spent[key] += event.seconds
+            times[key] += 1
     return spent, times
 
 
@@ -102,7 +96,6 @@ def purpose(kernel: str, line: str) -> tuple[str, str]:
     path = PATH.search(line)
     if not path:
         return by, re.sub(r"[.\d]+$", "", kernel)
-    backwards = "transpose(" in path[1]
-    parts = [re.sub(r"_\d+$", "", part) for part in re.split(r"/", path[1]) if not STEPS.fullmatch(part)]
-    parts = [part for part in parts if "(" not in part]
-    return by, "/".join(parts[-3:]) + (", gradient" if backwards else "")
+    parts = [part for part in path[1].split("/") if "(" not in part and not STEPS.fullmatch(part)]
+    named = "/".join(re.sub(r"_\d+$", "", part) for part in parts[-3:])
+    return by, named + (", gradient" if "transpose(" in path[1] else "")

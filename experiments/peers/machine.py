@@ -1,6 +1,7 @@
 """The machine that a bench runs on: its name, and what its matrix products and copies reach."""
 
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,15 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - start, result
+
+
+def profiled(call: Callable[[], Any]) -> tuple[float, jax.profiler.ProfileData]:
+    """How long a call takes until its arrays are there, and what JAX's profiler saw of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            taken = seconds(call)[0]
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return taken, jax.profiler.ProfileData.from_file(str(file))
 
 
 def best(call: Callable[[], Any], repeats: int) -> float:
