@@ -1,6 +1,7 @@
 """Before JAX starts: eight host devices for tests of the device mesh, cheap compilation of tiny models, and
 each program compiled once."""
 
+import collections
 import functools
 import gc
 import inspect
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import typing
 from importlib import metadata
 from pathlib import Path
@@ -33,13 +35,15 @@ OWNER = "FCLJAX_TESTS" not in os.environ
 if OWNER:
     os.environ["FCLJAX_TESTS"] = tempfile.mkdtemp(prefix="fcljax-tests-")
 SCRATCH = Path(os.environ["FCLJAX_TESTS"])
+ON_DISK = 0.1  # seconds, what takes longer to compile is kept there
 # what the user has prepared must not decide a test
 os.environ["FCLJAX_DATA"] = str(SCRATCH / f"data-{os.getpid()}")
 os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(ON_DISK),
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # they put the folder's name into the keys
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # no test reads where in the source a program's parts are from
 }
 # A shell's background jobs, and what they start, ignore SIGINT, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -105,8 +109,33 @@ def share_contexts(programs: int = 100) -> None:
     mlir.make_ir_context = lambda: of_group(next(count) // programs)
 
 
+def share_programs(most: int = 1_000) -> None:
+    """Keep the last so many programs that are too small for the disk, and take one of them where an equal one
+    would be compiled: that of an engine in another test, or an operation on arrays of the same shapes in
+    another file. Equal programs have the key by which JAX looks for them on the disk."""
+    from jax._src import compiler  # JAX's own too
+
+    compile_and_write, kept = compiler._compile_and_write_cache, collections.OrderedDict()
+
+    def compiled(backend, module, devices, options, callbacks, name, key):
+        own = key, jax.config.jax_compilation_cache_dir, tuple(device.id for device in devices)
+        if own in kept:
+            kept.move_to_end(own)
+            return kept[own]
+        start = time.monotonic()
+        program = compile_and_write(backend, module, devices, options, callbacks, name, key)
+        if time.monotonic() - start < ON_DISK and not callbacks:
+            kept[own] = program
+        if len(kept) > most:
+            kept.popitem(last=False)
+        return program
+
+    compiler._compile_and_write_cache = compiled
+
+
 if TESTED_JAX:
     share_contexts()
+    share_programs()
 
 OURS = ("test_", "toys", "micro", "small_runs")
 
