@@ -4,7 +4,10 @@ import ast
 import statistics
 from pathlib import Path
 
+import jaxtyping
+
 PACKAGE = Path(__file__).parent.parent / "fcljax"
+ARRAYS = {name for name, value in vars(jaxtyping).items() if isinstance(value, type(jaxtyping.Float))}
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
@@ -38,6 +41,18 @@ def class_homonyms(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
     return {name: where for name, where in files.items() if len(where) > 1}
 
 
+def unquoted_shapes(trees: dict[str, ast.Module]) -> list[str]:
+    """Lines with a type of an array whose shape is `...` and not a text: no error, and nothing is checked.
+    ruff takes the quotes of "..." away where annotations are not evaluated."""
+    return [
+        f"{name}:{node.lineno}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ARRAYS
+        if isinstance(node.slice, ast.Tuple) and ast.unparse(node.slice.elts[-1]) == "..."
+    ]
+
+
 def test_functions_are_short():
     lengths = functions(TREES)
     assert {name: length for name, length in lengths.items() if length > 80} == {}
@@ -47,6 +62,12 @@ def test_functions_are_short():
 def test_a_function_with_a_name_is_no_lambda():
     assert named_lambdas(TREES) == []
     assert named_lambdas({"a.py": ast.parse("f = lambda x: x")}) == ["a.py:1"]
+
+
+def test_the_shape_of_an_array_is_a_text():
+    assert unquoted_shapes(TREES) == []
+    text = "f: Float[Array, ...]\ng: Int[Array, '...']\nh: tuple[Array, ...]"
+    assert unquoted_shapes({"a.py": ast.parse(text)}) == ["a.py:1"]
 
 
 def test_a_class_name_has_one_meaning():

@@ -108,7 +108,7 @@ def distillation(
 
 def kl(
     p: Float[Array, "*p classes"], q: Float[Array, "*q classes"], allowed: Bool[Array, "*r classes"]
-) -> Float[Array, "*pqr"]:
+) -> Float[Array, "*broadcast"]:
     """The divergence KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
     p, q = (jnp.where(allowed, jax.nn.log_softmax(mask_logits(x, allowed)), 0.0) for x in (p, q))
     return jnp.sum(jnp.where(allowed, jnp.exp(p) * (p - q), 0.0), axis=-1)
