@@ -181,6 +181,10 @@ def prompted_workload(name: str, small: bool, environments: Path | None) -> Iter
     train, test = prompted.useful_flops(work)
     yield contest.Workload(title(name), rows, train, made(rounds))
     yield contest.Workload(f"{title(name)}, evaluation", work.test, test, made(tests))
+    if name == "fppl":  # the others compute again what a run of ours keeps
+        tests["fcljax"] = lambda: prompted.predict_of(work, federation, later=True)
+        flops = prompted.later_flops(work)
+        yield contest.Workload(f"{title(name)}, later evaluation", work.test, flops, made(tests))
 
 
 def prompted_work(name: str, small: bool) -> Any:

@@ -134,6 +134,19 @@ def test_pilora_in_torch_has_our_loss_and_gradients(how):
     np.testing.assert_allclose(centres, gradient.classifier, atol=1e-6, rtol=1e-3)
 
 
+def test_a_later_evaluation_of_fppl_reads_what_the_first_one_computed(monkeypatch):
+    work, federation, *_ = one_batch("fppl")
+    kept = prompted.queries(work, federation, prompted.test_split(work))
+
+    def confidence(later, query=kept):
+        monkeypatch.setattr(prompted, "queries", lambda *_: query)
+        return prompted.predict_of(work, federation, later)().confidence
+
+    first = confidence(later=False)
+    np.testing.assert_allclose(confidence(later=True), first, rtol=1e-5)
+    assert np.isnan(confidence(later=True, query=kept * np.nan)).all()
+
+
 @pytest.mark.parametrize("method", ["fppl", "pilora"])
 def test_the_plain_loss_in_jax_has_our_loss_and_gradients(method):
     work, federation, image, label, loss, gradient = one_batch(method)

@@ -23,7 +23,7 @@ from fcljax.models.vit import Injection, Lora, ViTConfig, apply_vit, init_vit, v
 from fcljax.parts.reports import Prototypes
 from fcljax.runs.build import make_method
 from fcljax.runs.inputs import inputs_of, read_clean
-from fcljax.runs.predict import Predicted, make_predict
+from fcljax.runs.predict import Predicted, make_features, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
 
@@ -123,14 +123,27 @@ def with_past(work: Work, server: PyTree) -> PyTree:
     return server._replace(params=server.params._replace(adapter=pairs))
 
 
-def predict_of(work: Work, game: Game) -> Callable[[], Predicted]:
-    """Evaluation as a run does it, on test images whose un-prompted features are not cached."""
+def predict_of(work: Work, game: Game, later: bool = False) -> Callable[[], Predicted]:
+    """Evaluation as a run does it. `later`: of images that it has evaluated before, with the un-prompted
+    features that it has kept of them."""
     split, rows = test_split(work), np.arange(work.test)
+    split = split._replace(query=queries(work, game, split)) if later else split
     read = functools.partial(read_clean, work.preprocess)
     predict = make_predict(game.method.predict, read, work.batch, work.test)
     round_context = RoundContext.on_host(game.frozen, game.task, 0, True)
     task_of_class = np.arange(CLASSES) // TASK_CLASSES
     return lambda: predict(round_context, (game.server,), split, rows, task_of_class)
+
+
+def queries(work: Work, game: Game, split: Split) -> Array | np.ndarray:
+    """The un-prompted features of all images."""
+    network = vit_network(work.vit, work.preprocess.mean, work.preprocess.std)
+
+    def class_token(frozen: Frozen, image: Array) -> Array:
+        return network.apply(frozen.network, image, None, False)[0].cls
+
+    compute = make_features(class_token, functools.partial(read_clean, work.preprocess), work.batch)
+    return compute(game.frozen, split)
 
 
 def test_split(work: Work) -> Split:
@@ -354,6 +367,11 @@ def useful_flops(work: Work) -> tuple[int, int]:
     both = forward_flops(vit, 0, 0) + forward_flops(vit, length, blocks)
     round_ = rows * (work.epochs * (both + backward_flops(vit, length, blocks)) + both)
     return round_, work.test * both
+
+
+def later_flops(work: Work) -> int:
+    """FLOPs of an evaluation of FPPL that has kept the un-prompted features."""
+    return work.test * forward_flops(work.vit, PROMPTS, work.blocks)
 
 
 def rows_seen(work: Work) -> int:
