@@ -137,10 +137,9 @@ def predict_of(work: Work, game: Game, later: bool = False) -> Callable[[], Pred
 
 def queries(work: Work, game: Game, split: Split) -> Array | np.ndarray:
     """The un-prompted features of all images."""
-    network = vit_network(work.vit, work.preprocess.mean, work.preprocess.std)
 
     def class_token(frozen: Frozen, image: Array) -> Array:
-        return network.apply(frozen.network, image, None, False)[0].cls
+        return apply_vit(work.vit, frozen.network, image).cls
 
     compute = make_features(class_token, functools.partial(read_clean, work.preprocess), work.batch)
     return compute(game.frozen, split)
