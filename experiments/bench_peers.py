@@ -7,9 +7,11 @@
 
 Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200, 5,000 tiny clients, and FPPL
 and PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation. All ways of a workload do the
-same work in float32 and take turns; compilation is apart. Samples are rows that pass through the network,
-FPPL's prototype pass included. In torch, FPPL and PILoRA are the papers' algorithms as their releases compute
-them, without the gradients that nobody reads, and lean (peers/torch_vit.py). torch is optional.
+same work in float32 and take turns; compilation is apart. One workload is otherwise: for FPPL's later
+evaluations a run of ours has kept the un-prompted features, which all others compute again. Samples are rows
+that pass through the network, FPPL's prototype pass included. In torch, FPPL and PILoRA are the papers'
+algorithms as their releases compute them, without the gradients that nobody reads, and lean
+(peers/torch_vit.py). torch is optional.
 
 FedJAX and pfl-research train the dense networks by their own federated averaging, in processes of their own
 (peers/outside.py), after a check that they do the same work. FedJAX fills a client's last batch with rows of
@@ -181,7 +183,7 @@ def prompted_workload(name: str, small: bool, environments: Path | None) -> Iter
     train, test = prompted.useful_flops(work)
     yield contest.Workload(title(name), rows, train, made(rounds))
     yield contest.Workload(f"{title(name)}, evaluation", work.test, test, made(tests))
-    if name == "fppl":  # the others compute again what a run of ours keeps
+    if name == "fppl":
         tests["fcljax"] = lambda: prompted.predict_of(work, federation, later=True)
         flops = prompted.later_flops(work)
         yield contest.Workload(f"{title(name)}, later evaluation", work.test, flops, made(tests))
