@@ -27,6 +27,7 @@ from small_runs import some
 from toys import close, same
 
 from fcljax.checks import conformance
+from fcljax.checks import federation as tiny
 from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
 from fcljax.models.vit import Injection, apply_vit
@@ -102,13 +103,13 @@ EXAMPLES = ((9, 0, 4, 7),) * 2
 def federation(name):
     """A method with its engine, made once."""
     method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
-    return conformance.federation(method, TINY, EXAMPLES)
+    return tiny.federation(method, TINY, EXAMPLES)
 
 
 @functools.cache
 def history(name):
     """The states after every round of both tasks."""
-    return conformance.states_after_rounds(federation(name))
+    return tiny.states_after_rounds(federation(name))
 
 
 def predict(name, server, task):
@@ -149,14 +150,14 @@ def test_a_method_that_reads_padding_is_caught():
 
     method = method_of("linear", epochs=2, batch_size=4, lr=RATE)
     broken = method._replace(rounds=tuple(map(reading_padding, method.rounds)))
-    made = conformance.federation(broken, TINY, EXAMPLES)
-    found = conformance.padding_is_inert(made, conformance.states_after_rounds(made))
+    made = tiny.federation(broken, TINY, EXAMPLES)
+    found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
 
 
 def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
     made = federation(name)
-    before, after = made.states, conformance.states_after_rounds(made, ids=[2])[0].clients
+    before, after = made.states, tiny.states_after_rounds(made, ids=[2])[0].clients
     row = lambda tree, client: jax.tree.map(lambda x: np.asarray(x[client]), tree)
     for client in (0, 1, 3):
         same(row(after, client), row(before, client))

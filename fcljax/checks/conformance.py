@@ -1,95 +1,50 @@
-"""The invariants that every method must satisfy, as statements that `fcljax check` tests.
-
-A tiny random ViT, five classes in two tasks, four clients, one of which has no examples of the first task:
-small enough for seconds, large enough for partial batches, padding classes and absent clients.
+"""The invariants that every method must satisfy, as statements that `fcljax check` tests on a tiny federation
+(checks/federation.py).
 """
 
-import dataclasses
-import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
+from fcljax.checks.federation import (
+    GARBAGE,
+    KEY,
+    SIZES,
+    TASKS,
+    TINY,
+    Federation,
+    PlayedState,
+    Statement,
+    difference,
+    engine_of,
+    equal_bits,
+    federation,
+    network,
+    of_client,
+    padding_features,
+    partition_of,
+    parts_of,
+    present,
+    receive,
+    relative_difference,
+    states_after_rounds,
+)
 from fcljax.config import RunConfig
-from fcljax.data.partition import count_matrix
-from fcljax.data.store import ClientIndices, Split
-from fcljax.data.tasks import make_tasks
-from fcljax.errors import one_line
-from fcljax.federated.check import Example
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import (
-    Engine,
-    Exchange,
     Lanes,
-    RoundInputs,
-    init_clients,
-    keep_task,
-    make_engine,
-    run_chunks,
-    run_round,
 )
-from fcljax.federated.schedule import ClientPartition, capacities, plan_round
-from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
-from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
 from fcljax.types import (
-    Batch,
-    Frozen,
-    Method,
-    Network,
-    Phase,
-    ReplayBuffer,
-    Round,
     RoundContext,
-    Sizes,
-    Task,
 )
-
-TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
-DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
-TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
-SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
-EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # of each client in each task
-KEY = jax.random.key(0)
-LANES = Lanes(2, "vmap")
-SHORT = 2  # examples of a short batch
-GARBAGE = (7.0, 1)  # pixels and label of padding, where the engine has zeros
-
-
-class Statement(NamedTuple):
-    """One tested invariant."""
-
-    name: str
-    holds: bool
-    found: str  # the measurement behind it
-
-
-class Federation(NamedTuple):
-    """A method on the tiny data, with its engine and where it starts."""
-
-    method: Method
-    engine: Engine
-    frozen: Frozen
-    data: Split
-    partitions: list[ClientPartition]
-    server: PyTree
-    states: PyTree
-
-
-class PlayedState(NamedTuple):
-    """What goes from round to round."""
-
-    server: PyTree
-    clients: PyTree
-    past: tuple[ReplayBuffer, ...] = ()  # what the server keeps of finished tasks
 
 
 def check(settings: RunConfig) -> list[Statement]:
@@ -106,173 +61,6 @@ def check(settings: RunConfig) -> list[Statement]:
     return [statement(made, history) for statement in STATEMENTS]
 
 
-# ---- the tiny federation -----------------------------------------------------------------------------------
-
-
-def network(vit: ViTConfig) -> Network:
-    """A ViT of images of 8 pixels, with a masked autoencoder whose pixels are in another range."""
-    pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
-    return vit_network(vit, autoencoder=pair)
-
-
-def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
-    """Random parameters of `network` and images of another data set."""
-    decoder = init_decoder(jax.random.key(4), dataclasses.replace(DECODER, encoder_width=vit.width))
-    return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate)
-
-
-def federation(
-    method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = EXAMPLES
-) -> Federation:
-    """The method on 60 random images.
-
-    Args:
-      method: the method.
-      vit: the network, for images of 8 pixels.
-      sizes: numbers of examples, `[task][client]`.
-    """
-    method = _with_padding(method)
-    label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)
-    image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
-    data = Split(image, jnp.asarray(label, jnp.int32), query=_padding(0.0, 0, vit.width))
-    partitions = [_partition(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
-    surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
-    frozen = frozen_parameters(vit, surrogate)
-    server = jax.jit(method.init)(jax.random.key(2), frozen)
-    engine = _engine(method, LANES, frozen, data, partitions)
-    states = init_clients(method, server, SIZES.clients, KEY)
-    return Federation(method, engine, frozen, data, partitions, server, states)
-
-
-def read_plain(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
-    """The images as they are: there is nothing to augment. In place of query features, the content of
-    padding."""
-    del keys, augment
-    assert data.query is not None
-    return data.image[index], data.label[index], data.query[index]
-
-
-def _padding(pixel: float, label: int, width: int) -> Array:
-    """The content of padding in place of query features: every example carries it, since the engine clears
-    padding itself."""
-    return jnp.zeros((60, width)).at[:, 0].set(pixel).at[:, 1].set(label)
-
-
-def _with_padding(method: Method) -> Method:
-    """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
-
-    def filled(batch: Batch) -> Batch:
-        if batch.query is None:  # of other data
-            return batch
-        pixel, label, *_ = jnp.max(batch.query, axis=0)
-        image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
-        return batch._replace(
-            image=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
-        )
-
-    def phase_of(phase: Phase) -> Phase:
-        def step(context, local, batch, key):
-            return phase.step(context, local, filled(batch), key)
-
-        return phase._replace(step=step)
-
-    def round_of(each: Round) -> Round:
-        phases = tuple(map(phase_of, each.program.phases))
-        return each._replace(program=each.program._replace(phases=phases))
-
-    return method._replace(rounds=tuple(map(round_of, method.rounds)))
-
-
-def _partition(label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)) -> ClientPartition:
-    """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
-    mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
-    owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = ClientIndices.of([owned[i] for i in order])
-    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
-    return ClientPartition(*owned, counts)
-
-
-def _engine(
-    method: Method,
-    lanes: Lanes,
-    frozen: Frozen,
-    data: Split,
-    partitions: list[ClientPartition],
-    short: bool = False,
-) -> Engine:
-    """The engine; with `short`, batches of one and two examples are computed as such."""
-    room = capacities(method, partitions, lanes.count, slots=128)
-    if short:
-        room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
-    return make_engine(method, read_plain, lanes, room, Example(frozen, data, TASKS[0]))
-
-
-def _with_short(widths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({min(SHORT, widths[-1]), *widths}))
-
-
-def states_after_rounds(
-    made: Federation,
-    data: Split | None = None,
-    start: int = 0,
-    state: PlayedState | None = None,
-    ids: Sequence[int] | None = None,
-) -> list[PlayedState]:
-    """The states after every round of the tasks from `start` on, with what comes before and after a task.
-
-    Args:
-      data: instead of the federation's own.
-      state: from which to start.
-      ids: the clients that participate in rounds; None: all that have examples.
-    """
-    data, history = made.data if data is None else data, []
-    server, clients, past = state or PlayedState(made.server, jax.tree.map(jnp.copy, made.states))
-    begin = jax.jit(made.method.begin_task)
-    for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
-        round_context = RoundContext.on_host(made.frozen, task, 0, False)
-        server, everyone = begin(round_context, server, KEY), np.flatnonzero(partition.count)
-        chosen = everyone if ids is None else np.intersect1d(everyone, ids)
-        for r in range(SIZES.rounds):
-            last = r == SIZES.rounds - 1
-            for when in ("task_start",) * (r == 0) + ("round",) + ("task_end",) * last:
-                number, who = (r, chosen) if when == "round" else (0, everyone)
-                inputs = RoundInputs(
-                    made.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
-                )
-                server, clients, _ = run_round(made.engine, server, clients, inputs)
-            kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
-            past += () if kept is None else (kept,)
-            history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
-    return history
-
-
-def present(partition: ClientPartition) -> list[int]:
-    """The clients that have examples."""
-    return np.flatnonzero(partition.count).tolist()
-
-
-def receive(
-    made: Federation,
-    engine: Engine,
-    index: int,
-    state: PlayedState,
-    partition: ClientPartition,
-    ids: Sequence[int],
-    task: Task = TASKS[1],
-) -> tuple[Accumulator, PyTree]:
-    """What the server receives from clients `ids` in one of the method's rounds, and all clients' new
-    states."""
-    player = engine.players[index]
-    chunks, _ = plan_round(
-        player.round.program, partition, np.array(ids), 0, engine.lanes.count, player.capacity
-    )
-    round_context = RoundContext.on_host(made.frozen, task, 0, False)
-    broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
-    exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
-    received, states, _ = run_chunks(engine, chunks, exchange, states, made.data)
-    return received, states
-
-
 # ---- the statements ----------------------------------------------------------------------------------------
 
 
@@ -284,7 +72,7 @@ def stays_finite(made: Federation, history: list[PlayedState]) -> Statement:
     except AssertionError:
         found = "NaN or infinite numbers"
     else:
-        found = found if _differing(made.server, history[-1].server) else "nothing changes"
+        found = found if difference(made.server, history[-1].server) else "nothing changes"
     return Statement("everything stays finite, and the server's state changes", found == "it does", found)
 
 
@@ -292,14 +80,16 @@ def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Stateme
     """One lane in a loop, which computes short batches as such, receives the same as two vmapped lanes, which
     pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
     else: in FedLwF.MC the teachers equal the students at first."""
-    single = _engine(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
+    single = engine_of(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
     worst = 0.0
     for index in range(len(made.method.rounds)):
         pair = [
             receive(made, engine, index, history[1], made.partitions[1], [0, 2, 3])[0]
             for engine in (made.engine, single)
         ]
-        worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(3)))
+        worst = max(
+            worst, *(relative_difference(*(parts_of(one)[part] for one in pair)) for part in range(3))
+        )
     return Statement(
         "uploads do not depend on lanes or padding", worst < 2e-3, f"largest relative difference {worst:.1e}"
     )
@@ -316,9 +106,9 @@ def others_do_not_matter(made: Federation, history: list[PlayedState]) -> Statem
         together, after = received([0, 2, 3])
         for rank, client in enumerate([0, 2, 3]):
             single, own = received([client])
-            found = found or _differing(_at(single.gather, 0), _at(together.gather, rank))
-            found = found or _differing(_at(own, client), _at(after, client))
-    return _equal("what a client sends and keeps does not depend on the other participants", found)
+            found = found or difference(of_client(single.gather, 0), of_client(together.gather, rank))
+            found = found or difference(of_client(own, client), of_client(after, client))
+    return equal_bits("what a client sends and keeps does not depend on the other participants", found)
 
 
 def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
@@ -328,10 +118,10 @@ def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, made.data.image, jnp.nan)
     assert made.data.query is not None
-    query = _padding(*GARBAGE, made.data.query.shape[1])
+    query = padding_features(*GARBAGE, made.data.query.shape[1])
     poisoned = states_after_rounds(made, made.data._replace(image=image, query=query))
-    found = _differing(poisoned[-1], history[-1])
-    return _equal("padding is inert: with other images and labels in it, nothing changes", found)
+    found = difference(poisoned[-1], history[-1])
+    return equal_bits("padding is inert: with other images and labels in it, nothing changes", found)
 
 
 def order_does_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
@@ -339,7 +129,7 @@ def order_does_not_matter(made: Federation, history: list[PlayedState]) -> State
     numbers."""
     del history
     label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
-    renamed = _partition(label, TASKS[0], made.partitions[0].count.tolist(), order)
+    renamed = partition_of(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
     state = PlayedState(begin(round_context, made.server, KEY), made.states)
@@ -348,7 +138,9 @@ def order_does_not_matter(made: Federation, history: list[PlayedState]) -> State
             receive(made, made.engine, index, state, partition, present(partition), TASKS[0])[0]
             for partition in (made.partitions[0], renamed)
         ]
-        worst = max(worst, *(_relative(*(_sent(one)[part] for one in pair)) for part in range(2)))
+        worst = max(
+            worst, *(relative_difference(*(parts_of(one)[part] for one in pair)) for part in range(2))
+        )
     return Statement(
         "permuting clients does not change sums over clients",
         worst < 1e-3,
@@ -363,7 +155,7 @@ def resumes(made: Federation, history: list[PlayedState]) -> Statement:
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
     again = states_after_rounds(made, start=1, state=found.state if found else None)
-    return _equal("a resumed run equals the uninterrupted one", _differing(again[-1], history[-1]))
+    return equal_bits("a resumed run equals the uninterrupted one", difference(again[-1], history[-1]))
 
 
 def traced_once(made: Federation, history: list[PlayedState]) -> Statement:
@@ -382,41 +174,3 @@ STATEMENTS = (
     resumes,
     traced_once,
 )
-
-
-# ---- pytrees -----------------------------------------------------------------------------------------------
-
-
-def _sent(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:
-    return received.mean, received.sum, received.gather
-
-
-def _at(tree: PyTree, index: int) -> PyTree:
-    return jax.tree.map(lambda x: x[index], tree)
-
-
-def _equal(name: str, found: str) -> Statement:
-    """The statement that two trees have the same bits, where `found` says how they differ."""
-    return Statement(name, not found, found or "the same bits")
-
-
-def _differing(a: PyTree, b: PyTree) -> str:
-    """How two trees differ; empty if they have the same bits."""
-    try:
-        chex.assert_trees_all_equal(a, b)
-    except AssertionError as error:
-        leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
-        return f"{', '.join(leaves[:3])} differ" if leaves else one_line(str(error))[:200]
-    return ""
-
-
-def _largest(tree: PyTree) -> float:
-    """The largest absolute value; infinite if one is NaN."""
-    values = [jnp.nan_to_num(jnp.abs(x.astype(jnp.float32)), nan=jnp.inf) for x in jax.tree.leaves(tree)]
-    return max((float(jnp.max(x, initial=0.0)) for x in values), default=0.0)
-
-
-def _relative(a: PyTree, b: PyTree) -> float:
-    """The largest difference over the largest value; infinite if one is NaN or infinite."""
-    apart = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
-    return _largest(apart) / max(_largest(b), 1e-6)
