@@ -29,6 +29,7 @@ from toys import close, same
 from fcljax.checks import conformance
 from fcljax.checks import federation as tiny
 from fcljax.federated.engine import Lanes
+from fcljax.federated.reference import epoch_order
 from fcljax.methods import METHODS
 from fcljax.models.vit import Injection, apply_vit
 from fcljax.types import Batch
@@ -201,7 +202,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
         rule = optax.chain(optax.add_decayed_weights(decay), optax.sgd(SGD["lr"], momentum=0.9))
     optimiser, gradient_of = rule.init(tuned), jax.jit(jax.grad(loss))
     for epoch in range(2):
-        order = toys.epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
+        order = epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
         for batch in np.split(order, range(4, len(rows), 4)):
             update, optimiser = rule.update(
                 gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser, tuned

@@ -26,6 +26,7 @@ from toys import (
 )
 
 from fcljax.federated.engine import Lanes, RoundInputs, init_clients, run_round
+from fcljax.federated.reference import epoch_order
 from fcljax.federated.rules import coordinate_median
 from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
@@ -43,9 +44,8 @@ def partitions(data):
 @pytest.fixture(scope="module")
 def plain(data, partitions):
     """What plain loops give for each toy: (server, states, reports)."""
-    places = {name: toys.places_of(engine_of(name, "vmap3")) for name in TOYS}
     return {
-        name: toys.drive_plain(toy(), data, partitions, places[name], PARTICIPATION.get(name, 1.0))
+        name: toys.drive_plain(toy(), data, partitions, PARTICIPATION.get(name, 1.0))
         for name, toy in TOYS.items()
     }
 
@@ -132,7 +132,7 @@ def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
     method, partitions = toys.own_task(), toys.streams(data)
     engine = toys.build(method, partitions, *toys.WAYS[way])
     result = toys.drive_engine(engine, data, partitions)
-    assert_as_plain(result, toys.drive_plain(method, data, partitions, toys.places_of(engine)))
+    assert_as_plain(result, toys.drive_plain(method, data, partitions))
     assert set(engine.traces.values()) == {1}
 
 
@@ -438,7 +438,7 @@ def test_a_robust_rule_sees_all_uploads(robust, data, partitions):
         return jnp.nanmedian(jnp.where(aggregate.valid[:, None], aggregate.gather, jnp.nan), axis=0), {}
 
     method = toys.remembering(server=server)
-    expected = toys.drive_plain(method, data, partitions, toys.places_of(robust))
+    expected = toys.drive_plain(method, data, partitions)
     assert_as_plain(toys.drive_engine(robust, data, partitions), expected)
 
 
@@ -470,6 +470,6 @@ def test_a_clients_first_state_does_not_depend_on_the_number_of_clients():
 
 def test_rows_of_an_epoch_are_shuffled_anew_and_stay_with_their_client(data, partitions):
     mine = partitions[0].indices[partitions[0].offset[3] : partitions[0].offset[4]]
-    orders = [toys.epoch_order(toys.fold(KEY, 0, 0), 0, epoch, mine).tolist() for epoch in range(3)]
+    orders = [epoch_order(toys.fold(KEY, 0, 0), 0, epoch, mine).tolist() for epoch in range(3)]
     assert all(sorted(order) == sorted(mine.tolist()) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]

@@ -31,6 +31,7 @@ from toys import close, same
 
 from fcljax.adapters.prompts import fuse, prompt_injection
 from fcljax.federated.engine import Lanes
+from fcljax.federated.reference import epoch_order
 from fcljax.models.heads import cosine
 from fcljax.models.vit import apply_vit
 from fcljax.types import Batch
@@ -206,7 +207,7 @@ def test_one_client_that_holds_all_rows_is_centralised_training(federation):
     adam = optax.adam(RATE)
     optimiser, gradient_of = adam.init(parameters), jax.jit(jax.grad(loss))
     for epoch in range(EPOCHS):
-        order = toys.epoch_order(toys.fold(KEY, task.index, 0), 0, epoch, rows)
+        order = epoch_order(toys.fold(KEY, task.index, 0), 0, epoch, rows)
         for batch in np.split(order, range(BATCH, len(rows), BATCH)):
             gradient = gradient_of(parameters, DATA.image[batch], DATA.label[batch])
             update, optimiser = adam.update(gradient, optimiser)

@@ -23,6 +23,7 @@ from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
+from fcljax.federated.reference import epoch_order
 from fcljax.federated.rules import weighted_mean
 from fcljax.methods.pilora import PRESETS, l1, learning_rate_factor, orthogonality, pl_loss
 from fcljax.models.prototypes import dce_loss, distances
@@ -754,7 +755,7 @@ def test_one_client_that_holds_all_rows_is_centralised_training():
     adam = optax.chain(optax.add_decayed_weights(1e-5), by_part)
     optimiser, gradient_of = adam.init(parameters), jax.jit(jax.grad(loss))
     for epoch in range(epochs):
-        order = toys.epoch_order(toys.fold(key, task.index, 0), 0, epoch, rows)
+        order = epoch_order(toys.fold(key, task.index, 0), 0, epoch, rows)
         for chosen in np.split(order, range(size, len(rows), size)):
             gradient = gradient_of(parameters, data[0][chosen], data[1][chosen])
             update, optimiser = adam.update(gradient, optimiser, parameters)

@@ -97,20 +97,9 @@ def whole_task(data):
         before = np.asarray(states)
         server, states, reports[when] = play(engine, server, states, data, partition, [0, 6], when=when)
         calls[when] = (np.asarray(states) - before).tolist()
+        inputs = RoundInputs(FROZEN, data, partition, np.array([0, 6]), tasks()[0], 0, KEY, when)
         plain, plain_states, plain_reports[when] = toys.plain_round(
-            method,
-            fetch,
-            FROZEN,
-            plain,
-            plain_states,
-            data,
-            partition,
-            [0, 6],
-            tasks()[0],
-            0,
-            KEY,
-            toys.places_of(engine),
-            when,
+            method, fetch, plain, plain_states, inputs
         )
     same(states, toys.stack(plain_states))
     return engine, server, calls, reports, plain, plain_reports

@@ -1,9 +1,8 @@
 """Toy methods on a linear model with three weights, one for each channel of the protocol, and the engine's
-work as plain loops.
+work as the reference round plays it.
 
 The model predicts x . w, the loss is half the squared error, so a step of gradient descent is w - rate *
-mean((x . w - y) x). `plain_round` knows nothing of lanes, chunks or tables: it calls a method's functions
-client by client and batch by batch, and states in the shortest way how every draw is keyed.
+mean((x . w - y) x).
 """
 
 import functools
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fcljax.federated import reference
 from fcljax.federated.check import Example
 from fcljax.federated.engine import (
     Engine,
@@ -27,6 +27,7 @@ from fcljax.federated.engine import (
     run_chunks,
     run_round,
 )
+from fcljax.federated.reference import fold
 from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
 from fcljax.mesh import device_count, put_shared
 from fcljax.methods.vfcl.conflation import conflate_sums
@@ -35,7 +36,6 @@ from fcljax.types import (
     Batch,
     Broadcast,
     ClientContext,
-    ClientInfo,
     Method,
     Phase,
     Program,
@@ -483,191 +483,19 @@ class Played(NamedTuple):
     uploads: tuple[int, ...]
 
 
-def fold(key, *numbers):
-    """The key of a path of numbers."""
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
-
-
-def epoch_order(round_key, phase: int, epoch: int, mine: np.ndarray) -> np.ndarray:
-    """A client's rows in the order of an epoch: sorted by a draw of random bits that belongs to the row."""
-    key = fold(round_key, 2, phase, epoch)
-    draw = [int(jax.random.bits(fold(key, row))) for row in mine.tolist()]
-    return mine[np.argsort(draw, kind="stable")]
-
-
-def plain_batch(fetch, augment: bool, size: int, data, chosen: np.ndarray, mask: np.ndarray, key) -> Batch:
-    """The rows `chosen`, padded with zeros to `size` and wherever the mask is False."""
-    pad = size - len(chosen)
-    index, mask = np.pad(chosen, (0, pad)).astype(np.int32), np.pad(mask, (0, pad))
-    image, label, query = fetch(data, np.where(mask, index, 0), jax.random.split(key, size), augment)
-    clear = lambda x: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, np.zeros_like(x))
-    query = None if query is None else clear(query)
-    return Batch(clear(image), clear(label), mask, np.where(mask, index, np.int32(-1)), query)
-
-
-def plain_replay(
-    fetch, phase: Phase, data, memory, context: ClientContext, local, batch: Batch, key
-) -> Batch:
-    """The batch, and after it the rows whose ids the client chooses from its memory, under the clean view."""
-    places = np.asarray(jax.jit(phase.replay)(context, local, key))
-    ids = np.asarray(memory)[np.maximum(places, 0)]
-    past = plain_batch(fetch, False, phase.view.replay, data, ids, (places >= 0) & (ids >= 0), key)
-    return Batch(*(np.concatenate(pair) for pair in zip(batch[:4], past[:4], strict=True)))
-
-
-def plain_client(program: Program, fetch, context: ClientContext, state, data, mine, key):
-    """One client's program, start to finish: (upload as it was received, new state, the metrics of every
-    step)."""
-    own, metrics = fold(key, 3, context.client.id), []
-    memory = program.replay_buffer and program.replay_buffer(state)
-    local = jax.jit(program.start)(context, state, fold(own, 0))
-    for index, phase in enumerate(program.phases):
-        step, size, work = 0, phase.view.batch_size, jax.jit(phase.step)
-        for epoch in range(phase.view.epochs):
-            order = epoch_order(key, index, epoch, mine) if phase.view.shuffle else mine
-            for first in range(0, len(mine), size):
-                step_key, chosen = fold(own, 1 + index, step), order[first : first + size]
-                there = np.ones(len(chosen), bool)
-                batch = plain_batch(fetch, phase.view.augment, size, data, chosen, there, fold(step_key, 0))
-                if phase.replay:
-                    batch = plain_replay(fetch, phase, data, memory, context, local, batch, fold(step_key, 1))
-                local, got = work(context, local, batch, fold(step_key, 1))
-                metrics, step = [*metrics, got], step + 1
-    upload, state = jax.jit(program.finish)(context, local, state)
-    return jax.jit(program.receive)(context, upload) if program.receive else upload, state, metrics
-
-
-def plain_clients(
-    program: Program,
-    fetch,
-    round_context: RoundContext,
-    broadcast,
-    states: list,
-    data,
-    partition: ClientPartition,
-    ids,
-    key,
-):
-    """The program of every client of `ids` that has rows: uploads by id (None if the engine must refuse it),
-    new states, all metrics."""
-    uploads, states, metrics = {}, list(states), []
-    for i in ids:
-        if partition.count[i] == 0:
-            continue
-        info = ClientInfo(
-            np.int32(i), np.int32(partition.count[i]), partition.class_examples[i], round_context.round
-        )
-        task = (
-            round_context.task
-            if partition.task is None
-            else jax.tree.map(lambda x, i=i: x[i], partition.task)
-        )
-        mine = partition.of_client(i)
-        context = ClientContext(round_context.frozen, *broadcast, task, info)
-        upload, new, got = plain_client(program, fetch, context, states[i], data, mine, key)
-        good = upload.weight >= 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
-        uploads[int(i)] = upload if good else None
-        states[i] = new if good else states[i]
-        metrics = metrics + got
-    return uploads, states, metrics
-
-
-def plain_aggregate(uploads: dict[int, Any], places: int) -> Aggregate:
-    """Uploads by client id as the server sees them: finite ones only, at the rank of their client among all
-    that took part."""
-    kept = [(place, i, upload) for place, (i, upload) in enumerate(uploads.items()) if upload is not None]
-    id_, valid = np.full(places, CLIENTS, np.int32), np.zeros(places, bool)
-    weight = np.zeros(places, np.float32)
-    for place, i, upload in kept:
-        weight[place], id_[place], valid[place] = upload.weight, i, True
-    sent = [jax.tree.map(np.asarray, upload) for _, _, upload in kept]
-    at = [place for place, _, _ in kept]
-
-    def gather(*leaves):
-        buffer = np.zeros((places, *leaves[0].shape), leaves[0].dtype)
-        buffer[at] = leaves
-        return buffer
-
-    def mean(*leaves):
-        return np.average(np.stack(leaves), axis=0, weights=weight[at]).astype(np.float32)
-
-    return Aggregate(
-        jax.tree.map(mean, *(one.mean for one in sent)),
-        jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *(one.sum for one in sent)),
-        jax.tree.map(gather, *(one.gather for one in sent)),
-        weight,
-        id_,
-        valid,
-    )
-
-
-def plain_exchange(
-    method: Method,
-    index: int,
-    fetch,
-    round_context: RoundContext,
-    server,
-    states,
-    data,
-    partition,
-    ids,
-    key,
-    places,
-):
-    """One of the method's rounds: (server, states, metrics, uploads by id)."""
-    each, broadcast = method.rounds[index], jax.jit(method.broadcast)(round_context, server)
-    wanted = ids if each.who == "sampled" else range(CLIENTS)
-    uploads, states, steps = plain_clients(
-        each.program, fetch, round_context, broadcast, states, data, partition, wanted, key
-    )
-    if each.server and any(upload is not None for upload in uploads.values()):
-        round_context, aggregate = (
-            round_context._replace(previous=broadcast),
-            plain_aggregate(uploads, places[index]),
-        )
-        server, more = jax.jit(each.server)(round_context, server, aggregate, fold(key, 0))
-        steps = [*steps, more]
-    return server, states, means(steps), uploads
-
-
-def plain_round(
-    method: Method,
-    fetch,
-    frozen,
-    server,
-    states: list,
-    data,
-    partition: ClientPartition,
-    ids,
-    task,
-    round_: int,
-    key,
-    places: tuple[int, ...],
-    when="round",
-    last=False,
-):
-    """All that the method plays at this time: (server, states, Played). `places`: how many participants the
-    gathered uploads of each of its rounds have room for."""
-    key, round_context = (
-        fold(key, task.index, round_),
-        RoundContext(frozen, task, np.int32(round_), np.bool_(last)),
-    )
-    keys = {"round": key, "after_round": fold(key, 1), "task_start": fold(key, 4), "task_end": fold(key, 5)}
-    metrics, sent = {}, {i: {} for i in range(len(method.rounds))}
-    for stage in ["round", "after_round"] if when == "round" else [when]:
-        mine = [i for i, each in enumerate(method.rounds) if each.when == stage]
-        for n, i in enumerate(mine):
-            own = keys[stage] if n == 0 else fold(keys[stage], 9 + n)
-            server, states, named, sent[i] = plain_exchange(
-                method, i, fetch, round_context, server, states, data, partition, ids, own, places
-            )
-            metrics |= {f"{stage}_{i}_{name}" if name in metrics else name: x for name, x in named.items()}
-    played = next(i for i, each in enumerate(method.rounds) if each.when == when)
-    rejected = sum(upload is None for uploads in sent.values() for upload in uploads.values())
-    uploads = tuple(len(uploads) for uploads in sent.values())
-    return server, states, Played(metrics, uploads[played], rejected, uploads)
+def plain_round(method: Method, fetch, server, states: list, inputs: RoundInputs):
+    """The reference round: (server, states, Played)."""
+    results = reference.play_round(method, fetch, server, states, inputs)
+    metrics = {}
+    for i, result in results.items():
+        stage = method.rounds[i].when
+        named = means(result.metrics)
+        metrics |= {f"{stage}_{i}_{name}" if name in metrics else name: x for name, x in named.items()}
+    sent = [results[i].uploads if i in results else {} for i in range(len(method.rounds))]
+    played = next(i for i, each in enumerate(method.rounds) if each.when == inputs.when)
+    rejected = sum(upload is None for uploads in sent for upload in uploads.values())
+    last = list(results.values())[-1]
+    return last.server, last.states, Played(metrics, len(sent[played]), rejected, tuple(map(len, sent)))
 
 
 def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:
@@ -760,25 +588,21 @@ def drive_engine(engine: Engine, data, partitions, participation: float = 1.0, r
     return drive(play, server, states, partitions, rounds, participation)
 
 
-def places_of(engine: Engine) -> tuple[int, ...]:
-    """How many participants the gathered uploads of each of the method's rounds have room for."""
-    return tuple(player.capacity.participants for player in engine.players)
-
-
 def drive_plain(
     method: Method,
     data,
     partitions,
-    places: tuple[int, ...],
     participation: float = 1.0,
     rounds: int = 2,
     fetch=fetch,
 ):
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
-    play = lambda server, states, *rest, last: plain_round(
-        method, fetch, FROZEN, server, states, data, *rest, fold(KEY, 2), places, last=last
-    )
+
+    def play(server, states, *rest, last):
+        inputs = RoundInputs(FROZEN, data, *rest, fold(KEY, 2), last=last)
+        return plain_round(method, fetch, server, states, inputs)
+
     server, states, reports = drive(play, *begin_run(method), partitions, rounds, participation)
     return server, stack(states), reports
 

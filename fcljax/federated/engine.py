@@ -453,7 +453,7 @@ def run_round(
     clients = clients or functools.partial(_run_clients, engine, inputs.data, guarded)
     reports, replayed, given = {}, None, jax.tree.map(len, states)
     for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
-        for index, own_key in _stage_keys(engine.method, stage, key):
+        for index, own_key in stage_keys(engine.method, stage, key):
             sampled = engine.players[index].round.who == "sampled"
             ids = inputs.ids if sampled else np.flatnonzero(inputs.partition.count)
             ids = ids[inputs.partition.count_of(ids) > 0]
@@ -492,7 +492,7 @@ _STAGES = {
 }
 
 
-def _stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+def stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
     """The method's rounds of a stage, by index, each with a key of its own."""
     first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
     indices = [i for i, each in enumerate(method.rounds) if each.when == stage]
