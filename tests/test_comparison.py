@@ -34,6 +34,21 @@ def test_seeds_of_one_setting_get_a_row_with_mean_and_population_deviation():
     assert "3 seeds" in text and "72.33 ± 2.05" in text and "70.00" in text
 
 
+def test_every_number_of_a_row_of_seeds_is_a_mean_over_them():
+    """The second run sends, takes and processes three times as much as the first."""
+    runs = [
+        summary(
+            seed=factor,
+            communication_total={"upload_bytes": factor * 20_000_000, "download_bytes": factor * 50_000_000},
+            time={"client_s": 10.0 * factor},
+            trained_images_per_s=100.0 * factor,
+        )
+        for factor in (1, 3)
+    ]
+    row = next(line for line in text_of(results_table(runs)).splitlines() if "2 seeds" in line)
+    assert row.split()[-5:] == ["40.00", "100.00", "20.0", "s", "200.0"]
+
+
 OTHER = [{"method": "pilora"}, {"dataset": "cub"}, {"backbone": "tiny"}, {"fidelity": "paper"}, {"A": [0.5]}]
 
 

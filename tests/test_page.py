@@ -208,6 +208,26 @@ def test_several_seeds_are_one_curve_and_keep_their_own_columns():
     assert "fppl (2 seeds)" in text and "64.17 ± 14.17" in text
 
 
+def test_costs_of_several_seeds_are_means_over_them():
+    """The second run has three times as much of everything."""
+    costs = ("communication", "communication_total", "communication_extra", "extra_storage", "client_state")
+    one = whole(seed=0)
+
+    def thrice(value):
+        return {name: thrice(each) for name, each in value.items()} if isinstance(value, dict) else 3 * value
+
+    runs = [one, one | {"seed": 1} | {name: thrice(one[name]) for name in costs}]
+    sent = {"task": 0, "participants": 3, "upload_bytes": 1_000_000, "download_bytes": 500_000}
+    lines = [[sent, sent], [thrice(sent) | {"task": 0}] * 2]
+    text = render([Run("a", *each) for each in zip(runs, lines, strict=True)], ["a"])
+    rows = Reader(text).rows
+    sums = ["4.10 ± 2.05", "8.19 ± 4.10"]
+    row = next(row for row in rows if row[1:] and row[1].startswith("78.33") and len(row) == 12)
+    assert row[2:9] == [*sums, "0.34 ± 0.17", "338120.0 ± 169060.0", "0.34 ± 0.17", "6.00 ± 3.00", "10.00 ± 5.00"]
+    assert any(row[4:6] == sums for row in rows)  # the table of results
+    assert "(2 seeds), 2: 6</title>" in text  # the curve of what was sent
+
+
 def test_a_summary_of_an_older_version_lacks_parts_and_the_page_says_so():
     found = made(summary())
     assert [part for part in found.ids if part in PARTS] == [each for each in PARTS if each != "confusion"]

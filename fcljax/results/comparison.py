@@ -181,6 +181,16 @@ def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
     return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
 
 
+def megabytes_text(values: Sequence[Number | None]) -> str:
+    """Mean ± population standard deviation of bytes over seeds, in MB; the mean alone where all are equal, and
+    a dash where a value is missing."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    mean, deviation = over_seeds(np.array(known, float))
+    return f"{megabytes(mean)} ± {megabytes(deviation)}" if deviation > 0 else megabytes(mean)
+
+
 def percent(fraction: Number | None) -> Number | None:
     """A fraction in per cent; None where there is none."""
     return None if fraction is None else 100 * fraction
@@ -225,16 +235,16 @@ def _cells(runs: list[Summary], forgetting: str) -> list[str]:
     return [
         str(one["seed"]) if len(runs) == 1 else f"{len(runs)} seeds",
         *(over_seeds_text([percent(value_at(run, key)) for run in runs], 2) for key in fractions),
-        *(_total(one, way) for way in ("upload", "download")),
+        *(_total(runs, way) for way in ("upload", "download")),
         _duration(np.mean([sum(value or 0 for value in run["time"].values()) for run in runs])),
         over_seeds_text([run.get("trained_images_per_s") for run in runs], 1).partition(" ±")[0],
     ]
 
 
-def _total(run: Summary, way: str) -> str:
-    """What all clients upload or download in the whole run, in MB; a dash where an older summary lacks it."""
-    total = value_at(run, f"communication_total.{way}_bytes")
-    return "-" if total is None else megabytes(total)
+def _total(runs: list[Summary], way: str) -> str:
+    """What all clients upload or download in a whole run, in MB, mean over the runs; a dash where an older
+    summary lacks it."""
+    return megabytes_text([value_at(run, f"communication_total.{way}_bytes") for run in runs]).partition(" ±")[0]
 
 
 def _difference(ours: list[Summary], theirs: list[Summary], key: str) -> str:

@@ -17,7 +17,7 @@ from fcljax.results.comparison import (
     curves_of,
     differences,
     groups_of,
-    megabytes,
+    megabytes_text,
     over_seeds_text,
     percent,
 )
@@ -128,13 +128,11 @@ def _results(view: PageView) -> Section:
         "A_avg": lambda group: accuracy(group, "A_avg"),
         "A_last": lambda group: accuracy(group, "A_last"),
         "Forgetting": lambda group: accuracy(group, "forgetting.paper"),
-        "Upload (MB)": lambda group: size_cell(value_at(group.runs[0], "communication_total.upload_bytes")),
-        "Download (MB)": lambda group: size_cell(
-            value_at(group.runs[0], "communication_total.download_bytes")
-        ),
+        "Upload (MB)": lambda group: size_cell(group, "communication_total.upload_bytes"),
+        "Download (MB)": lambda group: size_cell(group, "communication_total.download_bytes"),
         "Time (s)": lambda group: seeds([_seconds(run) for run in group.runs], 1),
         "A_last, Task-IL": lambda group: accuracy(group, "task_il.A_last"),
-        "Trainable parameters": lambda group: number(group.runs[0]["trainable_params"]),
+        "Trainable parameters": lambda group: count_cell(group, "trainable_params"),
         "Images/s in training": lambda group: mean(group, "trained_images_per_s", 1),
         "Seeds": lambda group: ", ".join(str(run["seed"]) for run in group.runs),
         "Data set": lambda group: group.runs[0]["dataset"],
@@ -350,22 +348,23 @@ def _costs(view: PageView) -> Section:
         "Upload a round (MB)": "communication.upload_bytes",
         "Upload a round (parameters)": "communication.upload_scalars",
         "Download a round (MB)": "communication.download_bytes",
-        "Upload besides, a task (MB)": "upload",
-        "Download besides, a task (MB)": "download",
+        "Upload besides, a task (MB)": "besides.upload",
+        "Download besides, a task (MB)": "besides.download",
         "Cached by a client (MB)": "extra_storage.bytes",
         "Client state (MB)": "client_state.bytes",
         "Server state (MB)": "server_state.bytes",
     }
     rows, points = [], {}
     for group in view.groups:
-        one = group.runs[0] | {way: _besides(group.runs[0], way) for way in ("upload", "download")}
+        runs = [run | {"besides": {way: _besides(run, way) for way in WAYS}} for run in group.runs]
+        whole = group._replace(runs=runs)
         cells = [
-            (number if key.endswith("scalars") else size_cell)(value_at(one, key)) for key in columns.values()
+            (count_cell if key.endswith("scalars") else size_cell)(whole, key) for key in columns.values()
         ]
         rows.append([group.name, accuracy(group, "A_last"), *cells])
         last = [100 * run["A_last"] for run in group.runs if run["A_last"] is not None]
         if last:
-            total = sum(value_at(one, f"communication_total.{way}_bytes") or 0 for way in WAYS)
+            total = _mean(_in_all(run) for run in group.runs)
             points[group.name] = (total / 1e6, sum(last) / len(last))
     label = "Accuracy after the last task over all that clients send and receive; the table has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
@@ -382,10 +381,10 @@ def _costs(view: PageView) -> Section:
     text = [
         "In all: all clients and rounds, also statistics that are sent once a task, and what clients "
         "download to cache. A round: one client. Besides, a task: what one client sends and receives once a "
-        "task, outside of the usual rounds. With several seeds, those of the first run. 1 MB is 10^6 bytes. "
+        "task, outside of the usual rounds. With several seeds, means. 1 MB is 10^6 bytes. "
         "Parameters: all floating-point values of an upload."
     ]
-    if not all("communication_total" in group.runs[0] for group in view.groups):
+    if not all("communication_total" in run for run in view.names.values()):
         text.append(_left_out("communication_total"))
     table = _table("Communication and storage beside accuracy", ("Run", "A_last (%)", *columns), rows)
     return Section("costs", "Communication and storage", text, drawn if points else drawn[1:], [table])
@@ -397,17 +396,30 @@ def _besides(run: Summary, way: str) -> Number | None:
     return None if extra is None else sum(each[f"{way}_bytes"] for each in extra.values())
 
 
+def _in_all(run: Summary) -> Number:
+    """Bytes that all clients send and receive in a run."""
+    return sum(value_at(run, f"communication_total.{way}_bytes") or 0 for way in WAYS)
+
+
 def _traffic_curves(view: PageView) -> dict[str, tuple[Sequence[Number], Sequence[Number]]]:
-    """By name of the group, of its first run whose rounds say what was sent: rounds, and MB so far."""
+    """By name of the group: rounds, and MB so far, mean over those of its runs that are all equally long and
+    whose rounds say what was sent."""
     lines = {id(run.summary): run.lines for run in view.runs}
     found = {}
     for group in view.groups:
-        own = lines[id(group.runs[0])]
-        if own and all(isinstance(line.get(f"{way}_bytes"), int) for line in own for way in WAYS):
-            sent = np.cumsum([line["upload_bytes"] + line["download_bytes"] for line in own]) / 1e6
+        sums = [_sent_so_far(lines[id(run)]) for run in group.runs]
+        if len({len(each) for each in sums}) == 1 and len(sums[0]):
+            sent = np.mean(sums, axis=0)
             rounds = np.linspace(1, len(sent), min(len(sent), MAX_POINTS)).round().astype(int)
             found[group.name] = (rounds.tolist(), sent[rounds - 1].tolist())
     return found
+
+
+def _sent_so_far(lines: Sequence[dict[str, Any]]) -> np.ndarray:
+    """MB that were sent and received up to each round [R]; none if a round does not say."""
+    if not all(isinstance(line.get(f"{way}_bytes"), int) for line in lines for way in WAYS):
+        return np.zeros(0)
+    return np.cumsum([line["upload_bytes"] + line["download_bytes"] for line in lines]) / 1e6
 
 
 def _privacy(view: PageView) -> Section | None:
@@ -621,9 +633,17 @@ def number(value: Number | None) -> Cell:
     return Cell(NONE) if value is None else Cell(f"{value:,}", value)
 
 
-def size_cell(value: Number | None) -> Cell:
-    """Bytes in MB."""
-    return Cell(NONE) if value is None else Cell(megabytes(value), value / 1e6)
+def size_cell(group: Group, key: str) -> Cell:
+    """Bytes of every run of a group in MB: mean and standard deviation."""
+    values = [value_at(run, key) for run in group.runs]
+    text = megabytes_text(values)
+    return Cell(text) if text == NONE else Cell(text, float(np.mean(values)) / 1e6)
+
+
+def count_cell(group: Group, key: str) -> Cell:
+    """A whole number of every run of a group, or its mean over them where they differ."""
+    values = [value_at(run, key) for run in group.runs]
+    return number(values[0]) if len(set(values)) == 1 else mean(group, key, 1)
 
 
 def fixed(value: Number | None, digits: int) -> Cell:
