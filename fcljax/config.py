@@ -8,6 +8,7 @@ takes the dataclass that it reads, not the whole.
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -446,6 +447,8 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         other_digits = type_ in (int, float) and not str(value).isascii()
         if not plain or other_digits or (type_ is int and not _is_whole(value)):
             raise TypeError
+        if type_ is str and isinstance(value, float):  # 1.50 would become 1.5
+            raise InputError(f"{name}: {value!r} is a number, and text is needed; write it in quotes")
         if "\0" in str(value):
             raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
         return type_(value)
@@ -470,9 +473,13 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
 
 
+class _Ambiguous(yaml.YAMLError):
+    """A value that versions of YAML read differently."""
+
+
 class _Plain(yaml.SafeLoader):
-    """Safe YAML of settings: every key once, little depth, and no aliases, of which a few bytes can stand for
-    gigabytes."""
+    """Safe YAML of settings: every key once, little depth, no aliases, of which a few bytes can stand for
+    gigabytes, and no value that YAML 1.1 reads as another than the one that is written."""
 
     depth = 0
 
@@ -484,6 +491,8 @@ class _Plain(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node)
         if isinstance(node, yaml.MappingNode):
             found: set[str] = set()
             for key, _ in node.value:
@@ -493,11 +502,41 @@ class _Plain(yaml.SafeLoader):
         return node
 
 
+# how a whole number, a number, and true or false are written; YAML 1.1 has further forms of each
+_WRITTEN = {
+    "int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
+    "float": re.compile(
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+    "bool": re.compile(r"true|True|TRUE|false|False|FALSE"),
+}
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    """Refuse a value that YAML 1.1 reads as another than the one written: 0777 is 511, and no is false.
+
+    Raises:
+      _Ambiguous: naming the line, what it would become, and how to write it.
+    """
+    kind, text = node.tag.rpartition(":")[2], node.value
+    if kind == "timestamp":
+        raise _Ambiguous(f"{_line(node)}: {text!r} is a date in YAML; write text in quotes")
+    if kind in _WRITTEN and not _WRITTEN[kind].fullmatch(text):
+        value = yaml.load(f"!!{kind} {text!r}", yaml.SafeLoader)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise _Ambiguous(f"{_line(node)}: {text!r} is {shown} in YAML; write {shown}, or text in quotes")
+
+
+def _line(node: yaml.Node) -> str:
+    return f"line {node.start_mark.line + 1}"
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file, safely loaded.
 
     Raises:
-      InputError: for a missing file, broken YAML or something that is no mapping.
+      InputError: for a missing file, broken YAML, a value that YAML reads as another than the one that is
+        written, or something that is no mapping.
     """
     try:
         text = read_text(path, YAML_BYTES)
@@ -507,6 +546,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         ) from None
     try:
         values = yaml.load(text, _Plain)
+    except _Ambiguous as error:
+        raise InputError(f"config: {str(path)!r}: {error}") from None
     except Exception as error:  # yaml's constructors of numbers and dates raise what Python's do
         why = " ".join(str(error).split())
         raise InputError(f"config: {str(path)!r} is not valid YAML: {why}") from None

@@ -38,7 +38,7 @@ from fcljax.results import run_folder
 from fcljax.runs.build import make_method
 from fcljax.runs.records import NOT_EVALUATED, Records
 from fcljax.runs.summary import warnings_of
-from fcljax.studies import papers
+from fcljax.studies import papers, typed
 from fcljax.types import ClientContext, ClientInfo, Sizes, Upload
 
 # ---- no file runs Python -----------------------------------------------------------------------------------
@@ -105,6 +105,50 @@ def test_a_key_that_is_there_twice_is_an_error(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text + "\n")
     with pytest.raises(InputError, match="twice"):
         config.load_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0777", "'0777' is 511 in YAML; write 511, or text in quotes"),
+        ("0x1F", "'0x1F' is 31"),
+        ("0b11", "'0b11' is 3"),
+        ("1_000", "'1_000' is 1000"),
+        ("1:30", "'1:30' is 90"),
+        ("1:30.5", "'1:30.5' is 90.5"),
+        ("[1, {a: 010}]", "'010' is 8"),
+        ("yes", "'yes' is true in YAML; write true"),
+        ("Off", "'Off' is false"),
+        ("2020-01-01", "is a date in YAML"),
+        ("!!int '0777'", "'0777' is 511"),
+    ],
+)
+def test_a_value_that_yaml_reads_as_another_is_an_error(text, said, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"method: linear\nseed: {text}\n")
+    with pytest.raises(InputError, match=rf"a\.yaml': line 2: .*{re.escape(said)}") as error:
+        config.load_yaml(path)
+    assert "\n" not in str(error.value)
+
+
+def test_values_that_mean_what_they_say_are_read(tmp_path):
+    values = {
+        "0": 0,
+        "-3": -3,
+        "+5": 5,
+        "1.5": 1.5,
+        "1e-3": "1e-3",
+        "true": True,
+        "'0777'": "0777",
+        "~": None,
+    }
+    text = "\n".join(f"k{i}: {written}" for i, written in enumerate(values))
+    (tmp_path / "a.yaml").write_text(text + "\n")
+    assert list(config.load_yaml(tmp_path / "a.yaml").values()) == list(values.values())
+    assert config.from_mapping("linear", {"lr": "1e-3"}, "test").lr == 1e-3
+    assert typed.converted(list[float], ["1e-1", 3], "factors") == [0.1, 3]
+    with pytest.raises(InputError, match="^task_sizes: 1.5 is a number, and text is needed"):
+        config.from_mapping("linear", {"task_sizes": 1.50}, "test")
 
 
 @pytest.mark.parametrize("name", ["config", "out", "resume", "faults", "dataset", "track", "seeds"])

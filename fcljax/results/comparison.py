@@ -182,8 +182,8 @@ def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
 
 
 def megabytes_text(values: Sequence[Number | None]) -> str:
-    """Mean ± population standard deviation of bytes over seeds, in MB; the mean alone where all are equal, and
-    a dash where a value is missing."""
+    """Mean ± population standard deviation of bytes over seeds, in MB; the mean alone where all are equal,
+    and a dash where a value is missing."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
@@ -244,7 +244,9 @@ def _cells(runs: list[Summary], forgetting: str) -> list[str]:
 def _total(runs: list[Summary], way: str) -> str:
     """What all clients upload or download in a whole run, in MB, mean over the runs; a dash where an older
     summary lacks it."""
-    return megabytes_text([value_at(run, f"communication_total.{way}_bytes") for run in runs]).partition(" ±")[0]
+    return megabytes_text([value_at(run, f"communication_total.{way}_bytes") for run in runs]).partition(
+        " ±"
+    )[0]
 
 
 def _difference(ours: list[Summary], theirs: list[Summary], key: str) -> str:

@@ -1,6 +1,7 @@
 """Structured YAML as dataclasses: every value has its annotated type, and an unknown key is an error."""
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -63,6 +64,8 @@ def _class(kind: Any) -> Any:
 
 
 def _fits(value: object, kind: Any) -> bool:
+    if kind is float and isinstance(value, str):  # to YAML 1.1, 1e-3 is text
+        return re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+", value) is not None
     accepted = (int, float) if kind is float else _class(kind)
     return isinstance(value, accepted) and not isinstance(value, bool)
 
