@@ -11,6 +11,7 @@ from micro import (
     FROZEN,
     KEY,
     MEANS,
+    NETWORK,
     SIZES,
     TASKS,
     info_of,
@@ -27,7 +28,7 @@ from fcljax.federated import communication
 from fcljax.methods import lander as L
 from fcljax.methods import mfcl as M
 from fcljax.models.convnet import Norm
-from fcljax.models.heads import Head
+from fcljax.models.heads import Head, init_head
 from fcljax.models.resnet import ResNetConfig, resnet_network
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
@@ -254,6 +255,36 @@ def test_a_random_layer_tells_images_of_one_class_apart():
     np.testing.assert_allclose(z[0], z[2], atol=1e-4)  # one class, one group of ten
     assert np.abs(z[0] - z[10]).max() > 1  # one class, another group
     assert np.abs(z[0] - z[1]).max() > 1
+
+
+@pytest.mark.long
+def test_images_are_disputed_from_the_third_round_of_the_student_on():
+    """With a warm-up of w rounds the student learns from round w + 1 on, counted from 1, and its disagreement
+    counts from round w + 3 on. So of three rounds that make images only the last one feels its weight."""
+    head = init_head(jax.random.key(1), NETWORK.width, SIZES.classes)
+    place = init_head(jax.random.key(2), NETWORK.width, L.WIDTH)
+    near = jax.tree.map(lambda x: 1.1 * x, head)  # a student that has a notion of the classes from the start
+    learner = linear_on(NETWORK)._replace(init=lambda *_: Params((), near))
+    shape = ImageGeneratorConfig(8, 8, 4, 4)
+    nobody = Aggregate((), {}, {}, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool))
+
+    def loss(rounds, weight):
+        options = L.LanderOptions(
+            **SMALL | {"synthesis_warmup": 1, "synthesis_batch": 4, "student_steps": 2},
+            synthesis_rounds=rounds,
+            adversarial_weight=weight,
+        )
+
+        def total(key):
+            around = seen_by_rules(learner, round_context_of(TASKS[0]), nobody, key)
+            params = Params((), head, extra={"lander": place})
+            nothing = jnp.zeros((4 * rounds, 8, 8, 3), jnp.uint8)
+            return L.synthesise(options, shape, around, params, nothing)[1].total
+
+        return float(jax.jit(total)(KEY))
+
+    assert loss(2, 1.0) == loss(2, 50.0)
+    assert abs(loss(3, 1.0) - loss(3, 50.0)) > 1e-3
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------

@@ -208,6 +208,28 @@ def test_feddyn_s_first_step_by_hand():
         assert distance(kept.slope.classifier, slope) < 1e-5
 
 
+def test_feddyn_s_server_slope_is_the_mean_of_the_clients_also_if_few_take_part():
+    """h = sum_i n_i h_i / sum_i n_i over those seen so far, and x = mean_i w_i - h / alpha."""
+    start, method, server, states = from_start("feddyn", 2, (0, 3))
+    for round_, ids in ((1, (2, 3)), (2, (0, 2)), (3, (3,))):
+        sent = server.params.classifier
+        before = dict(states)
+        server, states = round_of(method, server, states, 2, ids, round_)
+        examples = {i: 2 * float(BATCHES[i].mask.sum()) for i in BATCHES}
+        total = jax.tree.map(jnp.zeros_like, sent)
+        for i, (kept,) in states.items():
+            total = optax.tree.add_scale(total, examples[i], kept.slope.classifier)
+        slope = optax.tree.scale(1 / sum(examples.values()), total)
+        mean = sent  # w_i = x - (what h_i gained) / alpha
+        for i in ids:
+            gained = optax.tree.sub(states[i][0].slope.classifier, before[i][0].slope.classifier)
+            share = examples[i] / sum(examples[j] for j in ids)
+            mean = optax.tree.add_scale(mean, -share / ALPHA, gained)
+        expected = optax.tree.add_scale(mean, -1 / ALPHA, slope)
+        assert distance(server.params.classifier, expected) < 1e-5
+    assert distance(server.params.classifier, start) > 0.01
+
+
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
 def test_it_carries_another_strategy(name):
     """Elastic weights, which are 0 in a first task: nothing changes, and both states are kept."""

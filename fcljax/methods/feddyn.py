@@ -2,7 +2,8 @@
 
     client    trains on   L_ce - <h_i, w> + alpha / 2 ||w - x||^2,   x the model that it was sent     (eq. 1)
               keeps       h_i <- h_i - alpha (w_i - x)
-    server    h <- h - alpha s (mean_i w_i - x),   s the participants' share of all examples
+    server    h = sum_i n_i h_i / sum_i n_i over the clients seen so far, also those that rest in this round:
+              participants move the sum by -alpha sum_i n_i (w_i - x) = -alpha (sum_i n_i) (mean_i w_i - x)
               x <- mean_i w_i - h / alpha                                                (algorithm 1)
 
 Where nobody moves any more, h_i is the gradient of client i's loss and h, their weighted mean, is 0: the
@@ -23,7 +24,7 @@ from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
-from fcljax.parts.seen import Seen, nobody, participating_share, with_participants
+from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task
@@ -56,8 +57,9 @@ class ClientSlope(NamedTuple):
 class ServerSlope(NamedTuple):
     """What the server keeps."""
 
-    slope: Params
-    """h."""
+    total: Params
+    """The sum of n_i h_i over the clients seen so far. h itself would keep the denominators of earlier
+    rounds, with fewer clients."""
     seen: Seen
 
 
@@ -124,17 +126,18 @@ def _end(weight: float):
 def _update(weight: float):
     def update(round: ServerRound, params: Params, state: ServerSlope) -> ServerUpdate:
         seen = with_participants(state.seen, round)
-        same = state.seen.task == round.task.index
         mean = _trainable(round, params)
-        by = optax.tree.sub(mean, round.previous.payload.trainable._replace(stats=()))
-        share = participating_share(seen, round)
+        change = optax.tree.sub(mean, round.previous.payload.trainable._replace(stats=()))
+        same_task = state.seen.task == round.task.index
+        participants = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
 
-        def next_slope(h: Array, by: Array) -> Array:
-            return jnp.where(same, h, 0.0) - weight * share * by
+        def next_total(total: Array, change: Array) -> Array:
+            return jnp.where(same_task, total, 0.0) - weight * participants * change
 
-        slope = jax.tree.map(next_slope, state.slope, by)
+        total = jax.tree.map(next_total, state.total, change)
+        slope = optax.tree.scale(1 / num_examples(seen), total)
         model = optax.tree.add_scale(mean, -1 / weight, slope)
-        return ServerUpdate(_merged(round, params, model), ServerSlope(slope, seen))
+        return ServerUpdate(_merged(round, params, model), ServerSlope(total, seen))
 
     return update
 

@@ -24,7 +24,7 @@ from fcljax.methods.fedavg import NoOptions
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report, Training
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
-from fcljax.parts.seen import Seen, nobody, with_participants
+from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task
@@ -155,9 +155,9 @@ def _correction(step: ClientStep, memory: ClientVariate) -> Float[Array, ""]:
 
 def _variate(task: Task, state: ServerVariate) -> Params:
     """c, which is 0 when a task begins."""
-    total = jnp.maximum(jnp.sum(state.seen.examples), 1.0)
+    examples = num_examples(state.seen)
     same = state.seen.task == task.index
-    return jax.tree.map(lambda c: jnp.where(same, c / total, 0.0), state.total)
+    return jax.tree.map(lambda total: jnp.where(same, total / examples, 0.0), state.total)
 
 
 def _update(round: ServerRound, params: Params, state: ServerVariate) -> ServerUpdate:

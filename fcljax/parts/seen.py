@@ -1,7 +1,8 @@
 """How many examples the clients that took part in a task have, for rules that keep something per client.
 
-A weighted mean over all clients, of which only some take part in a round, needs everybody's weight; what a
-server knows are the weights of those that took part so far.
+The weighted mean of what all clients keep needs everybody's weight, also of those that rest in a round; a
+server knows the weights of those that took part so far. Such a mean changes its denominator as more clients
+take part: a rule keeps the weighted sum, and divides it by `num_examples` when it is used.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,6 @@ def with_participants(seen: Seen, round: ServerRound) -> Seen:
     return Seen(before.at[place].set(round.weights, mode="drop"), round.task.index)
 
 
-def participating_share(seen: Seen, round: ServerRound) -> Float[Array, ""]:
-    """The share of the participants of a round in the examples of all clients seen so far."""
-    own = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
-    return own / jnp.maximum(jnp.sum(seen.examples), 1e-12)
+def num_examples(seen: Seen) -> Float[Array, ""]:
+    """Examples of all clients seen so far in the task; above 0, so that it divides."""
+    return jnp.maximum(jnp.sum(seen.examples), 1e-12)
