@@ -19,7 +19,7 @@ import yaml
 
 from fcljax.adapters import ADAPTERS, find_adapter
 from fcljax.errors import InputError, Value, choose, nearest
-from fcljax.files import read_text
+from fcljax.files import read_user_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
 from fcljax.methods.mini import MINI
 from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
@@ -538,12 +538,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
       InputError: for a missing file, broken YAML, a value that YAML reads as another than the one that is
         written, or something that is no mapping.
     """
-    try:
-        text = read_text(path, YAML_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"config: cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    text = read_user_text("config", path, YAML_BYTES)
     try:
         values = yaml.load(text, _Plain)
     except _Ambiguous as error:

@@ -122,7 +122,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The text of a regular file in UTF-8.
+    """The text of a regular file in UTF-8, without the byte-order mark that Windows programs put before it.
 
     Raises:
       OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
@@ -132,7 +132,25 @@ def read_text(path: str | Path, most: int) -> str:
         content = stream.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
+
+
+def read_user_text(field: str, path: str | Path, most: int) -> str:
+    """The text of a file that a setting names, as `read_text`.
+
+    Raises:
+      InputError: naming the field, the file and why it cannot be read.
+    """
+    try:
+        return read_text(path, most)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise InputError(
+            f"{field}: cannot read {str(path)!r}: byte {error.start} ({byte:#x}) is no UTF-8; save it as "
+            "UTF-8"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{field}: cannot read {str(path)!r}: {error.strerror or error}") from None
 
 
 def machine_memory() -> int:

@@ -55,6 +55,13 @@ def shown_default(field: dataclasses.Field, value: object) -> str:
     return f"{value}, {meaning}" if explained else str(value)
 
 
+def whole_number(text: str) -> int | None:
+    """The number that decimal digits without a sign say, up to 20 of them; None for any other text, such as a
+    superscript two, which `str.isdigit` takes and `int` does not."""
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 20 else None
+
+
 def flag(name: str) -> str:
     """A field's name as it is typed on the command line."""
     return "--" + name.replace("_", "-")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, Int64
 from fcljax.config import PartitionConfig
 from fcljax.data.attendance import AWAY, attendance, changes
 from fcljax.data.files.dataset import Dataset, natural_order
+from fcljax.data.order_files import read_order
 from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
 from fcljax.data.partition import (
     Sample,
@@ -42,7 +43,6 @@ from fcljax.data.tasks import (
 )
 from fcljax.errors import InputError, Value
 from fcljax.federated.schedule import ClientPartition
-from fcljax.files import read_text
 from fcljax.options import replaced
 from fcljax.settings import is_owned
 from fcljax.types import Task
@@ -156,7 +156,7 @@ def scenario_of_one(
 
 def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.ndarray]:
     """Labels of both splits as positions in the class order."""
-    order = _class_order(dataset, options, np.random.RandomState(options.seed))
+    order = order_of_classes(dataset, options, np.random.RandomState(options.seed))
     return relabel(dataset.y_train, order), relabel(dataset.y_test, order)
 
 
@@ -309,7 +309,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
         raises what its partition does.
     """
     stream = np.random.RandomState(options.seed)
-    order = _class_order(dataset, options, stream)
+    order = order_of_classes(dataset, options, stream)
     used = first_share(dataset.y_train, options.train_share)
     if options.partition == "private":
         return _private(dataset, options, order, used, stream)
@@ -520,8 +520,10 @@ def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
     return Task.of_numpy(repeated(shared.index), repeated(shared.classes), current, seen)
 
 
-def _class_order(dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState) -> np.ndarray:
-    """The class order. Only the shuffled one draws from the stream."""
+def order_of_classes(
+    dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState
+) -> Int64[np.ndarray, " C"]:
+    """The class order, as original labels. Only the shuffled one draws from the stream."""
     classes, kind = len(dataset.class_names), options.class_order
     if kind.startswith("file:"):
         return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
@@ -537,13 +539,8 @@ def _class_order(dataset: Dataset, options: PartitionConfig, stream: np.random.R
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a file of classes."""
-    try:
-        text = read_text(path, ORDER_BYTES)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"class_order: cannot read {path!r}: {why}") from None
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    """The classes that a file lists."""
+    return read_order(path, ORDER_BYTES)
 
 
 def _sampled(

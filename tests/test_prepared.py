@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -320,8 +321,9 @@ def test_pickled_arrays_in_the_cache_are_not_loaded(load, tmp_path):
     np.save(folder / "y_test.npy", np.array([print] * 6), allow_pickle=True)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["arrays"]["y_test"]["bytes"] = (folder / "y_test.npy").stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "is damaged" in refusal(load)
+    prepared.write_manifest(folder, manifest)
+    message = refusal(load)
+    assert "is damaged" in message and "checksum" not in message
 
 
 def test_a_forced_rebuild_leaves_mapped_arrays_alone(raw, load, make):
@@ -402,3 +404,71 @@ def test_long_work_shows_its_progress_and_short_work_does_not(make, monkeypatch)
     assert "decoding images" not in shown()
     monkeypatch.setattr(prepared, "_LONG", 1)
     assert "decoding images" in shown() and "12/12" in shown()
+
+
+# ---- what decides clients, tasks and names -----------------------------------------------------------------
+
+
+@pytest.fixture
+def sites(tmp_path):
+    """The arguments of a data set with a column of sites, prepared in `tmp_path`."""
+    rng = np.random.RandomState(0)
+    for site, split, label in itertools.product("ab", ("train", "test"), ("cat", "dog")):
+        path = tmp_path / "raw" / split / site / label / "1.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(rng.randint(0, 256, (8, 8, 3), np.uint8)).save(path)
+    options = DataOptions(geometry=GEOMETRY, data_dir=tmp_path / "data", console=Console(file=io.StringIO()))
+    load_dataset(f"folder:{tmp_path / 'raw'}", options)
+    return f"folder:{tmp_path / 'raw'}", options
+
+
+def turned(path, *keys):
+    """Turn a list in a JSON file round."""
+    content = json.loads(path.read_text())
+    inside = content
+    for key in keys[:-1]:
+        inside = inside[key]
+    if keys:
+        inside[keys[-1]] = inside[keys[-1]][::-1]
+    else:
+        content = content[::-1]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("columns_train.json", ["site"]),
+        ("columns_test.json", ["site"]),
+        ("names_train.json", []),
+        ("manifest.json", ["class_names"]),
+        ("manifest.json", ["arrays", "y_train", "sha256"]),
+    ],
+)
+def test_changed_columns_names_and_manifests_are_damage(sites, tmp_path, file, keys):
+    turned(entry_of(tmp_path) / file, *keys)
+    message = refusal(load_dataset, *sites)
+    assert f"{file} does not match its checksum" in message and "--force" in message
+
+
+def test_a_column_that_was_not_prepared_is_damage(sites, tmp_path):
+    folder = entry_of(tmp_path)
+    (folder / "columns_train.json").rename(folder / "columns_other.json")
+    assert "columns_train.json" in refusal(load_dataset, *sites)
+    (folder / "columns_other.json").rename(folder / "columns_train.json")
+    (folder / "columns_more.json").write_text("{}")
+    assert "columns_more.json is not of the data set" in refusal(load_dataset, *sites)
+
+
+def test_data_that_an_earlier_version_prepared_are_read_and_checked_as_far_as_that_goes(sites, tmp_path):
+    folder, before = entry_of(tmp_path), load_dataset(*sites)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in (prepared.SUM, "texts"):
+        del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    after = load_dataset(*sites)
+    assert after.columns["site"].tolist() == before.columns["site"].tolist() == ["a", "b", "a", "b"]
+    for wrong in ('{"site": ["a"]}', '{"site": 1}', "[]", "[" * 9999):
+        (folder / "columns_train.json").write_text(wrong)
+        message = refusal(load_dataset, *sites)
+        assert "columns_train.json' is damaged" in message and "--force" in message

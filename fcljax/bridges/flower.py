@@ -43,6 +43,7 @@ from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Exchange, Played, Serve
 from fcljax.federated.schedule import ClientPartition, phase_examples, phase_steps
 from fcljax.methods import find_method
+from fcljax.options import whole_number
 from fcljax.results.run_folder import write_json
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
@@ -340,12 +341,13 @@ def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
     """
     if text is None:
         return {}
-    parts = [part.strip() for part in str(text).split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+    numbers = [whole_number(part) for part in str(text).split(",")]
+    nodes = [number for number in numbers if number is not None]
+    if len(nodes) < len(numbers):
         raise InputError(f"nodes: {text!r} is no list of numbers, such as '815,4711'")
-    if len(parts) != clients or len({*map(int, parts)}) != clients:
-        raise InputError(f"nodes: {len(parts)} given, of which {len({*parts})} differ; expected {clients}")
-    return {int(part): client for client, part in enumerate(parts)}
+    if len(nodes) != clients or len({*nodes}) != clients:
+        raise InputError(f"nodes: {len(nodes)} given, of which {len({*nodes})} differ; expected {clients}")
+    return {node: client for client, node in enumerate(nodes)}
 
 
 class Nodes:

@@ -6,20 +6,17 @@ of owners, which becomes the column OWNER of the data set.
 
 import csv
 import io
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from fcljax.data.files.dataset import Dataset, image_names, natural_order
+from fcljax.data.files.dataset import Dataset, natural_order
+from fcljax.data.partition_files import NOBODY, has_tasks, read_partition
 from fcljax.errors import InputError, nearest
-from fcljax.files import read_text
 
 OWNER = "owner"  # the column that an array in memory becomes
-CSV_BYTES = 1 << 28
-NOBODY = ""
 NONE = -1  # the task of an example that belongs to none
 
 
@@ -103,14 +100,12 @@ def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, data
 
 
 def read_owners(path: str, dataset: Dataset) -> np.ndarray:
-    """Each training example's owner [N], of a file with comma-separated values whose first line names the
-    columns: `client`, `example` (the number of a training image, from 0) or `file` (its name), and perhaps
-    `task`.
+    """Each training example's owner [N], of a file in one of the forms of `partition_files`.
 
     Raises:
-      InputError: naming the file, the line and what does not fit.
+      InputError: naming the file, the place in it and what does not fit.
     """
-    return _read_file(path, dataset)["client"]
+    return read_partition(path, dataset).client
 
 
 def says_tasks(partition: str) -> bool:
@@ -120,8 +115,7 @@ def says_tasks(partition: str) -> bool:
       InputError: for a file that cannot be read.
     """
     kind, _, path = partition.partition(":")
-    head = _text(path).partition("\n")[0] if kind == "file" else ""
-    return "task" in [name.strip().lower() for name in head.split(",")]
+    return kind == "file" and has_tasks(path)
 
 
 def read_tasks(partition: str, dataset: Dataset) -> Int[np.ndarray, " N"]:
@@ -131,81 +125,7 @@ def read_tasks(partition: str, dataset: Dataset) -> Int[np.ndarray, " N"]:
     Raises:
       InputError: as `read_owners`.
     """
-    names = _read_file(partition.partition(":")[2], dataset)["task"]
+    names = read_partition(partition.partition(":")[2], dataset).task
+    assert names is not None
     number = {name: task for task, name in enumerate(natural_order(names[names != NOBODY]))}
     return np.array([number.get(name, NONE) for name in names.tolist()], np.int32)
-
-
-def _read_file(path: str, dataset: Dataset) -> dict[str, np.ndarray]:
-    """The columns `client` and, if it is there, `task`, of each training example that is not held out."""
-    lines = list(csv.reader(io.StringIO(_text(path)), skipinitialspace=True))
-    head = [name.strip().lower() for name in lines[0]] if lines else []
-    by = next((name for name in ("example", "file") if name in head), None)
-    if by is None or "client" not in head:
-        raise InputError(
-            f"partition: {path!r}: its first line is {','.join(head)!r}; expected 'example,client' or "
-            "'file,client', and perhaps ',task'"
-        )
-    count = len(dataset.y_train) if dataset.kept is None else dataset.whole
-    wanted = [name for name in ("client", "task") if name in head]
-    find, found = _finder(by, path, dataset, count), {name: np.full(count, NOBODY, object) for name in wanted}
-    for number, line in enumerate(lines[1:], 2):
-        if not line:
-            continue
-        where = f"partition: {path!r}, line {number}"
-        if len(line) != len(head):
-            raise InputError(f"{where}: {len(line)} values for {len(head)} columns")
-        values = dict(zip(head, map(str.strip, line), strict=True))
-        example = find(values[by], number)
-        if found["client"][example] != NOBODY:
-            raise InputError(f"{where}: {by} {values[by]!r} has an owner already")
-        for name in wanted:
-            if not values[name]:
-                raise InputError(f"{where}: no {name}; leave out examples of nobody")
-            found[name][example] = values[name]
-    kept = slice(None) if dataset.kept is None else dataset.kept
-    return {name: values.astype(str)[kept] for name, values in found.items()}
-
-
-def _text(path: str) -> str:
-    try:
-        return read_text(path, CSV_BYTES)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"partition: cannot read {path!r}: {why}") from None
-
-
-def _finder(by: str, path: str, dataset: Dataset, count: int) -> Callable[[str, int], int]:
-    """find(value, line) -> the number of a training example."""
-    if by == "example":
-
-        def by_number(value: str, line: int) -> int:
-            if not (value.isascii() and value.isdigit() and int(value) < count):
-                raise InputError(
-                    f"partition: {path!r}, line {line}: example {value!r}; {dataset.name} has training "
-                    f"examples 0 to {count - 1}"
-                )
-            return int(value)
-
-        return by_number
-    names = image_names(dataset, "train")
-    if names is None:
-        raise InputError(
-            f"partition: {path!r}: {dataset.name} has no file names; nearest: a column 'example' with "
-            f"numbers from 0 to {count - 1}"
-        )
-    number = {name: i for i, name in enumerate(names)}
-    short = {
-        Path(name).name: i for i, name in enumerate(names)
-    }  # the last one of a name, if it is not unique
-    unique = len(short) == len(names)
-
-    def by_name(value: str, line: int) -> int:
-        if value in number:
-            return number[value]
-        if unique and value in short:
-            return short[value]
-        hint = f"nearest: {names[0]!r}" if unique else f"give the whole name, such as {names[0]!r}"
-        raise InputError(f"partition: {path!r}, line {line}: no training image {value!r}; {hint}")
-
-    return by_name

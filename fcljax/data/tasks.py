@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from fcljax.errors import InputError, nearest
+from fcljax.options import whole_number
 from fcljax.types import Task
 
 
@@ -65,7 +66,7 @@ def chosen_sizes(
       InputError: as `task_sizes`, or for sizes that do not add up to C.
     """
     if listed is not None:
-        sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in listed.split(","))
+        sizes = tuple(whole_number(part) or 0 for part in listed.split(","))
         if sum(sizes) != num_classes or min(sizes) < 1:
             raise InputError(
                 f"task_sizes: {listed!r} are {sum(sizes)} classes in {len(sizes)} tasks; expected whole "

@@ -374,6 +374,17 @@ def check_no_code(name: str, where: str, advice: str) -> None:
         )
 
 
+def file_of(method: str | MethodEntry) -> Path | None:
+    """The file of a method from outside the package; None where a setting names none."""
+    if isinstance(method, MethodEntry) or method in METHODS:
+        return None
+    place = method.partition(":")[0]
+    if place.endswith(".py"):
+        return Path(place)
+    source = getattr(sys.modules.get(place), "__file__", None)
+    return Path(source) if source else None
+
+
 def name_of(method: str | MethodEntry) -> str:
     """What a method is called in settings: its name or file as it was given, or an entry's name."""
     if isinstance(method, str):

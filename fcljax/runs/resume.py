@@ -14,15 +14,18 @@ import yaml
 
 from fcljax import config
 from fcljax.config import RunConfig
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.listings import class_list
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
-from fcljax.files import write_text
+from fcljax.files import read_user_text, write_text
 from fcljax.mesh import device_count
-from fcljax.methods import METHODS
+from fcljax.methods import METHODS, file_of
 from fcljax.results.run_folder import DIGESTS, load_summary
 from fcljax.runs import checkpoint, compile_cache
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import Inputs
+from fcljax.scenario import order_of_classes
 from fcljax.settings import is_owned
 
 # settings that do not influence a run's results, and may change when it is resumed
@@ -33,13 +36,14 @@ ROUNDING = ("devices", "batch_devices", "lanes", "lane_mode", "microbatch", "rem
 PER_DEVICES = ("batch_devices", "lanes", "lane_mode", "microbatch")
 # settings that a run chooses for its device unless they are given: the value that leaves them to it
 CHOSEN: dict[str, Any] = {"lanes": 0, "microbatch": 0, "dtype": "auto"}
+PROGRAM_BYTES = 1 << 24  # of a method's file
 
 
 def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
     """What a run's checkpoints say about its beginning: plain JSON values."""
     return {
         "settings": plain_settings(settings),
-        "digests": digests(inputs) | owners_digest(settings, inputs),
+        "digests": given_digests(settings, inputs.dataset) | digests(inputs),
     }
 
 
@@ -78,9 +82,23 @@ def digests(inputs: Inputs) -> dict[str, str]:
     }
 
 
-def owners_digest(settings: RunConfig, inputs: Inputs) -> dict[str, str]:
-    """sha256 of a client partition and of domains of the user's own, by name; {} for others."""
-    found, dataset = {}, inputs.dataset
+def given_digests(settings: RunConfig, dataset: Dataset) -> dict[str, str]:
+    """sha256 of what the user's own files and columns say, by name; {} where settings name none.
+
+    What a file says counts, not how it is written; but of a program every byte does.
+
+    Raises:
+      InputError: for a file that cannot be read any more.
+    """
+    found = {}
+    program = file_of(settings.source)
+    if program is not None:
+        found["lines of the method's file"] = read_user_text("method", program, PROGRAM_BYTES)
+    if settings.class_order.startswith("file:"):
+        order = order_of_classes(dataset, settings, np.random.RandomState(settings.seed))
+        found["classes of the class order"] = ",".join(map(str, order.tolist()))
+    if settings.class_list != "none":
+        found["classes of the class list"] = "\n".join(class_list(settings.class_list))
     if is_owned(settings.partition):
         found["owners of the examples"] = owners_csv(dataset, settings.partition)
     if settings.tasks_by != "class":
@@ -207,7 +225,7 @@ def check_digests(before: dict[str, Any], settings: RunConfig, inputs: Inputs, o
     Raises:
       InputError: naming the first that differs.
     """
-    now = digests(inputs) | owners_digest(settings, inputs)
+    now = given_digests(settings, inputs.dataset) | digests(inputs)
     for name, then in before["digests"].items():
         if now.get(name) != then:
             raise InputError(

@@ -15,7 +15,7 @@ import yaml
 
 from fcljax import config
 from fcljax.errors import InputError, choose
-from fcljax.files import read_text, write_text
+from fcljax.files import read_user_text, write_text
 from fcljax.methods import check_no_code
 from fcljax.options import flag
 from fcljax.studies import typed
@@ -188,11 +188,7 @@ def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return read_text(path, config.YAML_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"experiments: cannot read {str(path)!r}: {why}") from None
+    return read_user_text("experiments", path, config.YAML_BYTES)
 
 
 def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:

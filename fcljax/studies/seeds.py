@@ -12,6 +12,7 @@ from fcljax import config
 from fcljax.config import MOST_SEEDS, RunConfig
 from fcljax.errors import InputError
 from fcljax.files import write_text
+from fcljax.options import whole_number
 from fcljax.results import metrics, page
 from fcljax.results.run_folder import write_json
 from fcljax.runs import loop
@@ -28,15 +29,15 @@ def parse_seeds(text: str, first: int) -> list[int]:
     Raises:
       InputError: for what is neither, for a seed that comes twice, or for no or too many seeds.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+    numbers = [whole_number(part) for part in text.split(",") if part.strip()]
+    seeds = [number for number in numbers if number is not None]
+    if not seeds or len(seeds) < len(numbers):
         raise InputError(f"seeds: {text!r} is no number of seeds and no list of them, such as 3 or 1,2,3")
     if "," in text:
-        seeds = [int(part) for part in parts]
         if len(set(seeds)) < len(seeds) or max(seeds) >= 2**32:
             raise InputError(f"seeds: {text!r} must be different whole numbers below {2**32}")
         return seeds
-    count = int(parts[0])
+    count = seeds[0]
     if not 1 <= count <= MOST_SEEDS:
         nearest = MOST_SEEDS if count else 1
         raise InputError(f"seeds: {count} runs; nearest: {nearest}; a run with seed {count}: --seed {count}")

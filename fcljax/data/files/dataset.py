@@ -53,18 +53,21 @@ def columns_file(folder: Path, split: str) -> Path:
     return folder / f"columns_{split}.json"
 
 
-def prepared_columns(folder: Path, split: str) -> dict[str, np.ndarray]:
-    """The columns of a split's prepared images.
+def prepared_columns(folder: Path, split: str, count: int) -> dict[str, np.ndarray]:
+    """The columns of a split's prepared images, of which there are so many.
 
     Raises:
       InputError: for a damaged file.
     """
     try:
         text = columns_file(folder, split).read_text(encoding="utf-8")
-        return {name: np.array(values, str) for name, values in json.loads(text).items()}
+        columns = {name: np.array(values, str) for name, values in json.loads(text).items()}
+        if any(values.shape != (count,) for values in columns.values()):
+            raise ValueError("not one value for each image")
+        return columns
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise InputError(
             f"dataset: {str(columns_file(folder, split))!r} is damaged; prepare the data set again, with "
             "--force"
@@ -80,8 +83,11 @@ def image_names(dataset: Dataset, split: str) -> list[str] | None:
     if dataset.folder is None:
         return None
     try:
-        return json.loads(names_file(dataset.folder, split).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = json.loads(names_file(dataset.folder, split).read_text(encoding="utf-8"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+        return names
+    except (OSError, ValueError, RecursionError):
         raise InputError(
             f"dataset: {str(dataset.folder)!r} does not know the names of its images; prepare it again: "
             f"fcljax data prepare {dataset.name} --force"
@@ -91,4 +97,13 @@ def image_names(dataset: Dataset, split: str) -> list[str] | None:
 def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
     """Names in the order that a reader expects: numbers in their own order, before other text."""
     different = np.unique(np.asarray(names, str)).tolist()
-    return sorted(different, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
+    return sorted(different, key=_place)
+
+
+def _place(name: str) -> tuple[bool, int, str, str]:
+    """Where a name comes in an order. A number is compared by its digits: `int` refuses thousands of them,
+    and characters such as a superscript two are digits but no number."""
+    if name.isascii() and name.isdecimal():
+        digits = name.lstrip("0")
+        return False, len(digits), digits, name
+    return True, 0, "", name

@@ -42,6 +42,7 @@ from fcljax.archives import leads_out, sha256
 from fcljax.data.files import prepared
 from fcljax.errors import InputError, reason
 from fcljax.files import temporary_folder
+from fcljax.options import whole_number
 from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
@@ -302,10 +303,10 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         begin = start if response.status == 206 else 0
         if begin and not response.headers.get("Content-Range", "").startswith(f"bytes {begin}-"):
             raise _Useless(f"{archive.file} was answered with another part than asked for")
-        length = response.headers.get("Content-Length", "")
-        if length.isdigit() and int(length) != archive.bytes - begin:
+        length = whole_number(response.headers.get("Content-Length", ""))
+        if length is not None and length != archive.bytes - begin:
             raise _Failed(
-                f"{archive.file} has {begin + int(length):,} bytes on the server, "
+                f"{archive.file} has {begin + length:,} bytes on the server, "
                 f"the official file {archive.bytes:,}"
             )
         yield response

@@ -36,6 +36,8 @@ FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the
 
 _BLOCK = 128  # images in memory at a time
 _BYTES = 1 << 24  # of an array in memory at a time, while it is hashed or copied
+SUM = "sha256"  # of a manifest: the checksum of the rest of it
+
 _LONG = 2000  # images from which a progress bar is worth its line
 
 
@@ -122,8 +124,7 @@ def build(
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
-                manifest |= facts
-                write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
+                write_manifest(folder, manifest | facts)
                 if skipped := manifest["skipped"]:
                     listed = f"skipped {len(skipped)} unreadable images, listed in manifest.json"
                     say(console, f"{facts['name']}: {listed}; {skipped[0]['reason']}")
@@ -136,14 +137,16 @@ def build(
 
 
 def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
-    """The prepared data set in `target`. Labels and sizes are compared with their checksums; images are too
-    if their file's size or time is not the one that was noted, and always with `full`.
+    """The prepared data set in `target`. The manifest, labels, sizes, columns and names are compared with
+    their checksums; images are too if their file's size or time is not the one that was noted, and always
+    with `full`.
 
     Raises:
       InputError: for a damaged one, with the command that rebuilds the data set `name`.
     """
     try:
         manifest = read_manifest(target)
+        _check_texts(target, manifest)
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
         _note_times(target, manifest)
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
@@ -169,7 +172,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
 
 
 def read_manifest(target: Path) -> dict[str, Any]:
-    """The manifest of a prepared data set.
+    """The manifest of a prepared data set. Those of the first versions have no checksum.
 
     Raises:
       OSError, ValueError: if there is none or it is damaged.
@@ -180,7 +183,29 @@ def read_manifest(target: Path) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError("manifest.json is not of this version")
+    try:
+        intact = SUM not in manifest or manifest[SUM] == _sum_of_manifest(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"manifest.json: {reason(error)}") from None
+    if not intact:
+        raise ValueError("manifest.json does not match its checksum")
     return manifest
+
+
+def write_manifest(target: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of a prepared data set, with its checksum."""
+    signed = {**manifest, SUM: _sum_of_manifest(manifest)}
+    write_text(target / "manifest.json", json.dumps(signed, indent=1))
+
+
+def _sum_of_manifest(manifest: Mapping[str, Any]) -> str:
+    """sha256 of what a manifest says, but for the times of files, which copies change."""
+    arrays = {
+        key: {name: value for name, value in facts.items() if name != "time"}
+        for key, facts in manifest["arrays"].items()
+    }
+    content = {name: value for name, value in manifest.items() if name != SUM} | {"arrays": arrays}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def info(prepared: Prepared) -> PreparedInfo:
@@ -269,7 +294,7 @@ def _write(
         _check_space(work, listing)
         train, left_out = _write_split(work, "train", listing.train)
         test, also = _write_split(work, "test", listing.test)
-    _write_names(folder, listing, {entry["file"] for entry in left_out + also})
+    texts = _write_names(folder, listing, {entry["file"] for entry in left_out + also})
     labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
     _check_classes(listing, labels, "no readable")
     arrays = train | test
@@ -283,19 +308,26 @@ def _write(
         "class_names": list(listing.class_names),
         "skipped": left_out + also,
         "arrays": arrays,
+        "texts": texts,
         "digest": _digest({key: entry["sha256"] for key, entry in arrays.items()}),
     }
 
 
-def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> None:
-    """The names of the images that are there, below the folder of the raw data."""
+def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> dict[str, str]:
+    """Write the names of the images that are there, below the folder of the raw data, and their columns.
+    Returns sha256 of each file, by name."""
+    sums = {}
     for split, images in (("train", listing.train), ("test", listing.test)):
         kept = [i for i, name in enumerate(images.names) if name not in skipped]
         names = [images.names[i].removeprefix(f"{listing.where}/") for i in kept]
-        write_text(names_file(folder, split), json.dumps(names))
+        texts = {names_file(folder, split): json.dumps(names)}
         columns = {name: [values[i] for i in kept] for name, values in images.columns.items()}
         if columns:
-            write_text(columns_file(folder, split), json.dumps(columns))
+            texts[columns_file(folder, split)] = json.dumps(columns)
+        for path, text in texts.items():
+            write_text(path, text)
+            sums[path.name] = hashlib.sha256(text.encode()).hexdigest()
+    return sums
 
 
 @contextlib.contextmanager
@@ -460,6 +492,22 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     return array
 
 
+def _check_texts(target: Path, manifest: dict[str, Any]) -> None:
+    """Check names and columns, of which manifests of the first versions have no checksums.
+
+    Raises:
+      OSError, ValueError: for one that is not as it was written.
+    """
+    for name, sha256 in manifest.get("texts", {}).items():
+        if hashlib.sha256((target / name).read_bytes()).hexdigest() != sha256:
+            raise ValueError(f"{name} does not match its checksum")
+    if "texts" not in manifest:
+        return
+    for path in target.glob("columns_*.json"):
+        if path.name not in manifest["texts"]:
+            raise ValueError(f"{path.name} is not of the data set that was prepared")
+
+
 def _note_times(target: Path, manifest: dict[str, Any]) -> None:
     """Note the times of copied files, once their content has been checked."""
     times = {key: (target / f"{key}.npy").stat().st_mtime_ns for key in manifest["arrays"]}
@@ -467,4 +515,4 @@ def _note_times(target: Path, manifest: dict[str, Any]) -> None:
         return
     arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
     with contextlib.suppress(OSError):  # a folder that cannot be written: its files are checked every time
-        write_text(target / "manifest.json", json.dumps({**manifest, "arrays": arrays}, indent=1))
+        write_manifest(target, {**manifest, "arrays": arrays})

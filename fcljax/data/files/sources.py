@@ -213,7 +213,8 @@ def _dataset(name: str, data: Prepared) -> Dataset:
     )
     column = NAMED[name].folders if name in NAMED else ""
     if not column:
-        columns, columns_test = (prepared_columns(data.folder, split) for split in ("train", "test"))
+        columns = prepared_columns(data.folder, "train", len(data.y_train))
+        columns_test = prepared_columns(data.folder, "test", len(data.y_test))
         return dataset._replace(columns=columns, columns_test=columns_test)
     return dataset._replace(
         columns={column: _first_folders(dataset, "train")},

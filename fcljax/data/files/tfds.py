@@ -27,6 +27,7 @@ from fcljax.data.files.raw import (
     visible,
 )
 from fcljax.errors import InputError, reason
+from fcljax.options import whole_number
 
 FOLDER = "tensorflow_datasets"  # below the data folder
 
@@ -117,7 +118,7 @@ def _newest(folder: Path) -> Path | None:
     versions = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.name.replace(".", "").isdigit() and (path / "dataset_info.json").is_file()
+        if whole_number(path.name.replace(".", "")) is not None and (path / "dataset_info.json").is_file()
     ]
     return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part], default=None)
 

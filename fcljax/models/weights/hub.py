@@ -24,6 +24,7 @@ from fcljax.data.files.sources import data_folder
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, check_folder
 from fcljax.models.weights.checkpoints import SUFFIXES
+from fcljax.options import whole_number
 
 HUB = "https://huggingface.co"
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -123,10 +124,10 @@ def _facts(url: str, name: str) -> Archive | None:
             return None
         headers = answer.headers
         tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
-        size = headers.get("X-Linked-Size") or headers.get("Content-Length") or ""
-        if not re.fullmatch("[0-9a-f]{64}", tag) or not size.isdigit():
+        size = whole_number(headers.get("X-Linked-Size") or headers.get("Content-Length") or "")
+        if not re.fullmatch("[0-9a-f]{64}", tag) or size is None:
             raise InputError(f"weights: the hub states no checksum or size of {url}")
-        return Archive(url, int(size), tag, "")
+        return Archive(url, size, tag, "")
 
 
 def _small(url: str, name: str) -> bytes | None:

@@ -1,0 +1,109 @@
+"""Tables that a user writes as text with a header (CSV), read in one place for header and rows alike.
+
+Excel, R and pandas write them differently: with a byte-order mark, quoted headers, semicolons or tabs between
+the values, and the line ends of Windows or of old Macs.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fcljax.errors import InputError, nearest
+
+SEPARATORS = ",;\t"
+MOST_CHARACTERS = 4096  # of one value, as of a path
+
+
+class TextTable(NamedTuple):
+    """The rows of a table, without blank ones."""
+
+    columns: dict[str, list[str]]
+    """Name in lower case -> the value of each row, without blanks around it."""
+    lines: list[int]
+    """Line of the file in which each row ends, from 1."""
+
+
+def read_header(where: str, text: str) -> list[str]:
+    """The names of the columns, in lower case; [] of an empty text.
+
+    Args:
+      where: field and file, for messages.
+      text: of the whole file.
+
+    Raises:
+      InputError: for a first line that is no CSV.
+    """
+    for _, values in _rows(where, text):
+        return [name.lower() for name in values]
+    return []
+
+
+def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
+    """The rows of a table that has no columns but the `known` ones.
+
+    Args:
+      where: field and file, for messages.
+      text: of the whole file.
+      known: names of columns, in lower case; not all need to be there.
+
+    Raises:
+      InputError: naming the file, the line and what is wrong: an unknown column, a column twice, another
+        number of values than of columns, or what is no CSV.
+    """
+    header = read_header(where, text)
+    for place, name in enumerate(header):
+        if name not in known:
+            raise InputError(f"{where}: unknown column {name!r}; {_hint(name, place, known)}")
+        if name in header[:place]:
+            raise InputError(f"{where}: the column {name!r} comes twice; leave out one of them")
+    columns: dict[str, list[str]] = {name: [] for name in header}
+    lines: list[int] = []
+    rows = _rows(where, text)
+    next(rows, None)
+    for line, values in rows:
+        if len(values) != len(header):
+            raise InputError(f"{where}, line {line}: {len(values)} values for {len(header)} columns")
+        for name, value in zip(header, values, strict=True):
+            columns[name].append(value)
+        lines.append(line)
+    return TextTable(columns, lines)
+
+
+def _hint(name: str, place: int, known: Sequence[str]) -> str:
+    """What to do about an unknown column."""
+    if not name and place == 0:
+        return "it numbers the rows: write the file without it (pandas: index=False; R: row.names=FALSE)"
+    return nearest(name, known)
+
+
+def _rows(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Line number and values of each row that is not blank, the header first."""
+    first = next((line for line in io.StringIO(text, newline=None) if line.strip()), "")
+    separator = next((each for each in SEPARATORS if each in first), SEPARATORS[0])
+    # newline=None reads the line ends of every system
+    rows = csv.reader(
+        io.StringIO(text, newline=None), delimiter=separator, skipinitialspace=True, strict=True
+    )
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise InputError(f"{where}, line {rows.line_num}: it is no CSV: {error}") from None
+        if row is None:
+            return
+        values = [value.strip() for value in row]
+        if any(values):
+            for value in values:
+                _check_value(f"{where}, line {rows.line_num}", value)
+            yield rows.line_num, values
+
+
+def _check_value(where: str, value: str) -> None:
+    """Check that a value is one that a person wrote into one cell."""
+    if len(value) > MOST_CHARACTERS:
+        raise InputError(
+            f"{where}: a value of {len(value):,} characters, {value[:40]!r}...; at most {MOST_CHARACTERS:,}"
+        )
+    if "\n" in value or "\0" in value:
+        raise InputError(f"{where}: the value {value!r} is not of one line; is a quotation mark missing?")
