@@ -53,7 +53,8 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
         assigned = Assigned(_of_content(content, examples))
     if dataset.kept is None:
         return assigned
-    return Assigned(*(None if names is None else names[dataset.kept] for names in assigned))
+    task = None if assigned.task is None else assigned.task[dataset.kept]
+    return Assigned(assigned.client[dataset.kept], task)
 
 
 def has_tasks(path: str) -> bool:

@@ -124,7 +124,7 @@ def build(
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
-                write_manifest(folder, manifest | facts)
+                write_manifest(folder, {**manifest, **facts})
                 if skipped := manifest["skipped"]:
                     listed = f"skipped {len(skipped)} unreadable images, listed in manifest.json"
                     say(console, f"{facts['name']}: {listed}; {skipped[0]['reason']}")
