@@ -102,14 +102,15 @@ def test_float32_tensors_of_a_safetensors_file_are_views_of_it(tmp_path):
     assert not found.flags.owndata and not found.flags.writeable
 
 
-def test_json_beside_a_model_is_read_and_beside_other_names_it_is_not(tmp_path):
-    for name in ("config", "preprocessor_config"):
+def test_json_beside_a_file_of_any_name_is_read(tmp_path):
+    for name in ("config", "preprocessor_config", "open_clip_config"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"of": name}))
     model, other = (
         read_checkpoint(files.save(tmp_path / f"{name}.safetensors", TENSORS)) for name in ("model", "other")
     )
-    assert (model.config, model.preprocessor) == ({"of": "config"}, {"of": "preprocessor_config"})
-    assert other.config == other.preprocessor == {}
+    for found in (model, other):
+        assert (found.config, found.preprocessor) == ({"of": "config"}, {"of": "preprocessor_config"})
+        assert found.open_clip == {"of": "open_clip_config"}
     (tmp_path / "config.json").write_text("{")
     refuses(tmp_path / "model.safetensors", "config.json' is no JSON")
 
@@ -121,7 +122,7 @@ def test_missing_files_folders_and_other_kinds_are_named(tmp_path):
     refuses(tmp_path / "absent.npz", "checkpoint: no file '.*absent.npz'")
     refuses(tmp_path, "checkpoint: no file")
     (tmp_path / "weights.h5").write_bytes(b"anything")
-    refuses(tmp_path / "weights.h5", r"suffix '.h5'; valid: .safetensors, .npz, .pth, .pt, .bin$")
+    refuses(tmp_path / "weights.h5", r"suffix '.h5'; valid: .safetensors, .npz, .msgpack, .pth, .pt, .bin, ")
 
 
 @pytest.mark.parametrize("suffix", checkpoints.SUFFIXES)
@@ -502,7 +503,7 @@ def test_without_the_library_the_way_out_is_named(monkeypatch):
         "hf:someone/vit-tiny",
         r"needs the hub's library: pip install 'fcljax\[hub\]', or give the path of a file$",
     )
-    refuses("hf:someone/vit-tiny:weights.msgpack", "suffix '.msgpack'")
+    refuses("hf:someone/vit-tiny:weights.h5", "suffix '.h5'")
 
 
 def test_content_that_differs_from_the_hub_s_checksum_is_refused_and_removed(hub, tmp_path):

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 from fcljax.settings import Stem
 
 ChipKind = Literal["none", "tpu", "gpu"]
+# of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP); gelu_tanh: the approximation by tanh (big_vision)
+Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
 
 
@@ -43,7 +45,7 @@ class ViTConfig:
     registers: int = 0  # learned tokens beside the class token, which nothing reads (DINOv2)
     qk_norm: bool = False  # LayerNorms of the queries and keys of each head
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
-    activation: Literal["gelu", "quick_gelu"] = "gelu"  # quick_gelu: x sigmoid(1.702 x) (CLIP)
+    activation: Activation = "gelu"
     rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
     kernel: AttentionKernel = NO_KERNEL
 

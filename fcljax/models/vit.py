@@ -232,6 +232,8 @@ class HiddenLayer(nn.Module):
 def _activation(c: ViTConfig) -> Callable[[Array], Array]:
     if c.activation == "quick_gelu":
         return _quick_gelu
+    if c.activation == "gelu_tanh":
+        return _gelu_by_tanh
     on_tpu = c.dtype == "bfloat16" and c.kernel.chip == "tpu"
     return _gelu_by_erfc if on_tpu else _gelu
 
@@ -244,6 +246,11 @@ def _gelu(x: Array) -> Array:
 def _gelu_by_erfc(x: Array) -> Array:
     """The same; XLA for TPUs keeps what erf gives in memory, and not what erfc gives."""
     return nn.gelu(x, approximate=False)
+
+
+def _gelu_by_tanh(x: Array) -> Array:
+    """Its approximation (Hendrycks and Gimpel 2016, section 2), which flax takes unless told otherwise."""
+    return nn.gelu(x, approximate=True)
 
 
 def _quick_gelu(x: Array) -> Array:

@@ -1,13 +1,16 @@
-"""Files of weights as named arrays: .safetensors, .npz, torch's .pth, .pt and .bin, and the Hugging Face hub.
+"""Files of weights as named arrays: safetensors, npz, torch's files, flax's msgpack, the Hugging Face hub.
 
-No code in a file is ever executed. safetensors and npz hold none; a torch file is a pickle, so its opcodes
-are checked first, without running them, and then read by a reader that knows only tensors and plain
+The content of a file tells its kind; the suffix counts only where the content does not tell.
+
+No code in a file is ever executed. safetensors, npz and msgpack hold none; a torch file is a pickle, so its
+opcodes are checked first, without running them, and then read by a reader that knows only tensors and plain
 containers (`torch_zip.py`). Files before torch 1.6 are no zips and need torch's own weights-only loader
 (`fcljax[torch]`).
 """
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -24,15 +27,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import ml_dtypes
+import msgpack
 import numpy as np
 import safetensors
+from flax import serialization
 
 from fcljax.archives import check_members, read_npz, sha256
 from fcljax.errors import InputError, reason
 from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tensors_in
 
-TORCH = (".pth", ".pt", ".bin")
-SUFFIXES = (".safetensors", ".npz", *TORCH)
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
+SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
+# The files of a folder or of a repository of the hub, the first of which that is there counts.
+USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
+INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)  # of a network in several files
+OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
+SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 ZIP_LIMIT = 16 * 2**30  # bytes that an archive may unpack to
 FILE_LIMIT = 64 * 2**30  # bytes of any other file
 
@@ -70,7 +80,16 @@ _DAMAGE += (
     safetensors.SafetensorError,
     pickle.UnpicklingError,
     tarfile.TarError,
+    msgpack.UnpackException,
 )
+# How files of other kinds begin, and what they are.
+_OTHER_KINDS = {
+    b"\x89HDF\r\n": "an HDF5 file, as Keras writes them; save its weights as .npz",
+    b"\x1f\x8b": "compressed by gzip; unpack it first",
+    b"version https://git-lfs": "a pointer of Git LFS and not the file itself; get it with: git lfs pull",
+    b"GGUF": "a GGUF file",
+    b"<": "a page of HTML or XML; the download went wrong",
+}
 
 
 class Checkpoint(NamedTuple):
@@ -82,10 +101,14 @@ class Checkpoint(NamedTuple):
     source: str  # the file's name without folders, or its address on the hub
     config: dict[str, Any]  # the config.json beside it, or {}
     preprocessor: dict[str, Any]  # the preprocessor_config.json beside it, or {}
+    open_clip: dict[str, Any] = {}  # the open_clip_config.json beside it, or {}
 
 
 def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
-    """A file of weights, from a path or from the hub as `hf:OWNER/NAME[@REVISION][:FILE]`.
+    """Read a file of weights, from a path or from the hub as `hf:OWNER/NAME[@REVISION][:FILE]`.
+
+    A path may also be a folder as transformers writes it, the index of a network in several files, or one of
+    these files.
 
     Raises:
       InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
@@ -95,7 +118,7 @@ def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
     if str(checkpoint).startswith("hf:"):
         return _read_hub(str(checkpoint))
     path = Path(checkpoint)
-    return _read(path, path.name, path.name in ("model.safetensors", "pytorch_model.bin"))
+    return _read(path, path.name)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -106,16 +129,10 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """
     if not path.is_file():
         raise InputError(f"checkpoint: no file {str(path)!r}")
-    if path.suffix not in SUFFIXES:
-        raise InputError(
-            f"checkpoint: {str(path)!r} has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}"
-        )
     if path.stat().st_size > FILE_LIMIT:
         raise InputError(f"checkpoint: {str(path)!r} is larger than {FILE_LIMIT >> 30} GiB")
     try:
-        if path.suffix == ".safetensors":
-            return _read_safetensors(path)
-        return read_npz(path, ZIP_LIMIT) if path.suffix == ".npz" else _read_torch(path), {}
+        return _read_kind(path, _kind(path))
     except InputError:
         raise
     except _DAMAGE as error:
@@ -159,13 +176,128 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
 # ---- one kind of file each ---------------------------------------------------------------------------------
 
 
-def _read(path: Path, source: str, sidecars: bool) -> Checkpoint:
-    tensors, metadata = read_tensors(path)
-    config, preprocessor = (
-        _json(path.with_name(f"{name}.json")) if sidecars else {}
-        for name in ("config", "preprocessor_config")
+def _kind(path: Path) -> str:
+    """The kind of a file by its content, as one of .safetensors, .npz, .msgpack and .pth; by its own suffix
+    where the content does not tell.
+
+    Raises:
+      InputError: if neither tells.
+      zipfile.BadZipFile: for half a zip.
+    """
+    with path.open("rb") as stream:
+        start = stream.read(512)
+    if start[8:9] == b"{":  # behind the length of the header
+        return ".safetensors"
+    if start.startswith(b"PK"):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        is_torch = any(name.endswith(".pkl") for name in names)
+        return ".npz" if any(name.endswith(".npy") for name in names) and not is_torch else ".pth"
+    if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
+        return ".pth"
+    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):  # a map of msgpack
+        return ".msgpack"
+    if start[257:262] == b"ustar":
+        raise ValueError("it is a tar archive; unpack it first")
+    for beginning, what in _OTHER_KINDS.items():
+        if start.lstrip().startswith(beginning):
+            raise ValueError(f"it is {what}")
+    if path.suffix in SUFFIXES:
+        return path.suffix
+    raise InputError(
+        f"checkpoint: {str(path)!r} is no file of weights that is read here: its content tells no kind, "
+        f"and it has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}"
     )
-    return Checkpoint(tensors, metadata, sha256(path), source, config, preprocessor)
+
+
+def _read_kind(path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    if kind == ".safetensors":
+        return _read_safetensors(path)
+    if kind == ".npz":
+        return read_npz(path, ZIP_LIMIT), {}
+    if kind == ".msgpack":
+        return _read_msgpack(path), {}
+    return _read_torch(path), {}
+
+
+def _read(path: Path, source: str) -> Checkpoint:
+    """A file, a folder, or a network in several files, with the JSON files beside it."""
+    path = _usual_file(path) if path.is_dir() else path
+    index = _index_of(path)
+    beside = [_json(path.with_name(name)) for name in SIDECARS]
+    if index is not None:
+        tensors, metadata, digest = _read_shards(index)
+        return Checkpoint(tensors, metadata, digest, source, *beside)
+    tensors, metadata = read_tensors(path)
+    return Checkpoint(tensors, metadata, sha256(path), source, *beside)
+
+
+def _usual_file(folder: Path) -> Path:
+    """The file of weights of a folder, by the names that libraries give.
+
+    Raises:
+      InputError: if there is none.
+    """
+    names = (*USUAL_FILES, *INDICES, *OTHER_FILES)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is not None:
+        return found
+    if (folder / "_CHECKPOINT_METADATA").exists() or (folder / "manifest.ocdbt").exists():
+        raise InputError(
+            f"checkpoint: {str(folder)!r} is a checkpoint of orbax, which is not read here; write its "
+            "parameters with flax.serialization.to_bytes, as .msgpack"
+        )
+    raise InputError(f"checkpoint: no file {str(folder)!r}, and no {', '.join(names)} in that folder")
+
+
+def _index_of(path: Path) -> Path | None:
+    """The index of the files of which this is one, or which it is; None for a file by itself."""
+    if path.name.endswith(".index.json"):
+        return path
+    shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}(\.\w+)", path.name)
+    index = path.with_name(f"{shard[1]}{shard[2]}.index.json") if shard else path
+    return index if shard and index.is_file() else None
+
+
+def _read_shards(index: Path) -> tuple[dict[str, np.ndarray], dict[str, str], str]:
+    """The tensors of several files, one's metadata, and the sha256 of the files' digests in order.
+
+    Raises:
+      InputError: if the index is none, or a file or a tensor of it is missing.
+    """
+    if not index.is_file():
+        raise InputError(f"checkpoint: no file {str(index)!r}")
+    shard_of = shard_names(_json(index), str(index))
+    tensors: dict[str, np.ndarray] = {}
+    metadata: dict[str, str] = {}
+    digests = []
+    for name in sorted(set(shard_of.values())):
+        shard, metadata = read_tensors(index.with_name(name))
+        missing = [key for key, home in shard_of.items() if home == name and key not in shard]
+        if missing:
+            raise InputError(
+                f"checkpoint: {name!r} has no {missing[0]!r}, which {str(index)!r} says is there"
+            )
+        tensors |= shard
+        digests.append(sha256(index.with_name(name)))
+    return tensors, metadata, hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def shard_names(index: dict[str, Any], source: str) -> dict[str, str]:
+    """The file of each tensor, of the index of a network in several files.
+
+    Raises:
+      InputError: if it is no such index, or names a file in another folder.
+    """
+    weights = index.get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise InputError(f"checkpoint: {source!r} is no index of a network's files: it has no weight_map")
+    for name in weights.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise InputError(
+                f"checkpoint: {source!r} names the file {str(name)[:80]!r}, which is not beside it"
+            )
+    return weights
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -194,6 +326,15 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
         begin, end = (start + offset for offset in entry["data_offsets"])
         tensors[name] = np.asarray(data[begin:end]).view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors, metadata
+
+
+def _read_msgpack(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file of `flax.serialization`, by names with slashes."""
+    try:
+        content = serialization.msgpack_restore(path.read_bytes())
+    except (TypeError, AttributeError, AssertionError) as error:  # of arrays that are described as none is
+        raise ValueError(f"its msgpack makes no sense: {error}") from error
+    return {name: np.asarray(x) for name, x in tensors_in("", content, np.ndarray, "/")}
 
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
@@ -298,18 +439,20 @@ def _read_hub(spec: str) -> Checkpoint:
         raise InputError(
             f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
         )
-    for candidate in (name,) if name else ("model.safetensors", "pytorch_model.bin"):
+    for candidate in (name,) if name else (*USUAL_FILES, *INDICES, *OTHER_FILES):
         path = _fetch(spec, repository, revision, candidate)
         if path is not None:
             break
     else:
-        raise InputError(
-            f"checkpoint: {spec!r} has no file {name or 'model.safetensors or pytorch_model.bin'}"
-        )
-    for sidecar in ("config.json", "preprocessor_config.json"):
+        raise InputError(f"checkpoint: {spec!r} has no file {name or ' or '.join(USUAL_FILES)}")
+    if candidate in INDICES:
+        for shard in sorted(set(shard_names(_json(path), spec).values())):
+            if _fetch(spec, repository, revision, shard) is None:
+                raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
+    for sidecar in SIDECARS:
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
     label = f"hf:{repository}" + (f"@{revision}" if revision else "") + f":{candidate}"
-    return _read(path, label, sidecars=True)
+    return _read(path, label)
 
 
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:

@@ -9,16 +9,18 @@ import jax
 
 from fcljax.errors import InputError
 from fcljax.files import check_folder
-from fcljax.models.weights import checkpoints, convnext, torchvision
+from fcljax.models.weights import checkpoints
 from fcljax.models.weights.pretrained import (
-    FORMAT,
     Loaded,
     WeightOptions,
     colour_text,
+    convolutional,
+    find,
     loaded,
     save_native,
     shape_text,
 )
+from fcljax.models.weights.sidecars import FORMAT
 from fcljax.options import option
 from fcljax.settings import Positions
 
@@ -33,8 +35,8 @@ class ConvertOptions:
     """Number of attention heads of a masked autoencoder's decoder."""
     keep_head: bool = False
     """Keep the classification head, if there is one."""
-    part: Literal["teacher", "student"] = "teacher"
-    """Network to take from a checkpoint that holds both."""
+    part: str = "teacher"
+    """Network to take from a file of several: teacher, student, or another part of the names before one."""
     image_size: int | None = option(None, unset="the network's own")
     """Side in pixels of the images, to which position embeddings are interpolated."""
     normalise: Literal["half", "unit", "imagenet"] | None = option(None, unset="the file's, or its kind's")
@@ -61,7 +63,9 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
     """
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
-    if torchvision.is_convnet(file.tensors) or convnext.is_convnext(file.tensors):
+    network = find(file, options.part)
+    if network.family.reader != "vit":
+        convolutional(file, network, None, None, "float32", "auto")  # raises where a run would
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
             f"`fcljax run METHOD --checkpoint {source}`"
@@ -69,7 +73,7 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
     how = WeightOptions(
         options.heads, options.decoder_heads, options.part, options.positions, options.normalise
     )
-    found = loaded(file, None, options.image_size, how)
+    found = loaded(file, network, None, options.image_size, how)
     tree = dict(found.network.params)
     if found.network.head is not None and options.keep_head:
         tree["head"] = found.network.head

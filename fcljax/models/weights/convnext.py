@@ -11,7 +11,8 @@ from fcljax.errors import InputError
 from fcljax.models.convnext import init_convnext
 from fcljax.models.networks import network_name
 from fcljax.models.shapes import ConvNeXtConfig
-from fcljax.models.weights.naming import Tensors, check_tensors, float32
+from fcljax.models.weights import finding
+from fcljax.models.weights.tensors import Tensors, check_tensors, float32
 from fcljax.types import PyTree
 
 # names of modules -> timm's, of torchvision and of the authors
@@ -36,9 +37,6 @@ _AUTHORS = (
     (r"^norm\.", "head.norm."),
     (r"^head\.(weight|bias)$", r"head.fc.\1"),
 )
-_FIRST = re.compile(
-    r"((?:.*\.)?)(stages\.0\.blocks\.0\.conv_dw|features\.1\.0\.block\.0|stages\.0\.0\.dwconv)\.weight$"
-)
 _IN_BLOCK = {"depthwise": "conv_dw", "norm": "norm", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
@@ -49,18 +47,15 @@ class FoundConvNeXt(NamedTuple):
     params: PyTree
     head: PyTree | None
     """{"kernel", "bias"} of its classifier, if there is one."""
-
-
-def is_convnext(tensors: Tensors) -> bool:
-    """Whether they are a ConvNeXt's, by the name of the first depthwise convolution."""
-    return any(_FIRST.match(name) for name in tensors)
+    beside: tuple[str, ...]
+    """Names of what is left out."""
 
 
 def interpret(tensors: Tensors, name: str | None) -> FoundConvNeXt:
     """The network in `tensors`, checked tensor by tensor, under our names and layouts.
 
     Args:
-      tensors: by name; `is_convnext` holds.
+      tensors: by name, as `finding.find` gives them.
       name: the network that they must be; None takes the architecture from the tensors.
 
     Raises:
@@ -70,7 +65,8 @@ def interpret(tensors: Tensors, name: str | None) -> FoundConvNeXt:
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
         raise InputError(f"checkpoint: does not fit {name}: it is {network_name(config)}")
-    head = {key.rpartition(".")[2]: tensors.pop(f"head.fc.{key}", None) for key in ("weight", "bias")}
+    head = {key: tensors.pop(f"head.fc.{key}", None) for key in ("weight", "bias")}
+    tensors, beside = finding.split_content(tensors, lambda name: name.startswith("head.norm."))
     shapes: dict[Any, Any] = flatten_dict(jax.eval_shape(lambda: init_convnext(jax.random.key(0), config)))
     theirs = {path: _their_name(path) for path in shapes}
     wanted = {theirs[path]: _their_shape(path, x.shape) for path, x in shapes.items()}
@@ -79,17 +75,18 @@ def interpret(tensors: Tensors, name: str | None) -> FoundConvNeXt:
     classifier = None
     if head["weight"] is not None and head["bias"] is not None:
         classifier = {"kernel": head["weight"].astype(np.float32).T, "bias": head["bias"].astype(np.float32)}
-    return FoundConvNeXt(config, unflatten_dict(flat), classifier)
+    return FoundConvNeXt(config, unflatten_dict(flat), classifier, beside)
 
 
 def _renamed(tensors: Tensors) -> Tensors:
-    """timm's names, without what all have in front."""
-    match = next(match for name in tensors if (match := _FIRST.match(name)))
-    prefix, kind = match[1], match[2]
-    names = _TORCHVISION if "block.0" in kind else _AUTHORS if "dwconv" in kind else ()
+    """Under timm's names."""
+    names: tuple[tuple[str, str], ...] = ()
+    if "features.1.0.block.0.weight" in tensors:
+        names = _TORCHVISION
+    elif "stages.0.0.dwconv.weight" in tensors:
+        names = _AUTHORS
     found = {}
-    for name, x in tensors.items():
-        own = name.removeprefix(prefix)
+    for own, x in tensors.items():
         if names is _TORCHVISION and (place := re.match(r"features\.([1-9])\.(\d+)\.", own)):
             number = int(place[1])  # blocks at odd places, what is between stages at even ones
             inside = f"blocks.{place[2]}" if number % 2 else f"downsample.{place[2]}"

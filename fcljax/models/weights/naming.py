@@ -9,21 +9,20 @@ heads in Google's files.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError
 from fcljax.models.mae import DecoderConfig, decoder_shapes
-from fcljax.models.shapes import VITS
+from fcljax.models.shapes import VITS, Activation
 from fcljax.models.vit import ViTConfig, parameter_shapes
-from fcljax.models.weights.dialects import translate
+from fcljax.models.weights import finding
+from fcljax.models.weights.dialects import MOCO_V3, Dialect, translate
+from fcljax.models.weights.tensors import Shapes, Tensors, check_tensors, float32, reverse
 from fcljax.types import PyTree
-
-Tensors = dict[str, np.ndarray]
 
 
 class Naming(NamedTuple):
@@ -45,8 +44,29 @@ class TensorFacts(NamedTuple):
 
     heads: int | None = None
     decoder_heads: int | None = None
-    activation: Literal["gelu", "quick_gelu"] | None = None
+    activation: Activation | None = None
     rotary_base: float | None = None
+
+
+class ViTSizes(NamedTuple):
+    """What the shapes of tensors tell of a ViT."""
+
+    width: int
+    depth: int
+    mlp: int
+    patch: int
+
+
+class NamedViT(NamedTuple):
+    """A ViT's tensors under a naming, with what is known of their kind and what is left out."""
+
+    naming: "Naming"
+    tensors: Tensors
+    prefix: str
+    """What stood before their names."""
+    dialect: Dialect
+    beside: tuple[str, ...]
+    """Names of what is left out."""
 
 
 class Interpreted(NamedTuple):
@@ -135,33 +155,8 @@ _OUR_ENCODER = ENCODERS[0]
 NORM_PRE = "norm_pre"  # the norm before the first block
 _OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
 
-_WRAPPERS = {"model", "state_dict", "teacher", "student", "module", "backbone", "encoder", "vit", "_orig_mod"}
-_NETWORK = {"backbone", "encoder", "vit"}  # wrappers beside which heads and decoders are
-_ROLES = {"teacher", "student"}
 _TRAINING = {"teacher", "student", "model", "state_dict", "backbone"}  # wrappers in checkpoints of a training
-# Other content of a training's checkpoint, by its name in notes.
-_IGNORED = {
-    "teacher": r"teacher\..*",
-    "student": r"student\..*",
-    "optimizer and schedule": r"(optimizer|scaler|fp16_scaler|loss_scaler|lr_scheduler|scheduler|epoch|args)"
-    r"(\..*)?",
-    "centers of the loss": r"(dino|ibot)_loss\..*",
-    "projection head": r"head\.(mlp|last_).*|head2\..*",
-    "averaged copy": r"model_ema\..*",
-    "masked_embed": r"masked_embed",
-    "mask_token": r"(embeddings\.)?mask_token",
-    "pooler": r"pooler\..*",
-    "pre_logits": r"pre_logits[./].*",
-}
-
-
-class _Found(NamedTuple):
-    """A network's tensors under a naming, by names without wrappers and without ignored content."""
-
-    naming: Naming
-    tensors: Tensors
-    wrappers: frozenset[str]
-    ignored: tuple[str, ...]  # keys of _IGNORED
+_TRAINED = ("mask_token", "masked_embed", "centers of the loss")  # what only trainings of such networks have
 
 
 class _Recipe(NamedTuple):
@@ -173,59 +168,97 @@ class _Recipe(NamedTuple):
     reverse: bool  # whether its axes are reversed first
 
 
-def interpret(tensors: Tensors, name: str | None, facts: TensorFacts, part: str) -> Interpreted:
-    """Find the network in `tensors`, check it tensor by tensor, and bring it to our names and layouts.
-
-    Args:
-      tensors: by name, as `checkpoints.read_checkpoint` gives them.
-      name: one of VITS, which the tensors must fit; None takes the architecture from the tensors.
-      facts: what is known already; it must not contradict the tensors.
-      part: "teacher" or "student", for files that hold both.
+def named(found: finding.NetworkInFile) -> NamedViT:
+    """A ViT of a file under one of the namings.
 
     Raises:
-      InputError: if there is no ViT, or one of a kind that is not supported, or tensors are missing,
-        unexpected, misshaped or not finite.
+      InputError: if it is of a kind that is not supported.
     """
-    translated = translate(tensors)
-    found = _find(translated.tensors, choose("part", part, sorted(_ROLES)))
-    naming = found.naming
-    _refuse_other_networks(naming, found.tensors)
-    if translated.rotary and not facts.rotary_base:
+    translated = translate(found.tensors, found.family.name)
+    mapping = {"transformers": "huggingface", "big_vision": "google"}.get(
+        found.family.name, found.family.name
+    )
+    known = {naming.mapping for naming in ENCODERS}
+    naming = _variant(ENCODERS, mapping if mapping in known else "timm", translated.tensors)
+    dialect = translated.dialect
+    if _is_moco(found.prefix):
+        dialect = dialect._replace(pixels="imagenet")
+    if naming.layout == "ours":
+        return NamedViT(naming, translated.tensors, found.prefix, dialect, found.beside)
+    tensors = _without_wrapper(translated.tensors)
+    _refuse_other_networks(naming, tensors)
+    kept, beside = finding.split_content(tensors, _is_of_network(naming, tensors))
+    beside = (*found.beside, *translated.beside, *beside)
+    return NamedViT(naming, _with_biases(naming, kept), found.prefix, dialect, beside)
+
+
+def _is_moco(prefix: str) -> bool:
+    """Whether a network is one of MoCo v3's two, by what stood before its names."""
+    return finding.components(prefix)[-1:] in [(name,) for name in MOCO_V3]
+
+
+def sizes(network: NamedViT) -> ViTSizes:
+    """What the shapes tell.
+
+    Raises:
+      InputError: if the embedding is none of square patches of 3 channels.
+    """
+    naming, tensors = network.naming, network.tensors
+    patch, width = _patches(naming, tensors)
+    return ViTSizes(width, _blocks(naming, tensors), _mlp(naming, tensors, width), patch)
+
+
+def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interpreted:
+    """Check a network tensor by tensor, and bring it to our names and layouts.
+
+    Args:
+      network: as `named` gives it.
+      name: one of VITS, which the tensors must fit; None takes the architecture from the tensors.
+      facts: what is known already; it must not contradict the tensors.
+
+    Raises:
+      InputError: if it is of a kind that is not supported, or tensors are missing, unexpected, misshaped or
+        not finite.
+    """
+    naming, tensors, dialect = network.naming, network.tensors, network.dialect
+    if dialect.rotary and not facts.rotary_base:
         facts = facts._replace(rotary_base=DINOV3_BASE)
-    if not translated.rotary and naming.layout != "ours":
+    if not dialect.rotary and naming.layout != "ours":
         facts = facts._replace(rotary_base=None)
-    config, assumed = _architecture(naming, found.tensors, name, facts)
-    if translated.activation and name is None:
-        activation = facts.activation or translated.activation
-        config = dataclasses.replace(config, activation=activation)
-        assumed += [] if facts.activation else [f"the activation {activation} of its kind is assumed"]
-    shapes, outputs = _shapes(parameter_shapes(dataclasses.replace(config, depth=1))), _outputs(found)
+    config, assumed = _architecture(network, name, facts)
+    if dialect.activation:
+        config = dataclasses.replace(config, activation=facts.activation or dialect.activation)
+        assumed += [] if facts.activation else [_assumed_activation(dialect)]
+    shapes = _shapes(parameter_shapes(dataclasses.replace(config, depth=1)))
+    outputs = _outputs(naming, tensors)
     if outputs is not None:
         shapes |= {"head.kernel": (config.width, outputs), "head.bias": (outputs,)}
     recipes = _recipes(naming, _OUR_ENCODER, shapes, config)
-    decoder = _decoder(found, config, facts) if _has_decoder(found.tensors) else None
+    decoder = _decoder(network, config, facts) if _has_decoder(tensors) else None
     wanted = recipes | {f"decoder {key}": each for key, each in (decoder[2] if decoder else {}).items()}
-    check_tensors(found.tensors, _their_shapes(wanted), name or _describe(config))
-    params = _build(found.tensors, recipes)
+    check_tensors(tensors, _their_shapes(wanted), name or _describe(config))
+    params = _build(tensors, recipes)
     head = params.pop("head", None)
-    trained = {"mask_token", "masked_embed", "centers of the loss"} & set(found.ignored)
+    trained = any(finding.is_left_out(network.beside, label) for label in _TRAINED)
+    wrappers = finding.components(network.prefix)
     return Interpreted(
         config,
         params,
         head,
-        decoder and (decoder[0], _build(found.tensors, decoder[2])),
+        decoder and (decoder[0], _build(tensors, decoder[2])),
         "mae" if decoder and naming.mapping == "timm" else naming.mapping,
         fused=len(naming.modules["attn.qkv"]) == 1,
-        part=next(iter(_ROLES & found.wrappers), None),
-        torch_training=naming.layout == "torch" and bool(decoder or found.wrappers & _TRAINING or trained),
-        notes=(
-            *_notes(found, config, head),
-            *translated.notes,
-            *assumed,
-            *(decoder[1] if decoder else ()),
-        ),
-        pixels=translated.pixels,
+        part=next((role for role in finding.ROLES if role in wrappers), None),
+        torch_training=naming.layout == "torch"
+        and bool(decoder or _TRAINING.intersection(wrappers) or trained),
+        notes=(*_notes(network, config, head), *assumed, *(decoder[1] if decoder else ())),
+        pixels=dialect.pixels,
     )
+
+
+def _assumed_activation(dialect: Dialect) -> str:
+    note = f"the activation {dialect.activation} of its kind is assumed"
+    return f"{note}: {dialect.doubt}" if dialect.doubt else note
 
 
 def is_decoder(tensors: Tensors) -> bool:
@@ -244,10 +277,11 @@ def interpret_decoder(tensors: Tensors, facts: TensorFacts) -> tuple[DecoderConf
       InputError: if tensors are missing, unexpected, misshaped or not finite.
     """
     naming = DECODERS[0]
-    patch = math.isqrt((_outputs(_Found(naming, tensors, frozenset(), ())) or 3) // 3)
+    patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
     width = _extent(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
     encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)  # as far as its decoder tells
-    config, notes, recipes = _decoder(_Found(ENCODERS[0], tensors, frozenset(), ()), encoder, facts)
+    alone = NamedViT(ENCODERS[0], tensors, "", Dialect(), ())
+    config, notes, recipes = _decoder(alone, encoder, facts)
     check_tensors(tensors, _their_shapes(recipes), "a decoder")
     return config, _build(tensors, recipes), notes
 
@@ -257,13 +291,12 @@ def headless(head: PyTree) -> str:
     return f"the classification head of {head['bias'].size} classes is no part of the backbone"
 
 
-def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
-    notes = [f"the {role}'s weights were taken" for role in sorted(_ROLES & found.wrappers)]
+def _notes(network: NamedViT, config: ViTConfig, head: PyTree | None) -> list[str]:
+    notes = finding.taken(network.prefix)
     if head is not None:
         notes.append(headless(head))
-    if found.ignored:
-        notes.append(f"left out, being no part of the backbone: {', '.join(found.ignored)}")
-    if "pre_logits" in found.ignored:
+    notes += finding.left_out(network.beside)
+    if finding.is_left_out(network.beside, "pre_logits"):
         notes.append(
             "a classification head behind pre_logits is left out too: it does not read the class token"
         )
@@ -272,76 +305,51 @@ def _notes(found: _Found, config: ViTConfig, head: PyTree | None) -> list[str]:
     return notes
 
 
-# ---- which network it is -----------------------------------------------------------------------------------
+# ---- which tensors are its own -----------------------------------------------------------------------------
 
 
-def _find(tensors: Tensors, part: str) -> _Found:
-    """The network's tensors without the wrappers around their names, and the labels of ignored content."""
-    prefix, naming = _prefix(tensors, part)
-    wrappers = prefix.split(".")[:-1]
-    outer = ".".join([*wrappers[:-1], ""]) if wrappers and wrappers[-1] in _NETWORK else prefix
-    named: Tensors = {}
-    for key, value in tensors.items():
-        short = next((key.removeprefix(start) for start in (prefix, outer) if key.startswith(start)), key)
-        if naming.layout == "torch":
-            short = re.sub(r"^decoder\.(?=decoder_|mask_token$)", "", short)
-        named[key if short in named else short] = value
-    ignored = {}
-    if naming.layout != "ours":
-        ignored = {
-            key: label for key in named for label, names in _IGNORED.items() if re.fullmatch(names, key)
-        }
-    if _has_decoder(named):
-        ignored.pop("mask_token", None)
-    if "pre_logits" in ignored.values():
-        head = f"{naming.out}{_dot(naming)}"
-        ignored |= {key: "classification head" for key in named if key.startswith(head)}
-    kept = {key: value for key, value in named.items() if key not in ignored}
-    labels = tuple(label for label in [*_IGNORED, "classification head"] if label in ignored.values())
-    return _Found(_variant(ENCODERS, naming, kept), kept, frozenset(wrappers), labels)
+def _without_wrapper(tensors: Tensors) -> Tensors:
+    """Without the name of pMAE's decoder before those of MAE's."""
+    return {re.sub(r"^decoder\.(?=decoder_|mask_token$)", "", name): x for name, x in tensors.items()}
 
 
-def _prefix(tensors: Tensors, part: str) -> tuple[str, Naming]:
-    """The prefix of the names of the one network to take, and its naming."""
-    anchors = {_leaf(naming, naming.embed, "kernel"): naming for naming in reversed(ENCODERS)}
-    at = {
-        key.removesuffix(anchor): naming
-        for key in tensors
-        for anchor, naming in anchors.items()
-        if key == anchor or key.endswith(f".{anchor}")
+def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
+    """Whether a name that could be other content is the network's: a head of the class token with a weight
+    and a bias, and the mask token of a decoder."""
+    head = {_leaf(naming, naming.out, leaf) for leaf in ("kernel", "bias")}
+    pre_logits = any(name.startswith(("pre_logits.", "pre_logits/")) for name in tensors)
+    keeps_head = head <= set(tensors) and not pre_logits
+    has_decoder = _has_decoder(tensors)
+
+    def keep(name: str) -> bool:
+        return (keeps_head and name in head) or (has_decoder and name == "mask_token")
+
+    return keep
+
+
+def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
+    """With zeros for the biases of queries, keys and values where no block has any (qkv_bias=False)."""
+    block = re.sub("%(02)?d", r"\\d{1,9}", re.escape(naming.block))
+    modules = "|".join(map(re.escape, naming.modules["attn.qkv"]))
+    kernel = re.compile(f"({block}(?:{modules})){re.escape(_leaf(naming, '', 'kernel'))}")
+    biases = {
+        f"{match[1]}{_leaf(naming, '', 'bias')}": x.shape[1:] if naming.layout == "google" else x.shape[:1]
+        for name, x in tensors.items()
+        if (match := kernel.fullmatch(name))
     }
-    if not at:
-        wanted = ", ".join(f"{anchor} ({naming.mapping})" for anchor, naming in reversed(anchors.items()))
-        raise InputError(
-            f"checkpoint: no Vision Transformer in it: none of {wanted}; "
-            f"it holds: {_listed(list(tensors)) or 'no tensors'}"
-        )
-    known = {prefix: naming for prefix, naming in at.items() if set(prefix.split(".")[:-1]) <= _WRAPPERS}
-    roles = {role: [prefix for prefix in known if role in prefix.split(".")] for role in sorted(_ROLES)}
-    if any(roles.values()):
-        if not roles[part]:
-            raise InputError(
-                f"part: the checkpoint has no {part}; choose {next(role for role in roles if roles[role])!r}"
-            )
-        known = {prefix: known[prefix] for prefix in roles[part]}
-    if len(known) != 1:
-        prefixes = ", ".join(repr(prefix) for prefix in known or at)
-        problem = "several networks, under" if known else "a network under a wrapper of another kind:"
-        raise InputError(
-            f"checkpoint: it holds {problem} {prefixes}; "
-            f"give a file of one network, bare or under {', '.join(sorted(_WRAPPERS))}"
-        )
-    return next(iter(known.items()))
+    if not biases.keys().isdisjoint(tensors):
+        return tensors
+    return tensors | {name: np.zeros(shape, np.float32) for name, shape in biases.items()}
 
 
-def _variant(namings: tuple[Naming, ...], like: Naming, tensors: Tensors) -> Naming:
+def _variant(namings: tuple[Naming, ...], mapping: str, tensors: Tensors) -> Naming:
     """Of the namings of one mapping, that which names most of the first block's tensors."""
 
-    def named(naming: Naming) -> int:
+    def count(naming: Naming) -> int:
         modules = [f"{naming.block % 0}{module}" for modules in naming.modules.values() for module in modules]
         return sum(_leaf(naming, module, "bias") in tensors for module in modules)
 
-    return max((naming for naming in namings if naming.mapping == like.mapping), key=named)
+    return max((naming for naming in namings if naming.mapping == mapping), key=count)
 
 
 def _has_decoder(tensors: Tensors) -> bool:
@@ -370,13 +378,11 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
 # ---- its architecture --------------------------------------------------------------------------------------
 
 
-def _architecture(
-    naming: Naming, tensors: Tensors, name: str | None, facts: TensorFacts
-) -> tuple[ViTConfig, list[str]]:
+def _architecture(network: NamedViT, name: str | None, facts: TensorFacts) -> tuple[ViTConfig, list[str]]:
     """The static shape of the tensors, or that of `name`, and what had to be assumed."""
-    patch, width = _patches(naming, tensors)
+    naming, tensors = network.naming, network.tensors
+    width, depth, mlp, patch = sizes(network)
     grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
-    depth, mlp = _blocks(naming, tensors), _mlp(naming, tensors, width)
     first, pre = naming.block % 0, _leaf(naming, NORM_PRE, "scale")
     config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
     config = dataclasses.replace(
@@ -402,27 +408,39 @@ def _architecture(
                 f"checkpoint: does not fit {name}: it has {heads} heads, needs {VITS[name].heads}"
             )
         return VITS[name], []
-    heads, notes = (heads, []) if heads else _assumed_heads(config, naming)
+    heads, notes = (heads, []) if heads else _assumed_heads(config, network)
     if width % heads:
         raise InputError(f"heads: {heads} does not divide the width {width}")
     return dataclasses.replace(config, heads=heads), notes
 
 
-def _assumed_heads(config: ViTConfig, naming: Naming) -> tuple[int, list[str]]:
+def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]]:
     """Heads leave no trace in fused or split matrices."""
-    if naming.layout == "ours":
+    if network.naming.layout == "ours":
         for vit in VITS.values():
             if dataclasses.replace(vit, heads=1) == config:
                 return vit.heads, []
-    huge = config.width in (1280, 1408, 1664)  # from "huge" on, ViTs have 16 heads of more than 64 channels
-    if config.width % 64 and not huge:
+    heads = _usual_heads(config, network.prefix)
+    if heads is None:
         raise InputError(
             f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; "
             "give heads"
         )
-    heads = 16 if huge else config.width // 64
     assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
     return heads, [f"{assumed}: the checkpoint does not tell them"]
+
+
+# Widths whose heads have another size than 64 channels: So400m, huge, giant, and gigantic.
+_WIDE = {1152: 16, 1280: 16, 1408: 16, 1664: 16, 1792: 16}
+
+
+def _usual_heads(config: ViTConfig, prefix: str) -> int | None:
+    """As the authors of such networks have them; None: unknown."""
+    if _is_moco(prefix) and config.width == 384:
+        return 12  # vits.py of MoCo v3: vit_small
+    if config.width in _WIDE:
+        return _WIDE[config.width]
+    return None if config.width % 64 else config.width // 64
 
 
 def _registers(naming: Naming) -> str:
@@ -470,8 +488,7 @@ def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
     return _extent(tensors, _leaf(naming, first, "bias"), 0, 4 * width)
 
 
-def _outputs(found: _Found) -> int | None:
-    naming, tensors = found.naming, found.tensors
+def _outputs(naming: Naming, tensors: Tensors) -> int | None:
     last = 0 if naming.layout == "torch" else -1
     kernel = _extent(tensors, _leaf(naming, naming.out, "kernel"), last, None)
     return _extent(tensors, _leaf(naming, naming.out, "bias"), 0, None) or kernel
@@ -484,11 +501,12 @@ def _extent(tensors: Tensors, name: str, axis: int, default):
 
 
 def _decoder(
-    found: _Found, config: ViTConfig, facts: TensorFacts
+    network: NamedViT, config: ViTConfig, facts: TensorFacts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
     """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
-    naming, notes = _variant(DECODERS, found.naming, found.tensors), []
-    width, heads = _extent(found.tensors, naming.token, -1, 512), facts.decoder_heads
+    tensors, notes = network.tensors, []
+    naming = _variant(DECODERS, network.naming.mapping, tensors)
+    width, heads = _extent(tensors, naming.token, -1, 512), facts.decoder_heads
     if heads is None:
         heads = 16 if width % 16 == 0 else config.heads  # MAE's are 16, whatever the encoder has
         notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
@@ -496,7 +514,7 @@ def _decoder(
         raise InputError(
             f"decoder_heads: {heads} does not divide the decoder's width {width}; give --decoder-heads"
         )
-    depth, mlp = _blocks(naming, found.tensors), _mlp(naming, found.tensors, width)
+    depth, mlp = _blocks(naming, tensors), _mlp(naming, tensors, width)
     decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)
     shapes = _shapes(decoder_shapes(dataclasses.replace(decoder, depth=1)))
     return decoder, notes, _recipes(naming, _OUR_DECODER, shapes, decoder)
@@ -508,8 +526,6 @@ def _describe(config: ViTConfig) -> str:
 
 # ---- its tensors -------------------------------------------------------------------------------------------
 
-_Shapes = dict[str, tuple[int, ...]]
-
 
 def _dot(naming: Naming) -> str:
     return "/" if naming.layout == "google" else "."
@@ -519,13 +535,13 @@ def _leaf(naming: Naming, module: str, leaf: str) -> str:
     return f"{module}{_dot(naming)}{'weight' if naming.layout == 'torch' and leaf != 'bias' else leaf}"
 
 
-def _shapes(tree: PyTree) -> _Shapes:
+def _shapes(tree: PyTree) -> Shapes:
     flat: dict[str, Any] = flatten_dict(tree, sep=".")
     return {name: leaf.shape for name, leaf in flat.items()}
 
 
 def _recipes(
-    theirs: Naming, ours: Naming, shapes: _Shapes, config: ViTConfig | DecoderConfig
+    theirs: Naming, ours: Naming, shapes: Shapes, config: ViTConfig | DecoderConfig
 ) -> dict[str, _Recipe]:
     """For every tensor of ours, by name and in order, how it is made.
 
@@ -574,32 +590,8 @@ def _their_shape(
     return (heads, width // heads, width) if module == "attn.proj" and len(shape) == 2 else shape
 
 
-def _their_shapes(recipes: dict[str, _Recipe]) -> _Shapes:
+def _their_shapes(recipes: dict[str, _Recipe]) -> Shapes:
     return {name: recipe.theirs for recipe in recipes.values() for name in recipe.names}
-
-
-def check_tensors(tensors: Tensors, wanted: _Shapes, name: str) -> None:
-    """Check that a file has exactly these tensors.
-
-    Raises:
-      InputError: naming the first tensors that are misshaped, missing or unexpected.
-    """
-    found = {
-        "misshaped": [
-            f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
-            for key, shape in wanted.items()
-            if key in tensors and tuple(tensors[key].shape) != shape
-        ],
-        "missing": [key for key in wanted if key not in tensors],
-        "unexpected": [key for key in tensors if key not in wanted],
-    }
-    problems = [f"{kind}: {_listed(keys)}" for kind, keys in found.items() if keys]
-    if problems:
-        raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
@@ -614,23 +606,3 @@ def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
             parts.append(x.reshape(recipe.ours))
         flat[ours] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return unflatten_dict(flat, sep=".")
-
-
-def float32(name: str, x: np.ndarray) -> np.ndarray:
-    """A tensor as float32.
-
-    Raises:
-      InputError: if it holds no floating-point numbers, or some that are not finite.
-    """
-    if not (np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16):
-        raise InputError(f"checkpoint: {name} holds {x.dtype}, and weights are floating-point numbers")
-    with np.errstate(over="ignore"):
-        x = np.asarray(x, np.float32)
-    if not np.isfinite(x).all():
-        raise InputError(f"checkpoint: {name} has values that are not finite")
-    return x
-
-
-def reverse(x: np.ndarray) -> np.ndarray:
-    """From torch's layout [out, in] or [out, in, row, column] to [in, out] or [row, column, in, out]."""
-    return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T

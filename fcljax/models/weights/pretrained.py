@@ -1,14 +1,15 @@
 """Pretrained backbones: from the usual kinds of files of weights to a network.
 
-`checkpoints` reads files, `naming` and `torchvision` know the names of tensors. The image size, the compute
-type and the pixel constants are decided here, and a masked autoencoder's decoder joins its encoder.
+`checkpoints` reads files, `finding` takes one network of each, `naming`, `torchvision` and `convnext` know
+the names of tensors, `sidecars` what else is said. The image size, the compute type and the pixel constants
+are decided here, and a masked autoencoder's decoder joins its encoder.
 """
 
 import dataclasses
 import json
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
 from fcljax.models.shapes import CONVNETS, OF_A_RUN, PACKAGED, VITS, ConvNeXtConfig
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights import checkpoints, convnext, naming, torchvision
+from fcljax.models.weights import checkpoints, convnext, dialects, finding, naming, sidecars, torchvision
+from fcljax.models.weights.sidecars import FORMAT
 from fcljax.pixels import NORMALISE
 from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
@@ -33,7 +35,6 @@ ASSET_DIGESTS = {
     "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
-FORMAT = "fcljax-1"
 VARIANTS = (
     "layer_scale",
     "registers",
@@ -79,7 +80,8 @@ class WeightOptions(NamedTuple):
 
     heads: int | None = None  # attention heads, for files that do not tell them
     decoder_heads: int | None = None  # the same for the decoder of a masked autoencoder
-    part: str = "teacher"  # or "student": the network to take from a checkpoint that holds both
+    # the network to take from a file of several: teacher, student, or another part of the names before one
+    part: str = "teacher"
     positions: Positions = "antialiased"  # how position embeddings are interpolated
     normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else those of its kind
     # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one that `fcljax
@@ -113,8 +115,8 @@ def load_backbone(
     Args:
       name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
         vit_micro if there is none.
-      checkpoint: a file (.safetensors, .npz, .pth, .pt, .bin) or `hf:OWNER/NAME[@REVISION][:FILE]`; None
-        takes the weights that ship with the package.
+      checkpoint: a file or folder, as `checkpoints.read_checkpoint` takes them, or
+        `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
         embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
@@ -131,17 +133,18 @@ def load_backbone(
     if name in VITS:
         _check_size(image_size, VITS[name], name)
     file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
-    if name in CONVNETS or (file and _is_convolutional(file)):
+    network = None if file is None else find(file, options.part)
+    if name in CONVNETS or (network and network.family.reader != "vit"):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
                 raise InputError(
                     f"{option}: {getattr(options, option)!r} is of a ViT, and the backbone is a "
                     "convolutional network"
                 )
-        if file is None:
+        if file is None or network is None:
             assert name is not None  # one of CONVNETS
             return _random_convnet(name, image_size, dtype, options)
-        return _convnet(name, file, image_size, dtype, options.stem)
+        return convolutional(file, network, name, image_size, dtype, options.stem)
     if options.stem != "auto":
         raise InputError(
             f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
@@ -150,50 +153,75 @@ def load_backbone(
     decoder = options.decoder
     if decoder is None and checkpoint is None:
         decoder = _packaged_decoder(name, image_size)
-    file = checkpoints.read_checkpoint(packaged(name)) if file is None else file
-    found = loaded(file, name, image_size, options)
+    if file is None or network is None:
+        file = checkpoints.read_checkpoint(packaged(name))
+        network = find(file, options.part)
+    found = loaded(file, network, name, image_size, options)
     joined, notes = _own_decoder(found), []
     if decoder is not None:
         joined, notes = _other_decoder(found, decoder, options.decoder_heads)
     if joined:
         config = dataclasses.replace(joined.config, dtype=dtype)
         joined = joined._replace(config=config, params=_stored(joined.params, dtype))
-    network = found.network
+    vit = found.network
     return Pretrained(
-        config=dataclasses.replace(network.config, dtype=dtype),
-        params=_stored(network.params, dtype),
-        head=network.head and jax.tree.map(jnp.array, network.head),
+        config=dataclasses.replace(vit.config, dtype=dtype),
+        params=_stored(vit.params, dtype),
+        head=vit.head and jax.tree.map(jnp.array, vit.head),
         decoder=joined,
         mean=found.mean,
         std=found.std,
-        mapping=network.mapping,
+        mapping=vit.mapping,
         digest=file.digest,
         notes=(*found.notes, *notes),
     )
 
 
-def _convnet(
-    name: str | None, file: checkpoints.Checkpoint, image_size: int | None, dtype: str, stem: StemChoice
+def find(file: checkpoints.Checkpoint, part: str) -> finding.NetworkInFile:
+    """The one network of a file.
+
+    Raises:
+      InputError: as `finding.find`.
+    """
+    return finding.find(dialects.from_flax(file.tensors), part)
+
+
+def convolutional(
+    file: checkpoints.Checkpoint,
+    network: finding.NetworkInFile,
+    name: str | None,
+    image_size: int | None,
+    dtype: str,
+    stem: StemChoice,
 ) -> Pretrained:
-    """A convolutional network of a file."""
-    kind = convnext if convnext.is_convnext(file.tensors) else torchvision
-    found = kind.interpret(file.tensors, name)
+    """A convolutional network of a file.
+
+    Raises:
+      InputError: as `load_backbone`.
+    """
+    if network.family.reader == "vit":
+        raise InputError(
+            f"checkpoint: does not fit {name}: a Vision Transformer is in it ({network.family.name})"
+        )
+    kind = convnext if network.family.reader == "convnext" else torchvision
+    found = kind.interpret(network.tensors, name)
     own = getattr(found.config, "stem", None)
     if stem not in ("auto", own):
         raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {own or 'one of its own'!r}")
     config = _sized(found.config, image_size, dtype)
-    said, notes = _said_constants(file), []
-    if said is None:
-        said = NORMALISE["imagenet"]
-        notes = [_assumed(*said, "imagenet")]
-    if found.head is not None:
-        notes.insert(0, naming.headless(found.head))
+    said = sidecars.said(file, None, found.config.width)
+    notes = [] if found.head is None else [naming.headless(found.head)]
+    notes += [
+        *finding.taken(network.prefix),
+        *finding.left_out((*network.beside, *found.beside)),
+        *said.notes,
+    ]
+    pixels = said.pixels
+    if pixels is None:
+        pixels = NORMALISE["imagenet"]
+        notes.append(_assumed(*pixels, "imagenet"))
     params, head = jax.tree.map(jnp.asarray, (found.params, found.head))
-    return Pretrained(config, params, head, None, *said, "torchvision", file.digest, tuple(notes))
-
-
-def _is_convolutional(file: checkpoints.Checkpoint) -> bool:
-    return torchvision.is_convnet(file.tensors) or convnext.is_convnext(file.tensors)
+    return Pretrained(config, params, head, None, *pixels, "torchvision", file.digest, tuple(notes))
 
 
 def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
@@ -351,19 +379,31 @@ def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 
 
 def loaded(
-    file: checkpoints.Checkpoint, name: str | None, image_size: int | None, options: WeightOptions
+    file: checkpoints.Checkpoint,
+    network: finding.NetworkInFile,
+    name: str | None,
+    image_size: int | None,
+    options: WeightOptions,
 ) -> Loaded:
     """The ViT of a file.
+
+    Args:
+      file: as it was read.
+      network: of that file, as `find` gives it.
+      name, image_size, options: as of `load_backbone`.
 
     Raises:
       InputError: as `load_backbone`.
     """
-    facts = _joined(naming.TensorFacts(options.heads, options.decoder_heads), _said(file))
-    network = _with_epsilon(file, naming.interpret(file.tensors, name, facts, options.part))
-    _check_size(image_size, network.config, name or "the checkpoint")
-    network, resized = _resized(network, image_size, options.positions)
-    mean, std, assumed = _constants(file, network, options.normalise)
-    return Loaded(file, network, mean, std, (*network.notes, *resized, *assumed))
+    named = naming.named(network)
+    sizes = naming.sizes(named)
+    said = sidecars.said(file, sizes, sizes.width)
+    facts = _joined(naming.TensorFacts(options.heads, options.decoder_heads), said.facts)
+    vit = _with_epsilon(naming.interpret(named, name, facts), said.epsilon)
+    _check_size(image_size, vit.config, name or "the checkpoint")
+    vit, resized = _resized(vit, image_size, options.positions)
+    mean, std, assumed = _constants(file, vit, said.pixels, options.normalise)
+    return Loaded(file, vit, mean, std, (*vit.notes, *said.notes, *resized, *assumed))
 
 
 def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
@@ -375,84 +415,15 @@ def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
         )
 
 
-def _said(file: checkpoints.Checkpoint) -> naming.TensorFacts:
-    """The heads that metadata or a config.json state."""
-    kind = file.metadata.get("format", "")
-    if kind.startswith("fcljax") and kind != FORMAT:
-        raise InputError(
-            f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}"
-        )
-    ours, decoder = (_object(file, key) for key in ("config", "decoder"))
-    config = _network_config(file)
-    activation = ours.get("activation", config.get("hidden_act"))
-    if "quickgelu" in str(config.get("architecture")):  # timm's name of CLIP's
-        activation = "quick_gelu"
-    if activation not in (None, "gelu", "quick_gelu"):
-        raise InputError(
-            f"checkpoint: config.json has hidden_act {activation!r}, and the networks here have 'gelu' or "
-            "'quick_gelu'"
-        )
-    heads = ours.get("heads", config.get("num_attention_heads"))
-    base = ours.get("rotary_base", config.get("rope_theta"))
-    if base is not None and not (isinstance(base, int | float) and 1 < base <= 1e6):
-        raise InputError(f"checkpoint: {file.source!r} says that its rotary positions have base {base!r}")
-    return naming.TensorFacts(
-        _whole(file, "heads", heads),
-        _whole(file, "decoder heads", decoder.get("heads", config.get("decoder_num_attention_heads"))),
-        activation,
-        base,
-    )
-
-
-def _network_config(file: checkpoints.Checkpoint) -> dict[str, Any]:
-    """The config.json beside the file, or its part on the visual tower (CLIP)."""
-    vision = file.config.get("vision_config")
-    return vision if isinstance(vision, dict) else file.config
-
-
-def _with_epsilon(file: checkpoints.Checkpoint, network: naming.Interpreted) -> naming.Interpreted:
+def _with_epsilon(network: naming.Interpreted, said: float | None) -> naming.Interpreted:
     """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
     usual = 1e-12 if network.mapping == "huggingface" else network.config.epsilon
-    said = _network_config(file).get("layer_norm_eps", usual)
-    epsilon = _epsilon(file, _object(file, "config").get("epsilon", said))
+    epsilon = usual if said is None else said
     decoder = network.decoder and (
         dataclasses.replace(network.decoder[0], epsilon=epsilon),
         network.decoder[1],
     )
     return network._replace(config=dataclasses.replace(network.config, epsilon=epsilon), decoder=decoder)
-
-
-def _epsilon(file: checkpoints.Checkpoint, value: object) -> float:
-    if not isinstance(value, float) or not 0 < value <= 1e-3:
-        raise InputError(
-            f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {value!r}"
-        )
-    return value
-
-
-def _object(file: checkpoints.Checkpoint, key: str) -> dict[str, Any]:
-    """A JSON object in our own metadata; {} if the file is not ours or has none."""
-    if file.metadata.get("format") != FORMAT or key not in file.metadata:
-        return {}
-    value = _decoded(file, key)
-    if not isinstance(value, dict):
-        raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}")
-    return value
-
-
-def _decoded(file: checkpoints.Checkpoint, key: str) -> Any:
-    try:
-        return json.loads(file.metadata[key])
-    except (ValueError, RecursionError):
-        raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}") from None
-
-
-def _whole(file: checkpoints.Checkpoint, what: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"checkpoint: {file.source!r} says of itself that it has {value!r} {what}")
-    return value
 
 
 def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.TensorFacts:
@@ -500,12 +471,14 @@ def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions
 
 
 def _constants(
-    file: checkpoints.Checkpoint, network: naming.Interpreted, normalise: str | None
+    file: checkpoints.Checkpoint,
+    network: naming.Interpreted,
+    said: tuple[Colour, Colour] | None,
+    normalise: str | None,
 ) -> tuple[Colour, Colour, list[str]]:
     """Mean and standard deviation of pixels: as the user or the file says, or as its kind suggests."""
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
-    said = _said_constants(file)
     if said is not None:
         return *said, []
     named = network.mapping != "google" and any(
@@ -516,34 +489,9 @@ def _constants(
     return mean, std, [_assumed(mean, std, kind)]
 
 
-def _said_constants(file: checkpoints.Checkpoint) -> tuple[Colour, Colour] | None:
-    """Mean and standard deviation of pixels, if the file or one beside it says them."""
-    if "mean" in file.metadata and "std" in file.metadata:
-        return _colour(file, "mean", _decoded(file, "mean")), _colour(file, "std", _decoded(file, "std"))
-    timm = file.config.get("pretrained_cfg")
-    for beside, names in ((file.preprocessor, ("image_mean", "image_std")), (timm, ("mean", "std"))):
-        if isinstance(beside, dict) and all(name in beside for name in names):
-            return _colour(file, names[0], beside[names[0]]), _colour(file, names[1], beside[names[1]])
-    return None
-
-
 def _assumed(mean: Colour, std: Colour, kind: str) -> str:
     constants = f"pixel mean {colour_text(mean)} and std {colour_text(std)} are assumed ({kind})"
     return f"{constants}: the checkpoint does not tell them"
-
-
-MOST_COLOUR = 1e6  # of a mean or deviation of pixels
-
-
-def _colour(file: checkpoints.Checkpoint, what: str, value: object) -> Colour:
-    values = value if isinstance(value, list) else [value] * 3
-    good = len(values) == 3 and all(isinstance(x, int | float) and abs(x) <= MOST_COLOUR for x in values)
-    if not good or ("std" in what and min(values) <= 0):
-        raise InputError(
-            f"checkpoint: {file.source!r} has a {what} that is not three numbers: {str(value)[:80]!r}"
-        )
-    red, green, blue = map(float, values)
-    return red, green, blue
 
 
 def _stored(tree: PyTree, dtype: str) -> PyTree:
@@ -599,22 +547,27 @@ def _read_decoder(
     """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
     autoencoder."""
     file = checkpoints.read_checkpoint(source)
-    facts = _joined(naming.TensorFacts(None, heads), _said(file))
     if not naming.is_decoder(file.tensors):
         # heads change no shape; what the encoder has will do where the file does not tell
-        facts = facts._replace(heads=facts.heads or encoder.network.config.heads)
-        decoder = _own_decoder(loaded(file, None, None, WeightOptions(facts.heads, facts.decoder_heads)))
+        network = find(file, WeightOptions().part)
+        try:
+            found = loaded(file, network, None, None, WeightOptions(decoder_heads=heads))
+        except InputError:
+            usual = encoder.network.config.heads
+            found = loaded(file, network, None, None, WeightOptions(usual, heads))
+        decoder = _own_decoder(found)
         if decoder is None:
             raise InputError(f"{file.source!r} has no decoder")
         return file, decoder, []
+    said = sidecars.said(file, None, 0)
+    facts = _joined(naming.TensorFacts(None, heads), said.facts)
     config, params, notes = naming.interpret_decoder(file.tensors, facts)
-    epsilon = _epsilon(file, _object(file, "decoder").get("epsilon", config.epsilon))
-    config = dataclasses.replace(config, epsilon=epsilon)
-    if not {"mean", "std"} <= set(file.metadata):
+    epsilon = sidecars.object_of(file, "decoder").get("epsilon", config.epsilon)
+    config = dataclasses.replace(config, epsilon=sidecars.checked_epsilon(file, epsilon))
+    if said.pixels is None:
         notes = [*notes, "the decoder's file does not tell its pixel constants: the encoder's are assumed"]
         return file, PretrainedDecoder(config, params, encoder.mean, encoder.std), notes
-    mean, std = (_colour(file, what, _decoded(file, what)) for what in ("mean", "std"))
-    return file, PretrainedDecoder(config, params, mean, std), notes
+    return file, PretrainedDecoder(config, params, *said.pixels), notes
 
 
 def colour_text(colour: Colour) -> str:

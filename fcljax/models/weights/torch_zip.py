@@ -232,8 +232,8 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
 
 
-def tensors_in(prefix: str, content: object, tensor: type) -> Iterator[tuple[str, Any]]:
-    """The values of type `tensor` in nested dicts, with dotted names; an optimiser's are left out.
+def tensors_in(prefix: str, content: object, tensor: type, separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """The values of type `tensor` in nested dicts, with joined names; an optimiser's are left out.
 
     Raises:
       ValueError: for dicts too deep, or with too much in them: a few that hold each other many times over
@@ -249,6 +249,8 @@ def tensors_in(prefix: str, content: object, tensor: type) -> Iterator[tuple[str
             own = [
                 (key, inner) for key, inner in value.items() if isinstance(key, str) and key != "optimizer"
             ]
-            waiting += [(f"{name}.{key}" if name else key, inner, depth + 1) for key, inner in reversed(own)]
+            waiting += [
+                (f"{name}{separator}{key}" if name else key, inner, depth + 1) for key, inner in reversed(own)
+            ]
         elif isinstance(value, tensor):
             yield name, value

@@ -11,7 +11,8 @@ from fcljax.models.convnet import Variables, convnet_shapes
 from fcljax.models.densenet import DenseNet, DenseNetConfig
 from fcljax.models.networks import network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
-from fcljax.models.weights.naming import Tensors, check_tensors, float32, reverse
+from fcljax.models.weights import finding
+from fcljax.models.weights.tensors import Tensors, check_tensors, float32, reverse
 from fcljax.settings import Stem
 from fcljax.types import PyTree
 
@@ -41,41 +42,41 @@ _LEAVES = {
 }
 
 
-class Found(NamedTuple):
+class FoundConvNet(NamedTuple):
     """A network of a file."""
 
     config: ResNetConfig | DenseNetConfig
     params: Variables
     head: PyTree | None  # {"kernel", "bias"} of its classifier, if there is one
+    beside: tuple[str, ...]  # names of what is left out
 
 
-# the prefix of torchvision's own names where a whole model was saved
-_FIRST = re.compile(r"((?:.*\.)?)(?:layer1\.0\.conv1|features\.denseblock1\.denselayer1\.conv\.?1)\.weight$")
+# other names of modules -> torchvision's: those of its own first files of DenseNets, and of ResNets as most
+# code for small images has them
+_SPELLINGS = (
+    (r"(denselayer\d+\.(?:norm|conv))\.", r"\1"),
+    (r"^(layer\d+\.\d+\.)shortcut\.", r"\1downsample."),
+)
+_HEADS = ("fc", "classifier", "linear", "head")  # modules that may be the classifier
 
 
-def is_convnet(tensors: Tensors) -> bool:
-    """Whether they are a ResNet's or a DenseNet's, by the names of the first stage."""
-    return any(_FIRST.match(name) for name in tensors)
-
-
-def interpret(tensors: Tensors, name: str | None) -> Found:
+def interpret(tensors: Tensors, name: str | None) -> FoundConvNet:
     """The network in `tensors`, checked tensor by tensor, under our names and layouts.
 
     Args:
-      tensors: by name, as `checkpoints.read_checkpoint` gives them; `is_convnet` holds.
+      tensors: by name, as `finding.find` gives them.
       name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
       InputError: for tensors that are missing, unexpected, misshaped or not finite.
     """
-    if not is_convnet(tensors):
-        raise InputError(f"checkpoint: does not fit {name}: no ResNet or DenseNet is in it")
     tensors = _renamed(tensors)
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
         raise InputError(f"checkpoint: does not fit {name}: it is {network_name(config)}")
-    head = {key: x for key, x in tensors.items() if re.match(r"(fc|classifier)\.(weight|bias)$", key)}
-    body = {key: x for key, x in tensors.items() if key not in head and not key.endswith("batches_tracked")}
+    classifier, named = _head(tensors, config.width)
+    tensors = {key: x for key, x in tensors.items() if key not in named}
+    body, beside = finding.split_content(tensors, lambda key: False)
     module = ResNet(config) if isinstance(config, ResNetConfig) else DenseNet(config)
     shapes: dict[Any, Any] = flatten_dict(convnet_shapes(module, config.image_size))
     theirs = {path: _their_name(config, path) for path in shapes}
@@ -85,7 +86,7 @@ def interpret(tensors: Tensors, name: str | None) -> Found:
     flat = {path: reverse(float32(key, body[key])) for path, key in theirs.items()}
     variables = unflatten_dict(flat)
     params = Variables(variables["params"], variables["batch_stats"])
-    return Found(config, params, _head(head, config.width))
+    return FoundConvNet(config, params, classifier, beside)
 
 
 def _their_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
@@ -106,11 +107,13 @@ def _their_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _renamed(tensors: Tensors) -> Tensors:
-    """Names without the prefix of all of them. torchvision's own files of DenseNets have the names of an
-    early version, norm.1 for norm1."""
-    prefix = next(match[1] for name in tensors if (match := _FIRST.match(name)))
-    own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-    return {re.sub(r"(denselayer\d+\.(?:norm|conv))\.", r"\1", name): x for name, x in own.items()}
+    """Under the names that torchvision has today."""
+    found: Tensors = {}
+    for name, x in tensors.items():
+        for pattern, theirs in _SPELLINGS:
+            name = re.sub(pattern, theirs, name)
+        found[name] = x
+    return found
 
 
 def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
@@ -138,9 +141,12 @@ def _counted(tensors: Tensors, pattern: str) -> tuple[int, ...]:
     return tuple(sum(int(stage) == i for stage, _ in found) for i in range(1, stages + 1))
 
 
-def _head(tensors: Tensors, width: int) -> PyTree | None:
-    """The classifier, if its weight and its bias are there and fit."""
-    named = {key.rpartition(".")[2]: x.astype(np.float32) for key, x in tensors.items()}
-    if set(named) != {"weight", "bias"} or named["weight"].shape != (named["bias"].size, width):
-        return None
-    return {"kernel": named["weight"].T, "bias": named["bias"]}
+def _head(tensors: Tensors, width: int) -> tuple[PyTree | None, tuple[str, ...]]:
+    """The classifier whose weight and bias are there and fit, and the names of both."""
+    for module in _HEADS:
+        names = (f"{module}.weight", f"{module}.bias")
+        if all(name in tensors for name in names):
+            weight, bias = (tensors[name].astype(np.float32) for name in names)
+            if weight.shape == (bias.size, width):
+                return {"kernel": weight.T, "bias": bias}, names
+    return None, ()
