@@ -34,6 +34,7 @@ from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
 from fcljax.runs.model import Model, model_of_run
 from fcljax.runs.resume import stored_settings
+from fcljax.terminal import say
 
 Data = str | Dataset | Sequence[Any]
 
@@ -161,7 +162,7 @@ def run(
       tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None: the method's number.
       out: the run directory, a new one; None: a temporary one, which is removed with the result.
       resume: continue the run in `out`. What was in memory must be given again.
-      progress: whether a bar shows the rounds.
+      progress: whether a bar shows the rounds. Warnings about the training appear in any case.
       options: any option of `fcljax run METHOD`, such as `clients=20, alpha=0.1`; lists for `class_order` and
         `task_sizes`.
 
@@ -195,6 +196,9 @@ def run(
         if out is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    if not progress:  # else the run has said it
+        for line in summary.get("warnings", ()):
+            say(Console(stderr=True), line)
     settings = config.from_mapping(method, config.load_yaml(folder / "config.yaml"), "config.yaml")
     result = Result(summary, folder, settings, supplied, labels)
     if out is None:

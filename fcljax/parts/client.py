@@ -18,9 +18,18 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
+from fcljax.federated.health import CROSS_ENTROPY, NOT_FINITE
 from fcljax.federated.keys import StepKey
 from fcljax.federated.sums import joined
-from fcljax.parts.learner import Learner, Loss, Output, Params, Sampling, correct_examples
+from fcljax.parts.learner import (
+    Learner,
+    Loss,
+    Output,
+    Params,
+    Sampling,
+    correct_examples,
+    total_cross_entropy,
+)
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
 from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
 
@@ -324,7 +333,13 @@ def train_step(
     examples = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if work.training.loss.reduction == "sum" else loss * examples
     right = correct_examples(work.training.loss, output, batch, context.task)
-    metrics = {"loss": Weighted(total, examples), "train_accuracy": Weighted(right, examples)} | shares
+    metrics = {
+        "loss": Weighted(total, examples),
+        "train_accuracy": Weighted(right, examples),
+        NOT_FINITE: Weighted(jnp.where(jnp.isfinite(total), 0.0, examples), examples),
+    } | shares
+    if batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer):  # classes, no other targets
+        metrics[CROSS_ENTROPY] = total_cross_entropy(work.training.loss, output, batch, context.task)
     return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Reduction, correct, cross_entropy
 from fcljax.parts.user_code import check_arguments
-from fcljax.types import Batch, Features, Frozen, Network, Task
+from fcljax.types import Batch, Features, Frozen, Network, Task, Weighted
 
 Logits: TypeAlias = Float[Array, "batch classes"]
 Feature: TypeAlias = Float[Array, "batch width"]
@@ -441,3 +441,12 @@ def correct_examples(loss: Loss, output: Output, batch: Batch, task: Task) -> Fl
     """How many examples of a batch get their label, among the task's classes or those seen so far."""
     allowed = task.seen if loss.classes == "seen" else task.current
     return correct(output.logits, batch.label, allowed, batch.mask)
+
+
+def total_cross_entropy(loss: Loss, output: Output, batch: Batch, task: Task) -> Weighted:
+    """Softmax cross-entropy among the classes that compete, over the examples whose label is one of them,
+    whatever the clients' own loss is."""
+    allowed = competing(loss.classes, task)
+    mask = batch.mask & allowed[batch.label]
+    total = cross_entropy(output.logits, batch.label, allowed, mask, "sum")
+    return Weighted(total, jnp.sum(mask).astype(jnp.float32))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from rich.console import Console
 
 from fcljax.data.partition import count_matrix
 from fcljax.data.store import ClientIndices, Split
@@ -28,6 +29,7 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.faults import corrupt
+from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import ClientPartition, capacities, participants
 from fcljax.options import replaced
@@ -37,7 +39,10 @@ from fcljax.parts.learner import Adapter, Classifier, Learner, Loss, Output, Par
 from fcljax.parts.server import ServerRule
 from fcljax.parts.user_code import check_arguments
 from fcljax.settings import AggregationOptions
+from fcljax.terminal import say
 from fcljax.types import Batch, Method, Network, Sizes, Task
+
+MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
 
 
 @runtime_checkable
@@ -85,6 +90,8 @@ class Averaging(NamedTuple):
     """build(sizes) -> the method that the engine plays."""
     model_of: Callable[[PyTree], Any]
     """model_of(parameters) -> a model of the kind that was given."""
+    first_loss: Callable[[Any, Any], float]
+    """first_loss(x, y) -> mean loss of the model that was given."""
 
 
 def fedavg(
@@ -128,7 +135,10 @@ def fedavg(
         method = federate(run, learner, loss=Loss(_mean_loss), server_rules=server_rules, predicts="all")
         return corrupt(method, attack, malicious)
 
-    return Averaging(build, model_of)
+    def first_loss(x: Any, y: Any) -> float:
+        return float(jnp.mean(client.loss(model_of(params), jnp.asarray(x), jnp.asarray(y))))
+
+    return Averaging(build, model_of, first_loss)
 
 
 def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
@@ -207,7 +217,8 @@ class Simulated(NamedTuple):
     model: Any
     """The trained model, of the kind that `fedavg` was given; the server's state for any other method."""
     history: list[dict[str, float]]
-    """Of each round: the clients' mean loss, participants, and uploads that were left out."""
+    """Of each round: the clients' mean loss, participants, uploads that were left out, and the share of
+    examples whose loss was NaN or infinite."""
 
 
 def simulate(
@@ -248,8 +259,24 @@ def simulate(
     server, history = _rounds(
         played, Split(jnp.asarray(x), jnp.asarray(y)), partition, rounds, participation, seed
     )
+    _warn(method, x, y, history)
     model = method.model_of(server.params.classifier) if isinstance(method, Averaging) else server
     return Simulated(model, history)
+
+
+def _warn(method: Averaging | Method, x: np.ndarray, y: np.ndarray, history: list[dict[str, float]]) -> None:
+    """Say on standard error if training went wrong."""
+    said = training_warnings(history)
+    if isinstance(method, Averaging) and not said and _loss_stayed(history):
+        some = np.linspace(0, len(x) - 1, min(len(x), MOST_COMPARED)).astype(int)
+        said = diverged(method.first_loss(x[some], y[some]), history[-1]["loss"])
+    for line in said:
+        say(Console(stderr=True), line)
+
+
+def _loss_stayed(history: list[dict[str, float]]) -> bool:
+    """Whether the last round's loss is no lower than the first one's, or is the first one's."""
+    return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
 def _fetch(split: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, None]:
@@ -278,7 +305,7 @@ def _rounds(
         )
         server, states, report = run_round(engine, server, states, inputs)
         history.append(
-            {"loss": report.metrics["loss"]}
-            | {"participants": report.participants, "rejected": report.rejected}
+            {"loss": report.metrics["loss"], "participants": report.participants}
+            | {"rejected": report.rejected, NOT_FINITE: report.metrics.get(NOT_FINITE, 0.0)}
         )
     return server, history

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from markupsafe import Markup
 
+from fcljax.federated.health import CLASSES, NOT_FINITE, training_warnings
 from fcljax.results import charts, repeat
 from fcljax.results.comparison import (
     ASIDE,
@@ -41,6 +42,12 @@ WAYS = ("upload", "download")
 MAX_POINTS = 100  # of a curve over rounds
 NONE = "-"
 TERM = "gradient_share_"  # what the keys of shares in metrics.jsonl begin with
+# keys of metrics.jsonl that say where a line belongs, or that another part of the page shows
+SHOWN_ELSEWHERE = {
+    *("task", "round", "participants", "rejected", "rejected_besides", "refused", "impossible"),
+    *("slot_efficiency", "upload_bytes", "download_bytes", "accuracy", "A", "A_provisional", "A_task_il"),
+    *(CLASSES, NOT_FINITE),
+}
 
 
 class Cell(NamedTuple):
@@ -103,6 +110,7 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
     groups = groups_of([run.summary for run in runs])
     view = PageView(groups, _names(groups), runs)
     makers = (
+        _warnings,
         _results,
         _curves,
         _matrices,
@@ -115,12 +123,29 @@ def parts_of(runs: Sequence[FinishedRun], again: str) -> list[Section]:
         _privacy,
         _times,
         _terms,
+        _measured,
         _rejected,
         _reconstructions,
         _calibration,
         _settings,
     )
     return [*(part for make in makers if (part := make(view)) is not None), _commands(view, again)]
+
+
+def _warnings(view: PageView) -> Section | None:
+    """What went wrong in training, of each run; runs of older versions do not say it themselves."""
+    lines = {id(run.summary): run.lines for run in view.runs}
+    found = [
+        [name, line.removeprefix("warning: ")]
+        for name, run in view.names.items()
+        for line in run.get("warnings", training_warnings(lines[id(run)]))
+    ]
+    if not found:
+        return None
+    table = _table(
+        f"Warnings of {len({name for name, _ in found})} runs", ("Run", "Warning"), found[:MAX_ROWS]
+    )
+    return Section("warnings", "Warnings", ("What the runs said at their end.",), tables=[table])
 
 
 def _results(view: PageView) -> Section:
@@ -494,6 +519,42 @@ def _terms(view: PageView) -> Section | None:
     columns = ("Run", "Term", *(f"Task {t + 1}" for t in range(tasks)))
     rows = [[*row, *[NONE] * (len(columns) - len(row))] for row in rows]
     return Section("terms", "Terms of the loss", text, tables=[_table("Shares in %", columns, rows)])
+
+
+def _measured(view: PageView) -> Section | None:
+    """What methods measure besides the loss, such as a server rule's choice: numbers of metrics.jsonl that no
+    other part of the page shows."""
+    rows, tasks = [], 0
+    lines = {id(run.summary): run.lines for run in view.runs}
+    for name, run in view.names.items():
+        own = lines[id(run)]
+        keys = dict.fromkeys(key for line in own for key in line if _is_measured(key))
+        count = max((line["task"] + 1 for line in own if keys), default=0)
+        tasks = max(tasks, count)
+        for key in keys:
+            values = [_last_value(own, task, key) for task in range(count)]
+            rows.append([name, key, *(NONE if value is None else _short(value) for value in values)])
+    if not rows:
+        return None
+    text = (
+        "Numbers that the method's server and clients report, in the last round of each task that has them.",
+    )
+    columns = ("Run", "Number", *(f"Task {t + 1}" for t in range(tasks)))
+    rows = [[*row, *[NONE] * (len(columns) - len(row))] for row in rows[:MAX_ROWS]]
+    return Section(
+        "measured", "Measured by the method", text, tables=[_table("After each task", columns, rows)]
+    )
+
+
+def _is_measured(key: str) -> bool:
+    return key not in SHOWN_ELSEWHERE and not key.startswith(TERM)
+
+
+def _last_value(lines: Sequence[dict[str, Any]], task: int, key: str) -> Number | None:
+    """The last number that a task's rounds have."""
+    values = [line.get(key) for line in lines if line["task"] == task]
+    known = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return known[-1] if known else None
 
 
 def _by_task(lines: Sequence[dict[str, Any]], key: str) -> list[Cell]:

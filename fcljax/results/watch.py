@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fcljax import config
 from fcljax.errors import InputError
+from fcljax.federated.health import training_warnings
 from fcljax.methods import METHODS
 from fcljax.results.run_folder import is_hidden, read_lines, rejected_uploads
 from fcljax.terminal import add_row, plain_text
@@ -24,6 +25,7 @@ LOCKS = Path("/proc/locks")  # where Linux lists the locks that processes of thi
 SETTINGS = ("config.yaml", "*/config.yaml", "*/*/config.yaml")  # of a run, and of those in a folder
 BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve, from low to high
 WIDTH = 60  # letters of a curve
+MOST_SAID = 8  # warnings below a table of several runs
 
 
 class Watched(NamedTuple):
@@ -185,6 +187,7 @@ def _one(run: Watched, now: float) -> RenderableType:
                 plain_text(f"{name}, {min(values):.4g} to {max(values):.4g}, over the rounds that have it")
             )
             shown.append(plain_text(sparkline(values, WIDTH)))
+    shown += map(plain_text, training_warnings(run.lines))
     return Group(*shown)
 
 
@@ -208,7 +211,10 @@ def _several(runs: Sequence[Watched], now: float) -> RenderableType:
     done = sum(map(finished, runs))
     names = list(dict.fromkeys(map(_name, (run for run in runs if run.settings))))
     title = "; ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return Group(plain_text(title), plain_text(f"{done} of {len(runs)} runs have all their rounds"), table)
+    said = [plain_text(f"{run.folder.name}: {line}") for run in runs for line in training_warnings(run.lines)]
+    more = [plain_text(f"and {len(said) - MOST_SAID} more warnings")] if len(said) > MOST_SAID else []
+    rounds = plain_text(f"{done} of {len(runs)} runs have all their rounds")
+    return Group(plain_text(title), rounds, table, *said[:MOST_SAID], *more)
 
 
 def sparkline(values: Sequence[float | int], width: int) -> str:

@@ -30,7 +30,7 @@ from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_server, first_state, make_play_round, saved_state, state_shapes
-from fcljax.runs.summary import draw_figures, missing_figures, summarize, warnings_of
+from fcljax.runs.summary import draw_figures, missing_figures, summarize
 from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
@@ -240,7 +240,7 @@ def _complete(
                 write_json(out / "summary.json", summary)
                 seal(out)
             _write_results(session, exp, summary, rebuilt)
-            for line in warnings_of(records, exp.settings):
+            for line in summary.get("warnings", ()):  # older summaries have none
                 observer.say(line)
             following.ended(summary)
     return summary

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fcljax.federated.communication import Traffic
 from fcljax.federated.engine import RoundReport
+from fcljax.federated.health import CLASSES, NOT_FINITE
 from fcljax.terminal import NotebookBar, progress_bar
 
 
@@ -97,6 +98,7 @@ class Records:
         evaluated: Evaluated,
         sent: Traffic,
         besides: Sequence[RoundReport] = (),
+        classes_seen: int | None = None,
     ) -> dict[str, Any]:
         """Add a round to the history; its line of metrics.jsonl.
 
@@ -107,9 +109,13 @@ class Records:
           evaluated: after it.
           sent: by all clients together.
           besides: reports of exchanges before a task's first round and after its last one, which the totals
-            have already.
+            have already; their metrics join those of the round.
+          classes_seen: of the tasks so far; None: unknown.
         """
-        line: dict[str, Any] = {"task": t, "round": r, **report.metrics, "participants": report.participants}
+        line: dict[str, Any] = {"task": t, "round": r, **_metrics(report, besides)}
+        line |= {"participants": report.participants}
+        if classes_seen is not None:
+            line[CLASSES] = classes_seen
         line |= {
             "rejected": report.rejected,
             "refused": report.refused,
@@ -133,6 +139,18 @@ class Records:
         self.rounds.append(line)
         self.count(report)
         return line
+
+
+def _metrics(report: RoundReport, besides: Sequence[RoundReport]) -> dict[str, float]:
+    """The metrics of a round, and those of what came before or after it, such as a server rule's once a task.
+    The round's own keep their names. The share of losses that are not finite is there if it is not 0."""
+    found: dict[str, float] = {}
+    for each in besides:
+        found |= {
+            f"besides_{name}" if name in report.metrics else name: x for name, x in each.metrics.items()
+        }
+    found |= report.metrics
+    return {name: value for name, value in found.items() if name != NOT_FINITE or value > 0}
 
 
 def _finite(value: Any) -> Any:

@@ -104,7 +104,8 @@ def make_play_round(
             if last:
                 records.keep(evaluated)
         sent = counted.total(uploads, int(r == 0 < t))
-        return RoundResult(state, kept, records.record(t, r, report, evaluated, sent, besides))
+        seen = int(np.sum(exp.scenario.tasks[t].seen))
+        return RoundResult(state, kept, records.record(t, r, report, evaluated, sent, besides, seen))
 
     return play_round
 

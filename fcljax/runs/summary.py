@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fcljax.config import RunConfig
-from fcljax.federated import communication, privacy
+from fcljax.federated import communication, health, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
@@ -101,6 +101,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "rounds_without_upload": _without_upload(records),
         "privacy": _privacy(exp),
         "traces": max(exp.engine.traces.values(), default=0),
+        "warnings": warnings_of(records, settings),
         "config": every_setting,
         "given": names_to_give({"method": method} | every_setting),
     }
@@ -229,7 +230,7 @@ def _largest_share(exp: Experiment) -> float:
 
 def _without_upload(records: Records) -> list[list[int]]:
     """Task and round, from 1, of the rounds in which no upload was valid, so that nothing was learned."""
-    empty = (line for line in records.rounds if line["rejected"] >= line["participants"] > 0)
+    empty = (records.rounds[i] for i in health.without_upload(records.rounds))
     return [[line["task"] + 1, line["round"] + 1] for line in empty]
 
 
@@ -240,8 +241,9 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
 
 
 def warnings_of(records: Records, settings: RunConfig) -> list[str]:
-    """Warnings about a finished run, in lines: uploads that were left out, rounds whose result was rejected,
-    test images without a prediction, terms that do nothing, and training that has not arrived."""
+    """Warnings about a finished run, in lines: uploads that were left out, losses that are not finite or
+    above those of guessing, rounds whose result was rejected, test images without a prediction, terms that
+    do nothing, and training that has not arrived."""
     lines, counts = [], records.counts
     if counts["rejected"]:
         rounds = sum(rejected_uploads([line]) > 0 for line in records.rounds)
@@ -253,12 +255,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     if lies:
         said = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
         lines.append(f"warning: claims that cannot be true, and how often clients made them: {said}")
-    empty = _without_upload(records)
-    if empty:
-        lines.append(
-            f"warning: no upload was valid in {len(empty)} of {len(records.rounds)} rounds, first in task "
-            f"{empty[0][0]}, round {empty[0][1]}"
-        )
+    lines += health.training_warnings(records.rounds)
     if counts["refused"]:
         first = next((line for line in records.rounds if line["refused"]), None)
         where = f", first in task {first['task'] + 1}, round {first['round'] + 1}" if first else ""

@@ -1,0 +1,107 @@
+"""What rounds say of training that went wrong, in lines for the user: `run`, `simulate`, the page and `watch`
+show the same."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOT_FINITE = "loss_not_finite"  # share of the examples in steps whose loss was NaN or infinite
+CROSS_ENTROPY = "train_cross_entropy"  # of the training batches, among the classes that compete
+CLASSES = "classes_seen"  # of the tasks so far
+
+Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history
+
+
+def training_warnings(lines: Sequence[Line]) -> list[str]:
+    """Warnings about rounds in which nothing valid arrived, whose loss was not finite, or after which the
+    model was worse than a guess.
+
+    Args:
+      lines: of the rounds, in their order. A round has `participants`, `rejected` and, if clients train,
+        `loss`; those of a run also have `task` and `round`, from 0 on. Other keys may be missing.
+    """
+    return [*_no_upload(lines), *_not_finite(lines), *_worse_than_guessing(lines)]
+
+
+def without_upload(lines: Sequence[Line]) -> list[int]:
+    """Indices of the rounds in which no upload was valid, so that nothing was learned."""
+    return [i for i, line in enumerate(lines) if _rejected_all(line)]
+
+
+def _rejected_all(line: Line) -> bool:
+    participants = line.get("participants") or 0
+    return (line.get("rejected") or 0) >= participants > 0
+
+
+def _no_upload(lines: Sequence[Line]) -> list[str]:
+    empty = without_upload(lines)
+    if not empty:
+        return []
+    untrained = "; the model is as it began" if len(empty) == len(lines) else ""
+    return [
+        f"warning: no upload was valid in {len(empty)} of {len(lines)} rounds, first in "
+        f"{_place(lines, empty[0])}{untrained}"
+    ]
+
+
+def _not_finite(lines: Sequence[Line]) -> list[str]:
+    """Gradients may be finite where the loss is not, so that every upload is valid."""
+    found = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
+    if not found:
+        return []
+    most = max(_share_not_finite(lines[i]) for i in found)
+    return [
+        f"warning: the clients' loss was NaN or infinite in {len(found)} of {len(lines)} rounds, first in "
+        f"{_place(lines, found[0])}, for up to {100 * most:.3g} % of the examples: the loss divides by 0, "
+        f"takes the log of what is not positive, or the learning rate is too large"
+    ]
+
+
+def _share_not_finite(line: Line) -> float:
+    known = line.get(NOT_FINITE)
+    if known is not None or "loss" not in line or not line.get("participants"):
+        return known or 0.0
+    loss = line["loss"]  # of clients that do not say
+    return 0.0 if loss is not None and math.isfinite(loss) else 1.0
+
+
+def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
+    """Tasks at whose end the cross-entropy lies above that of equal probabilities for all classes seen."""
+    last = {line["task"]: line for line in lines if "task" in line}
+    worse = {task: line for task, line in last.items() if _above_guessing(line)}
+    if not worse:
+        return []
+    task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
+    return [
+        f"warning: training diverged: at the end of {len(worse)} of {len(last)} tasks the clients' "
+        f"cross-entropy is above that of guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, where "
+        f"guessing among {line[CLASSES]} classes has {math.log(line[CLASSES]):.3g}; smaller learning rates "
+        f"(--lr, and the adapter's own) would help"
+    ]
+
+
+def _above_guessing(line: Line) -> bool:
+    loss, classes = line.get(CROSS_ENTROPY), line.get(CLASSES)
+    return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)
+
+
+def diverged(before: float, after: float | None) -> list[str]:
+    """A warning if a loss that any user wrote has become twice as large as it was, in a list; none if not.
+
+    Args:
+      before: of the model that training began with.
+      after: of the last round; None, or not finite: `training_warnings` says so.
+    """
+    if after is None or not math.isfinite(after) or not after > before + abs(before):
+        return []
+    return [
+        f"warning: training diverged: the clients' loss in the last round, {after:.4g}, is more than twice "
+        f"that of the model at first, {before:.4g}; a smaller learning rate would help"
+    ]
+
+
+def _place(lines: Sequence[Line], index: int) -> str:
+    line = lines[index]
+    if "task" not in line:
+        return f"round {index + 1}"
+    return f"task {line['task'] + 1}, round {line['round'] + 1}"
