@@ -176,7 +176,8 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     not given.
 
     Raises:
-      InputError: as `fill` and `resolve`, or if the values name another method.
+      InputError: as `fill` and `resolve`, if the values name another method, or ask for what is better than
+        the paper where nothing is known to be.
     """
     named, called = values.get("method", name_of(method)), name_of(method)
     if named != called:
@@ -184,6 +185,11 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     adapter = values.get("adapter") or find_method(method).adapter
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
+    if fidelity == "improved" and fidelity not in find_method(method).presets:
+        having = ", ".join(name for name in METHODS if fidelity in find_method(name).presets)
+        raise InputError(
+            f"fidelity: {called} has no preset {fidelity!r}, which {having} have; nearest: 'intended'"
+        )
     scale = _scale(values)
     return resolve(fill(preset(method, adapter, fidelity, scale), values | {"scale": scale}, where))
 
@@ -213,6 +219,35 @@ def explain_scale(config: RunConfig) -> str:
         return "scale: mini, because the network is a micro one without a checkpoint; see also --scale paper"
     network = config.checkpoint or config.backbone
     return f"scale: paper, because the network is {network}; see also --scale mini"
+
+
+def explain_fidelity(config: RunConfig) -> str:
+    """What runs where a method has no preset of the fidelity that is asked for, in a line; else nothing."""
+    source, fidelity = config.source or config.method, config.fidelity
+    entry, usual = find_method(source), find_adapter(config.adapter)
+    if fidelity in entry.presets:
+        return ""
+    own = any(type(each) is usual.options for each in entry.presets["intended"].adapters)
+    parts = [f"the adapter {config.adapter}"] if fidelity in usual.presets and not own else []
+    parts.append(f"the images ({', '.join(f'{name} {value}' for name, value in AS_RELEASED.items())})")
+    return (
+        f"fidelity: {config.method} has no preset {fidelity!r}: its options are those of intended; those of "
+        f"{' and '.join(parts)} are of {fidelity}"
+    )
+
+
+def improvement(config: RunConfig) -> dict[str, Any]:
+    """Option -> value, for what `--fidelity improved` changes of a run as intended; empty where there is no
+    such preset, or another fidelity was chosen."""
+    source = config.source or config.method
+    if config.fidelity != "intended" or "improved" not in find_method(source).presets:
+        return {}
+    now, better = (preset(source, config.adapter, each, config.scale) for each in ("intended", "improved"))
+    return {
+        field.name: getattr(better, field.name)
+        for field in fields_of(type(now))
+        if field.name != "fidelity" and getattr(better, field.name) != getattr(now, field.name)
+    }
 
 
 def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], where: str) -> None:

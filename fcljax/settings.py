@@ -311,7 +311,8 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     method: str = ""
     """The method: a name of `fcljax list`, or FILE.py, FILE.py:NAME or MODULE:NAME from outside."""
     fidelity: Fidelity = "intended"
-    """Reading of the paper where paper and release differ; improved was chosen on held-out images."""
+    """Reading of the paper where paper and release differ; improved, which some methods have, was chosen on
+    held-out images."""
     scale: Scale = "auto"
     """Learning rates and server training: the paper's, or those of methods/mini.py for small networks and
     images (mini); auto: mini with a micro network and no checkpoint."""

@@ -10,11 +10,11 @@ from test_page import made, whole
 from test_watch import begun, shown
 
 import fcljax
-from fcljax import api, cli
+from fcljax import api, cli, config
 from fcljax.federated.engine import RoundReport
 from fcljax.federated.health import diverged, training_warnings
 from fcljax.runs.records import NOT_EVALUATED, Records
-from fcljax.runs.summary import NO_TRAFFIC
+from fcljax.runs.summary import NO_TRAFFIC, warnings_of
 
 
 def rounds(*changes, **shared):
@@ -68,6 +68,18 @@ def test_a_user_s_loss_that_doubled_is_said():
     assert diverged(1.0, 1.9) == diverged(1.0, None) == diverged(1.0, math.nan) == diverged(-3.0, -1.0) == []
     assert "4e+09" in diverged(1.0, 4e9)[0] and "first, 1;" in diverged(1.0, 4e9)[0]
     assert diverged(-3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "trained", "says"), [("fppl", 640, True), ("fppl", 64_000, False), ("linear", 640, False)]
+)
+def test_a_short_schedule_names_the_preset_that_suits_it(method, trained, says):
+    """Ten visits of clients read 64 or 6,400 examples each: 2 or 200 batches of 32, in each of 3 rounds."""
+    lines = rounds({}, {}, participants=5)
+    records = Records(rounds=lines, counts={"rejected": 0, "refused": 0, "trained_images": trained})
+    found = warnings_of(records, config.from_mapping(method, {"rounds": 3, "batch_size": 32}, "test"))
+    assert len(found) == says
+    assert all("about 6 steps in a task" in line and "--features=both)" in line for line in found)
 
 
 # ---- simulate ----------------------------------------------------------------------------------------------

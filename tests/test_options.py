@@ -166,12 +166,15 @@ def test_a_learning_rate_or_a_temperature_of_zero_is_refused(options):
 @pytest.mark.parametrize("fidelity", PRESETS)
 @pytest.mark.parametrize(("method", "adapter"), RUNS)
 def test_a_preset_is_what_runs(method, adapter, fidelity):
-    """Its instances of the options' dataclasses, field by field; `improved` is `intended` where it does not
-    say."""
+    """Its instances of the options' dataclasses, field by field; without an `improved`, it is refused."""
     entry = find_method(method)
     assert set(entry.presets) <= set(PRESETS)
     chosen = entry.presets.get(fidelity, entry.presets["intended"])
     values = {"adapter": adapter, "fidelity": fidelity, "scale": "paper"}
+    if fidelity == "improved" and fidelity not in entry.presets:
+        with pytest.raises(InputError, match="^fidelity: .* has no preset 'improved', which fppl, pilora,"):
+            config.from_mapping(method, values, "test")
+        return
     cfg = config.from_mapping(method, values, "test")
     of_adapters = {type(each): each for each in chosen.adapters}
     usual = find_adapter(adapter).presets
@@ -457,8 +460,27 @@ def test_mfcl_and_lander_as_released_have_their_releases_sizes():
 def test_fedweits_release_does_not_train_what_earlier_tasks_have_and_starts_elsewhere():
     run = lambda fidelity: config.from_mapping("fedweit", {"fidelity": fidelity}, "test")
     of = lambda fidelity: [getattr(run(fidelity), x) for x in ("retroactive", "mask_start", "adaptive_start")]
-    assert of("intended") == of("improved") == [True, 0.9, 0.0]
+    assert of("intended") == [True, 0.9, 0.0]
     assert (of("paper"), of("released")) == ([True, 0.5, 1 / 3], [False, 0.5, 1 / 3])
+
+
+def test_a_fidelity_that_a_method_lacks_is_said_with_what_runs_instead():
+    def said(method, fidelity, **values):
+        cfg = config.from_mapping(method, {"fidelity": fidelity, **values}, "test")
+        return config.explain_fidelity(cfg)
+
+    assert said("fppl", "paper") == said("ewc", "intended") == said("ewc", "released") == ""
+    line = "fidelity: ewc has no preset 'paper': its options are those of intended; those of the images"
+    assert said("ewc", "paper").startswith(line) and "normalise release" in said("ewc", "paper")
+    assert "those of the adapter coda and the images" in said("ewc", "paper", adapter="coda")
+    assert "adapter" not in said("ewc", "paper", adapter="lora")
+
+
+def test_what_improved_would_change_is_known():
+    of = lambda method, **values: config.improvement(config.from_mapping(method, values, "test"))
+    assert of("fppl") == {"features": "both", "prototype_view": "clean"}
+    assert of("pilora") == {"headtune": True, "train_share": 1.0}
+    assert of("fppl", fidelity="improved") == of("fppl", fidelity="paper") == of("ewc") == {}
 
 
 def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():

@@ -186,6 +186,8 @@ def check(arguments: list[str]) -> int:
 
     from fcljax.checks import conformance
 
+    if said := config.explain_fidelity(resolved):
+        say(Console(stderr=True), said)
     statements = conformance.check(resolved)
     table = Table("statement", "holds", "found")
     for name, holds, found in statements:

@@ -12,7 +12,7 @@ import jax
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
-from fcljax.config import RunConfig, explain_scale
+from fcljax.config import RunConfig, explain_fidelity, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.files import write_text
@@ -208,6 +208,8 @@ def _complete(
     settings, out, observer, hosts, _ = session
     report_notes(exp.inputs.backbone, observer.console)
     observer.say(explain_scale(settings))
+    if said := explain_fidelity(settings):
+        observer.say(said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(memory.given_back_by_compilers())
         with _checkpoints(session) as manager:
