@@ -40,6 +40,16 @@ def check_members(archive: zipfile.ZipFile, limit: int) -> None:
         )
 
 
+def npz_names(path: Path) -> list[str]:
+    """The names of the arrays of a .npz file, in its order.
+
+    Raises:
+      zipfile.BadZipFile: for a file that is none, or what else the parser of zip raises.
+    """
+    with zipfile.ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
 def read_npz(path: Path, limit: int, names: Container[str] | None = None) -> dict[str, np.ndarray]:
     """The arrays of a .npz file, none of them pickled.
 

@@ -41,6 +41,21 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def folder_for(path: Path) -> Iterator[None]:
+    """Make the folder `path` and those above it. Those that were made and are empty are removed if the block
+    ends with an error."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
     folder = beside(target)
@@ -66,13 +81,16 @@ def _hidden(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def owned(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
+def owned(
+    path: Path, wait: Callable[[], None] | None = None, remove_on_error: bool = False
+) -> Iterator[bool]:
     """Lock the file `path`, which is created and stays, until the block ends. The system releases the lock
     when the process ends.
 
     Args:
       path: the lock file.
       wait: called before waiting for another process that has the lock; None: do not wait.
+      remove_on_error: remove the file if the block ends with an error.
 
     Yields:
       False if the file system has no locks, so that every process continues.
@@ -81,11 +99,37 @@ def owned(path: Path, wait: Callable[[], None] | None = None) -> Iterator[bool]:
       BlockingIOError: another process has the lock, and there is no `wait`.
       OSError: the file cannot be created.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    handle, locked = _lock_file(path, wait)
     try:
-        yield _locked(handle, wait)
+        yield locked
+    except BaseException:
+        if remove_on_error:
+            path.unlink(missing_ok=True)
+        raise
     finally:
         os.close(handle)
+
+
+def _lock_file(path: Path, wait: Callable[[], None] | None) -> tuple[int, bool]:
+    """The open lock file, and whether it is locked."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            locked = _locked(handle, wait)
+        except BaseException:
+            os.close(handle)
+            raise
+        # its last owner may have removed it in the meantime: then the lock of this handle locks nobody out
+        if _is_there(handle, path):
+            return handle, locked
+        os.close(handle)
+
+
+def _is_there(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _locked(handle: int, wait: Callable[[], None] | None) -> bool:

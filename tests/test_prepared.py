@@ -75,7 +75,7 @@ def refusal(call, *args, **options):
 
 def folders(tmp_path):
     return sorted(
-        path for path in (tmp_path / "data" / "prepared").iterdir() if not path.name.endswith(".lock")
+        path for path in (tmp_path / "data" / "prepared").glob("*") if not path.name.endswith(".lock")
     )
 
 

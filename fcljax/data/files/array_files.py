@@ -13,8 +13,20 @@ from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import Choice, Raw, Scan, content, file_facts, text
 from fcljax.errors import InputError, reason
 
-FASHION_FILES = "fashion_mnist/{train,t10k}-{images-idx3,labels-idx1}-ubyte (or .gz)"
-_FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+IDX_FILES = "{train,t10k}-{images-idx3,labels-idx1}-ubyte (or .gz)"
+DIGITS = tuple("0123456789")
+FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 def cifar(
@@ -45,18 +57,37 @@ def cifar(
     return Raw(root, lambda: _scan(files, listing))
 
 
-def fashion_mnist(base: Path, choice: Choice) -> Raw | None:
-    """Fashion-MNIST's four files, packed by gzip or not."""
+def idx(base: Path, choice: Choice, *, folders: Sequence[str], classes: tuple[str, ...]) -> Raw | None:
+    """MNIST's four files, or those of a data set in the same format, packed by gzip or not.
+
+    Args:
+      folders: those below `base` that are looked into, the first of which that has one of the files is taken.
+      classes: the names of labels 0, 1, ...
+    """
     kinds = ("images-idx3", "labels-idx1")
     stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in kinds]
-    found = {stem: [f for f in (base / stem, base / f"{stem}.gz") if f.is_file()] for stem in stems}
-    if not any(found.values()):
+    for root in (base / folder for folder in folders):
+        found = {stem: [file for file in _idx_names(root, stem) if file.is_file()] for stem in stems}
+        if any(found.values()):
+            break
+    else:
         return None
     for stem, there in found.items():
         if not there:
-            raise InputError(f"dataset: {str(base / stem)!r} is missing; expected {FASHION_FILES}")
-    files, classes = [there[0] for there in found.values()], tuple(_FASHION.split(","))
-    return Raw(base, lambda: _scan(files, lambda: Listing(base, classes, _idx(*files[:2]), _idx(*files[2:]))))
+            raise InputError(f"dataset: {str(root / stem)!r} is missing; expected {IDX_FILES}")
+    x, y, x_test, y_test = (there[0] for there in found.values())
+    files = x, y, x_test, y_test
+
+    def listing() -> Listing:
+        return Listing(root, classes, _idx(x, y, classes), _idx(x_test, y_test, classes))
+
+    return Raw(root, lambda: _scan(files, listing))
+
+
+def _idx_names(root: Path, stem: str) -> list[Path]:
+    """How a file may be called: some tools unpack it with a point in its name."""
+    pointed = stem.replace("-idx", ".idx")
+    return [root / f"{name}{end}" for name in (stem, pointed) for end in ("", ".gz")]
 
 
 def _scan(files: Sequence[Path], listing: Callable[[], Listing]) -> Scan:
@@ -90,14 +121,14 @@ def _cifar_batch(
     return data[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
-def _idx(images: Path, labels: Path) -> UndecodedSplit:
+def _idx(images: Path, labels: Path, classes: tuple[str, ...]) -> UndecodedSplit:
     x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
     if len(x) != len(y):
         raise InputError(
             f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; "
             "they must match"
         )
-    most = _FASHION.count(",")
+    most = len(classes) - 1
     if len(y) == 0 or y.max() > most:
         raise InputError(f"dataset: {str(labels)!r} does not hold labels from 0 to {most}; it is damaged")
     return _split(images, x[..., None], y)

@@ -1,18 +1,22 @@
-"""Labelled images that are arrays: a .npz file's, or the caller's own. What is wrong is one line that names
-the array; what is plainly meant is converted."""
+"""The gate for labelled images: `checked_images` and `checked_labels`, through which arrays, `.npz` files,
+tables and lists pass. What is plainly meant is converted, what is wrong is one line that names the array."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.prepared import digest_of_arrays
-from fcljax.errors import InputError
+from fcljax.errors import InputError, reason
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 NAME = "arrays"  # of a data set that the caller has in memory
+
+_SHAPES = "[N, H, W, 3], [N, 3, H, W] or [N, H, W]"
+_LEVELS = "expected uint8, grey levels 0..255, or float in [0, 1]"
+_WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)  # what cameras and data sets call white
 
 
 class Labelled(NamedTuple):
@@ -23,12 +27,12 @@ class Labelled(NamedTuple):
     """The caller's own label of each class [C], integers or text."""
 
 
-def dataset_of_arrays(arrays: Sequence[np.ndarray], class_names: Sequence[str] | None = None) -> Labelled:
+def dataset_of_arrays(arrays: Sequence[Any], class_names: Sequence[str] | None = None) -> Labelled:
     """The data set of (x, y, x_test, y_test).
 
     Args:
-      arrays: images as `checked_images` takes them, and labels: integers or text of shape [N]. They may be
-        anything that numpy reads, such as jax arrays.
+      arrays: images as `checked_images` takes them, and labels as `checked_labels` does. They may be anything
+        that numpy reads, such as jax arrays.
       class_names: of the sorted labels; None: the labels themselves.
 
     Raises:
@@ -36,11 +40,14 @@ def dataset_of_arrays(arrays: Sequence[np.ndarray], class_names: Sequence[str] |
     """
     if len(arrays) != 4:
         raise InputError(f"data: {len(arrays)} arrays; expected four: (x, y, x_test, y_test)")
-    named = dict(zip(("x", "y", "x_test", "y_test"), map(np.asarray, arrays), strict=True))
+    names = ("x", "y", "x_test", "y_test")
+    named = {name: as_array("data", name, each) for name, each in zip(names, arrays, strict=True)}
     x, x_test = (checked_images("data", name, named[name]) for name in ("x", "x_test"))
     if x.shape[1:] != x_test.shape[1:]:
         raise InputError(f"data: images of x are {sides(x)} but of x_test {sides(x_test)}; make them equal")
-    y, y_test = (_labels(name, named[name], len(named[f"x{name[1:]}"])) for name in ("y", "y_test"))
+    y, y_test = checked_splits("data", {name: named[name] for name in ("y", "y_test")})
+    for images, labels, end in ((x, y, ""), (x_test, y_test, "_test")):
+        check_lengths("data", f"x{end}", images, f"y{end}", labels)
     labels, y = np.unique(y, return_inverse=True)
     unknown = np.setdiff1d(y_test, labels)
     if len(unknown) or len(labels) < 2:
@@ -54,17 +61,173 @@ def dataset_of_arrays(arrays: Sequence[np.ndarray], class_names: Sequence[str] |
     return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
 
 
-def _labels(name: str, labels: np.ndarray, examples: int) -> np.ndarray:
-    if labels.ndim != 1 or labels.dtype.kind not in "iuU":
+def as_array(where: str, key: str, values: Any) -> np.ndarray:
+    """What numpy makes of the caller's values.
+
+    Raises:
+      InputError: for a masked array, whose mask would be lost, and for values of several shapes.
+    """
+    if isinstance(values, np.ma.MaskedArray):
         raise InputError(
-            f"data: {name} is {labels.dtype} of shape {list(labels.shape)}; expected integers or text of "
-            f"shape [{examples}]" + (f"; nearest: {name}.argmax(-1)" if labels.ndim == 2 else "")
+            f"{where}: {key} is a masked array, and masks are not read; nearest: {key}.filled(0), or leave "
+            "out what is masked"
         )
-    if len(labels) != examples:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
         raise InputError(
-            f"data: x{name[1:]} has {examples} examples but {name} has {len(labels)}; they must match"
+            f"{where}: {key} is no array: its values have several shapes ({reason(error)}); make them equal"
+        ) from None
+
+
+def check_lengths(where: str, x: str, images: np.ndarray, y: str, labels: np.ndarray) -> None:
+    """Check that there is a label for each image.
+
+    Raises:
+      InputError: with both numbers.
+    """
+    if len(images) != len(labels):
+        raise InputError(
+            f"{where}: {x} has {len(images)} examples but {y} has {len(labels)}; they must match"
         )
+
+
+# ---- labels ------------------------------------------------------------------------------------------------
+
+
+class _Labels(NamedTuple):
+    """Labels and how they were written."""
+
+    values: np.ndarray
+    """[N], integers or text."""
+    kind: str
+    """Integers, text or one-hot over so many classes."""
+
+
+def checked_labels(where: str, key: str, labels: np.ndarray) -> np.ndarray:
+    """The label of each example [N]: int64 from 0, or text.
+
+    Args:
+      where: the field or file, for messages.
+      key: of the array in it.
+      labels: integers or text of shape [N] or [N, 1], or one-hot [N, C].
+
+    Raises:
+      InputError: for anything else, and for labels that are missing: negative ones and empty text.
+    """
+    return _labels(where, key, labels).values
+
+
+def checked_splits(where: str, labels: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """`checked_labels` of the splits of one data set, by name, which must write their labels in one way.
+
+    Raises:
+      InputError: as `checked_labels`, and for integers in one split and text or one-hot labels in another.
+    """
+    found = {key: _labels(where, key, each) for key, each in labels.items()}
+    if len({each.kind for each in found.values()}) > 1:
+        said = [f"{_described(key, labels[key])}, {each.kind}" for key, each in found.items()]
+        hints = [key for key, each in found.items() if each.kind.startswith("one-hot")]
+        hint = f"; nearest: {hints[0]}.argmax(-1)" if hints else ""
+        raise InputError(f"{where}: {', but '.join(said)}; write the labels of both in one way{hint}")
+    return [each.values for each in found.values()]
+
+
+def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
+    """Which examples have no label: a negative number or empty text stands there.
+
+    Args:
+      labels: integers or text of shape [N] or [N, 1]; all others have none that is missing.
+    """
+    flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1 or flat.dtype.kind not in "iuU":
+        return np.zeros(len(labels), bool)
+    if flat.dtype.kind == "U":
+        return np.char.strip(flat) == ""
+    return (flat < 0) | (flat > np.iinfo(np.int64).max)
+
+
+def _labels(where: str, key: str, labels: np.ndarray) -> _Labels:
+    flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    flat = _plain(where, key, flat)
+    if flat.ndim == 2 and flat.shape[1] > 1 and _is_one_hot(flat):
+        return _Labels(flat.argmax(-1).astype(np.int64), f"one-hot over {flat.shape[1]} classes")
+    if flat.ndim != 1 or flat.dtype.kind not in "iuU":
+        raise InputError(
+            f"{where}: {_described(key, labels)}; expected integers or text of shape [N], or one-hot "
+            f"[N, C]{_label_hint(key, flat)}"
+        )
+    missing = np.flatnonzero(missing_labels(flat))
+    if len(missing):
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"{where}: {key} holds label {flat[missing[0]]!s} (example {missing[0]}{others}); labels are "
+            f"integers from 0 or text{_missing_hint(key, flat)}"
+        )
+    if flat.dtype.kind == "U":
+        return _Labels(flat, "text")
+    return _Labels(flat.astype(np.int64), "integers")
+
+
+def _described(key: str, labels: np.ndarray) -> str:
+    return f"{key} is {labels.dtype} of shape {labels.shape}"
+
+
+def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
+    """Bytes, numpy's new strings and Python objects as text or integers, where they are nothing else."""
+    if labels.dtype.kind == "T":
+        return labels.astype(str)
+    if labels.dtype.kind == "S":
+        try:
+            return np.char.decode(labels, "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: {key} holds text that is no UTF-8 ({reason(error)})") from None
+    if labels.dtype.kind != "O" or labels.ndim != 1:
+        return labels
+    missing = [i for i, each in enumerate(labels) if each is None or each != each]
+    if missing:
+        raise InputError(
+            f"{where}: {key} holds label {labels[missing[0]]!s} (example {missing[0]}); leave out examples "
+            "without a label"
+        )
+    for kinds, made in (((str,), str), ((int, np.integer), np.int64)):
+        if all(isinstance(each, kinds) and not isinstance(each, bool) for each in labels):
+            try:
+                return labels.astype(made)
+            except OverflowError:
+                return labels
     return labels
+
+
+def _is_one_hot(labels: np.ndarray) -> bool:
+    """Whether each row [C] has a single 1 among zeros."""
+    if labels.dtype.kind not in "biuf" or not len(labels):
+        return False
+    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(-1) == 1).all())
+
+
+def _label_hint(key: str, labels: np.ndarray) -> str:
+    """What to do about labels of another type or shape."""
+    number = labels.dtype.kind in "biuf"
+    if labels.ndim == 2 and number and len(labels) and (labels.sum(-1) > 1).any() and labels.max() == 1:
+        row = int(np.argmax(labels.sum(-1) > 1))
+        return f"; example {row} has several labels, and one is needed"
+    if labels.ndim == 2 and labels.shape[0] == 1:
+        return f"; nearest: {key}[0]"
+    if labels.ndim == 2 and labels.dtype.kind == "f" and np.allclose(labels.sum(-1), 1):
+        return f"; nearest: {key}.argmax(-1)"
+    if labels.ndim == 1 and labels.dtype.kind == "f" and len(labels) and (labels == np.rint(labels)).all():
+        return f"; nearest: {key}.astype(int)"
+    return ""
+
+
+def _missing_hint(key: str, labels: np.ndarray) -> str:
+    if labels.dtype.kind != "U" and set(np.unique(labels).tolist()) == {-1, 1}:
+        return f"; nearest: ({key} > 0).astype(int)"
+    return "; leave out examples without a label"
+
+
+# ---- images ------------------------------------------------------------------------------------------------
 
 
 def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
@@ -73,8 +236,8 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     Args:
       where: the field or file, for messages.
       key: of the array in it.
-      images: uint8, or float in [0, 1]; [N, H, W], or with 1 or 3 channels last or first. Channels are first
-        only where they cannot be last.
+      images: uint8, float in [0, 1], or bool; [N, H, W], or with 1 or 3 channels last or first. Channels are
+        first only where they cannot be last.
 
     Raises:
       InputError: with the way to convert them.
@@ -84,9 +247,8 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise InputError(
-            f"{where}: {key} has shape {images.shape}; expected [N, H, W, 3], [N, 3, H, W] or [N, H, W]"
-        )
+        hint = _shape_hint(images.shape)
+        raise InputError(f"{where}: {key} has shape {images.shape}; expected {_SHAPES}{hint}")
     if 0 in images.shape:
         raise InputError(f"{where}: {key} is empty, shape {images.shape}")
     if images.dtype != np.uint8:
@@ -94,17 +256,69 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     return np.ascontiguousarray(np.broadcast_to(images, (*images.shape[:3], 3)))
 
 
+def checked_image(where: str, key: str, image: np.ndarray) -> UInt8[np.ndarray, "H W 3"]:
+    """One image as grey levels, channels last; otherwise as `checked_images`.
+
+    Args:
+      where: the file and the place in it, for messages.
+      key: what the image is called.
+      image: [H, W], [H, W, C] or [C, H, W] with 1 or 3 channels.
+
+    Raises:
+      InputError: for anything else.
+    """
+    channels = image.ndim == 3 and (image.shape[-1] in (1, 3) or image.shape[0] in (1, 3))
+    if image.ndim != 2 and not channels:
+        raise InputError(
+            f"{where}: {key} has shape {image.shape}; expected [H, W, 3], [3, H, W] or [H, W]"
+            f"{_shape_hint((1, *image.shape))}"
+        )
+    return checked_images(where, key, image[None])[0]
+
+
+def _shape_hint(shape: tuple[int, ...]) -> str:
+    """What to do about images of another shape."""
+    if len(shape) == 4 and 4 in (shape[-1], shape[1]):
+        return f"; transparency is not read, nearest: {'x[..., :3]' if shape[-1] == 4 else 'x[:, :3]'}"
+    if len(shape) == 2:
+        for channels, form in ((1, "-1, {0}, {0}"), (3, "-1, 3, {0}, {0}")):
+            side = round((shape[1] / channels) ** 0.5)
+            if side > 1 and channels * side * side == shape[1]:
+                order = ", if channels come first" if channels == 3 else ""
+                return f"; nearest: x.reshape({form.format(side)}){order}"
+    return ""
+
+
 def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
     """Pixels in [0, 1] as 0..255."""
-    wanted = "expected uint8, grey levels 0..255, or float in [0, 1]"
-    if images.dtype.kind == "f":
-        low, high = float(images.min()), float(images.max())
-        if low >= 0 and high <= 1:
-            return np.rint(images * np.float32(255)).astype(np.uint8)
-        how = "x.astype('uint8')" if low >= 0 and high <= 255 else "(x - x.min()) / (x.max() - x.min())"
-        raise InputError(f"{where}: {key} has values from {low:g} to {high:g}; {wanted}; nearest: {how}")
-    how = "x.astype('uint8')" if images.dtype.kind in "iu" else "an array of numbers"
-    raise InputError(f"{where}: {key} is {images.dtype}; {wanted}; nearest: {how}")
+    if images.dtype.kind == "b":
+        return images.astype(np.uint8) * np.uint8(255)
+    if images.dtype.name == "bfloat16":  # jax's, which numpy does not know as a float
+        images = images.astype(np.float32)
+    if images.dtype.kind not in "iuf":
+        raise InputError(f"{where}: {key} is {images.dtype}; {_LEVELS}; nearest: an array of numbers")
+    wrong = images.size - int(np.isfinite(images).sum())
+    if wrong:
+        raise InputError(
+            f"{where}: {key} has {wrong:,} values that are NaN or infinite; {_LEVELS}; leave these images out"
+        )
+    low, high = float(images.min()), float(images.max())
+    if images.dtype.kind == "f" and low >= 0 and high <= 1:
+        return np.rint(images * np.float32(255)).astype(np.uint8)
+    what = f"has values from {low:g} to {high:g}" if images.dtype.kind == "f" else f"is {images.dtype}"
+    raise InputError(f"{where}: {key} {what}; {_LEVELS}; nearest: {_level_hint(images.dtype, low, high)}")
+
+
+def _level_hint(dtype: np.dtype, low: float, high: float) -> str:
+    """How to convert pixels, so that nothing of them is lost."""
+    white = next((white for white in _WHITES if high <= white), None)
+    if low < 0 or white is None:
+        return "(x - x.min()) / (x.max() - x.min())"
+    if white == 255 and dtype.kind != "f":
+        return "x.astype('uint8')"
+    if white == 1:
+        return "x.astype(bool), if 1 is white"
+    return f"x / {white}, if {white} is white"
 
 
 def sides(images: np.ndarray) -> str:

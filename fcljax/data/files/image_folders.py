@@ -1,28 +1,23 @@
 """Data sets that are folders of image files, a folder per class."""
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from fcljax.data.files.prepared import Listing, UndecodedSplit
+from fcljax.data.files.class_folders import folder_of_classes
+from fcljax.data.files.file_trees import Tree, folders, images, pooled, scan_of, tree
 from fcljax.data.files.raw import (
     Choice,
-    File,
-    LabelledItems,
     Raw,
     Scan,
-    file_facts,
     last_drawings,
     random_split,
     same_classes,
     table,
     text,
-    visible,
 )
 from fcljax.errors import InputError
 
@@ -32,25 +27,7 @@ DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 IMAGENET_FILES = "imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG"
 TINY_FILES = "tiny-imagenet-200/ (train/WNID/images/*, val/images/*, val/val_annotations.txt)"
 
-_SUFFIXES = {".png", ".jpg", ".jpeg"}
 _SUBSET_SEED = 1993  # of the ImageNet subsets
-
-_Tree = dict[str, list[File]]  # image files by class
-
-
-def folder_of_classes(root: Path) -> Raw:
-    """train/CLASS/* and test/CLASS/* below `root`, or train/SITE/CLASS/* and test/SITE/CLASS/*.
-
-    Raises:
-      InputError: for missing folders, here or when it is scanned.
-    """
-    for split in ("train", "test"):
-        if not (root / split).is_dir():
-            raise InputError(
-                f"dataset: no such folder: {str(root / split)!r}; "
-                "expected train/CLASS/*.png|jpg|jpeg and test/CLASS/..."
-            )
-    return Raw(root, partial(_scan_splits, root))
 
 
 def split_or_pooled(base: Path, choice: Choice, *, split: str, official: str) -> Raw | None:
@@ -118,128 +95,43 @@ def omniglot(base: Path, choice: Choice) -> Raw | None:
     return Raw(base, partial(_scan_omniglot, base, parts)) if present else None
 
 
-# Trees of files
-
-
 def _is_split(root: Path) -> bool:
     return (root / "train").is_dir() or (root / "test").is_dir()
 
 
-def _folders(folder: Path) -> list[str]:
-    return [entry.name for entry in visible(folder) if entry.is_dir()]
-
-
-def _images(root: Path, inside: str) -> list[File]:
-    found = [
-        file_facts(entry, f"{inside}/{entry.name}")
-        for entry in visible(root / inside)
-        if os.path.splitext(entry.name)[1].lower() in _SUFFIXES and not entry.is_dir()
-    ]
-    if not found:
-        raise InputError(
-            f"dataset: {str(root / inside)!r} has no images; expected files named *.png, *.jpg or *.jpeg"
-        )
-    return found
-
-
-def _tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> _Tree:
-    """The image files below root/inside, by class."""
-    classes = _folders(root / inside) if classes is None else classes
-    if not classes:
-        raise InputError(
-            f"dataset: {str(root / inside)!r} has no class folders; "
-            f"expected {inside or '.'}/CLASS/*.png|jpg|jpeg"
-        )
-    return {label: _images(root, f"{inside}/{label}" if inside else label) for label in classes}
-
-
-def _scan(root: Path, classes: Sequence[str], train: LabelledItems, test: LabelledItems) -> Scan:
-    sums = hashlib.sha256(json.dumps(classes).encode())
-    for split in (train, test):
-        for file, label in zip(split.items, split.labels, strict=True):
-            sums.update(f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape"))
-        sums.update(b"\n")
-    return Scan(
-        sums.hexdigest(), lambda: Listing(root, tuple(classes), _files(root, train), _files(root, test))
-    )
-
-
-def _files(root: Path, split: LabelledItems) -> UndecodedSplit:
-    names = [os.path.join(root, file.path) for file in split.items]
-    parts = [file.path.split("/") for file in split.items]
-    sited = all(len(each) == 4 and each[0] in ("train", "test") for each in parts)  # SPLIT/SITE/CLASS/FILE
-    return UndecodedSplit(
-        np.array(split.labels, np.int64),
-        names,
-        lambda indices: [Path(names[i]) for i in indices],
-        columns={"site": [each[1] for each in parts]} if sited else {},
-    )
-
-
-# Scans of each layout
-
-
-def _scan_splits(root: Path) -> Scan:
-    train, test = (_of_sites(root, split) for split in ("train", "test"))
-    classes = same_classes(str(root), list(train), list(test))
-    return _scan(root, classes, table(classes, train), table(classes, test))
-
-
-def _of_sites(root: Path, split: str) -> _Tree:
-    """The files of a split by class, where there may be a folder for each site above the classes."""
-    inside = _folders(root / split)
-    if not inside or not all(_holds_folders_alone(root / split / name) for name in inside):
-        return _tree(root, split)
-    return _pooled(root, [f"{split}/{site}" for site in inside])
-
-
-def _holds_folders_alone(folder: Path) -> bool:
-    entries = visible(folder)
-    return bool(entries) and all(entry.is_dir() for entry in entries)
-
-
-def _pooled(root: Path, folders: Sequence[str]) -> _Tree:
-    """The files of all folders by class."""
-    tree: _Tree = {}
-    for inside in folders:
-        for label, files in _tree(root, inside).items():
-            tree.setdefault(label, []).extend(files)
-    return tree
-
-
 def _scan_core50(root: Path) -> Scan:
-    sessions = sorted(_folders(root), key=_number)
+    sessions = sorted(folders(root), key=_number)
     tests = [session for session in sessions if session in CORE50_TEST]
     if len(tests) < len(CORE50_TEST) or len(sessions) == len(tests):
         raise InputError(f"dataset: {str(root)!r} has the sessions {', '.join(sessions)}; expected s1 to s11")
-    train, test = (_pooled(root, some) for some in ([s for s in sessions if s not in tests], tests))
+    train, test = (pooled(root, some) for some in ([s for s in sessions if s not in tests], tests))
     classes = sorted(same_classes(str(root), list(train), list(test)), key=_number)
-    return _scan(root, classes, table(classes, train), table(classes, test))
+    return scan_of(root, classes, table(classes, train), table(classes, test))
 
 
 def _number(name: str) -> tuple[int, str]:
-    return int("".join(filter(str.isdigit, name)) or 0), name
+    return int("".join(filter(str.isdecimal, name))[:18] or 0), name
 
 
-def _scan_pooled(root: Path, folders: Sequence[str], by_name: bool = False) -> Scan:
+def _scan_pooled(root: Path, insides: Sequence[str], by_name: bool = False) -> Scan:
     """The files of all folders by class; `by_name` in the order that they would have in one folder."""
-    tree = _pooled(root, folders)
+    found = pooled(root, insides)
     if by_name:
-        for files in tree.values():
+        for files in found.values():
             files.sort(key=lambda file: os.path.basename(file.path))
-    classes = sorted(tree)
-    return _scan(root, classes, *random_split(table(classes, tree)))
+    classes = sorted(found)
+    return scan_of(root, classes, *random_split(table(classes, found)))
 
 
 def _scan_tiny_imagenet(root: Path) -> Scan:
     for needed in ("train", "val/images", "val/val_annotations.txt"):
         if not (root / needed).exists():
             raise InputError(f"dataset: {str(root / needed)!r} is missing; expected {TINY_FILES}")
-    wnids = _folders(root / "train")
-    train = {wnid: _images(root, f"train/{wnid}/images") for wnid in wnids}
-    test: _Tree = {wnid: [] for wnid in wnids}
+    wnids = folders(root / "train")
+    train = {wnid: images(root, f"train/{wnid}/images") for wnid in wnids}
+    test: Tree = {wnid: [] for wnid in wnids}
     label_of = _pairs(root / "val/val_annotations.txt")
-    for file in _images(root, "val/images"):
+    for file in images(root, "val/images"):
         wnid = label_of.get(os.path.basename(file.path))
         if wnid not in test:
             problem = "has no line" if wnid is None else f"is of unknown class {wnid!r}"
@@ -248,7 +140,7 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
                 "unpack the archive again"
             )
         test[wnid].append(file)
-    return _scan(root, _words(root, wnids), table(wnids, train), table(wnids, test))
+    return scan_of(root, _words(root, wnids), table(wnids, train), table(wnids, test))
 
 
 def _pairs(path: Path) -> dict[str, str]:
@@ -272,7 +164,7 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
         if not (root / split).is_dir():
             raise InputError(f"dataset: no such folder: {str(root / split)!r}; expected {IMAGENET_FILES}")
     if choice is None:
-        wnids = _folders(root / "train")
+        wnids = folders(root / "train")
         if len(wnids) != 1000:
             raise InputError(
                 f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
@@ -288,13 +180,14 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
                 raise InputError(
                     f"class_list: class {wnid!r} is not in {str(root / split)!r}; it must be a folder there"
                 )
-    return _scan(root, choice, *(table(choice, _tree(root, split, choice)) for split in splits))
+    train, test = (table(choice, tree(root, split, choice)) for split in splits)
+    return scan_of(root, choice, train, test)
 
 
 def _scan_omniglot(base: Path, parts: Sequence[str]) -> Scan:
-    tree: _Tree = {}
+    found: Tree = {}
     for part in parts:
-        for alphabet in _folders(base / part):
-            characters = _tree(base, f"{part}/{alphabet}")
-            tree |= {f"{alphabet}/{character}": files for character, files in characters.items()}
-    return _scan(base, sorted(tree), *last_drawings(tree))
+        for alphabet in folders(base / part):
+            characters = tree(base, f"{part}/{alphabet}")
+            found |= {f"{alphabet}/{character}": files for character, files in characters.items()}
+    return scan_of(base, sorted(found), *last_drawings(found))

@@ -21,7 +21,8 @@ from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular
 
-Picture = Path | bytes | UInt8[np.ndarray, "H W C"]  # a file, its content, or its pixels: grey (C = 1) or RGB
+# a file, its content, its pixels, grey (C = 1) or RGB, or why there is no image
+Picture = Path | bytes | UInt8[np.ndarray, "H W C"] | InputError
 Fit = Callable[[Image.Image], Image.Image]
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ MAX_PIXELS = 40_000_000  # an image of as many or more is refused
 
 # by content; some of Pillow's others start programs or print by themselves
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
+# how files of these formats are named, in small letters
+SUFFIXES = frozenset({".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".webp"})
 # 8 bits or less a channel
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
 _KERNELS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -93,6 +96,8 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
       InputError: for a file that is no image or cannot be decoded, naming `name`.
       OSError: for a file that cannot be opened, or is no regular one.
     """
+    if isinstance(picture, InputError):
+        raise picture
     if isinstance(picture, np.ndarray):
         return picture.shape[0], picture.shape[1]
     return _open(picture, name, lambda image: (image.height, image.width))
@@ -108,6 +113,8 @@ def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
         and more than 8 bits per channel, naming `name`.
       OSError: for a file that cannot be opened.
     """
+    if isinstance(picture, InputError):
+        raise picture
     if isinstance(picture, np.ndarray):
         height, width, _ = picture.shape
         pixels = np.ascontiguousarray(np.broadcast_to(picture, (height, width, 3)))

@@ -194,9 +194,22 @@ NAMED = {
         tfds.omniglot,
         augment=False,
     ),
+    "mnist": Named(
+        f"mnist/{array_files.IDX_FILES}",
+        partial(array_files.idx, folders=("mnist", "MNIST/raw", "MNIST"), classes=array_files.DIGITS),
+        70_000,
+        ("mnist",),
+        tfds.official,
+        augment=False,
+    ),
     "fashion_mnist": Named(
-        array_files.FASHION_FILES,
-        array_files.fashion_mnist,
+        f"fashion_mnist/{array_files.IDX_FILES}",
+        partial(
+            array_files.idx,
+            # the files in the data folder itself are taken for these, and never for MNIST's of the same names
+            folders=("", "fashion_mnist", "FashionMNIST/raw"),
+            classes=array_files.FASHION,
+        ),
         70_000,
         ("fashion_mnist",),
         tfds.official,

@@ -25,6 +25,7 @@ NAMED = {
     **{f"imagenet{count}": f"{count} {_SUBSET}" for count in (100, 200)},
     "omniglot": "Omniglot: 1,623 handwritten characters, 20 drawings each, 105x105; "
     "the last 5 of each character are for testing",
+    "mnist": "MNIST: 60,000 + 10,000 grey handwritten digits, 28x28",
     "fashion_mnist": "Fashion-MNIST: 60,000 + 10,000 grey pictures of 10 kinds of clothing, 28x28",
 }
 DATASETS = {
@@ -33,14 +34,16 @@ DATASETS = {
     "blurred (column domain); comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
-    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, and class_names and columns "
-    "(NAME_train, NAME_test) if there are any; x uint8, or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or "
-    "[N, H, W]",
+    "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, or MedMNIST's train_images, "
+    "train_labels and so on, and class_names and columns (NAME_train, NAME_test) if there are any; x uint8, "
+    "or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]; y integers, text or one-hot",
     "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
     "hf:NAME": "a data set of the Hugging Face hub, OWNER/NAME in its cache or a folder of parquet or arrow "
     "files; its other columns are kept",
     "tfds:NAME": "a data set that tensorflow-datasets has prepared as array_record files",
-    "folder:PATH": "train/CLASS/*.png|jpg|jpeg and test/CLASS/... below PATH, or train/SITE/CLASS/... "
-    "(column site)",
+    "folder:PATH": "train/CLASS/* and test/CLASS/* (or val) below PATH, CLASS/* alone (random 80/20), or "
+    "train/SITE/CLASS/* (column site); PNG, JPEG, GIF, BMP and WebP",
+    "list:FILE": "a text file with a path, a label and perhaps a client and a task in each line; or two, "
+    "list:TRAIN,TEST",
     **NAMED,
 }

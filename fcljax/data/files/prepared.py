@@ -29,7 +29,7 @@ from fcljax.data.files.dataset import columns_file, names_file
 from fcljax.data.files.images import Decoded, Picture, decode, fits, quiet, size_of
 from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
-from fcljax.files import leftovers, owned, temporary_folder, write_text
+from fcljax.files import folder_for, leftovers, owned, temporary_folder, write_text
 from fcljax.terminal import say
 
 FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the key
@@ -49,6 +49,19 @@ class UndecodedSplit(NamedTuple):
     fetch: Callable[[Sequence[int]], list[Picture]]  # from indices to what is decoded
     size: tuple[int, int] | None = None  # height and width of every image, where known beforehand
     columns: Mapping[str, Sequence[str]] = {}  # what else is known of each image [N]
+    wrong_labels: Mapping[int, str] = {}  # what stands in place of a label, of images whose label is -1
+
+    def take(self, indices: np.ndarray) -> "UndecodedSplit":
+        """These images, in this order."""
+        chosen = indices.tolist()
+        return UndecodedSplit(
+            self.labels[indices],
+            [self.names[i] for i in chosen],
+            lambda some: self.fetch([chosen[i] for i in some]),
+            self.size,
+            {name: [values[i] for i in chosen] for name, values in self.columns.items()},
+            {n: self.wrong_labels[i] for n, i in enumerate(chosen) if i in self.wrong_labels},
+        )
 
 
 class Listing(NamedTuple):
@@ -58,6 +71,7 @@ class Listing(NamedTuple):
     class_names: tuple[str, ...]
     train: UndecodedSplit
     test: UndecodedSplit
+    notes: tuple[str, ...] = ()  # how the raw data were read, and what of them was not
 
 
 class Prepared(NamedTuple):
@@ -72,7 +86,8 @@ class Prepared(NamedTuple):
     size_test: Int32[np.ndarray, "M 2"] | None
     class_names: tuple[str, ...]
     digest: str
-    skipped: tuple[str, ...]  # unreadable images that were left out: which, and why
+    skipped: tuple[str, ...]  # images that were left out: which, and why
+    without_label: int = 0  # of those that were left out
 
 
 class PreparedInfo(NamedTuple):
@@ -113,20 +128,26 @@ def build(
       force: replace what is at `target`.
 
     Raises:
-      InputError: for an image that cannot be decoded, for a class without images, and for a folder that
-        cannot be written.
+      InputError: for an image that cannot be decoded or has no label, for a class without images, and for a
+        folder that cannot be written. Nothing is left behind then.
     """
     console = console or Console(stderr=True)
+    if not skip_corrupt:
+        _check_labels(listing)
     _check_classes(listing, [listing.train.labels, listing.test.labels], "no")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with one_process(target, console), temporary_folder(target) as folder:
+        with (
+            folder_for(target.parent),
+            one_process(target, console, remove_on_error=True),
+            temporary_folder(target) as folder,
+        ):
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
                 write_manifest(folder, {**manifest, **facts})
                 if skipped := manifest["skipped"]:
-                    listed = f"skipped {len(skipped)} unreadable images, listed in manifest.json"
+                    count = skipped_in_words(len(skipped), manifest["without_label"])
+                    listed = f"skipped {count}, listed in manifest.json"
                     say(console, f"{facts['name']}: {listed}; {skipped[0]['reason']}")
                 _move(folder, target, force)
     except OSError as error:
@@ -163,6 +184,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
             class_names=tuple(manifest["class_names"]),
             digest=manifest["digest"],
             skipped=tuple(entry["reason"] for entry in manifest["skipped"]),
+            without_label=manifest.get("without_label", 0),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
@@ -256,13 +278,14 @@ class _Work(NamedTuple):
 
 
 @contextlib.contextmanager
-def one_process(target: Path, console: Console) -> Iterator[None]:
-    """One process works on `target`, the others wait. The system lifts the lock when its holder dies."""
+def one_process(target: Path, console: Console, remove_on_error: bool = False) -> Iterator[None]:
+    """One process works on `target`, the others wait. The system lifts the lock when its holder dies; its
+    file stays, unless it is to be removed on an error."""
 
     def wait() -> None:
         say(console, f"waiting for another process that prepares {target.name}")
 
-    with owned(target.parent / f".{target.name}.lock", wait) as locked:
+    with owned(target.parent / f".{target.name}.lock", wait, remove_on_error) as locked:
         # Where files cannot be locked all processes decode, the first to finish wins, and each removes its
         # own leftovers.
         for left in leftovers(target) if locked else ():
@@ -287,6 +310,7 @@ def _write(
     folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
 ) -> dict[str, Any]:
     """Write all arrays to `folder`; what the manifest says of them."""
+    listing, unlabelled = _labelled(listing)
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:
         size = _common_size(listing, geometry, pool)
@@ -294,7 +318,8 @@ def _write(
         _check_space(work, listing)
         train, left_out = _write_split(work, "train", listing.train)
         test, also = _write_split(work, "test", listing.test)
-    texts = _write_names(folder, listing, {entry["file"] for entry in left_out + also})
+    left_out += also
+    texts = _write_names(folder, listing, {entry["file"] for entry in left_out})
     labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
     _check_classes(listing, labels, "no readable")
     arrays = train | test
@@ -306,11 +331,50 @@ def _write(
         "stored": "as they are" if size else "resized",
         "counts": {"train": len(labels[0]), "test": len(labels[1])},
         "class_names": list(listing.class_names),
-        "skipped": left_out + also,
+        "skipped": left_out + unlabelled,
+        "without_label": len(unlabelled),
         "arrays": arrays,
         "texts": texts,
         "digest": _digest({key: entry["sha256"] for key, entry in arrays.items()}),
     }
+
+
+def skipped_in_words(skipped: int, unlabelled: int) -> str:
+    """How many images were skipped, and why."""
+    unreadable = skipped - unlabelled
+    counts = {f"{unreadable} unreadable images": unreadable, f"{unlabelled} without a label": unlabelled}
+    return " and ".join(text for text, count in counts.items() if count)
+
+
+def _check_labels(listing: Listing) -> None:
+    """Check that every image has a label.
+
+    Raises:
+      InputError: naming the first that has none.
+    """
+    for images in (listing.train, listing.test):
+        missing = np.flatnonzero(images.labels < 0)
+        if len(missing):
+            raise InputError(
+                f"dataset: {_no_label(images, int(missing[0]))}; {len(missing):,} of {len(images.labels):,} "
+                "images have no label: leave them out with --skip-corrupt"
+            )
+
+
+def _no_label(images: UndecodedSplit, index: int) -> str:
+    there = images.wrong_labels.get(index, "-1")
+    return f"{images.names[index]!r} has the label {there}; labels are whole numbers from 0, or text"
+
+
+def _labelled(listing: Listing) -> tuple[Listing, list[dict[str, str]]]:
+    """The images that have a label, and what the manifest says of the others."""
+    splits, left_out = [], []
+    for images in (listing.train, listing.test):
+        missing = np.flatnonzero(images.labels < 0)
+        left_out += [{"file": images.names[i], "reason": _no_label(images, i)} for i in missing.tolist()]
+        splits.append(images.take(np.flatnonzero(images.labels >= 0)) if len(missing) else images)
+    train, test = splits
+    return listing._replace(train=train, test=test), left_out
 
 
 def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from fcljax.errors import InputError
 
 Choice = tuple[str, ...] | None  # the classes asked for, in the order of their labels; None: the default
 
+_NOT_DATA = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _DRAWINGS = 5  # test images of each Omniglot character
 
 
@@ -37,7 +38,7 @@ class LabelledItems(NamedTuple):
     """Images of one split and their labels."""
 
     items: list[Any]  # files or records
-    labels: list[int]
+    labels: list[int]  # -1: none
 
     def take(self, indices: Sequence[int]) -> "LabelledItems":
         """These images, in this order."""
@@ -62,14 +63,14 @@ def file_facts(entry: os.DirEntry | Path, path: str) -> File:
 
 
 def visible(folder: Path) -> list[os.DirEntry]:
-    """The entries of a folder by name, without the hidden ones that file managers and notebooks leave.
+    """The entries of a folder by name, without those that file managers, archivers and notebooks leave.
 
     Raises:
       InputError: for a folder that cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            shown = [entry for entry in entries if entry.name[0] != "." and entry.name not in _NOT_DATA]
     except OSError as error:
         raise InputError(f"dataset: folder {str(folder)!r} cannot be read ({error.strerror})") from error
     return sorted(shown, key=lambda entry: entry.name)

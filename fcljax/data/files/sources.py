@@ -8,34 +8,33 @@ is one line that names it.
 import hashlib
 import os
 import re
-from collections.abc import Container
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import UInt8
 from PIL import Image
 from rich.console import Console
 
-from fcljax.archives import read_npz
-from fcljax.data.files import download, listings, prepared, tfds
-from fcljax.data.files.arrays import ARRAYS, checked_images, sides
+from fcljax.data.files import download, listings, npz_files, prepared, tfds
+from fcljax.data.files.arrays import ARRAYS
+from fcljax.data.files.class_folders import folder_of_classes
 from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
-from fcljax.data.files.image_folders import folder_of_classes
+from fcljax.data.files.list_files import list_of_files
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.names import DATASETS
 from fcljax.data.files.prepared import Prepared, PreparedInfo
-from fcljax.data.files.raw import Choice, Raw, same_classes
+from fcljax.data.files.raw import Choice, Raw
 from fcljax.data.files.tables import table_files
 from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
 from fcljax.data.shifts import SHIFTS, shifted
-from fcljax.errors import InputError, nearest, reason
-from fcljax.files import check_folder, in_home, machine_memory
+from fcljax.errors import InputError, nearest
+from fcljax.files import check_folder, in_home
 from fcljax.terminal import say
 
-_KEPT = ("digits", "shifted_digits", "glyphs", "npz", "mix")  # in memory, without a cache
 _SIDE = 32  # of the built-in images
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
@@ -103,7 +102,7 @@ def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool =
         whatever is wrong with a file.
     """
     data_folder(options.data_dir)  # refuses a home folder that does not exist, also where nothing is read
-    if _kind(name, options) in _KEPT:
+    if _is_in_memory(_kind(name, options)):
         return _in_memory(name, options, verify)
     return _dataset(name, _from_cache(name, options, full=verify))
 
@@ -118,7 +117,7 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
       InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files
         to put where instead.
     """
-    if _kind(name, options) in _KEPT:
+    if _is_in_memory(_kind(name, options)):
         dataset = _in_memory(name, options)
         counts = len(dataset.y_train), len(dataset.y_test)
         size = sum(getattr(dataset, key).nbytes for key in ARRAYS)
@@ -162,10 +161,9 @@ def _state(name: str, folder: Path) -> str:
 
 def _kind(name: str, options: DataOptions) -> str:
     kind, colon, path = name.partition(":")
-    if kind in ("npz", "folder", "mix", "hf", "tfds"):
+    if kind in FORMS:
         if not path:
-            what = {"mix": "NAME+NAME", "hf": "OWNER/NAME", "tfds": "NAME"}.get(kind, "PATH")
-            raise InputError(f"dataset: {name!r} needs a path: {kind}:{what}")
+            raise InputError(f"dataset: {name!r} needs a path: {kind}:{FORMS[kind].word}")
     elif name not in DATASETS:
         raise InputError(
             f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}"
@@ -177,22 +175,15 @@ def _kind(name: str, options: DataOptions) -> str:
     return kind
 
 
-def _path(name: str) -> Path:
-    return in_home(name.partition(":")[2], "dataset")
-
-
 def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
-    if name == "digits":
-        dataset = _digits()
-    elif name == "shifted_digits":
-        dataset = _shifted_digits()
-    elif name == "glyphs":
-        dataset = _glyphs(options.glyph_train, options.glyph_test, options.seed)
-    elif name.startswith("mix:"):
-        sources = name.removeprefix("mix:").split("+")
-        return mixed(name, [load_dataset(source, options, full) for source in sources])
+    if name in BUILT_IN:
+        dataset = BUILT_IN[name](options)
     else:
-        dataset = _npz(name, _path(name))
+        load = FORMS[name.partition(":")[0]].load
+        assert load is not None, name
+        dataset = load(name, options, full)
+    if dataset.digest:
+        return dataset
     arrays = {key: getattr(dataset, key) for key in ARRAYS}
     return dataset._replace(digest=prepared.digest_of_arrays(arrays))
 
@@ -246,7 +237,8 @@ def _from_cache(
     data = prepared.open_prepared(target, name, full)
     if data.skipped and not options.skip_corrupt:
         raise InputError(
-            f"dataset: {name!r} was prepared without {len(data.skipped)} unreadable images "
+            f"dataset: {name!r} was prepared without "
+            f"{prepared.skipped_in_words(len(data.skipped), data.without_label)} "
             f"(first: {data.skipped[0]}); give --skip-corrupt to use it so, or replace them"
         )
     return data
@@ -262,15 +254,14 @@ def _download(name: str, options: DataOptions) -> None:
 def _find(name: str, folder: Path, choice: Choice) -> Raw | None:
     if name in NAMED:
         return listings.find(name, folder, choice)
-    if name.startswith("hf:"):
-        return table_files(name.removeprefix("hf:"))
-    if name.startswith("tfds:"):
-        return _of_tfds(name, folder)
-    return folder_of_classes(_path(name))
+    kind, _, rest = name.partition(":")
+    find = FORMS[kind].find
+    assert find is not None, name
+    return find(rest, folder)
 
 
-def _of_tfds(name: str, folder: Path) -> Raw:
-    builder = name.removeprefix("tfds:")
+def _of_tfds(builder: str, folder: Path) -> Raw:
+    name = f"tfds:{builder}"
     raw = tfds.find_builders(folder / tfds.FOLDER, [builder], tfds.from_own_splits)
     if raw is None:
         raise InputError(
@@ -290,6 +281,8 @@ def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: boo
     if fresh:
         options.say(f"preparing {name} from {raw.where}, once")
         listing = scan.listing()
+        for note in listing.notes:
+            options.say(f"{name}: {note}")
         count, official = (
             len(listing.train.names) + len(listing.test.names),
             NAMED[name].images if name in NAMED else None,
@@ -301,6 +294,7 @@ def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: boo
             "class_list": choice,
             "source": str(raw.where.absolute()),
             "fingerprint": scan.fingerprint,
+            "notes": listing.notes,
         }
         prepared.build(
             target,
@@ -390,47 +384,8 @@ def _glyphs(train: int, test: int, seed: int) -> Dataset:
     return Dataset("glyphs", *glyphs(train, test, seed), class_names=tuple(GLYPHS), augment=False)
 
 
-def _npz(name: str, path: Path) -> Dataset:
-    (x_train, y_train), (x_test, y_test), named = _read_npz(path, ("train", "test"), "dataset")
-    if x_train.shape[1:] != x_test.shape[1:]:
-        both = f"x_train are {sides(x_train)} but of x_test {sides(x_test)}"
-        raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
-    classes = same_classes(str(path), np.unique(y_train).tolist(), np.unique(y_test).tolist())
-    y_train, y_test = (np.searchsorted(classes, y) for y in (y_train, y_test))
-    names = _class_names(path, named, classes)
-    columns, columns_test = _columns(path, "train", len(y_train)), _columns(path, "test", len(y_test))
-    return Dataset(name, x_train, y_train, x_test, y_test, names, columns=columns, columns_test=columns_test)
-
-
-class _Columns(Container[str]):
-    """The names NAME_SPLIT of arrays besides images and labels."""
-
-    def __init__(self, split: str):
-        self.end = f"_{split}"
-
-    def __contains__(self, name: object) -> bool:
-        return str(name).endswith(self.end) and name not in ARRAYS
-
-
-def _columns(path: Path, split: str, examples: int) -> dict[str, np.ndarray]:
-    """What else the file knows of each example of a split: NAME -> its array NAME_SPLIT.
-
-    Raises:
-      InputError: for one of another shape.
-    """
-    found, what = read_npz(path, machine_memory() // 2, _Columns(split)), {"train": "training"}
-    for key, values in found.items():
-        if values.shape != (examples,) or values.dtype.kind not in "iuU":
-            raise InputError(
-                f"dataset: {str(path)!r}: {key} is {values.dtype} of shape {values.shape}; expected integers "
-                f"or text of shape [{examples}], one for each {what.get(split, split)} example"
-            )
-    return {key.removesuffix(f"_{split}"): values for key, values in found.items()}
-
-
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
-    """One split alone, of the arrays x_SPLIT and y_SPLIT of a .npz file, and class_names if there are any;
-    the other split is one black image.
+    """One split alone of a .npz file, and class_names if there are any; the other split is one black image.
 
     Args:
       name: of the data set that it is a part of, which decides whether crops keep its classes.
@@ -441,76 +396,64 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
     Raises:
       InputError: naming what is wrong with the file.
     """
-    path = in_home(path, "data")
-    (x, y), named = _read_npz(path, (split,), "data")
-    largest = int(y.max())
-    if class_names is None:
-        count = largest + 1 if named is None else max(largest + 1, len(named))
-        class_names = _class_names(path, named, list(range(count)))
-    if largest >= len(class_names):
-        raise InputError(
-            f"data: {str(path)!r}: y_{split} holds label {largest} of {len(class_names)} classes"
-        )
-    black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
-    arrays = (x, y, *black) if split == "train" else (*black, x, y)
-    digest = prepared.digest_of_arrays(dict(zip(ARRAYS, arrays, strict=True)))
-    return Dataset(name, *arrays, class_names, suggests_crops(name), digest=digest)
+    return npz_files.load_part(name, path, split, class_names, suggests_crops(name))
 
 
 def suggests_crops(name: str) -> bool:
     """Do random crops and flips keep the classes of the data set of this name?"""
-    return NAMED[name].augment if name in NAMED else name not in ("digits", "shifted_digits", "glyphs")
+    return NAMED[name].augment if name in NAMED else name not in BUILT_IN
 
 
-def _class_names(path: Path, names: np.ndarray | None, classes: list[int]) -> tuple[str, ...]:
-    """The names of these labels; the labels themselves where the file has none."""
-    if names is None:
-        return tuple(map(str, classes))
-    if names.ndim != 1 or names.dtype.kind != "U" or len(names) <= max(classes):
-        raise InputError(
-            f"dataset: {str(path)!r}: class_names is {names.dtype} of shape {names.shape}; expected text of "
-            f"shape [{max(classes) + 1}] or longer"
-        )
-    return tuple(str(names[label]) for label in classes)
+def _npz(name: str, options: DataOptions, full: bool) -> Dataset:
+    path = in_home(name.removeprefix("npz:"), "dataset")
+    return npz_files.npz_dataset(name, path, options.skip_corrupt, options.say)
 
 
-def _read_npz(path: Path, splits: tuple[str, ...], field: str) -> tuple:
-    """Images and labels of each split, and class_names or None; `field` is for messages."""
-    if not path.is_file():
-        raise InputError(f"{field}: no such file: {str(path)!r}")
-    keys = [f"{kind}_{split}" for split in splits for kind in "xy"]
-    try:
-        arrays = read_npz(path, machine_memory() // 2, (*keys, "class_names"))
-    # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
-    except Exception as error:
-        if "Object arrays" in str(error):
-            raise InputError(
-                f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"
-            ) from error
-        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
-    for key in keys:
-        if key not in arrays:
-            raise InputError(f"dataset: {str(path)!r} has no array {key!r}; it needs {', '.join(keys)}")
-    read = []
-    for split in splits:
-        x = checked_images(f"dataset: {str(path)!r}", f"x_{split}", arrays[f"x_{split}"])
-        y = _checked_labels(path, f"y_{split}", arrays[f"y_{split}"])
-        if len(x) != len(y):
-            raise InputError(
-                f"{field}: {str(path)!r}: x_{split} has {len(x)} examples but y_{split} has {len(y)}; "
-                "they must match"
-            )
-        read.append((x, y))
-    return *read, arrays.get("class_names")
+def _mix(name: str, options: DataOptions, full: bool) -> Dataset:
+    sources = name.removeprefix("mix:").split("+")
+    return mixed(name, [load_dataset(source, options, full) for source in sources])
 
 
-def _checked_labels(path: Path, key: str, labels: np.ndarray) -> Int64[np.ndarray, " N"]:
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise InputError(
-            f"dataset: {str(path)!r}: {key} is {labels.dtype} of shape {labels.shape}; "
-            "expected integers of shape [N]"
-        )
-    wrong = labels[(labels < 0) | (labels > np.iinfo(np.int64).max)]
-    if len(wrong):
-        raise InputError(f"dataset: {str(path)!r}: {key} holds label {wrong[0]}; labels are integers from 0")
-    return labels.astype(np.int64)
+def _of_folder(path: str, folder: Path) -> Raw:
+    return folder_of_classes(in_home(path, "dataset"))
+
+
+def _of_list(path: str, folder: Path) -> Raw:
+    return list_of_files(path)
+
+
+def _of_tables(name: str, folder: Path) -> Raw:
+    return table_files(name)
+
+
+BUILT_IN: dict[str, Callable[[DataOptions], Dataset]] = {
+    "digits": lambda options: _digits(),
+    "shifted_digits": lambda options: _shifted_digits(),
+    "glyphs": lambda options: _glyphs(options.glyph_train, options.glyph_test, options.seed),
+}
+
+
+class Form(NamedTuple):
+    """A form in which data sets of the user's come: FORM:WORD."""
+
+    word: str
+    """What stands after the colon, for messages."""
+    load: Callable[[str, DataOptions, bool], Dataset] | None = None
+    """load(name, options, full) -> a data set in memory."""
+    find: Callable[[str, Path], Raw] | None = None
+    """find(word, data folder) -> raw data, which are decoded once into the cache."""
+
+
+FORMS = {
+    "npz": Form("PATH", load=_npz),
+    "folder": Form("PATH", find=_of_folder),
+    "list": Form("FILE", find=_of_list),
+    "hf": Form("OWNER/NAME", find=_of_tables),
+    "tfds": Form("NAME", find=_of_tfds),
+    "mix": Form("NAME+NAME", load=_mix),
+}
+
+
+def _is_in_memory(kind: str) -> bool:
+    """Whether data sets of this kind stay in memory, without a cache."""
+    return kind in BUILT_IN or (kind in FORMS and FORMS[kind].load is not None)

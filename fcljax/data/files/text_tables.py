@@ -34,7 +34,7 @@ def read_header(where: str, text: str) -> list[str]:
     Raises:
       InputError: for a first line that is no CSV.
     """
-    for _, values in _rows(where, text):
+    for _, values in read_rows(where, text):
         return [name.lower() for name in values]
     return []
 
@@ -59,7 +59,7 @@ def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
             raise InputError(f"{where}: the column {name!r} comes twice; leave out one of them")
     columns: dict[str, list[str]] = {name: [] for name in header}
     lines: list[int] = []
-    rows = _rows(where, text)
+    rows = read_rows(where, text)
     next(rows, None)
     for line, values in rows:
         if len(values) != len(header):
@@ -77,10 +77,19 @@ def _hint(name: str, place: int, known: Sequence[str]) -> str:
     return nearest(name, known)
 
 
-def _rows(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Line number and values of each row that is not blank, the header first."""
+def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[tuple[int, list[str]]]:
+    """Line number and values of each row that is not blank, the header first.
+
+    Args:
+      where: field and file, for messages.
+      text: of the whole file.
+      separators: the first of them that is in the first row is taken.
+
+    Raises:
+      InputError: naming the line of what is no CSV.
+    """
     first = next((line for line in io.StringIO(text, newline=None) if line.strip()), "")
-    separator = next((each for each in SEPARATORS if each in first), SEPARATORS[0])
+    separator = next((each for each in separators if each in first.strip()), separators[0])
     # newline=None reads the line ends of every system
     rows = csv.reader(
         io.StringIO(text, newline=None), delimiter=separator, skipinitialspace=True, strict=True

@@ -1,0 +1,151 @@
+"""Image files below folders: found at any depth, in the order of their names, and what lies beside them."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fcljax.data.files.images import SUFFIXES
+from fcljax.data.files.prepared import Listing, UndecodedSplit
+from fcljax.data.files.raw import File, LabelledItems, Scan, file_facts, visible
+from fcljax.errors import InputError
+
+Tree = dict[str, list[File]]  # image files by class
+
+_Columns = dict[str, int]  # name -> the folder in the path of a file that is its value
+_Folder = tuple[int, int]  # device and number, by which a folder is known however it is reached
+
+
+class Contents(NamedTuple):
+    """What lies below a folder, at any depth."""
+
+    images: list[File]
+    """Files whose names end as those of images do; their paths are relative to the root."""
+    others: list[str]
+    """The paths of all other files."""
+
+
+def contents(root: Path, inside: str) -> Contents:
+    """What lies below root/inside.
+
+    Raises:
+      InputError: for a folder that cannot be read, and for links that lead in a circle.
+    """
+    return _contents(root, inside, frozenset())
+
+
+def _contents(root: Path, inside: str, above: frozenset[_Folder]) -> Contents:
+    facts = os.stat(root / inside)
+    folder = facts.st_dev, facts.st_ino
+    if folder in above:
+        raise InputError(f"dataset: {str(root / inside)!r} links to a folder above it; remove the link")
+    images: list[File] = []
+    others: list[str] = []
+    for entry in visible(root / inside):
+        path = f"{inside}/{entry.name}" if inside else entry.name
+        if entry.is_dir():
+            below = _contents(root, path, above | {folder})
+            images += below.images
+            others += below.others
+        elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+            images.append(file_facts(entry, path))
+        else:
+            others.append(path)
+    return Contents(images, others)
+
+
+def folders(folder: Path) -> list[str]:
+    """The names of the folders in a folder."""
+    return [entry.name for entry in visible(folder) if entry.is_dir()]
+
+
+def images(root: Path, inside: str) -> list[File]:
+    """The image files below root/inside.
+
+    Raises:
+      InputError: if there are none.
+    """
+    found = contents(root, inside)
+    if not found.images:
+        there = f"; it has {in_words(found.others)}" if found.others else ""
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no images{there}; expected files named "
+            f"{', '.join(f'*{suffix}' for suffix in sorted(SUFFIXES))}"
+        )
+    return found.images
+
+
+def tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> Tree:
+    """The image files below root/inside, by class; None: each folder there is a class.
+
+    Raises:
+      InputError: if there is no class, or a class has no images.
+    """
+    classes = folders(root / inside) if classes is None else classes
+    if not classes:
+        raise InputError(
+            f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png"
+        )
+    return {label: images(root, f"{inside}/{label}" if inside else label) for label in classes}
+
+
+def pooled(root: Path, insides: Sequence[str]) -> Tree:
+    """The files of several folders of classes, by class."""
+    found: Tree = {}
+    for inside in insides:
+        for label, files in tree(root, inside).items():
+            found.setdefault(label, []).extend(files)
+    return found
+
+
+def in_words(paths: Sequence[str]) -> str:
+    """How many files these are, of which kinds, and one of them."""
+    kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in paths)
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
+    more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
+    files = f"{len(paths):,} file{'s' if len(paths) > 1 else ''}"
+    plural = "s" if len(kinds) > 1 else ""
+    return f"{files} of {len(kinds)} other kind{plural} ({shown}{more}), such as {paths[0]!r}"
+
+
+def scan_of(
+    root: Path,
+    classes: Sequence[str],
+    train: LabelledItems,
+    test: LabelledItems,
+    columns: tuple[_Columns, _Columns] = ({}, {}),
+    notes: tuple[str, ...] = (),
+) -> Scan:
+    """The scan of files whose classes are known.
+
+    Args:
+      root: of the layout.
+      classes: the names of the classes.
+      train, test: files and labels.
+      columns: of each split: what else the folders of a file's path say, by the folder's place in it.
+      notes: how the files were read.
+    """
+    sums = hashlib.sha256(json.dumps(classes).encode())
+    for split in (train, test):
+        for file, label in zip(split.items, split.labels, strict=True):
+            sums.update(f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape"))
+        sums.update(b"\n")
+    splits = (_files(root, split, each) for split, each in zip((train, test), columns, strict=True))
+    listing = Listing(root, tuple(classes), *splits, notes=notes)
+    return Scan(sums.hexdigest(), lambda: listing)
+
+
+def _files(root: Path, split: LabelledItems, columns: _Columns) -> UndecodedSplit:
+    names = [os.path.join(root, file.path) for file in split.items]
+    parts = [file.path.split("/") for file in split.items]
+    return UndecodedSplit(
+        np.array(split.labels, np.int64),
+        names,
+        lambda indices: [Path(names[i]) for i in indices],
+        columns={name: [each[place] for each in parts] for name, place in columns.items()},
+    )

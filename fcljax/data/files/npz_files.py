@@ -1,0 +1,255 @@
+"""Data sets that are .npz files: the arrays of both splits, and what else is known of each example."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from fcljax.archives import npz_names, read_npz
+from fcljax.data.files.arrays import (
+    ARRAYS,
+    check_lengths,
+    checked_images,
+    checked_labels,
+    checked_splits,
+    missing_labels,
+    sides,
+)
+from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.prepared import digest_of_arrays
+from fcljax.data.files.raw import same_classes
+from fcljax.errors import InputError, reason
+from fcljax.files import in_home, machine_memory
+
+CLASS_NAMES = "class_names"
+# images and labels of a split: ours and scikit-learn's, whose X is large, and MedMNIST's
+_KEYS = (("x_{0}", "y_{0}"), ("{0}_images", "{0}_labels"))
+
+
+class _Keys(NamedTuple):
+    """The names of a split's arrays."""
+
+    images: str
+    labels: str
+
+
+class _Part(NamedTuple):
+    """One split of a file."""
+
+    keys: _Keys
+    images: UInt8[np.ndarray, "N H W 3"]
+    labels: np.ndarray
+    """[N], as they are in the file."""
+    columns: dict[str, np.ndarray]
+
+
+def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], None]) -> Dataset:
+    """The data set of a file's training and test arrays.
+
+    Args:
+      name: of the data set.
+      path: of the file.
+      skip_missing: leave out examples without a label.
+      say: prints a note.
+
+    Raises:
+      InputError: naming what is wrong with the file.
+    """
+    where, names = f"dataset: {str(path)!r}", _names(path, "dataset")
+    keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
+    tested = "test" if keys["test"] or not keys["val"] else "val"
+    splits = {split: _required(where, names, keys[split], split) for split in ("train", tested)}
+    if tested == "val":
+        say(f"{name}: tested on {splits['val'].images}, for there are no test images")
+    wanted = [name for name in names if name == CLASS_NAMES or name.endswith(("_train", "_test", "_val"))]
+    arrays = _read(path, [*wanted, *(key for each in splits.values() for key in each)])
+    used = {CLASS_NAMES, *(key for each in splits.values() for key in each)}
+    parts = [_part(where, arrays, used, each, split) for split, each in splits.items()]
+    if skip_missing:
+        parts = [_labelled(name, part, say) for part in parts]
+    labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
+    for part in parts:
+        check_lengths(where, part.keys.images, part.images, part.keys.labels, part.labels)
+    used |= {
+        f"{column}_{split}" for part, split in zip(parts, splits, strict=True) for column in part.columns
+    }
+    left_out = [each for each in names if each not in used]
+    if left_out:
+        say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
+    train, test = (part._replace(labels=each) for part, each in zip(parts, labels, strict=True))
+    return _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
+
+
+def load_part(
+    name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None, augment: bool
+) -> Dataset:
+    """One split alone, of a .npz file, and class_names if there are any; the other split is one black image.
+
+    Args:
+      name: of the data set that it is a part of.
+      path: of the file.
+      split: "train" or "test".
+      class_names: of all classes; None: those of the file, else the numbers up to its largest label.
+      augment: whether crops keep the classes.
+
+    Raises:
+      InputError: naming what is wrong with the file.
+    """
+    path = in_home(path, "data")
+    where, names = f"data: {str(path)!r}", _names(path, "data")
+    keys = _required(where, names, _keys(where, names, split), split)
+    arrays = _read(path, [*keys, CLASS_NAMES])
+    x = checked_images(where, keys.images, arrays[keys.images])
+    y = checked_labels(where, keys.labels, arrays[keys.labels])
+    check_lengths(where, keys.images, x, keys.labels, y)
+    y, class_names = _numbers(path, keys.labels, y, class_names, arrays.get(CLASS_NAMES))
+    black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
+    both = (x, y, *black) if split == "train" else (*black, x, y)
+    digest = digest_of_arrays(dict(zip(ARRAYS, both, strict=True)))
+    return Dataset(name, *both, class_names, augment, digest=digest)
+
+
+def _numbers(
+    path: Path, key: str, labels: np.ndarray, class_names: tuple[str, ...] | None, named: np.ndarray | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels as numbers among the names of all classes, and these names."""
+    text = labels.dtype.kind == "U"
+    if class_names is None and text and named is None:
+        raise InputError(f"data: {str(path)!r}: {key} is text, and there are no class_names to number it by")
+    largest = 0 if text else int(labels.max())
+    if class_names is None:
+        count = largest + 1 if named is None else max(largest + 1, len(named))
+        class_names = _class_names(path, named, list(range(count)))
+    if text:
+        number = {name: label for label, name in enumerate(class_names)}
+        unknown = [label for label in np.unique(labels).tolist() if label not in number]
+        if unknown:
+            raise InputError(f"data: {str(path)!r}: {key} holds {unknown[0]!r}, which is no class")
+        return np.array([number[label] for label in labels.tolist()], np.int64), class_names
+    if largest >= len(class_names):
+        raise InputError(f"data: {str(path)!r}: {key} holds label {largest} of {len(class_names)} classes")
+    return labels, class_names
+
+
+def _part(where: str, arrays: dict[str, np.ndarray], used: set[str], keys: _Keys, split: str) -> _Part:
+    """A split whose images are grey levels; its labels are as they are in the file."""
+    images = checked_images(where, keys.images, arrays[keys.images])
+    end = f"_{split}"
+    columns = {
+        key.removesuffix(end): _column(where, key, values, len(images), split)
+        for key, values in arrays.items()
+        if key.endswith(end) and key not in used
+    }
+    return _Part(keys, images, arrays[keys.labels], columns)
+
+
+def _column(where: str, key: str, values: np.ndarray, examples: int, split: str) -> np.ndarray:
+    """What else the file knows of each example of a split: NAME -> its array NAME_SPLIT.
+
+    Raises:
+      InputError: for one of another shape.
+    """
+    if values.shape != (examples,) or values.dtype.kind not in "iuU":
+        raise InputError(
+            f"{where}: {key} is {values.dtype} of shape {values.shape}; expected integers or text of shape "
+            f"[{examples}], one for each {'training' if split == 'train' else split} example"
+        )
+    return values
+
+
+def _labelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
+    """The examples of a split that have a label."""
+    if part.labels.shape[:1] != part.images.shape[:1]:
+        return part
+    there = ~missing_labels(part.labels)
+    if there.all():
+        return part
+    say(f"{name}: left out: {np.sum(~there)} of {len(there)} examples, without a label in {part.keys.labels}")
+    columns = {column: values[there] for column, values in part.columns.items()}
+    return _Part(part.keys, part.images[there], part.labels[there], columns)
+
+
+def _dataset(name: str, path: Path, train: _Part, test: _Part, named: np.ndarray | None) -> Dataset:
+    """The data set of two splits, whose classes are numbered in the order of their labels."""
+    if train.images.shape[1:] != test.images.shape[1:]:
+        both = f"{train.keys.images} are {sides(train.images)} but of {test.keys.images} {sides(test.images)}"
+        raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
+    classes = same_classes(str(path), np.unique(train.labels).tolist(), np.unique(test.labels).tolist())
+    names = _class_names(path, named, classes)
+    if train.labels.dtype.kind == "U":
+        classes = list(names)
+    order = np.argsort(classes)
+    y_train, y_test = (
+        order[np.searchsorted(classes, part.labels, sorter=order)].astype(np.int64) for part in (train, test)
+    )
+    arrays = train.images, y_train, test.images, y_test
+    return Dataset(name, *arrays, names, columns=train.columns, columns_test=test.columns)
+
+
+def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[str, ...]:
+    """The names of these labels, integers or text; the labels themselves where the file has none."""
+    if names is None:
+        return tuple(map(str, classes))
+    where = f"dataset: {str(path)!r}: {CLASS_NAMES}"
+    if names.ndim != 1 or names.dtype.kind != "U":
+        raise InputError(f"{where} is {names.dtype} of shape {names.shape}; expected text of shape [C]")
+    if isinstance(classes[0], str):
+        if sorted(names.tolist()) != classes:
+            unlike = sorted(set(names.tolist()) ^ set(classes)) or ["a name twice"]
+            raise InputError(f"{where} are not the labels, which are text; {unlike[0]!r} is in one of them")
+        return tuple(names.tolist())
+    if len(names) <= max(classes):
+        raise InputError(
+            f"{where} is {names.dtype} of shape {names.shape}; expected text of shape [{max(classes) + 1}] "
+            "or longer"
+        )
+    return tuple(str(names[label]) for label in classes)
+
+
+# ---- names and arrays --------------------------------------------------------------------------------------
+
+
+def _names(path: Path, field: str) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"{field}: no such file: {str(path)!r}")
+    try:
+        return npz_names(path)
+    except Exception as error:  # a damaged file can raise anything in the parser of zip
+        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
+
+
+def _keys(where: str, names: Sequence[str], split: str) -> _Keys | None:
+    """The arrays of a split, whatever their capitals, if both are there."""
+    for forms in _KEYS:
+        found = [[name for name in names if name.lower() == form.format(split)] for form in forms]
+        twice = next((each for each in found if len(each) > 1), None)
+        if twice:
+            raise InputError(f"{where} has the arrays {' and '.join(twice)}; leave out one of them")
+        if all(found):
+            return _Keys(*(each[0] for each in found))
+    return None
+
+
+def _required(where: str, names: Sequence[str], keys: _Keys | None, split: str) -> _Keys:
+    if keys:
+        return keys
+    wanted = [form.format(split) for form in _KEYS[0]]
+    missing = next((key for key in wanted if key not in names), wanted[0])
+    needs = ", ".join([*ARRAYS]) if split in ("train", "test") else ", ".join(wanted)
+    there = f"it has: {', '.join(names[:8])}" if names else "it is empty"
+    raise InputError(f"{where} has no array {missing!r}; it needs {needs}; {there}")
+
+
+def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Arrays of these names, as far as they are there."""
+    try:
+        return read_npz(path, machine_memory() // 2, names)
+    # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
+    except Exception as error:
+        if "Object arrays" in str(error):
+            raise InputError(
+                f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"
+            ) from error
+        raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
