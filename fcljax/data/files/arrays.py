@@ -208,12 +208,12 @@ def _is_one_hot(labels: np.ndarray) -> bool:
 
 def _label_hint(key: str, labels: np.ndarray) -> str:
     """What to do about labels of another type or shape."""
+    if labels.ndim == 2 and labels.shape[0] == 1:
+        return f"; nearest: {key}[0]"
     number = labels.dtype.kind in "biuf"
     if labels.ndim == 2 and number and len(labels) and (labels.sum(-1) > 1).any() and labels.max() == 1:
         row = int(np.argmax(labels.sum(-1) > 1))
         return f"; example {row} has several labels, and one is needed"
-    if labels.ndim == 2 and labels.shape[0] == 1:
-        return f"; nearest: {key}[0]"
     if labels.ndim == 2 and labels.dtype.kind == "f" and np.allclose(labels.sum(-1), 1):
         return f"; nearest: {key}.argmax(-1)"
     if labels.ndim == 1 and labels.dtype.kind == "f" and len(labels) and (labels == np.rint(labels)).all():

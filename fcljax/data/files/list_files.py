@@ -122,6 +122,11 @@ def _read(path: Path) -> _List:
         found.append(_Example(_facts(image), row["label"], split, tuple(row[name] for name in extra)))
     if not found:
         raise InputError(f"{where} has a line with the names of columns alone")
+    if all(example.file.size < 0 for example in found):
+        raise InputError(
+            f"{where}: none of its {len(found):,} files is there, no such file: {found[0].file.path!r}; "
+            "paths are relative to the list"
+        )
     return _List(found, extra)
 
 

@@ -434,7 +434,7 @@ def _picture(table: Table, column: str, row: int) -> Picture:
     """The image of a row: the bytes of its file, its pixels, or why there is none."""
     value = table.cell(column, row)
     if isinstance(value, dict):
-        value = value.get("bytes")
+        value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
     try:
@@ -445,7 +445,9 @@ def _picture(table: Table, column: str, row: int) -> Picture:
 
 def _pixels(table: Table, column: str, row: int, value: Any) -> np.ndarray:
     where = f"dataset: {table.name!r}, row {row}"
-    if value is None or isinstance(value, str):
+    if value is None:
+        raise InputError(f"{where}: there is no image")
+    if isinstance(value, str):
         raise InputError(f"{where}: an image is only named there, not held")
     array = _levels(where, value)
     if array.size >= 3 * MAX_PIXELS:

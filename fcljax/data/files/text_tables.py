@@ -83,7 +83,7 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
     Args:
       where: field and file, for messages.
       text: of the whole file.
-      separators: the first of them that is in the first row is taken.
+      separators: the first of them that is in the first row is taken; several blanks count as one.
 
     Raises:
       InputError: naming the line of what is no CSV.
@@ -102,6 +102,8 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
         if row is None:
             return
         values = [value.strip() for value in row]
+        if separator == " ":
+            values = [value for value in values if value]
         if any(values):
             for value in values:
                 _check_value(f"{where}, line {rows.line_num}", value)
