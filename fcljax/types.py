@@ -583,6 +583,9 @@ class Method(NamedTuple):
     queries: bool = False
     """Whether steps and `predict` read the frozen network's own class token of an image. It is cached
     wherever images are deterministic."""
+    batchwise: tuple[str, ...] = ()
+    """Options of the run by which a prediction depends on the other images of its batch; (): it does not, as
+    `fcljax check` tests."""
     predict_client: PredictClient | None = None
     """Logits of a client's personal model."""
     trainable: Callable[[RoundContext, Server], dict[str, PyTree]] | None = None

@@ -92,6 +92,22 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
     (tmp_path / "broken.npz").write_bytes(file.read_bytes()[:1000])
     with pytest.raises(InputError, match="is no saved model"):
         fcljax.Model.load(tmp_path / "broken.npz")
+    before = dict(np.load(file)) | {"about": np.array('{"format": "fcljax-model-1", "image": [64, 8, 8]}')}
+    np.savez(tmp_path / "before.npz", **before)
+    with pytest.raises(InputError, match="older version wrote it, .* save it again"):
+        fcljax.Model.load(tmp_path / "before.npz")
+
+
+def test_a_model_says_which_images_are_padding(tmp_path):
+    """Also after it was saved: the logits of a short batch count its images."""
+
+    def count(arrays, image, mask):
+        return jnp.full((len(image), 2), jnp.sum(mask)) + 0 * arrays[0] + 0 * image.sum()
+
+    model = fcljax.Model(count, [jnp.zeros(2)], (4, 8, 8), np.arange(2))
+    again = fcljax.Model.load(model.save(tmp_path / "model.npz"))
+    for each in (model, again):
+        assert each.scores(X[:9])[:, 0].tolist() == [4] * 8 + [1]
 
 
 def test_a_finished_run_is_resumed_only_with_the_same_arrays(result):

@@ -316,6 +316,22 @@ def test_predictions_of_eight_devices_are_those_of_one_bit_for_bit(rows, split, 
     same(eight(TURN, (MODEL,), Host(split, 3 * BATCH), rows, task_of), expected)
 
 
+def test_images_that_fill_up_a_batch_are_padding(split, mesh):
+    """37 images in batches of 4: the last has 1, and its mask says so, wherever images are."""
+
+    def count(round_context, model, batch):
+        return jax.nn.one_hot(jnp.full(len(batch.mask), jnp.sum(batch.mask)), 5) + 0 * model[0, 0]
+
+    one, eight = (make_predict(count, read, BATCH, ROWS, each) for each in (None, mesh))
+    rows, expected = np.arange(37), [4] * 36 + [1]
+    for predict, data in (
+        (one, ready(split, None)),
+        (one, Host(split, 3 * BATCH)),
+        (eight, ready(split, mesh)),
+    ):
+        assert predict(TURN, (MODEL,), data, rows, np.zeros(5, int)).label.tolist() == expected
+
+
 def test_each_device_predicts_a_part_of_the_rows(split, mesh):
     """Which device has seen which row, as the predicted class of a model that tells the device's number."""
 

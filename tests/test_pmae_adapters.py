@@ -116,6 +116,24 @@ def test_a_batch_chooses_the_prompts_with_the_most_votes():
     np.testing.assert_array_equal(alone, [[0, 1], [0, 2], [0, 1], [2, 1], [2, 1], [2, 1]])
 
 
+@pytest.mark.parametrize(
+    ("fidelity", "train", "evaluation"),
+    [("intended", True, False), ("paper", False, False), ("released", True, True)],
+)
+def test_batches_vote_in_training_and_in_the_release_in_evaluation(fidelity, train, evaluation):
+    """Three images: {0}, {1}, {1}. By votes all get 1."""
+    adapter = adapter_of("l2p", fidelity=fidelity, l2p_size=2, l2p_top_k=1, l2p_length=1)
+    part = adapter.init(KEY, None)._replace(key=jnp.eye(WIDTH)[:2])
+    query = jnp.eye(WIDTH)[jnp.array([0, 1, 1, 0])]
+    own, voted = part.prompt[jnp.array([0, 1, 1])], part.prompt[jnp.array([1, 1, 1])]
+    mask = jnp.array([True, True, True, False])
+    for training, votes in ((True, train), (False, evaluation)):
+        tokens = adapter.inject((), part, query, OLD, training, mask).tokens[:3]
+        np.testing.assert_array_equal(tokens, voted if votes else own)
+    np.testing.assert_array_equal(adapter.prompt((), part, query[:3], OLD), voted if evaluation else own)
+    assert adapter.batchwise == (("l2p_eval_batchwise",) if evaluation else ())
+
+
 def test_chosen_keys_are_pulled_to_the_queries():
     """O14: cosines (0.5, 0.5, 0, 0, 0) of the five chosen keys of every row: S = 1, the term -0.1."""
     query = jnp.eye(4)[:2] + 0
@@ -140,7 +158,7 @@ def test_chosen_keys_are_pulled_to_the_queries():
 def test_the_classifier_reads_the_mean_of_what_becomes_of_the_prompts():
     adapter = adapter_of("l2p", l2p_size=4, l2p_top_k=2, l2p_length=3)
     part = adapter.init(KEY, None)
-    tokens = adapter.inject((), part, QUERY, OLD, True, EVERY).tokens
+    tokens = adapter.inject((), part, QUERY, OLD, False, EVERY).tokens
     assert tokens.shape == (4, 6, WIDTH)
     np.testing.assert_array_equal(tokens, adapter.prompt((), part, QUERY, OLD))
     found = adapter.feature(Features(jnp.zeros((4, WIDTH)), None, {}, tokens))
@@ -184,7 +202,7 @@ def test_the_bug_is_an_option_and_mixes_up_the_tasks_prefixes_alone():
 
 
 def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key():
-    adapter = adapter_of("dualprompt", **DUAL)
+    adapter = adapter_of("dualprompt", **DUAL, dual_eval_batchwise=True)
     params = adapter.init(KEY, None)._replace(key=jnp.eye(WIDTH)[:2])
     part = adapter.trainable(params, NEW)
     queries = jnp.eye(WIDTH)[jnp.array([0, 0, 1, 1])]
@@ -200,13 +218,17 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
     np.testing.assert_allclose(of(False, ~three), own[jnp.array([0, 0, 0, 0])])
     # a task that was not seen yet is not chosen, but in the release
     np.testing.assert_allclose(of(False, three, OLD), own[jnp.array([0, 0, 0, 0])])
-    adapter = adapter_of("dualprompt", **DUAL, dual_candidates="all")
+    adapter = adapter_of("dualprompt", **DUAL, dual_eval_batchwise=True, dual_candidates="all")
     np.testing.assert_allclose(of(False, three, OLD), own[jnp.array([1, 1, 1, 1])])
     # prefixes of other tasks have no gradient, and cannot have one: they do not travel
     assert part.own.shape == params.own.shape[1:]
-    # each image by itself
-    adapter = adapter_of("dualprompt", **DUAL, dual_batchwise=False)
+    # each image by itself, but in the release
+    adapter = adapter_of("dualprompt", **DUAL)
     np.testing.assert_allclose(of(False, EVERY), own[jnp.array([0, 0, 1, 1])])
+    votes = {
+        each: adapter_of("dualprompt", **DUAL, fidelity=each).batchwise for each in ("paper", "released")
+    }
+    assert votes == {"paper": (), "released": ("dual_eval_batchwise", "dual_reshape_bug")}
 
 
 def test_the_tasks_key_is_pulled_to_the_queries():

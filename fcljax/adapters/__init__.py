@@ -49,7 +49,7 @@ ADAPTERS: dict[str, AdapterEntry] = {
     ),
     "l2p": AdapterEntry(
         "a pool of prompts, chosen by their keys, that go through the whole network (L2P)",
-        "l2p:L2POptions",
+        "l2p:PRESETS",
         "l2p:l2p",
     ),
     "dualprompt": AdapterEntry(

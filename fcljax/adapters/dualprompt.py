@@ -2,9 +2,10 @@
 release (specification 6.2).
 
 The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after them. Training uses
-the current task's E; evaluation, and a server that trains, use the E whose key is nearest to most images of
-the batch. Padding has no vote. A client that was sent the current task's E alone uses it also where it reads
-its examples as in evaluation, to choose exemplars for example.
+the current task's E. Evaluation, and a server that trains, use the E whose key is nearest to the image, as in
+the paper; in the release the one that is nearest to most images of the batch, where padding has no vote. A
+client that was sent the current task's E alone uses it also where it reads its examples as in evaluation, to
+choose exemplars for example.
 """
 
 import dataclasses
@@ -37,8 +38,9 @@ class DualPromptOptions:
     """Number of blocks with a task's prefixes, after those with shared ones."""
     dual_key_weight: float = 0.1
     """Weight of the cosine similarity of the task's key and the query."""
-    dual_batchwise: bool = True
-    """Whether the images of a batch share their choice in evaluation."""
+    dual_eval_batchwise: bool = False
+    """Whether the images of a batch share their choice in evaluation, the prefix with the most votes, so that
+    predictions depend on the batch."""
     dual_transfer: int = option(0, least=0)
     """Number of the last task, from 1, whose prefix starts as a copy of the one before; 0 for all tasks."""
     dual_reshape_bug: bool = False
@@ -54,9 +56,16 @@ PRESETS = {
     "intended": DualPromptOptions(),
     "paper": DualPromptOptions(dual_candidates="all"),
     "released": DualPromptOptions(
-        dual_transfer=10, dual_reshape_bug=True, dual_upload="all", dual_candidates="all"
+        dual_eval_batchwise=True,
+        dual_transfer=10,
+        dual_reshape_bug=True,
+        dual_upload="all",
+        dual_candidates="all",
     ),
 }
+
+
+BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")  # options by which predictions depend on the batch
 
 
 class DualPrompts(NamedTuple):
@@ -107,7 +116,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         every = slots.merge(cached, task, trainable) if isinstance(cached, DualPrompts) else trainable
         seen = (jnp.arange(sizes.tasks) <= task.index) | (options.dual_candidates == "all")
         score = mask_logits(cosine(query, every.key), seen)
-        return every.own[choose_prompts(score, mask, 1, options.dual_batchwise)[:, 0]]
+        return every.own[choose_prompts(score, mask, 1, options.dual_eval_batchwise)[:, 0]]
 
     def inject(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
@@ -121,7 +130,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         return Injection(prefix={i: Prefix(*jnp.unstack(both, axis=1)) for i, both in enumerate(blocks)})
 
     def prompt(cached: Cached, trainable: DualPrompts, query: Array, task: Task) -> Float[Array, "b n width"]:
-        own = prefixes(cached, trainable, query, task, False, jnp.ones(len(query), bool))
+        no_padding = jnp.ones(len(query), bool)  # latents that a server drew
+        own = prefixes(cached, trainable, query, task, False, no_padding)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
         flat = [x.reshape(len(query), -1, network.width) for x in (shared, own)]
         return jnp.concatenate(flat, axis=1)
@@ -144,6 +154,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         queries=True,
         counted=slots.counted,
         truncated=True,
+        batchwise=tuple(name for name in BATCHWISE if getattr(options, name)),
     )
 
 

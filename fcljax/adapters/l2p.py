@@ -2,9 +2,10 @@
 as in pMAE's release (specification 6.1).
 
 The prompts are between class token and patches, all with the class token's position embedding; the classifier
-reads the mean of their outputs. A batch chooses together: every image votes for its nearest keys, and all
-images get the prompts with the most votes, in training and in evaluation. So the prompts of an image depend
-on its batch; padding has no vote. Without `batchwise` every image chooses by itself.
+reads the mean of their outputs. An image chooses the prompts with the nearest keys by itself, as in the
+paper, or with its batch, as in the release: every image votes for its nearest keys, and all images get the
+prompts with the most votes. By default batches vote in training alone, so that a prediction does not depend
+on the images beside it. Padding has no vote. A server that trains chooses as in evaluation.
 """
 
 import dataclasses
@@ -33,8 +34,17 @@ class L2POptions:
     """Prompts that are chosen for an image."""
     l2p_key_weight: float = 0.1
     """Weight of the cosine similarity of the chosen keys and the query."""
-    l2p_batchwise: bool = True
-    """Whether the images of a batch share their choice."""
+    l2p_train_batchwise: bool = True
+    """Whether the images of a batch share their choice in training: the prompts with the most votes."""
+    l2p_eval_batchwise: bool = False
+    """Whether they share it in evaluation too, so that predictions depend on the batch."""
+
+
+PRESETS = {
+    "intended": L2POptions(),
+    "paper": L2POptions(l2p_train_batchwise=False),
+    "released": L2POptions(l2p_eval_batchwise=True),
+}
 
 
 class KeyedPrompts(NamedTuple):
@@ -68,32 +78,45 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
         shapes = ((size, options.l2p_length, width), (size, width))
         return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
 
-    def chosen(trainable: KeyedPrompts, query: Array, mask: Array) -> Int[Array, "batch chosen"]:
-        return choose_prompts(cosine(query, trainable.key), mask, options.l2p_top_k, options.l2p_batchwise)
+    def chosen(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch chosen"]:
+        batchwise = options.l2p_train_batchwise if train else options.l2p_eval_batchwise
+        return choose_prompts(cosine(query, trainable.key), mask, options.l2p_top_k, batchwise)
 
-    def tokens(trainable: KeyedPrompts, query: Array, mask: Array) -> Float[Array, "batch tokens width"]:
-        return trainable.prompt[chosen(trainable, query, mask)].reshape(len(query), -1, network.width)
+    def tokens(
+        trainable: KeyedPrompts, query: Array, train: bool, mask: Array
+    ) -> Float[Array, "batch tokens width"]:
+        prompts = trainable.prompt[chosen(trainable, query, train, mask)]
+        return prompts.reshape(len(query), -1, network.width)
 
     def prompt(
         cached, trainable: KeyedPrompts, query: Array, task: Task
     ) -> Float[Array, "batch tokens width"]:
         del cached, task
-        return tokens(trainable, query, jnp.ones(len(query), bool))
+        no_padding = jnp.ones(len(query), bool)  # latents that a server drew
+        return tokens(trainable, query, False, no_padding)
 
     def inject(
         cached, trainable: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
-        del cached, task, train
-        return Injection(tokens=tokens(trainable, query, mask))
+        del cached, task
+        return Injection(tokens=tokens(trainable, query, train, mask))
 
     def loss(
         cached: tuple, trainable: KeyedPrompts, query: Array, task: Task, mask: Array
     ) -> Float[Array, ""]:
         del cached, task
-        return -options.l2p_key_weight * pull(trainable.key, query, chosen(trainable, query, mask), mask)
+        nearest = chosen(trainable, query, True, mask)
+        return -options.l2p_key_weight * pull(trainable.key, query, nearest, mask)
 
     return Adapter(
-        init, inject=inject, prompt=prompt, loss=loss, feature=mean_of_prompts, truncated=True, queries=True
+        init,
+        inject=inject,
+        prompt=prompt,
+        loss=loss,
+        feature=mean_of_prompts,
+        truncated=True,
+        queries=True,
+        batchwise=("l2p_eval_batchwise",) if options.l2p_eval_batchwise else (),
     )
 
 

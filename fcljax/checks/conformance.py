@@ -35,6 +35,7 @@ from fcljax.checks.federation import (
     relative_difference,
     states_after_rounds,
 )
+from fcljax.checks.neighbours import neighbours_do_not_matter
 from fcljax.config import RunConfig
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import (
@@ -170,6 +171,7 @@ STATEMENTS = (
     lanes_do_not_matter,
     others_do_not_matter,
     padding_is_inert,
+    neighbours_do_not_matter,
     order_does_not_matter,
     resumes,
     traced_once,

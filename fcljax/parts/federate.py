@@ -144,6 +144,7 @@ def federate(
         init_client=functools.partial(_init_client, parts),
         begin_task=functools.partial(_begin_task, parts),
         queries=learner.queries,
+        batchwise=learner.adapter.batchwise,
         personal=bool(personal),
         trainable=functools.partial(_counted, parts),
         handover=functools.partial(_handover, parts),

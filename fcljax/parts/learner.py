@@ -125,6 +125,9 @@ class Adapter(NamedTuple):
     """Whether `inject` reads the query, the frozen network's own class token."""
     rate: float | None = None
     """Learning rate of the adapter; None: that of the run."""
+    batchwise: tuple[str, ...] = ()
+    """Options of the run by which what `inject` returns in evaluation depends on the other images of a batch;
+    (): it does not."""
 
     @property
     def plain(self) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, UInt8
 
 from fcljax.archives import read_npz
 from fcljax.config import RunConfig
@@ -26,7 +26,8 @@ from fcljax.runs.checkpoint import State
 from fcljax.runs.loop import final_state
 from fcljax.types import Batch, RoundContext
 
-FORMAT = "fcljax-model-1"
+FORMAT = "fcljax-model-2"
+WITHOUT_MASK = "fcljax-model-1"
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -34,8 +35,9 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 class Model:
     """A trained model of all classes of a run."""
 
-    logits: Callable[[list[Array], Array], Array]
-    """logits(arrays, image [B, H, W, 3] uint8) -> [B, C]; B, H and W are `image`'s."""
+    logits: Callable[[list[Array], Array, Array], Array]
+    """logits(arrays, image [B, H, W, 3] uint8, mask [B] bool) -> [B, C]; B, H and W are `image`'s. `mask` is
+    False for padding."""
     arrays: list[Array]
     """What the model is made of."""
     image: tuple[int, int, int]
@@ -57,26 +59,35 @@ class Model:
         Raises:
           InputError: for images of another size.
         """
-        x, (size, height, width) = checked_images("images", "x", np.asarray(images)), self.image
+        x = checked_images("images", "x", np.asarray(images))
+        size, height, width = self.image
         if x.shape[1:3] != (height, width):
             raise InputError(
                 f"images: {x.shape[1]}x{x.shape[2]}; the model was trained on {height}x{width}: resize them"
             )
-        parts = [x[i : i + size] for i in range(0, len(x), size)]
-        padded = [np.pad(part, [(0, size - len(part)), *[(0, 0)] * 3]) for part in parts]
-        return np.concatenate([np.asarray(self.logits(self.arrays, jnp.asarray(each))) for each in padded])[
-            : len(x)
-        ]
+        batches = [self._scores(x[start : start + size]) for start in range(0, len(x), size)]
+        return np.concatenate(batches)
+
+    def _scores(self, images: UInt8[np.ndarray, "n H W 3"]) -> Float[np.ndarray, "n C"]:
+        """The logits of at most a batch of images, padded to one."""
+        size, count = self.image[0], len(images)
+        padded = np.pad(images, [(0, size - count), (0, 0), (0, 0), (0, 0)])
+        mask = jnp.arange(size) < count
+        return np.asarray(self.logits(self.arrays, jnp.asarray(padded), mask))[:count]
 
     def save(self, path: str | Path) -> Path:
         """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs."""
         image = jax.ShapeDtypeStruct((*self.image, 3), jnp.uint8)
-        program = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image).serialize()
+        mask = jax.ShapeDtypeStruct(self.image[:1], jnp.bool_)
+        exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image, mask)
         about = {"format": FORMAT, "image": self.image}
         # numpy's files have no bfloat16
         plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
         arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
-        content: dict[str, Any] = {"program": np.frombuffer(program, np.uint8), "labels": self.labels}
+        content: dict[str, Any] = {
+            "program": np.frombuffer(exported.serialize(), np.uint8),
+            "labels": self.labels,
+        }
         content |= {"about": np.array(json.dumps(about))} | arrays
         with atomic(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **content)
@@ -92,15 +103,28 @@ class Model:
         try:
             file = read_npz(Path(path), machine_memory())
             about, labels = json.loads(str(file["about"])), file["labels"]
-            if about["format"] != FORMAT:
-                raise ValueError(f"it has format {about['format']!r}")
+            _check_format(about["format"])
             program = export.deserialize(bytearray(file["program"].tobytes()))
-            kinds = jax.tree.leaves(program.in_avals)[:-1]
+            *kinds, _image, _mask = jax.tree.leaves(program.in_avals)
             arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
             side = tuple(map(int, about["image"]))
         except Exception as error:  # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels)  # pyrefly: ignore[bad-argument-type]
+
+
+def _check_format(name: str) -> None:
+    """Check that a file has the format that `Model.save` writes.
+
+    Raises:
+      ValueError: for another one.
+    """
+    if name == WITHOUT_MASK:
+        raise ValueError(
+            "an older version wrote it, in which padding could change predictions: save it again"
+        )
+    if name != FORMAT:
+        raise ValueError(f"it has format {name!r}")
 
 
 def model_of_run(
@@ -143,14 +167,17 @@ def _model(exp: Experiment, state: State, client: int | None) -> PyTree:
     return exp.frozen._replace(decoder=(), surrogate=()), state.server, own
 
 
-def _logits(exp: Experiment, rebuilt: Any, client: int | None) -> Callable[[list[Array], Array], Array]:
+def _logits(
+    exp: Experiment, rebuilt: Any, client: int | None
+) -> Callable[[list[Array], Array, Array], Array]:
     """The method's prediction after the last task."""
     method, task, rounds = exp.method, exp.scenario.tasks[-1], exp.sizes.rounds
 
-    def logits(arrays: list[Array], image: Array) -> Array:
+    def logits(arrays: list[Array], image: Array, mask: Array) -> Array:
         frozen, server, own = jax.tree.unflatten(rebuilt, arrays)
         nothing = jnp.zeros(len(image), jnp.int32)
-        batch = Batch(clean_view(exp.inputs.preprocess, image), nothing, nothing == 0, nothing)
+        index = jnp.where(mask, 0, -1)
+        batch = Batch(clean_view(exp.inputs.preprocess, image), nothing, mask, index)
         context = RoundContext.on_host(frozen, task, rounds - 1, True)
         if client is None:
             return method.predict(context, server, batch)

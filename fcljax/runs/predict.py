@@ -90,11 +90,11 @@ def make_predict(
 
         def step(i, out):
             mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
-            query = None if split.query is None else split.query[mine]
-            nothing = jnp.zeros_like(mine)
-            batch = Batch(read(split, mine), nothing, nothing == 0, mine, query)
+            row = jnp.maximum(mine, 0)
+            query = None if split.query is None else split.query[row]
+            batch = Batch(read(split, row), jnp.zeros_like(mine), mine >= 0, mine, query)
             logits = predict(round_context, *model, batch).astype(jnp.float32)
-            in_task = task_of == task_of[split.label[mine]][:, None]
+            in_task = task_of == task_of[split.label[row]][:, None]
             confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
 
             def label(of: Array) -> Array:
@@ -139,7 +139,7 @@ def make_features(
 
         def step(i, out):
             mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
-            found = of_batch(frozen, split, mine)
+            found = of_batch(frozen, split, jnp.maximum(mine, 0))
             return jax.lax.dynamic_update_slice_in_dim(out, found, i * batch_size, 0)
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
@@ -158,7 +158,8 @@ def make_features(
 
 
 class _Loops(NamedTuple):
-    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images."""
+    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images. An
+    index of -1 is padding."""
 
     resident: Callable  # reads images of a split that every device has
     window: Callable  # reads images of a device's own window
@@ -202,7 +203,7 @@ class _Loops(NamedTuple):
         steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
         width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
-        padded = [np.pad(part, (0, width - len(part)))[order] for part in parts]
+        padded = [np.pad(part, (0, width - len(part)), constant_values=-1)[order] for part in parts]
         in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
         arguments = put(arguments, mesh) if mesh else arguments
 
@@ -211,13 +212,16 @@ class _Loops(NamedTuple):
             jax.block_until_ready(done)
             if done:
                 on_progress(len(parts[i - 1]))
-            function, mine = (self.window, in_window) if windows else (self.resident, padded[i])
+            function, mine = self.resident, padded[i]
+            if windows:
+                function, mine = self.window, np.where(mine < 0, -1, in_window)
             return [*done, function(arguments, window, put(mine, mesh, parted()), batches)]
 
         def load(i: int) -> Split:
+            rows = np.maximum(padded[i], 0)
             if isinstance(split, Host):
-                return split.take(padded[i], mesh, parted=True)
-            return self.take(split, padded[i]) if windows else split
+                return split.take(rows, mesh, parted=True)
+            return self.take(split, rows) if windows else split
 
         def joined(*results: Array) -> np.ndarray:
             return np.concatenate([np.asarray(x)[back] for x in results])[: len(index)]
