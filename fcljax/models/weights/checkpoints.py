@@ -195,13 +195,13 @@ def _kind(path: Path) -> str:
         return ".npz" if any(name.endswith(".npy") for name in names) and not is_torch else ".pth"
     if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
         return ".pth"
-    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):  # a map of msgpack
-        return ".msgpack"
     if start[257:262] == b"ustar":
         raise ValueError("it is a tar archive; unpack it first")
     for beginning, what in _OTHER_KINDS.items():
         if start.lstrip().startswith(beginning):
             raise ValueError(f"it is {what}")
+    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):  # a map of msgpack
+        return ".msgpack"
     if path.suffix in SUFFIXES:
         return path.suffix
     raise InputError(
