@@ -26,6 +26,7 @@ from micro import (
 )
 from small_runs import COMMON
 from test_conformance import federation, history
+from toys import same
 
 from fcljax import cli, config
 from fcljax.adapters import find_adapter
@@ -36,10 +37,10 @@ from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
 from fcljax.parts.client import ClientStep
-from fcljax.parts.distil import Teacher, distil_first_model, first_model_of_task
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params, learner
 from fcljax.parts.replay import Exemplars, draw_exemplars, keep_highest
+from fcljax.parts.task_start import Start, distil_task_start, send_start_of_task, teacher
 from fcljax.types import Batch, ClientContext, Weighted
 
 KEY = jax.random.key(0)
@@ -195,31 +196,48 @@ def test_a_client_keeps_two_copies_of_what_it_trains_and_no_more():
 # ---- LwF ---------------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_is_taken_once_a_task(tuned):
+def sent_in(task, start, newest):
+    """What a client may read of a server that is in this task."""
+    sent = {"start": send_start_of_task().sends(task, start)}
+    return in_task(task)._replace(payload=Payload(newest, sent))
+
+
+def test_the_teacher_is_the_model_before_the_task_also_for_a_client_that_comes_late(tuned):
     newer = jax.tree.map(lambda x: x + 1, tuned)
-    first = first_model_of_task(in_task(STREAM[0], tuned), Teacher(newer, jnp.int32(-1)), KEY)
-    again = first_model_of_task(in_task(STREAM[0], newer), first, KEY)
-    later = first_model_of_task(in_task(STREAM[1], newer), again, KEY)
-    for found, expected in ((first, tuned), (again, tuned), (later, newer)):
-        jax.tree.map(np.testing.assert_array_equal, found.trainable, expected)
-    assert (int(again.task), int(later.task)) == (0, 1)
+    begun = Start(tuned, jnp.int32(1))
+    same(teacher(sent_in(STREAM[1], begun, newer)), tuned)
+    # before the first round of a task is over, the server has the start of the task before
+    stale = Start(tuned, jnp.int32(0))
+    same(teacher(sent_in(STREAM[1], stale, newer)), newer)
+    # a client that stays behind in the first task has the same teacher as the others
+    behind = sent_in(STREAM[1], begun, newer)._replace(task=STREAM[0])
+    same(teacher(behind), tuned)
 
 
-def test_a_client_that_comes_late_takes_its_teacher_from_the_task_it_comes_in(tuned):
-    """Whichever task that is, the teacher that a client has before its first one is of no task."""
-    before = distil_first_model(1.0, 2.0).init(KEY, jax.tree.map(lambda x: x + 1, tuned))
-    for task in STREAM:
-        found = first_model_of_task(in_task(task, tuned), before, KEY)
-        jax.tree.map(np.testing.assert_array_equal, found.trainable, tuned)
+def test_old_classes_are_distilled_from_it(tuned):
+    start, task = LEARNER.trainable(tuned, TASKS[1]), TASKS[1]
+    newer = jax.tree.map(lambda x: x + 0.1 * jnp.sign(x), start)
+    batch = batch_of([1, 2, 4])
+    context = sent_in(task, Start(start, jnp.int32(1)), newer)._replace(cached=tuned)
+    logits = {}
+    for name, params in (("newer", newer), ("start", start)):
+        logits[name] = LEARNER.forward(FROZEN, tuned, params, batch, task, True)
+    step = ClientStep(LEARNER, context, newer, logits["newer"], batch, KEY, newer)
+    found = distil_task_start(3.0, 2.0).loss(step, ())
+    of = lambda teacher: distillation(
+        logits["newer"].logits, logits[teacher].logits, task.old, batch.mask, 2.0
+    )
+    assert float(found) == pytest.approx(3 * float(of("start")), rel=1e-5)
+    assert float(found) != pytest.approx(3 * float(of("newer")), rel=1e-5)
 
 
 @pytest.mark.long
-def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first():
-    server, (states,) = history("lwf")[1][0], history("lwf")[3][1]
-    pair, head = jax.tree.map(lambda x: x[0], server.params.adapter), server.params.classifier
-    for client in (0, 2, 3):
-        equal = lambda x, y, i=client: np.testing.assert_array_equal(x[i], y)
-        jax.tree.map(equal, (states.trainable.adapter, states.trainable.classifier), (pair, head))
+@pytest.mark.parametrize("name", ["lwf", "icarl"])
+def test_the_teacher_of_the_second_task_is_the_model_at_the_end_of_the_first(name):
+    before, after = history(name)[1][0].params, history(name)[3][0].rules[0]
+    pair = jax.tree.map(lambda x: x[0], before.adapter)
+    same((after.trainable.adapter, after.trainable.classifier), (pair, before.classifier))
+    assert int(after.task) == 1
 
 
 # ---- iCaRL -------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from fcljax.methods.fppl import debias_classifier, unified_representation
 from fcljax.methods.pilora import average_prototypes, reweight_prototypes
 from fcljax.parts.classifiers import linear, prototypes
 from fcljax.parts.client import Training
-from fcljax.parts.distil import distil_first_model
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.replay import replay
+from fcljax.parts.task_start import distil_task_start, send_start_of_task
 from fcljax.types import Features, Frozen, Network, Sizes
 
 spec = importlib.util.spec_from_file_location("distill", small_runs.ROOT / "experiments/methods/distill.py")
@@ -70,8 +70,8 @@ CLIENT_RULES = {
     "prox": lambda: (prox(0.1),),
     "norm_bound": lambda: (norm_bound(0.3),),
     "ewc": lambda: (elastic(10.0, 1e-2, 4),),
-    "lwf": lambda: (distil_first_model(3.0, 2.0),),
-    "replay": lambda: (replay(5, 4), distil_first_model(1.0, 2.0)),
+    "lwf": lambda: (distil_task_start(3.0, 2.0),),
+    "replay": lambda: (replay(5, 4), distil_task_start(1.0, 2.0)),
     "unified": lambda: (unified_representation(FPPL),),
 }
 SERVER_RULES = {
@@ -113,12 +113,11 @@ def compose(adapter, client_rule, server_rule):
     classifier = prototypes if by_prototypes else linear
     model = learner(NETWORK, run.adapter, classifier(WIDTH, SIZES.classes))
     loss = cross_entropy_loss("seen" if client_rule == "replay" else "current")
+    server_rules = SERVER_RULES[server_rule](run)
+    if client_rule in ("lwf", "replay"):
+        server_rules += (send_start_of_task(),)
     return federate(
-        run,
-        model,
-        loss=loss,
-        client_rules=CLIENT_RULES[client_rule](),
-        server_rules=SERVER_RULES[server_rule](run),
+        run, model, loss=loss, client_rules=CLIENT_RULES[client_rule](), server_rules=server_rules
     )
 
 

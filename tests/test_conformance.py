@@ -96,7 +96,7 @@ OPTIONS = {
 }
 OPTIONS |= {f"{name}-pmae": PMAE | OPTIONS[name] for name in ("l2p", "dualprompt", "coda-prompt")}
 STATEFUL = {"scaffold", "feddyn", "fedper", "ditto"}  # clients' states change in a round
-STATEFUL |= {"lwf", "icarl", "vfcl", "glfc", "lga", "fedweit", "c2prompt"}
+STATEFUL |= {"vfcl", "glfc", "lga", "fedweit", "c2prompt"}
 EXAMPLES = ((9, 0, 4, 7),) * 2
 
 

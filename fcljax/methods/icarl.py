@@ -1,9 +1,10 @@
 """iCaRL+FL: replay (Rebuffi et al. 2017) in the form of TARGET's release (ICCV 2023).
 
     client    trains on its examples of the task and on as many exemplars of earlier tasks,
-              L_ce over all seen classes + weight * L_distil    (parts/distil.py)
+              L_ce over all seen classes + weight * L_distil,   the latter from the model that the task
+              began with    (parts/task_start.py)
     task end  each client offers its examples to its buffer, a uniform sample    (parts/replay.py)
-    server    averages
+    server    averages, and sends that model too
 
 The release has neither herding nor the nearest-mean classifier of the original, and draws its buffer anew
 every round from all old data, which a client that may only keep the buffer cannot do. Here every example has
@@ -14,10 +15,10 @@ import dataclasses
 
 from fcljax.methods.lwf import RELEASED_RUN
 from fcljax.options import option
-from fcljax.parts.distil import distil_first_model
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.replay import replay
+from fcljax.parts.task_start import distil_task_start, send_start_of_task
 from fcljax.settings import Preset
 from fcljax.types import Method
 
@@ -41,6 +42,12 @@ def icarl(options: ICaRLOptions, run: Run) -> Method:
     """iCaRL+FL as a method."""
     rules = (
         replay(options.memory_size, run.training.batch_size),
-        distil_first_model(options.distill_weight, options.distill_temperature),
+        distil_task_start(options.distill_weight, options.distill_temperature),
     )
-    return federate(run, linear_learner(run), loss=cross_entropy_loss("seen"), client_rules=rules)
+    return federate(
+        run,
+        linear_learner(run),
+        loss=cross_entropy_loss("seen"),
+        client_rules=rules,
+        server_rules=(send_start_of_task(),),
+    )

@@ -1,19 +1,20 @@
 """LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV 2023).
 
     client    trains on   L_ce + weight * L_distil,   which keeps the logits of old classes, on its own images
-              of the current task, near those of the model that it first got in the task (its teacher)
-    server    averages
+              of the current task, near those of the model that the task began with    (parts/task_start.py)
+    server    averages, and sends that model too
 
-A client keeps its teacher, since later rounds send the newest model only.
+The release keeps the model of the task before at every client. A client that takes part in some rounds only
+does not have it, so it is sent in every round.
 """
 
 import dataclasses
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.options import option
-from fcljax.parts.distil import distil_first_model
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
+from fcljax.parts.task_start import distil_task_start, send_start_of_task
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method
 
@@ -38,5 +39,10 @@ PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
 
 def lwf(options: LwFOptions, run: Run) -> Method:
     """LwF+FL as a method."""
-    rule = distil_first_model(options.distill_weight, options.distill_temperature)
-    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=(rule,))
+    return federate(
+        run,
+        linear_learner(run),
+        loss=cross_entropy_loss(),
+        client_rules=(distil_task_start(options.distill_weight, options.distill_temperature),),
+        server_rules=(send_start_of_task(),),
+    )

@@ -1,5 +1,9 @@
-"""The model that a task began with, which servers send so that clients need not keep a teacher; and helpers
-of servers that train on the models of each client."""
+"""The model that a task began with, which servers send so that clients can distil from it; and helpers of
+servers that train on the models of each client.
+
+A client that kept the first model that it got in a task would distil from one that has trained on the task
+already, unless it takes part in the task's first round.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fcljax.models.heads import distillation
-from fcljax.parts.client import ClientStep
+from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.learner import Learner, Params
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import from_unit
@@ -22,7 +26,7 @@ class Start(NamedTuple):
 
     trainable: Params
     task: Int[Array, ""]
-    """-1: no task has begun."""
+    """-1: it is of no task, or of an earlier one."""
 
 
 def send_start_of_task() -> ServerRule:
@@ -32,8 +36,8 @@ def send_start_of_task() -> ServerRule:
         return ServerUpdate(params, began_with(round, start))
 
     def sends(task: Task, start: Start) -> Start:
-        del task
-        return start
+        begun = start.task == task.index
+        return start._replace(task=jnp.where(begun, start.task, -1))
 
     return ServerRule(START, update, no_start, sends)
 
@@ -46,20 +50,42 @@ def no_start(params: Params, trainable: Params) -> Start:
 
 def began_with(round: ServerRound, start: Start) -> Start:
     """What the first round of the task broadcast, kept through its other rounds."""
-    return _of_task(round.task, start, round.previous.payload.trainable)
+    index = jnp.asarray(round.task.index, jnp.int32)
+    begun = start.task == index
+    return Start(_first(begun, start.trainable, round.previous.payload.trainable), index)
 
 
 def teacher(context: ClientContext) -> Params:
-    """The trainable parameters that the task began with, at a client; in the first round the newest ones."""
-    return _of_task(context.task, context.payload.sent[START], context.payload.trainable).trainable
+    """The trainable parameters that the server's task began with, at a client; in the first round the newest
+    ones. A client that stays behind in an earlier task gets the same."""
+    start: Start = context.payload.sent[START]
+    return _first(start.task >= 0, start.trainable, context.payload.trainable)
 
 
-def _of_task(task: Task, start: Start, newest: Params) -> Start:
-    def pick(new: Array, kept: Array) -> Array:
-        return jnp.where(start.task == task.index, kept, new)
+def _first(begun: Array, kept: Params, newest: Params) -> Params:
+    """Those that were kept if the task has begun, else the newest ones."""
 
-    trainable = jax.tree.map(pick, newest, start.trainable)
-    return Start(trainable, jnp.asarray(task.index, jnp.int32))
+    def pick(old: Array, new: Array) -> Array:
+        return jnp.where(begun, old, new)
+
+    return jax.tree.map(pick, kept, newest)
+
+
+def distil_task_start(weight: float, temperature: float) -> ClientRule:
+    """weight * L_distil of old classes on the batch, from the model that the task began with (LwF). It needs
+    the server rule `send_start_of_task`.
+
+    Args:
+      weight: of the loss.
+      temperature: of student and teacher.
+    """
+
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
+        target = step.forward(teacher(step.context)).logits
+        old = step.context.task.old
+        return weight * distillation(step.output.logits, target, old, step.batch.mask, temperature)
+
+    return ClientRule("lwf", loss)
 
 
 def valid_parameters(round: ServerRound, mean: Params) -> Params:
