@@ -41,9 +41,13 @@ from fcljax.parts.ridge import add_examples, no_moments
 M, RIDGE = 12, 0.3
 
 
-def method(**options):
+MOST = len(LABEL)  # examples of a client; at most M of them are kept as they are
+
+
+def method(examples=MOST, **options):
     values = {"projection": M, "rank": M, "server_rank": M, "ridge": RIDGE} | options
-    return fedran(FedRANOptions(**values), run_of(False, PIXELS))
+    run = run_of(False, PIXELS)
+    return fedran(FedRANOptions(**values), run._replace(sizes=run.sizes._replace(examples=examples)))
 
 
 @functools.cache
@@ -109,6 +113,40 @@ def test_the_largest_directions_of_a_gram_matrix():
     whole = np.asarray(largest_directions(jnp.asarray(h[:3].T @ h[:3], jnp.float32), 30), np.float64)
     assert whole.shape == (24, 30) and np.abs(whole[:, 24:]).max() == 0
     np.testing.assert_allclose(whole @ whole.T, h[:3].T @ h[:3], atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [3, 12])
+def test_few_examples_have_the_directions_of_their_gram_matrix(rank):
+    """Seven examples of 24 features come in batches with padding anywhere; the Gram matrix has rank 7."""
+    h = np.random.default_rng(0).normal(size=(9, 24)).astype(np.float32) * 2.0 ** -np.arange(9)[:, None]
+    label, mask = jnp.arange(9) % 5, jnp.asarray([1, 0, 1, 1, 1, 0, 1, 1, 1], bool)
+    few, gram = module.no_examples(8, 24, 5), no_moments(24, 5)
+    for part in (slice(0, 4), slice(4, 9)):
+        batch = jnp.where(mask[part, None], h[part], jnp.nan), label[part], mask[part]
+        few, gram = module.keep_examples(few, *batch), add_examples(gram, *batch)
+    found, expected = module.summary_of_examples(few, rank), module.summary_of(gram, rank)
+    scale = float(expected.trace)
+    np.testing.assert_allclose(
+        found.factor @ found.factor.T / scale, expected.factor @ expected.factor.T / scale, atol=2e-6
+    )
+    for name in ("products", "examples", "trace"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+    assert found.factor.shape == expected.factor.shape == (24, rank)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "server_rank": 3}, {"labelled": 0.5}])
+def test_a_run_is_the_same_with_and_without_gram_matrices(options):
+    mine = PARTITIONS["iid"]
+    most = max(int(each.count.max()) for each in mine)
+    assert most <= M
+    few, gram = (played(mine, examples=examples, **options)[-1] for examples in (most, 0))
+    np.testing.assert_allclose(few.params.classifier.weights, gram.params.classifier.weights, atol=2e-4)
+
+
+def test_more_examples_than_promised_are_refused_and_not_dropped():
+    few = module.no_examples(2, 4, 5)
+    few = module.keep_examples(few, jnp.ones((3, 4)), jnp.zeros(3, jnp.int32), jnp.ones(3, bool))
+    assert np.isnan(module.summary_of_examples(few, 2).factor).all()
 
 
 def test_merged_directions_are_those_of_the_sum():

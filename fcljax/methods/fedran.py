@@ -91,28 +91,72 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
 
 
 def gram_report(options: FedRANOptions, run: Run) -> Report:
-    """A client's `Summary`."""
-    width, classes = options.projection, run.sizes.classes
+    """A client's `Summary`: from its projected features where no client has more examples than M, else from
+    its Gram matrix."""
+    width, classes, examples = options.projection, run.sizes.classes, run.sizes.examples
+    few = 0 < examples <= width
 
-    def init(context: ClientContext) -> Moments:
-        del context
-        return no_moments(width, classes)
+    def init(_context: ClientContext) -> Moments | Examples:
+        return no_examples(examples, width, classes) if few else no_moments(width, classes)
 
-    def add(step: ClientStep, total: Moments) -> Moments:
+    def add(step: ClientStep, total: Moments | Examples) -> Moments | Examples:
         batch, prototypes = step.batch, step.context.payload.trainable.classifier
         h = project(step.output.feature, step.context.cached.classifier.projection)
         known = has_label(batch.index, options.labelled)
-        if not prototypes:
-            return add_examples(total, h, batch.label, batch.mask & known)
-        guess, any_class = pseudo_label(step.output.feature, prototypes, step.context.task)
-        label = jnp.where(known, batch.label, guess)
-        return add_examples(total, h, label, batch.mask & (known | any_class))
+        label, mask = batch.label, batch.mask & known
+        if prototypes:
+            guess, any_class = pseudo_label(step.output.feature, prototypes, step.context.task)
+            label = jnp.where(known, batch.label, guess)
+            mask = batch.mask & (known | any_class)
+        if isinstance(total, Examples):
+            return keep_examples(total, h, label, mask)
+        return add_examples(total, h, label, mask)
 
-    def finalize(end: ClientEnd, total: Moments) -> Summary:
-        del end
+    def finalize(_end: ClientEnd, total: Moments | Examples) -> Summary:
+        if isinstance(total, Examples):
+            return summary_of_examples(total, options.rank)
         return summary_of(total, options.rank)
 
     return Report("summary", init, add, finalize, merge="gather", possible=possible_summary)
+
+
+class Examples(NamedTuple):
+    """The examples of a client with fewer of them than features: n M numbers in place of M^2."""
+
+    h: Float[Array, "n M"]
+    """Projected features, in the order in which they came; zeros after the last one."""
+    products: Float[Array, "M C"]
+    """Sum of h y^T."""
+    count: Int[Array, ""]
+    """How many there are."""
+
+
+def no_examples(count: int, width: int, classes: int) -> Examples:
+    """Room for so many examples."""
+    return Examples(jnp.zeros((count, width)), jnp.zeros((width, classes)), jnp.int32(0))
+
+
+def keep_examples(
+    total: Examples, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+) -> Examples:
+    """The examples with those of a batch that the mask counts."""
+    nowhere = len(total.h)
+    place = jnp.where(mask, total.count + jnp.cumsum(mask) - 1, nowhere)
+    y = jax.nn.one_hot(label, total.products.shape[1]) * mask[:, None]
+    products = total.products + exact_matmul(jnp.where(mask[:, None], h, 0.0).T, y)
+    return Examples(total.h.at[place].set(h, mode="drop"), products, total.count + jnp.sum(mask))
+
+
+def summary_of_examples(total: Examples, rank: int) -> Summary:
+    """The largest directions of H^T H = V S V^T by the thin decomposition  H H^T = U S U^T,  since
+    V S^(1/2) = H^T U,  and the sums as they are."""
+    _, vectors = jnp.linalg.eigh(exact_matmul(total.h, total.h.T))
+    largest = vectors[:, ::-1][:, :rank]  # eigenvalues rise
+    factor = exact_matmul(total.h.T, largest)
+    factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
+    # `Sizes.examples` promises room for all of them; an upload with less is not finite, so it is left out
+    factor = jnp.where(total.count <= len(total.h), factor, jnp.nan)
+    return Summary(factor, total.products, total.count.astype(jnp.float32), jnp.sum(total.h**2))
 
 
 def has_label(index: Int[Array, " batch"], share: float) -> Bool[Array, " batch"]:
