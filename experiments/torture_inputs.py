@@ -3,12 +3,13 @@ and folders, from generators. Each must end with exit code 2 and one line, with 
 
 import io
 import itertools
+import json
 import os
 import random
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torture_common import Outcome, called, one_line
@@ -20,6 +21,7 @@ class Bad(NamedTuple):
     kind: str
     arguments: list[str]
     files: dict[str, bytes] = {}
+    may_pass: bool = False  # whether the program may also take it, and end well
 
 
 def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
@@ -40,6 +42,8 @@ def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
     cache = lambda path: path.name == "prepared" or path.name.endswith(".lock")
     left = [path for path in sorted(folder.rglob("*")) if path not in before and not cache(path)]
     if code == 2 and one_line(err) and len(err) < 8000 and not left:
+        return Outcome("survived", what)
+    if code == 0 and bad.may_pass and "Traceback" not in err:
         return Outcome("survived", what)
     if code == 0:
         return Outcome("different", f"{what}: was taken")
@@ -262,6 +266,145 @@ def _yaml(rng: random.Random) -> str:
     )
 
 
+def _summary() -> dict[str, Any]:
+    """A summary.json of two tasks, with all that tables and pages show."""
+    size, traffic = {"scalars": 3, "bytes": 12}, {"upload_bytes": 20, "download_bytes": 30}
+    reliability = {"ece": 0.1, "examples": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]}
+    return {
+        **{"method": "linear", "dataset": "digits", "backbone": "vit_micro", "fidelity": "intended"},
+        **{"seed": 1, "A": [0.9, 0.8], "A_avg": 0.85, "A_last": 0.8, "backward_transfer": -0.1},
+        **{"accuracy": [[0.9, None], [0.7, 0.9]], "task_il": {"A_last": 0.9}, "trainable_params": 650},
+        "forgetting": {"paper": 0.2, "released": 0.1, "diagonal": 0.2},
+        "communication": {**traffic, "upload_scalars": 5, "download_scalars": 7},
+        **{"communication_total": traffic, "communication_extra": {"task_start": traffic}},
+        **{"extra_storage": size, "client_state": size, "server_state": size, "traces": 1},
+        "time": {"compile_s": 1.0, "client_s": 2.0, "server_s": 0.1, "eval_s": 0.5},
+        **{"client_images_per_s": 9.5, "trained_images_per_s": 9.5, "slot_efficiency": 0.9},
+        **{"rejected_uploads": 1, "refused_results": 0, "rounds_without_upload": [[1, 2]]},
+        **{"class_names": ["cat", "dog"], "task_classes": [[0], [1]], "holdings": [[5, 0], [0, 11]]},
+        **{"class_accuracy": [0.25, None], "client_accuracy": [0.5, 0.125]},
+        **{"task_confusion": [[0.5, 0.5], [0.25, 0.75]], "unpredicted": 0},
+        **{"calibration": reliability, "calibration_drawn": reliability},
+        "privacy": {"epsilon": 3.0, "delta": 1e-5, "noise_multiplier": 1.0, "by_round": [[1, 2.0], [2, 3.0]]},
+        "restored": {"images": 4, "psnr": 9.0, "test": {"images": 4, "psnr": 8.0}},
+        **{"config": {"lr": 0.1, "dataset": "digits", "rounds": 1}, "given": ["lr"]},
+    }
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Each (container, key) of a JSON value, at every depth."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    here = [(value, key) for key in keys]
+    return here + [place for container, key in here for place in _places(container[key])]
+
+
+def _strange(rng: random.Random) -> Any:
+    """A JSON value that nobody expects."""
+    deep: list = []
+    for _ in range(rng.randrange(1, 60)):
+        deep = [deep]
+    return rng.choice(
+        (
+            *(None, True, False, -1, 0, 1, 0.5, 95.0, -3, 2**70, 10**400, 1e308, float("inf"), float("nan")),
+            *("", "x", "0.5", "\udcff", "x" * 9999, [], [[]], {}, [None], [1, [2]], [[1], [2, 3]], deep),
+            *({"a": 1}, {"upload_bytes": "1"}, ["a", 1], [True], [1e400], {"": {}}, [[0.5, 0.5]], [[[0]]]),
+        )
+    )
+
+
+def _run_folders(rng: random.Random) -> Bad:
+    """Two finished runs, of which one has other values in its summary or its log."""
+    other = _summary() | {"seed": 2}
+    log = {
+        "task": 0,
+        "round": 0,
+        "loss": 1.0,
+        "participants": 2,
+        "rejected": 1,
+        **_summary()["communication"],
+    }
+    log |= {"gradient_share_own": 0.5}
+    wrong = rng.choice((other, other, log))
+    for _ in range(rng.randrange(1, 4)):
+        container, key = rng.choice(_places(wrong))
+        if isinstance(container, dict) and rng.random() < 0.2:
+            del container[key]
+        else:
+            container[key] = _strange(rng)
+    files = {"r/1/summary.json": _summary(), "r/2/summary.json": other, "r/2/metrics.jsonl": log}
+    content = {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
+    command = rng.choice((["compare", "r"], ["compare", "r/2"], ["report", "r"], ["report", "r/2"]))
+    out = ["--out", "/dev/null/x.png"] if command[0] == "compare" and rng.random() < 0.1 else []
+    return Bad("run folders", [*command, *out], content, may_pass=True)
+
+
+PARTITION_ROWS = ["0,a", "1,b", "2,a"]
+
+
+def _table_of_clients(rng: random.Random) -> bytes:
+    """A partition file in which something is wrong."""
+    rows, head = list(PARTITION_ROWS), ["example", "client"]
+    line = rng.randrange(3)
+    wrong = rng.choice(
+        ("head", "twice", "value", "cells", "again", "text", "quote", "encoding", "noise", "json", "array")
+    )
+    if wrong == "head":
+        head[rng.randrange(2)] = (
+            rng.choice(("", "image", "examples", "who", "²", "client ", "x" * 5000)) + "q"
+        )
+    elif wrong == "twice":
+        head, rows = [*head, rng.choice(head)], [f"{row},1" for row in rows]
+    elif wrong == "value":
+        rows[line] = f"{_number(rng)}{rng.choice(('', '²', 'x'))},a"
+    elif wrong == "cells":
+        rows[line] += rng.choice((",", ",x", ",,", ";a,b"))
+    elif wrong == "again":
+        rows.append(rng.choice(rows))
+    elif wrong == "text":
+        rows[line] = f"{line}," + rng.choice(
+            ("", " ", "a" * 201, "a" * 200_000, "9" * 5000, "a\0b", '"a\nb"')
+        )
+    elif wrong == "quote":
+        rows[line] = f'{line},"a' + rng.choice(("", 'b"c', '"c'))
+    text = "\n".join([",".join(head), *rows]) + "\n"
+    if wrong == "encoding":
+        return (text + "3,\u00e9\n").encode(rng.choice(("utf-16", "latin-1", "utf-32")))
+    if wrong == "noise":
+        return _broken(rng, text.encode() * 9)
+    if wrong == "json":
+        value = rng.choice((_strange, lambda rng: {"a": _strange(rng)}, lambda rng: [_strange(rng)]))(rng)
+        return json.dumps(value).encode()
+    if wrong == "array":
+        arrays = (np.arange(9), np.ones(1438), np.array([None] * 9), np.zeros((2, 719), int), np.array("a"))
+        stream = io.BytesIO()
+        np.save(stream, rng.choice(arrays), allow_pickle=True)
+        return rng.choice((stream.getvalue(), _broken(rng, stream.getvalue()), _npz(a=rng.choice(arrays))))
+    return rng.choice((text, text.replace("\n", "\r"), text.replace("\n", "\r\n"))).encode(
+        rng.choice(("utf-8", "utf-8-sig"))
+    )
+
+
+def _order_of_classes(rng: random.Random) -> bytes:
+    """A class order of the ten digits in which something is wrong."""
+    order: list[Any] = [*map(str, range(10))]
+    rng.shuffle(order)
+    at = rng.randrange(10)
+    order[at] = rng.choice((order[at - 1], "²", "10", "-1", "0.0", "nan", "cat", "9" * 5000, "\0", "0x1"))
+    kind = rng.choice(("lines", "commas", "json", "array", "strange", "encoding", "broken"))
+    if kind == "json":
+        return json.dumps(order).encode()
+    if kind == "strange":
+        order[at] = _strange(rng)
+        return json.dumps([order, 1][rng.random() < 0.1]).encode()
+    if kind in ("array", "broken"):
+        stream = io.BytesIO()
+        arrays = (np.array(order), np.arange(9), np.arange(10.0), np.arange(11), np.zeros((10, 1), int))
+        np.save(stream, rng.choice((*arrays, np.array([None, 1]))), allow_pickle=True)
+        return stream.getvalue() if kind == "array" else _broken(rng, stream.getvalue())
+    text = rng.choice((",", ", ") if kind == "commas" else ("\n", "\r\n", "\r")).join(order)
+    return text.encode("utf-16" if kind == "encoding" else "utf-8-sig")
+
+
 EVIL = ("./evil.py", "evil.py:METHOD", "evil:METHOD", "[linear, ./evil.py]")
 
 
@@ -343,6 +486,12 @@ GENERATORS: tuple[Callable[[random.Random], Bad], ...] = (
         "compare",
         ["compare", "r"],
         {"r/summary.json": rng.choice((b"{", b"[]", b"{}", b"", b"\xff", b"1" * 5000, b"[" * 99_999))},
+    ),
+    _run_folders,
+    _run_folders,
+    lambda rng: Bad("partition file", [*RUN_OUT, "--partition", "file:who"], {"who": _table_of_clients(rng)}),
+    lambda rng: Bad(
+        "class order", [*RUN_OUT, "--class-order", "file:order"], {"order": _order_of_classes(rng)}
     ),
     lambda rng: Bad(
         "class list",

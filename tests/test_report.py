@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fcljax import cli
 from fcljax.errors import InputError
 from fcljax.results import figures, metrics, run_folder
 
@@ -220,3 +221,50 @@ def test_matplotlib_is_imported_only_to_draw():
     code = "import sys; from fcljax.results import comparison, page, watch; from fcljax.runs import loop"
     code += "; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# folders of somebody else
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": [1]}, "seed: [1]; expected a whole number"),
+        ({"seed": True}, "seed: True"),
+        ({"method": {"a": 1}}, "method: {'a': 1}; expected text"),
+        ({"dataset": None}, "dataset: None"),
+        ({"A": "0.9"}, "A: '0.9'; expected shares from 0 to 1"),
+        ({"A_last": 81.5}, "A_last: 81.5; expected a share"),
+        ({"accuracy": [[0.5, None], [0.5]]}, "accuracy: "),
+        ({"accuracy": [[0.5, 0.5]]}, "accuracy: 1 rows of 2; expected as many rows as columns"),
+        ({"A": [], "accuracy": []}, "A: no value"),
+        ({"time": {"compile_s": "1", "client_s": 1, "server_s": 1, "eval_s": 1}}, "time: "),
+        ({"trained_images_per_s": {}}, "trained_images_per_s: {}"),
+        ({"trainable_params": 10**400}, "trainable_params: "),
+        ({"config": [1]}, "config: [1]; expected settings by name"),
+        ({"communication_extra": {"late": {"upload_bytes": 1}}}, "communication_extra: "),
+        ({"communication_total": {"upload_bytes": "a", "download_bytes": 1}}, "communication_total: "),
+        ({"holdings": [[1, 2], [3]]}, "holdings: "),
+        ({"holdings": [[1, 2]], "task_classes": [[0], [2]]}, "task_classes: expected classes from 0 to 1"),
+        ({"class_names": [1, 2]}, "class_names: [1, 2]; expected names"),
+        ({"task_confusion": [[0.5, 0.5]]}, "task_confusion: 1 rows of 2"),
+        ({"calibration": {"ece": 0.1, "examples": [1], "confidence": [], "accuracy": [1]}}, "equally long"),
+        ({"privacy": {"epsilon": 1, "delta": 1, "noise_multiplier": 1, "by_round": [[1]]}}, "by_round"),
+        ({"restored": {"test": {"psnr": "9"}}}, "restored: "),
+    ],
+)
+def test_a_summary_of_wrong_types_is_one_line_that_names_the_field(tmp_path, capsys, changes, says):
+    write(tmp_path / "run", **changes)
+    for command in ("compare", "report"):
+        assert cli.main([command, str(tmp_path / "run")]) == 2
+        err = capsys.readouterr().err
+        assert "is not as a run writes it: " in err and says in err and err.count("\n") == 1
+
+
+def test_lines_of_a_log_with_other_types_are_left_out(tmp_path):
+    good = {"task": 0, "round": 1, "rejected": None, "gradient_share_own": 0.5, "loss": None}
+    wrong = ({"task": True}, {"round": -1}, {"task": 2**70}, {"rejected": "1"}, {"gradient_share_own": []})
+    lines = [good, *(good | change for change in wrong)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_folder.read_lines(tmp_path / "metrics.jsonl") == [good]

@@ -149,7 +149,8 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
     found: dict[tuple, list[Summary]] = {}
     for run in summaries:
         settings = json.dumps(_deciding(run), sort_keys=True, default=str)
-        key = (run["method"], *(run[name] for name in SETUP), len(run["A"]), settings)
+        shapes = [len(run.get(name) or []) for name in ("A", "accuracy", "task_confusion")]
+        key = (run["method"], *(run[name] for name in SETUP), *shapes, settings)
         found.setdefault(key, []).append(run)
     together = []
     for runs in found.values():
@@ -250,6 +251,8 @@ def _total(runs: list[Summary], way: str) -> str:
 
 
 def _difference(ours: list[Summary], theirs: list[Summary], key: str) -> str:
+    if any(run[key] is None for run in [*ours, *theirs]):
+        return "-"
     mean, low, high = paired_difference([100 * run[key] for run in ours], [100 * run[key] for run in theirs])
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 

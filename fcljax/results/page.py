@@ -82,8 +82,10 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[FinishedRun]:
     for folder in (found for each in run_dirs for found in run_folders(each)):
         picture = _picture(folder / PICTURE, left)
         left -= len(picture or "")
-        lines = read_lines(folder / "metrics.jsonl")
-        runs.append(FinishedRun(str(folder), load_summary(folder), lines, picture))
+        summary = load_summary(folder)
+        # a line of another run's task would make columns for it
+        lines = [line for line in read_lines(folder / "metrics.jsonl") if line["task"] < len(summary["A"])]
+        runs.append(FinishedRun(str(folder), summary, lines, picture))
     return runs
 
 

@@ -23,7 +23,15 @@ from fcljax.results.comparison import (
     percent,
 )
 from fcljax.results.metrics import without_nan, worst
-from fcljax.results.run_folder import FinishedRun, Number, Summary, rejected_uploads, value_at
+from fcljax.results.run_folder import (
+    SHARES,
+    FinishedRun,
+    Number,
+    Summary,
+    rejected_uploads,
+    value_at,
+)
+from fcljax.results.summary_fields import RESTORED
 
 Named = TypeVar("Named")
 
@@ -41,7 +49,6 @@ TIMES = {
 WAYS = ("upload", "download")
 MAX_POINTS = 100  # of a curve over rounds
 NONE = "-"
-TERM = "gradient_share_"  # what the keys of shares in metrics.jsonl begin with
 # keys of metrics.jsonl that say where a line belongs, or that another part of the page shows
 SHOWN_ELSEWHERE = {
     *("task", "round", "participants", "rejected", "rejected_besides", "refused", "impossible"),
@@ -457,10 +464,10 @@ def _privacy(view: PageView) -> Section | None:
         [name, *(_short(value_at(run, f"privacy.{key}")) for key in keys.values())]
         for name, run in having.items()
     ]
-    curves = {
-        name: ([x for x, _ in run["privacy"]["by_round"]], [y for _, y in run["privacy"]["by_round"]])
-        for name, run in having.items()
-    }
+    curves = {}
+    for name, run in having.items():
+        points = [pair for pair in run["privacy"]["by_round"] if None not in pair]  # null: infinite
+        curves[name] = ([x for x, _ in points], [y for _, y in points])
     legend = [(charts.curve_key(list(view.names).index(name)), name) for name in curves]
     label = "Epsilon over the rounds; the table has its last value"
     text = (
@@ -506,9 +513,9 @@ def _terms(view: PageView) -> Section | None:
     own = {id(run.summary): run.lines for run in view.runs}
     for name, run in view.names.items():
         lines = own[id(run)]
-        terms = dict.fromkeys(key for line in lines for key in line if key.startswith(TERM))
+        terms = dict.fromkeys(key for line in lines for key in line if key.startswith(SHARES))
         tasks = max([tasks, *(line["task"] + 1 for line in lines if terms)])
-        rows += [[name, term.removeprefix(TERM), *_by_task(lines, term)] for term in terms]
+        rows += [[name, term.removeprefix(SHARES), *_by_task(lines, term)] for term in terms]
     if not rows:
         return None
     text = (
@@ -547,7 +554,7 @@ def _measured(view: PageView) -> Section | None:
 
 
 def _is_measured(key: str) -> bool:
-    return key not in SHOWN_ELSEWHERE and not key.startswith(TERM)
+    return key not in SHOWN_ELSEWHERE and not key.startswith(SHARES)
 
 
 def _last_value(lines: Sequence[dict[str, Any]], task: int, key: str) -> Number | None:
@@ -603,9 +610,8 @@ def _reconstructions(view: PageView) -> Section | None:
     having, _ = _having(view, "restored")
     if not having:
         return None
-    keys = ("images", "mse_restored", "mse_unprompted", "psnr", "psnr_unprompted", "identified", "chance")
     rows = [
-        [f"{name}, {of}", *(fixed(value_at(run, f"restored.{inner}{key}"), 4) for key in keys)]
+        [f"{name}, {of}", *(fixed(value_at(run, f"restored.{inner}{key}"), 4) for key in RESTORED)]
         for name, run in having.items()
         for of, inner in (("training", ""), ("test", "test."))
     ]
@@ -622,7 +628,7 @@ def _reconstructions(view: PageView) -> Section | None:
     ]
     if len(pictures) < len(having):
         text.append("Pictures that are not here are in the runs' figures/restored.png.")
-    table = _table("Reconstructed images", ("Run, images", *keys), rows)
+    table = _table("Reconstructed images", ("Run, images", *RESTORED), rows)
     return Section("rebuilt", "Reconstructed images", text, tables=[table], pictures=pictures)
 
 
@@ -793,8 +799,8 @@ def _class_name(run: Summary, index: int) -> str:
     return f"{names[index]} ({index})" if names.count(names[index]) > 1 else names[index]
 
 
-def _short(value: Number) -> Cell:
-    return Cell(f"{value:.4g}", value)
+def _short(value: Number | None) -> Cell:
+    return Cell(NONE) if value is None else Cell(f"{value:.4g}", value)
 
 
 def _seconds(run: Summary) -> Number:

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 from fcljax.errors import InputError
 from fcljax.files import open_regular, read_text, write_text
+from fcljax.results.summary_fields import checked_line, wrong_field
 
 Summary = dict[str, Any]  # the content of a summary.json
 Number = float | int
 
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
 SEALED = ("summary.json", "metrics.jsonl", "config.yaml")
+SHARES = "gradient_share_"  # what the keys of shares of the loss's terms in metrics.jsonl begin with
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
+MAX_SUMMARY_BYTES = 2**28  # of a summary.json
 MISSING = object()
 SUMMARY_KEYS = (
     *(
@@ -96,7 +99,8 @@ def load_summary(run_dir: str | Path) -> Summary:
     """The `summary.json` of a run directory.
 
     Raises:
-      InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing.
+      InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing or
+        of another type than a run writes.
     """
     path = Path(run_dir) / "summary.json"
     if not path.parent.is_dir():
@@ -104,7 +108,9 @@ def load_summary(run_dir: str | Path) -> Summary:
     if not path.is_file():
         raise InputError(f"run: {str(run_dir)!r} has no summary.json; has the run finished?")
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(read_text(path, MAX_SUMMARY_BYTES))
+    except OSError as error:
+        raise InputError(f"run: cannot read {str(path)!r}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     if not isinstance(summary, dict):
@@ -112,6 +118,9 @@ def load_summary(run_dir: str | Path) -> Summary:
     missing = [key for key in SUMMARY_KEYS if value_at(summary, key, MISSING) is MISSING]
     if missing:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
+    wrong = wrong_field(summary)
+    if wrong is not None:
+        raise InputError(f"run: {str(path)!r} is not as a run writes it: {wrong}")
     return summary
 
 
@@ -133,10 +142,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in content.split(b"\n")[:-1]:
         try:
-            value = json.loads(line)
+            value = checked_line(json.loads(line), SHARES)
         except (ValueError, RecursionError):  # damaged
             continue
-        if isinstance(value, dict) and all(isinstance(value.get(name), int) for name in ("task", "round")):
+        if value is not None:
             found.append(value)
     return found
 
