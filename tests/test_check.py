@@ -11,11 +11,11 @@ import toys
 from toys import Lanes, Phase, Upload, View, Weighted, begin, logits, send_mean, toy, train
 
 from fcljax.errors import InputError
-from fcljax.federated.check import Example, check_method, describe, name_part
+from fcljax.federated.check import Example, check_averaged, check_method, describe, name_part
 from fcljax.federated.client_loop import slot_bytes
 from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
-from fcljax.types import Program, Round
+from fcljax.types import ClientInfo, Program, Round
 
 SHAPES = Example(*jax.eval_shape(lambda: (toys.FROZEN, toys.examples())), toys.tasks()[0])
 TABLE = [np.zeros(3), np.ones(3)]
@@ -93,6 +93,11 @@ WRONG = {
     "a weight per row": (
         toy(finish=lambda context, local, state: (Upload(weight=context.client.class_examples), state)),
         "finish, weight, returned int32[4]; expected a scalar",
+    ),
+    "an integer to be averaged": (
+        toy(finish=lambda context, local, state: (Upload(mean={"n": context.client.examples}), state)),
+        "finish sends int32[] to be averaged, mean['n'], and averages are taken in float32, which rounds "
+        "integers above 2^24; send it as a sum or a gathered report, or as float32",
     ),
     "an arrival that drops the upload": (
         toy(program={"receive": lambda context, upload: upload.mean}),
@@ -260,7 +265,7 @@ def test_the_toys_keep_to_the_protocol(name):
     assert len(found) == len(method.rounds)
     server, (state, *_) = toys.begin_run(method)
     round_context = toys.RoundContext(toys.FROZEN, toys.tasks()[0], np.int32(0), np.bool_(False))
-    info = toys.ClientInfo(np.int32(0), np.int32(1), np.ones(4, np.int32), np.int32(0))
+    info = ClientInfo(np.int32(0), np.int32(1), np.ones(4, np.int32), np.int32(0))
     context = toys.ClientContext(
         toys.FROZEN, *method.broadcast(round_context, server), round_context.task, info
     )
@@ -307,3 +312,10 @@ def test_what_chooses_the_replay_is_read():
     program = {"replay_buffer": lambda state: state}
     method = toy(start, phases, program=program, init_client=lambda key, server: jnp.zeros(3, jnp.int32))
     assert kept_by_name(method) == [{"counted"}]
+
+
+def test_integers_may_be_averaged_where_float32_has_them_all():
+    few = {"a": jnp.zeros(3, jnp.uint16), "b": jnp.zeros((), bool), "c": jnp.zeros((), jnp.int8)}
+    check_averaged("finish", jax.eval_shape(lambda: few))
+    with pytest.raises(InputError, match=r"sends uint32\[2\] to be averaged, mean\['d'\]"):
+        check_averaged("finish", {"d": jnp.zeros(2, jnp.uint32)})

@@ -46,6 +46,7 @@ from fcljax.types import (
     Who,
 )
 
+EXACT_BITS = 16  # of integers whose averages in float32 are right to one half
 _PACKAGE = Path(fcljax.__file__).parent
 _AS_A_NUMBER = (
     jax.errors.TracerIntegerConversionError,
@@ -264,12 +265,29 @@ def _check_finish(
         raise _wrong(f"{name_part(name, finish)}, weight,", upload.weight, "a scalar")
     _alike(name, finish, new, state)
     upload = jax.eval_shape(_with_weight, upload)
+    check_averaged(name_part(name, finish), upload.mean)
     receive = program.receive
     if receive:
         name = f"{where}receive"
         received = _call(name, receive, context, upload)
         _alike(name, receive, jax.eval_shape(_with_weight, received), upload)
     return upload, _reads(traced, context, local, [True] * len(traced.jaxpr.outvars))
+
+
+def check_averaged(name: str, mean: PyTree) -> None:
+    """Check that what is averaged over clients can be: means are taken in float32, which has no whole numbers
+    beyond 2^24 but even ones.
+
+    Raises:
+      InputError: naming the first leaf of integers with more bits.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mean):
+        if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits > EXACT_BITS:
+            raise InputError(
+                f"method: {name} sends {_shown(leaf)} to be averaged, mean{jax.tree_util.keystr(path)}, and "
+                f"averages are taken in float32, which rounds integers above 2^24; send it as a sum or a "
+                f"gathered report, or as float32"
+            )
 
 
 def _with_weight(upload: PyTree) -> PyTree:
