@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "fcljax.api": ("Result", "run"),
+    "fcljax.data.files.client_json": ("read_clients",),
     "fcljax.data.files.dataset": ("Dataset",),
     "fcljax.errors": ("InputError",),
     "fcljax.methods": ("MethodEntry",),

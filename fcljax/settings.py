@@ -71,14 +71,14 @@ class ImageConfig:
     """Which images are read, and how they are stored."""
 
     dataset: str = "digits"
-    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, hf:OWNER/NAME, tfds:NAME or
+    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, list:FILE, hf:OWNER/NAME, tfds:NAME or
     mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
     class_list: str = option("none", unset="none")
     """File with a WordNet id per line, for imagenet100 and imagenet200."""
     skip_corrupt: bool = False
-    """Leave out images that cannot be decoded, and list them."""
+    """Leave out images that cannot be decoded or have no label, and list them."""
     store_size: int | None = option(None, most=MOST_SIDE, unset="256/224 of the image size")
     """Side in pixels at which training images of many sizes are stored."""
     image_size: int | None = option(None, most=MOST_SIDE, unset="the backbone's own")

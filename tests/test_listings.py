@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import random
+import re
 import shutil
 import struct
 import sys
@@ -30,6 +31,7 @@ from fcljax.data.files.sources import (
     load_dataset,
     prepare,
 )
+from fcljax.data.files.tfds import from_all_splits
 from fcljax.errors import InputError
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -567,6 +569,39 @@ def test_any_data_set_of_tfds_has_a_name(tfds, tmp_path):
     generate(tfds, tmp_path, "whole", labelled(tfds, ["bee", "ant"]), {"train": examples})
     assert len(load("tfds:whole", tmp_path).y_test) == 2
     assert "prepare 'other' there with tensorflow-datasets" in refusal("tfds:other", tmp_path)
+
+
+def test_builders_of_tfds_have_names_of_their_own(tfds, tmp_path):
+    for base, names in ((0, ["zoo", "ant"]), (100, ["ant", "zoo"])):
+        examples = [
+            {"image": encoded(base + n), "label": names.index("ant") if n % 2 else names.index("zoo")}
+            for n in range(10)
+        ]
+        generate(tfds, tmp_path, f"made{base}", labelled(tfds, names), {"train": examples})
+    versions = sorted((tmp_path / "tensorflow_datasets").glob("made*/1.0.0"))
+    listing = from_all_splits(versions, splits=("train",))
+    for split in (listing.train, listing.test):
+        levels = [
+            Image.open(io.BytesIO(image)).getpixel((0, 0))[1]
+            for image in split.fetch(range(len(split.labels)))
+        ]
+        assert [listing.class_names[label] for label in split.labels] == [
+            ("zoo", "ant")[n % 2] for n in levels
+        ]
+
+
+def test_labels_of_tfds_may_be_text_and_what_has_none_is_named(tfds, tmp_path):
+    features = {"image": tfds.features.Image(), "label": tfds.features.Text()}
+    train = [{"image": encoded(n), "label": ["emu", "ant"][n % 2]} for n in range(4)]
+    splits = {"train": [*train, {"image": encoded(9), "label": ""}], "test": train, "extra": train}
+    generate(tfds, tmp_path, "worded", features, splits)
+    assert re.search(r"train, record \d' has no label; .* 1 of 5 images", refusal("tfds:worded", tmp_path))
+    console = Console(file=io.StringIO(), width=300)
+    data = load_dataset("tfds:worded", DataOptions(data_dir=tmp_path, skip_corrupt=True, console=console))
+    assert [("emu", "ant")[n % 2] for n in numbers(data.x_train)] == [
+        data.class_names[y] for y in data.y_train
+    ]
+    assert "not read: the splits extra" in console.file.getvalue()
 
 
 def test_imagenet_r_of_tfds_equals_its_official_files(tfds, tmp_path):

@@ -6,7 +6,6 @@ with the client of each example; a .npz archive with an array of examples for ea
 decides, not its suffix.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 
 from fcljax.archives import read_npz
 from fcljax.data.files.dataset import Dataset, image_names
+from fcljax.data.files.json_files import parse_json
 from fcljax.data.files.text_tables import read_header, read_table
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular, read_user_text
@@ -49,7 +49,7 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     elif kind == "npz":
         assigned = Assigned(_of_clients(_npz(path), examples))
     else:
-        content = _npy(path) if kind == "npy" else _json(path)
+        content = _npy(path) if kind == "npy" else parse_json(_where(path), _text(path), "client")
         assigned = Assigned(_of_content(content, examples))
     if dataset.kept is None:
         return assigned
@@ -237,25 +237,6 @@ def _of_examples(owners: Any, examples: _Examples) -> np.ndarray:
             raise InputError(f"{where}: example {example} has client {owner!r}; expected a number or text")
         names.append(_name(f"{where}, example {example}", "client", str(owner).strip()))
     return np.array(names, str)
-
-
-def _json(path: str) -> Any:
-    """The content of a JSON file, in which no name comes twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{_where(path)}: the client {twice!r} comes twice")
-        return content
-
-    try:
-        return json.loads(_text(path), object_pairs_hook=unique)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{_where(path)} is no JSON: {reason(error)}") from None
 
 
 def _npy(path: str) -> np.ndarray:

@@ -362,8 +362,9 @@ def _check_labels(listing: Listing) -> None:
 
 
 def _no_label(images: UndecodedSplit, index: int) -> str:
-    there = images.wrong_labels.get(index, "-1")
-    return f"{images.names[index]!r} has the label {there}; labels are whole numbers from 0, or text"
+    there = images.wrong_labels.get(index)
+    what = f"has the label {there}" if there else "has no label"
+    return f"{images.names[index]!r} {what}; labels are whole numbers from 0, or text"
 
 
 def _labelled(listing: Listing) -> tuple[Listing, list[dict[str, str]]]:

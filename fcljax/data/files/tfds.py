@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import (
     LabelledItems,
@@ -51,7 +52,7 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     for index in range(2):
         chosen = sorted((row for row in rows if row[0] == index), key=lambda row: row[3:])
         splits.append(LabelledItems(chosen, [row[2] for row in chosen]))
-    return _listing(versions, records, records.features["label"].names, *splits)
+    return _listing(versions, records, records.features[0]["label"].names, *splits)
 
 
 def from_own_splits(versions: Sequence[Path]) -> Listing:
@@ -71,11 +72,35 @@ def from_own_splits(versions: Sequence[Path]) -> Listing:
     tested = next((split for split in ("test", "validation") if split in info.splits), None)
     records = _records(versions, ("train", tested) if tested else ("train",))
     rows = _fields(records, ["label"])
+    names, numbers = _class_numbers(records, [row[2] for row in rows])
+    labelled = [(*row[:2], number) for row, number in zip(rows, numbers, strict=True)]
     splits = [
-        LabelledItems(some, [row[2] for row in some]) for some in _by_source(rows, len(records.sources))
+        LabelledItems(some, [row[2] for row in some]) for some in _by_source(labelled, len(records.sources))
     ]
     train, test = splits if tested else random_split(splits[0])
-    return _listing(versions, records, records.features["label"].names, train, test)
+    notes = [f"{len(train.items):,} training and {len(test.items):,} test images of {len(names)} classes"]
+    if tested != "test":
+        what = f"the {tested} split" if tested else "a random fifth of the training examples"
+        notes.append(f"tested on {what}, for there is no test split")
+    unread = sorted(set(info.splits) - {"train", tested})
+    if unread:
+        notes.append(f"not read: the splits {', '.join(unread)}")
+    return _listing(versions, records, names, train, test)._replace(notes=("; ".join(notes),))
+
+
+def _class_numbers(records: "_Records", labels: list[str | int]) -> tuple[list[str], list[int]]:
+    """The names of the classes, and each label's number among them; -1: none."""
+    names = getattr(records.features[0]["label"], "names", None)
+    if names is not None:
+        return list(names), [label if isinstance(label, int) else names.index(label) for label in labels]
+    texts = [None if _is_missing(label) else str(label) for label in labels]
+    found = natural_order([text for text in texts if text is not None])
+    number: dict[str | None, int] = {name: i for i, name in enumerate(found)}
+    return found, [number.get(text, -1) for text in texts]
+
+
+def _is_missing(label: str | int) -> bool:
+    return not label.strip() if isinstance(label, str) else label < 0
 
 
 def _by_source(rows: list[tuple], sources: int) -> list[list[tuple]]:
@@ -88,9 +113,12 @@ def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: s
     `field` holds a path that ends in CLASS/FILE; without it the label gives the class.
     """
     records = _records(versions, splits)
-    names, tree = records.features["label"].names, {}
+    names, tree = [features["label"].names for features in records.features], {}
     for row in _fields(records, ["label", *([field] if field else [])]):
-        tree.setdefault(row[3].split("/")[-2] if field else names[row[2]], []).append(row)
+        # each builder has names of its own
+        if not field and row[2] < 0:
+            raise InputError(f"dataset: {records.names[row[0]]}, record {row[1]} has the label {row[2]}")
+        tree.setdefault(row[3].split("/")[-2] if field else names[row[0]][row[2]], []).append(row)
     if field:
         for rows in tree.values():
             rows.sort(key=lambda row: row[3].split("/")[-1])
@@ -101,7 +129,7 @@ def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: s
 def omniglot(versions: Sequence[Path]) -> Listing:
     """Characters of all alphabets; the last 5 drawings of each are for testing."""
     records = _records(versions, ("train", "test"))
-    alphabets, tree = records.features["alphabet"].names, {}
+    alphabets, tree = records.features[0]["alphabet"].names, {}
     for row in _fields(records, ["alphabet", "alphabet_char_id"]):
         tree.setdefault(f"{alphabets[row[2]]}/character{row[3] + 1:02d}", []).append(row)
     return _listing(versions, records, sorted(tree), *last_drawings(tree))
@@ -110,7 +138,7 @@ def omniglot(versions: Sequence[Path]) -> Listing:
 class _Records(NamedTuple):
     sources: list[Any]  # random access to records
     names: list[str]  # of the sources, for messages
-    features: Any  # of the first source
+    features: list[Any]  # of each source
 
 
 def _newest(folder: Path) -> Path | None:
@@ -151,16 +179,16 @@ def _checked(read: Read, versions: Sequence[Path]) -> Listing:
 def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     import tensorflow_datasets as tfds
 
-    sources, names, features = [], [], None
+    sources, names, features = [], [], []
     for version in versions:
         builder = tfds.builder_from_directory(version)
-        features = features or builder.info.features
         # images as files, for our own decoder
         raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
         for split in splits:
             # pyrefly: ignore[bad-argument-type]  # the library wraps its methods, which hides their self
             sources.append(builder.as_data_source(split, decoders=raw))
             names.append(f"{version}, {split}")
+            features.append(builder.info.features)
     return _Records(sources, names, features)
 
 
@@ -191,7 +219,7 @@ def _listing(
 def _split(records: _Records, split: LabelledItems) -> UndecodedSplit:
     items = [item[:2] for item in split.items]
     names = [f"{records.names[source]}, record {index}" for source, index in items]
-    height, width, _ = records.features["image"].shape
+    height, width, _ = records.features[0]["image"].shape
 
     def fetch(indices: Sequence[int]) -> list:
         return [_image(records, *items[i], name=names[i]) for i in indices]

@@ -1,0 +1,243 @@
+"""The examples of clients in JSON, for `fcljax.simulate`.
+
+LEAF (Caldas et al. 2018) writes {"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...],
+"y": [...]}}}, often in several files of a folder. Others, such as FederatedScope, have the parts of each
+client: {CLIENT: {"train": {"x": [...], "y": [...]}, "test": ...}}.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fcljax.data.files.dataset import natural_order
+from fcljax.data.files.json_files import parse_json
+from fcljax.errors import InputError, nearest
+from fcljax.files import in_home, machine_memory, read_user_text
+
+_TIMES = 16  # how many times its own size a file needs in memory
+_SHOWN = 6  # names in a line
+
+
+class ClientData(NamedTuple):
+    """Examples and their clients: `simulate(method, *data[:3], rounds=10)`."""
+
+    x: np.ndarray
+    """Inputs [N, ...]: float32 or int32; of text [N, T] the place of each character in `characters`."""
+    y: np.ndarray
+    """Labels or targets [N, ...]; whole numbers are int32."""
+    owner: np.ndarray
+    """Each example's client [N], as text."""
+    characters: str
+    """The characters that stand for 0, 1, ...; empty without text in x."""
+    classes: tuple[str, ...]
+    """The names of the labels 0, 1, ..., where y is text and x is none."""
+    left_out: tuple[str, ...]
+    """What of the file was not read."""
+
+
+class _Client(NamedTuple):
+    """What one client has."""
+
+    name: str
+    x: list[Any]
+    y: list[Any]
+    left_out: list[str]
+    """What else it has."""
+
+
+def read_clients(path: str | Path, split: str = "", characters: str = "") -> ClientData:
+    """The examples of the clients in a JSON file, or in all JSON files of a folder.
+
+    Args:
+      path: of the file or folder.
+      split: "train", "test" or "val", for a file that has these parts of each client.
+      characters: those of other text, such as of the training split, so that their numbers are the same; ""
+        takes those of the file, sorted.
+
+    Raises:
+      InputError: naming the file, the client and what is wrong.
+    """
+    found: list[_Client] = []
+    left_out: list[str] = []
+    for file in _files(in_home(path, "clients")):
+        where = f"clients: {str(file)!r}"
+        content = parse_json(where, read_user_text("clients", file, machine_memory() // _TIMES), "client")
+        clients, beside = _clients(where, content, split)
+        found += clients
+        left_out += beside + [name for client in clients for name in client.left_out]
+    names = [client.name for client in found]
+    where = f"clients: {str(path)!r}"
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{where}: the client {twice!r} is in two files")
+    empty = [client.name for client in found if not client.x]
+    if empty:
+        left_out.append(f"{len(empty)} clients without examples ({', '.join(empty[:_SHOWN])})")
+    found = [client for client in found if client.x]
+    if not found:
+        raise InputError(f"{where} has no examples")
+    x = _values(where, "x", found)
+    y = _values(where, "y", found)
+    coded, characters, y, classes = _coded(where, x, y, characters)
+    owner = np.repeat([client.name for client in found], [len(client.x) for client in found])
+    return ClientData(coded, y, owner, characters, classes, tuple(dict.fromkeys(left_out)))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix == ".json")
+    if not files:
+        raise InputError(f"clients: {str(path)!r} has no files named *.json")
+    return files
+
+
+# ---- clients -----------------------------------------------------------------------------------------------
+
+
+def _clients(where: str, content: Any, split: str) -> tuple[list[_Client], list[str]]:
+    """The clients of one file, and what stands beside them."""
+    if not isinstance(content, Mapping):
+        raise InputError(
+            f"{where} holds a {type(content).__name__}; expected an object with the x and y of each client"
+        )
+    beside: list[str] = []
+    data = content
+    if "user_data" in content:
+        beside = [name for name in content if name not in ("users", "num_samples", "user_data")]
+        data = content["user_data"]
+        if not isinstance(data, Mapping):
+            raise InputError(f"{where}: its user_data is a {type(data).__name__}, and no object")
+        _check_counts(where, content, data)
+    clients = [_client(f"{where}, client {name!r}", name, each, split) for name, each in data.items()]
+    return clients, beside
+
+
+def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Check that LEAF's users and numbers of examples are those of the data."""
+    users = content.get("users", list(data))
+    if not isinstance(users, list) or sorted(map(str, users)) != sorted(data):
+        raise InputError(f"{where}: its users are not those of its user_data; the file is damaged")
+    counts = content.get("num_samples")
+    if counts is None:
+        return
+    for user, count in zip(users, counts if isinstance(counts, list) else [], strict=False):
+        y = data[str(user)].get("y") if isinstance(data[str(user)], Mapping) else None
+        if isinstance(y, list) and len(y) != count:
+            raise InputError(f"{where}: user {user!r} has {len(y)} examples, and num_samples says {count}")
+    if not isinstance(counts, list) or len(counts) != len(users):
+        raise InputError(f"{where}: its num_samples does not have a number for each user")
+
+
+def _client(where: str, name: str, data: Any, split: str) -> _Client:
+    """One client, or the part of it that is asked for."""
+    if not isinstance(data, Mapping):
+        raise InputError(f"{where}: a {type(data).__name__}; expected an object with x and y")
+    parts = [part for part, each in data.items() if isinstance(each, Mapping)]
+    if "x" in data and split:
+        raise InputError(f"split: {split!r}, and {where.removeprefix('clients: ')} has no parts")
+    left_out: list[str] = []
+    if "x" not in data and parts:
+        if split not in parts:
+            raise InputError(
+                f"split: {split!r} is no part of {where.removeprefix('clients: ')}; {nearest(split, parts)}"
+            )
+        left_out = [part for part in parts if part != split]
+        data = data[split]
+    for key in ("x", "y"):
+        if not isinstance(data.get(key), list):
+            raise InputError(f"{where}: {key} is no list; it has: {', '.join(map(str, data)) or 'nothing'}")
+    if len(data["x"]) != len(data["y"]):
+        raise InputError(
+            f"{where}: {len(data['x'])} examples in x and {len(data['y'])} in y; they must match"
+        )
+    left_out += [key for key in data if key not in ("x", "y")]
+    return _Client(name, data["x"], data["y"], left_out)
+
+
+# ---- values ------------------------------------------------------------------------------------------------
+
+
+def _values(where: str, key: str, clients: list[_Client]) -> np.ndarray:
+    """All x or y: numbers [N, ...] or text [N].
+
+    Raises:
+      InputError: naming the client whose values have another shape, or are neither.
+    """
+    shape = None
+    arrays = []
+    for client in clients:
+        name = f"{where}, client {client.name!r}"
+        try:
+            array = np.array(getattr(client, key))
+        except ValueError:
+            raise InputError(f"{name}: the examples of {key} have several shapes; make them equal") from None
+        if array.dtype.kind not in "biufU" or (array.dtype.kind == "U" and array.ndim > 1):
+            raise InputError(
+                f"{name}: {key} holds {array.dtype} of shape {array.shape}; expected numbers or text"
+            )
+        if array.dtype.kind == "U" and not all(isinstance(value, str) for value in getattr(client, key)):
+            raise InputError(f"{name}: {key} holds text beside numbers")
+        mine = (array.dtype.kind == "U", array.shape[1:])
+        if shape is not None and mine != shape:
+            raise InputError(
+                f"{name}: the examples of {key} are not like those of client {clients[0].name!r}; make them "
+                "equal"
+            )
+        shape = mine
+        arrays.append(array)
+    return np.concatenate(arrays)
+
+
+def _coded(
+    where: str, x: np.ndarray, y: np.ndarray, characters: str
+) -> tuple[np.ndarray, str, np.ndarray, tuple[str, ...]]:
+    """x and y as numbers, with the characters or classes that numbers stand for."""
+    if x.dtype.kind != "U":
+        if characters:
+            raise InputError(f"characters: {where.removeprefix('clients: ')} has no text in x")
+        x = _numbers(where, "x", x)
+        if y.dtype.kind != "U":
+            return x, "", _numbers(where, "y", y, whole=True), ()
+        classes = natural_order(y)
+        number = {name: i for i, name in enumerate(classes)}
+        return x, "", np.array([number[name] for name in y.tolist()], np.int32), tuple(classes)
+    text = y.dtype.kind == "U"
+    known = characters or "".join(
+        sorted({c for each in (x, *([y] if text else [])) for one in each.tolist() for c in one})
+    )
+    place = {character: i for i, character in enumerate(known)}
+    coded = _characters(where, "x", x, place)
+    if not text:
+        return coded, known, _numbers(where, "y", y, whole=True), ()
+    target = _characters(where, "y", y, place)
+    return coded, known, target[:, 0] if target.shape[1] == 1 else target, ()
+
+
+def _characters(where: str, key: str, text: np.ndarray, place: Mapping[str, int]) -> np.ndarray:
+    """The places [N, T] of the characters of texts of one length T."""
+    words = text.tolist()
+    lengths = {len(word) for word in words}
+    if len(lengths) > 1:
+        raise InputError(
+            f"{where}: the texts of {key} have {min(lengths)} to {max(lengths)} characters; make them equal"
+        )
+    unknown = next((c for word in words for c in word if c not in place), None)
+    if unknown is not None:
+        raise InputError(f"characters: {unknown!r} is in {key} and not among the characters")
+    return np.array([[place[c] for c in word] for word in words], np.int32).reshape(len(words), -1)
+
+
+def _numbers(where: str, key: str, values: np.ndarray, whole: bool = False) -> np.ndarray:
+    """float32, or int32 where the file has integers, or `whole` floats are none but that."""
+    if not np.isfinite(values).all():
+        raise InputError(f"{where}: {key} holds a number that is too large")
+    if whole and values.dtype.kind == "f" and (values == np.rint(values)).all():
+        values = values.astype(np.int64)
+    if values.dtype.kind in "fb":
+        return values.astype(np.float32 if values.dtype.kind == "f" else bool)
+    if values.size and (values.max() > np.iinfo(np.int32).max or values.min() < np.iinfo(np.int32).min):
+        raise InputError(f"{where}: {key} holds {values.max()}; integers have at most 32 bits")
+    return values.astype(np.int32)
