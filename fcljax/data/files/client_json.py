@@ -20,7 +20,7 @@ _TIMES = 16  # how many times its own size a file needs in memory
 _SHOWN = 6  # names in a line
 
 
-class ClientData(NamedTuple):
+class ClientArrays(NamedTuple):
     """Examples and their clients: `simulate(method, *data[:3], rounds=10)`."""
 
     x: np.ndarray
@@ -37,7 +37,7 @@ class ClientData(NamedTuple):
     """What of the file was not read."""
 
 
-class _Client(NamedTuple):
+class _JsonClient(NamedTuple):
     """What one client has."""
 
     name: str
@@ -47,7 +47,7 @@ class _Client(NamedTuple):
     """What else it has."""
 
 
-def read_clients(path: str | Path, split: str = "", characters: str = "") -> ClientData:
+def read_clients(path: str | Path, split: str = "", characters: str = "") -> ClientArrays:
     """The examples of the clients in a JSON file, or in all JSON files of a folder.
 
     Args:
@@ -59,7 +59,7 @@ def read_clients(path: str | Path, split: str = "", characters: str = "") -> Cli
     Raises:
       InputError: naming the file, the client and what is wrong.
     """
-    found: list[_Client] = []
+    found: list[_JsonClient] = []
     left_out: list[str] = []
     for file in _files(in_home(path, "clients")):
         where = f"clients: {str(file)!r}"
@@ -82,7 +82,7 @@ def read_clients(path: str | Path, split: str = "", characters: str = "") -> Cli
     y = _values(where, "y", found)
     coded, characters, y, classes = _coded(where, x, y, characters)
     owner = np.repeat([client.name for client in found], [len(client.x) for client in found])
-    return ClientData(coded, y, owner, characters, classes, tuple(dict.fromkeys(left_out)))
+    return ClientArrays(coded, y, owner, characters, classes, tuple(dict.fromkeys(left_out)))
 
 
 def _files(path: Path) -> list[Path]:
@@ -97,7 +97,7 @@ def _files(path: Path) -> list[Path]:
 # ---- clients -----------------------------------------------------------------------------------------------
 
 
-def _clients(where: str, content: Any, split: str) -> tuple[list[_Client], list[str]]:
+def _clients(where: str, content: Any, split: str) -> tuple[list[_JsonClient], list[str]]:
     """The clients of one file, and what stands beside them."""
     if not isinstance(content, Mapping):
         raise InputError(
@@ -131,7 +131,7 @@ def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any
         raise InputError(f"{where}: its num_samples does not have a number for each user")
 
 
-def _client(where: str, name: str, data: Any, split: str) -> _Client:
+def _client(where: str, name: str, data: Any, split: str) -> _JsonClient:
     """One client, or the part of it that is asked for."""
     if not isinstance(data, Mapping):
         raise InputError(f"{where}: a {type(data).__name__}; expected an object with x and y")
@@ -154,13 +154,13 @@ def _client(where: str, name: str, data: Any, split: str) -> _Client:
             f"{where}: {len(data['x'])} examples in x and {len(data['y'])} in y; they must match"
         )
     left_out += [key for key in data if key not in ("x", "y")]
-    return _Client(name, data["x"], data["y"], left_out)
+    return _JsonClient(name, data["x"], data["y"], left_out)
 
 
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-def _values(where: str, key: str, clients: list[_Client]) -> np.ndarray:
+def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
     """All x or y: numbers [N, ...] or text [N].
 
     Raises:
