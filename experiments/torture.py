@@ -14,6 +14,8 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
 - files: files of every kind that is read back are damaged (torture_files.py).
 - bad inputs: commands with options, files of settings, images, arrays, weights and folders from generators
   (torture_inputs.py). Each must end with exit code 2 and one line, with nothing left behind.
+- data: tables of the hub, folders, lists and .npz files as people have them (torture_data.py). What is right
+  must be read with the right classes, what is wrong must end as a bad input does.
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torture_files
 from torture_common import PATIENCE, Outcome, one_line
 from torture_files import damaged_file
-from torture_inputs import bad_input
+from torture_inputs import bad_input, data_input
 from torture_kills import RUNS, References, kill, numbers, references
 from torture_uploads import hostile_upload
 
@@ -120,9 +122,10 @@ TRIALS: dict[str, Callable[[random.Random, Path, References, int], Outcome]] = {
     "damage": damage,
     "files": lambda rng, folder, references, _: damaged_file(rng, folder, references.of("linear")),
     "bad inputs": bad_input,
+    "data": data_input,
     "uploads": hostile_upload,
 }
-USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 300), strict=True))
+USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 300), strict=True))
 
 
 def torture(

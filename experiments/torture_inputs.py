@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torture_data
 from torture_common import Outcome, called, one_line
 
 
@@ -26,21 +27,44 @@ class Bad(NamedTuple):
 
 def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
     """One of the generated inputs, in an empty folder."""
-    bad = rng.choice(GENERATORS)(rng)
+    return _tried(rng.choice(GENERATORS)(rng), folder)
+
+
+def data_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
+    """One of the generated data sets, right or wrong, in an empty folder."""
+    data = rng.choice(torture_data.GENERATORS)(rng)
+    arguments = ["data", "prepare", data.name, "--data-dir", "cache"]
+    if data.truth is None:
+        return _tried(Bad(data.kind, arguments, data.files), folder)
+    code, out, err, _ = _called(arguments, data.files, folder)
+    if code == 2 and one_line(err) and "need" in err and "every class" in err:
+        # a random fifth may lack a class
+        return Outcome("survived", f"{data.kind}: refused")
+    if code:
+        return Outcome("other", f"{data.kind}: exit code {code}, and it should be read: {err[-600:]}")
+    wrong = torture_data.misread(data, folder, out + err)
+    return Outcome("different" if wrong else "survived", f"{data.kind}: {wrong or 'read'}")
+
+
+def _called(arguments: list[str], files: dict[str, bytes], folder: Path) -> tuple[int, str, str, list[Path]]:
+    """A command in a folder with these files: exit code, stdout, stderr, and what is there that was not."""
     folder.mkdir()
-    for name, content in bad.files.items():
+    for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     before, here = sorted(folder.rglob("*")), Path.cwd()
     os.chdir(folder)
     try:
-        code, out, err = called(*bad.arguments)
+        code, out, err = called(*arguments)
     finally:
         os.chdir(here)
+    return code, out, err, [path for path in sorted(folder.rglob("*")) if path not in before]
+
+
+def _tried(bad: Bad, folder: Path) -> Outcome:
+    """What became of an input that must be refused."""
+    code, _, err, left = _called(bad.arguments, bad.files, folder)
     what = f"{bad.kind}: {[argument[:120] for argument in bad.arguments]}"
-    # the cache of prepared images and its locks may stay: they are no part of a run
-    cache = lambda path: path.name == "prepared" or path.name.endswith(".lock")
-    left = [path for path in sorted(folder.rglob("*")) if path not in before and not cache(path)]
     if code == 2 and one_line(err) and len(err) < 8000 and not left:
         return Outcome("survived", what)
     if code == 0 and bad.may_pass and "Traceback" not in err:

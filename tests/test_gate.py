@@ -1,6 +1,7 @@
 """The gate for the user's images and labels: what is plainly meant is read, everything else is one line."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from fcljax import cli
 from fcljax.data.files.arrays import checked_image, checked_images, checked_labels, dataset_of_arrays
-from fcljax.data.files.sources import DataOptions, load_dataset
+from fcljax.data.files.sources import DATASETS, FORMS, DataOptions, load_dataset
 from fcljax.errors import InputError
 
 GREY = np.arange(4 * 5 * 6, dtype=np.uint8).reshape(4, 5, 6) * 2
@@ -211,3 +212,11 @@ def test_an_npz_file_without_the_arrays_is_refused_on_the_command_line(tmp_path,
     line = capsys.readouterr().err.strip()
     assert line.count("\n") == 0 and "has no array 'x_train'" in line and "it has: images, labels" in line
     assert not (tmp_path / "data").exists()
+
+
+def test_every_form_has_a_row_in_the_documentation():
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for form in FORMS:
+        assert any(f"`{form}:" in row for row in rows), form
+        assert any(name.startswith(f"{form}:") for name in DATASETS), form

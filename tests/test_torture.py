@@ -41,6 +41,12 @@ def test_bad_inputs_end_in_one_line_and_leave_nothing(torture, tmp_path, monkeyp
     assert results(found, "bad inputs") == ([], 50)
 
 
+def test_data_sets_are_read_rightly_or_refused_in_one_line(torture, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    found = tried(torture, tmp_path, monkeypatch, data=40)
+    assert results(found, "data") == ([], 40)
+
+
 # TensorStore's threads may say of a damaged file what the exception has said
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_files_are_named_refused_or_made_again(torture, tmp_path, monkeypatch):

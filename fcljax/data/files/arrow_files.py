@@ -21,6 +21,7 @@ SUFFIXES = (".parquet", ".arrow")
 _FEW_ROWS = 1 << 20  # beyond these a file has at least a byte for each row: a set of images has many more
 _ROW_BYTES = 256  # of memory for the labels, names and places of a row
 _VALUE_BYTES = 8
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream
 _BATCH = 128  # rows in memory at a time
 
 
@@ -164,6 +165,9 @@ def _arrow(path: Path, name: str) -> Table:
     source = pa.memory_map(str(path))
     try:
         table = pa.ipc.open_stream(source).read_all()
+        source.seek(max(0, source.size() - len(_END)))
+        if source.read() != _END:
+            raise InputError(f"dataset: {str(path)!r} is cut off: it lacks the mark at the end of a stream")
     except pa.ArrowInvalid:
         table = pa.ipc.open_file(source).read_all()
 
