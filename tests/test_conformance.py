@@ -2,6 +2,7 @@
 without examples: the statements of `fcljax check`, and what only a test can say."""
 
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,19 @@ from micro import (
 from small_runs import some
 from toys import close, same
 
-from fcljax.checks import conformance
+from fcljax import config
+from fcljax.checks import conformance, tracing
 from fcljax.checks import federation as tiny
 from fcljax.federated.engine import Lanes
 from fcljax.federated.reference import epoch_order
-from fcljax.methods import METHODS
+from fcljax.methods import METHODS, MethodEntry
 from fcljax.models.vit import Injection, apply_vit
+from fcljax.parts.client import ClientRule
+from fcljax.parts.federate import federate, linear_learner
+from fcljax.parts.learner import Loss, cross_entropy_loss
+from fcljax.parts.server import ServerRule, ServerUpdate
+from fcljax.runs.build import make_method
+from fcljax.settings import NoOptions
 from fcljax.types import Batch
 
 RATE = 1e-3
@@ -154,6 +162,7 @@ def test_a_method_that_reads_padding_is_caught():
     made = tiny.federation(broken, TINY, EXAMPLES)
     found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
+    assert found.found.endswith("usual cause: batch.mask is not used")
 
 
 def test_states_follow_the_client_and_those_who_are_absent_keep_theirs(name):
@@ -210,3 +219,98 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
             tuned = optax.apply_updates(tuned, update)
     close((trained.adapter, trained.classifier), tuned, atol=RATE / 20)
     assert float(jnp.max(jnp.abs(tuned[1].kernel - head.kernel))) > 3 * RATE  # it did train
+
+
+# ---- what a row that fails says ----------------------------------------------------------------------------
+
+
+def made_of(loss=None, rule=None, server_rule=None):
+    """The tiny federation of a linear classifier with a loss or a rule of a user's own."""
+
+    def build(_options, run):
+        return federate(
+            run,
+            linear_learner(run),
+            loss=loss or cross_entropy_loss(),
+            client_rules=(rule,) if rule else (),
+            server_rules=(server_rule,) if server_rule else (),
+        )
+
+    entry = MethodEntry("a user's own", NoOptions, build, adapter="linear")
+    values = {"clients": 4, "batch_size": 4, "epochs": 2}
+    cfg = config.from_mapping(entry, values, "test")
+    return tiny.federation(make_method(cfg, tiny.SIZES, tiny.network(tiny.TINY)))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.normal], ids=["random", "numpy.random"])
+def test_a_number_that_is_drawn_while_tracing_is_found(draw):
+    def drawn_loss(_step, _memory):
+        return jnp.float32(draw()) ** 2
+
+    found = tracing.traces_are_the_same(made_of(rule=ClientRule("noise", loss=drawn_loss)), [])
+    assert not found.holds and "test_conformance.py" in found.found and "drawn_loss()" in found.found
+    fine = tracing.traces_are_the_same(made_of(), [])
+    assert fine.holds, fine
+
+
+def test_a_number_that_a_server_rule_draws_while_tracing_is_found():
+    def update(_round, params, state):
+        return ServerUpdate(jax.tree.map(lambda x: x + np.float32(random.random()), params), state)
+
+    found = tracing.traces_are_the_same(made_of(server_rule=ServerRule("noise", update)), [])
+    assert not found.holds and "update" in found.found
+
+
+def test_programs_differ_wherever_a_constant_does():
+    def differ(function):
+        programs = [tracing._program(function, (jnp.ones(3),)) for _ in range(2)]
+        return tracing.first_difference(*programs)
+
+    def in_a_loop(x):
+        return jax.lax.fori_loop(0, 3, lambda i, y: y * random.random(), x)
+
+    def in_an_array(x):
+        return x + np.random.normal(size=3)
+
+    def plain(x):
+        key = jax.random.key(3)
+        return jax.lax.fori_loop(0, 3, lambda i, y: y * np.arange(3.0), x) + jax.random.normal(key, (3,))
+
+    assert "in_a_loop" in differ(in_a_loop) and "in_an_array" in differ(in_an_array)
+    assert differ(plain) is None
+
+
+def test_a_loss_that_is_nan_is_found_though_states_stay_finite():
+    def value(output, batch, task):
+        plain = cross_entropy_loss().value(output, batch, task)
+        return plain + jax.lax.stop_gradient(jnp.log(-1.0 - plain**2))
+
+    made = made_of(loss=Loss(value))
+    found = conformance.stays_finite(made, tiny.states_after_rounds(made))
+    assert not found.holds and "loss was NaN or infinite in" in found.found
+
+
+def test_a_state_that_is_nan_names_leaf_and_rule():
+    rule = ClientRule("memo", init=lambda key, trainable: jnp.zeros(2))
+    made = made_of(rule=rule)
+    history = tiny.states_after_rounds(made)
+    spoiled = history[1]._replace(clients=jax.tree.map(lambda x: x * jnp.nan, history[1].clients))
+    found = conformance.stays_finite(made, [history[0], spoiled])
+    assert found.found.startswith(".clients[0] is NaN or infinite after round 2")
+    assert found.found.endswith("of the client rule 'memo'")
+
+
+def test_a_client_that_others_change_is_named_with_the_usual_cause():
+    """Its state counts how many clients take part, which it cannot know."""
+    made = made_of(rule=ClientRule("memo", init=lambda key, trainable: jnp.zeros(2)))
+    history = tiny.states_after_rounds(made)
+
+    def receive_more(made, engine, index, state, partition, ids, task=tiny.TASKS[1]):
+        received, states = tiny.receive(made, engine, index, state, partition, ids, task)
+        return received, jax.tree.map(lambda x: x.at[2].add(len(ids)), states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conformance, "receive", receive_more)
+        found = conformance.others_do_not_matter(made, history)
+    assert found.found.startswith("client 2 keeps other numbers: ") and "client rule 'memo'" in found.found
+    assert "usual cause: " in found.found

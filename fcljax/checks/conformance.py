@@ -2,11 +2,11 @@
 (checks/federation.py).
 """
 
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,23 +24,25 @@ from fcljax.checks.federation import (
     difference,
     engine_of,
     equal_bits,
+    farthest_leaf,
     federation,
     network,
+    not_finite,
     of_client,
     padding_features,
     partition_of,
     parts_of,
     present,
     receive,
-    relative_difference,
     states_after_rounds,
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
+from fcljax.checks.tracing import traces_are_the_same
 from fcljax.config import RunConfig
 from fcljax.federated.client_loop import Accumulator
-from fcljax.federated.engine import (
-    Lanes,
-)
+from fcljax.federated.engine import Lanes, RoundReport
+from fcljax.federated.health import training_warnings
+from fcljax.parts.federate import rule_names
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
 from fcljax.types import (
@@ -66,15 +68,25 @@ def check(settings: RunConfig) -> list[Statement]:
 
 
 def stays_finite(made: Federation, history: list[PlayedState]) -> Statement:
-    """Everything stays finite and the server's state changes."""
-    found = "it does"
-    try:
-        chex.assert_tree_all_finite(history[-1])
-    except AssertionError:
-        found = "NaN or infinite numbers"
-    else:
-        found = found if difference(made.server, history[-1].server) else "nothing changes"
-    return Statement("everything stays finite, and the server's state changes", found == "it does", found)
+    """States and the clients' losses stay finite, no upload is left out, and the server's state changes."""
+    reports: list[RoundReport] = []
+    states_after_rounds(made, heard=reports.append)
+    lines = [
+        {"participants": each.participants, "rejected": each.rejected, **each.metrics} for each in reports
+    ]
+    bad = next(((r, leaves) for r, state in enumerate(history) if (leaves := not_finite(state))), None)
+    rejected = sum(each.rejected for each in reports)
+    found = ""
+    if bad is not None:
+        found = f"{bad[1]} is NaN or infinite after round {bad[0] + 1}{_owner(made, bad[1])}"
+    elif rejected:
+        found = f"{rejected} uploads were left out: NaN, infinite, or with a claim that cannot be true"
+    elif said := training_warnings(lines):
+        found = said[0].removeprefix("warning: ")
+    elif not difference(made.server, history[-1].server):
+        found = "nothing changes"
+    name = "states and losses stay finite, and the server's state changes"
+    return Statement(name, not found, found or "they do")
 
 
 def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
@@ -82,17 +94,18 @@ def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Stateme
     pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
     else: in FedLwF.MC the teachers equal the students at first."""
     single = engine_of(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
-    worst = 0.0
+    worst = (0.0, "")
     for index in range(len(made.method.rounds)):
         pair = [
             receive(made, engine, index, history[1], made.partitions[1], [0, 2, 3])[0]
             for engine in (made.engine, single)
         ]
-        worst = max(
-            worst, *(relative_difference(*(parts_of(one)[part] for one in pair)) for part in range(3))
-        )
-    return Statement(
-        "uploads do not depend on lanes or padding", worst < 2e-3, f"largest relative difference {worst:.1e}"
+        worst = max(worst, _farthest(pair, 3))
+    return _nearly_equal(
+        "uploads do not depend on lanes or padding",
+        worst,
+        2e-3,
+        "an unmasked mean or sum over a batch, or numbers drawn while tracing",
     )
 
 
@@ -107,9 +120,39 @@ def others_do_not_matter(made: Federation, history: list[PlayedState]) -> Statem
         together, after = received([0, 2, 3])
         for rank, client in enumerate([0, 2, 3]):
             single, own = received([client])
-            found = found or difference(of_client(single.gather, 0), of_client(together.gather, rank))
-            found = found or difference(of_client(own, client), of_client(after, client))
-    return equal_bits("what a client sends and keeps does not depend on the other participants", found)
+            sent = difference(of_client(single.gather, 0), of_client(together.gather, rank))
+            kept = difference(of_client(own, client), of_client(after, client))
+            if not found and (sent or kept):
+                owner = _owner(made, kept, "clients") if kept else ""
+                found = f"client {client} {'sends' if sent else 'keeps'} other numbers: {sent or kept}{owner}"
+    return _equal_or_cause(
+        "what a client sends and keeps does not depend on the other participants",
+        found,
+        "something outside of the client's context and state",
+    )
+
+
+def _equal_or_cause(name: str, found: str, cause: str) -> Statement:
+    """The statement that two results have the same bits, with the usual cause where they do not."""
+    return equal_bits(name, f"{found}; usual cause: {cause}" if found else "")
+
+
+def _owner(made: Federation, leaves: str, field: str = "") -> str:
+    """The rule whose state the first of some leaves is, such as ", of client rule 'ewc'"; else nothing.
+
+    Args:
+      made: the federation.
+      leaves: paths in a `PlayedState`, or in one of its fields.
+      field: the field, if the paths begin within it.
+    """
+    names = rule_names(made.method)
+    side = field or ("clients" if "clients" in leaves[:9] else "server")
+    index = re.search(r"\[(\d+)\]|^(\d+)|/(\d+)", leaves)
+    known = names.get(side, ())
+    number = int(next(filter(None, index.groups()))) if index else len(known)
+    part = {"server": "server", "clients": "client"}[side]
+    is_state = side == "clients" or "rules" in leaves.partition(",")[0]
+    return f", of the {part} rule {known[number]!r}" if is_state and number < len(known) else ""
 
 
 def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
@@ -122,14 +165,18 @@ def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
     query = padding_features(*GARBAGE, made.data.query.shape[1])
     poisoned = states_after_rounds(made, made.data._replace(image=image, query=query))
     found = difference(poisoned[-1], history[-1])
-    return equal_bits("padding is inert: with other images and labels in it, nothing changes", found)
+    return _equal_or_cause(
+        "padding is inert: with other images and labels in it, nothing changes",
+        f"{found}{_owner(made, found)}" if found else "",
+        "batch.mask is not used",
+    )
 
 
 def order_does_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
     """Clients with other numbers send the same sum, in their first round: later keys depend on the
     numbers."""
     del history
-    label, worst, order = np.asarray(made.data.label), 0.0, [3, 2, 0, 1]
+    label, worst, order = np.asarray(made.data.label), (0.0, ""), [3, 2, 0, 1]
     renamed = partition_of(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
@@ -139,13 +186,32 @@ def order_does_not_matter(made: Federation, history: list[PlayedState]) -> State
             receive(made, made.engine, index, state, partition, present(partition), TASKS[0])[0]
             for partition in (made.partitions[0], renamed)
         ]
-        worst = max(
-            worst, *(relative_difference(*(parts_of(one)[part] for one in pair)) for part in range(2))
-        )
-    return Statement(
+        worst = max(worst, _farthest(pair, 2))
+    return _nearly_equal(
         "permuting clients does not change sums over clients",
-        worst < 1e-3,
-        f"largest relative difference {worst:.1e}",
+        worst,
+        1e-3,
+        "draws or choices by the client's number in place of the key that is given",
+    )
+
+
+def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
+    """The largest relative difference of what was received, and the leaf of uploads that has it."""
+    names = ("mean", "sum", "gather")[:parts]
+    found = []
+    for index, name in enumerate(names):
+        apart, leaf = farthest_leaf(*(parts_of(one)[index] for one in pair))
+        found.append((apart, f"{name}{leaf}"))
+    return max(found)
+
+
+def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) -> Statement:
+    """The statement that a difference is at most rounding; where it is not, the leaf and the usual cause."""
+    apart, leaf = worst
+    holds = apart < most
+    found = f"largest relative difference {apart:.1e}"
+    return Statement(
+        name, holds, found if holds else f"{found} in {leaf} of the uploads; usual cause: {cause}"
     )
 
 
@@ -156,18 +222,27 @@ def resumes(made: Federation, history: list[PlayedState]) -> Statement:
         checkpoint.finish(manager)
         found = checkpoint.latest(manager, history[1])
     again = states_after_rounds(made, start=1, state=found.state if found else None)
-    return equal_bits("a resumed run equals the uninterrupted one", difference(again[-1], history[-1]))
+    apart = difference(again[-1], history[-1])
+    return _equal_or_cause(
+        "a resumed run equals the uninterrupted one",
+        f"{apart}{_owner(made, apart)}" if apart else "",
+        "state in a Python variable, which no checkpoint has",
+    )
 
 
 def traced_once(made: Federation, history: list[PlayedState]) -> Statement:
     """After all other statements, every function of the engine was traced once."""
     del history
     most = max(made.engine.traces.items(), key=lambda item: item[1])
-    return Statement("all rounds of all tasks share one trace", most[1] == 1, f"{most[0]}: {most[1]} traces")
+    found = f"{most[0]}: {most[1]} traces"
+    if most[1] > 1:
+        found += "; usual cause: a shape, a dtype or a Python number that changes with the round or task"
+    return Statement("all rounds of all tasks share one trace", most[1] == 1, found)
 
 
 STATEMENTS = (
     stays_finite,
+    traces_are_the_same,
     lanes_do_not_matter,
     others_do_not_matter,
     padding_is_inert,

@@ -6,7 +6,7 @@ small enough for seconds, large enough for partial batches, padding classes and 
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -26,6 +26,7 @@ from fcljax.federated.engine import (
     Exchange,
     Lanes,
     RoundInputs,
+    RoundReport,
     init_clients,
     keep_task,
     make_engine,
@@ -197,6 +198,7 @@ def states_after_rounds(
     start: int = 0,
     state: PlayedState | None = None,
     ids: Sequence[int] | None = None,
+    heard: Callable[[RoundReport], object] | None = None,
 ) -> list[PlayedState]:
     """The states after every round of the tasks from `start` on, with what comes before and after a task.
 
@@ -204,6 +206,7 @@ def states_after_rounds(
       data: instead of the federation's own.
       state: from which to start.
       ids: the clients that participate in rounds; None: all that have examples.
+      heard: gets the report of every round, and of what comes before and after a task.
     """
     data, history = made.data if data is None else data, []
     server, clients, past = state or PlayedState(made.server, jax.tree.map(jnp.copy, made.states))
@@ -219,7 +222,9 @@ def states_after_rounds(
                 inputs = RoundInputs(
                     made.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
-                server, clients, _ = run_round(made.engine, server, clients, inputs)
+                server, clients, report = run_round(made.engine, server, clients, inputs)
+                if heard is not None:
+                    heard(report)
             kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
             past += () if kept is None else (kept,)
             history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
@@ -277,6 +282,27 @@ def difference(a: PyTree, b: PyTree) -> str:
         leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
         return f"{', '.join(leaves[:3])} differ" if leaves else one_line(str(error))[:200]
     return ""
+
+
+def not_finite(tree: PyTree) -> str:
+    """The leaves with NaN or infinite numbers, the first three of them; empty if there are none."""
+    leaves = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.all(jnp.isfinite(leaf)))
+    ]
+    return ", ".join(leaves[:3])
+
+
+def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
+    """The largest difference over the largest value of a tree, and the leaf that has it."""
+    scale = max(largest(b), 1e-6)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    found = [
+        (largest(x.astype(jnp.float32) - y.astype(jnp.float32)) / scale, jax.tree_util.keystr(path))
+        for (path, x), y in pairs
+    ]
+    return max(found, default=(0.0, ""))
 
 
 def largest(tree: PyTree) -> float:

@@ -154,6 +154,16 @@ def federate(
     )
 
 
+def rule_names(method: Method) -> dict[Literal["server", "clients"], tuple[str, ...]]:
+    """The names of the rules of a method that `federate` made, in the order of their states in `ServerState`
+    and at clients; nothing of other methods."""
+    parts = next(iter(getattr(method.init, "args", ())), None)
+    if not isinstance(parts, _Parts):
+        return {}
+    at_server = tuple(rule.name for rule in (*parts.each_round, *parts.per_task))
+    return {"server": at_server, "clients": tuple(rule.name for rule in parts.rules)}
+
+
 class _Parts(NamedTuple):
     """Everything static that the functions below close over."""
 
