@@ -37,7 +37,7 @@ def traces_are_the_same(made: Federation, history: list[PlayedState]) -> Stateme
 def _traced_twice(method: Method, found: list[str]) -> Method:
     """The method whose functions note in `found` where two traces of them differ."""
 
-    def twice(part: str, function: Callable | None) -> Callable | None:
+    def twice(part: str, function: Any) -> Any:
         if function is None:
             return None
 
@@ -63,7 +63,7 @@ def _traced_twice(method: Method, found: list[str]) -> Method:
         )
         return each._replace(program=program, server=twice(f"{where}server", each.server))
 
-    functions = {name: twice(name, getattr(method, name)) for name in OF_METHOD}
+    functions: dict[str, Any] = {name: twice(name, getattr(method, name)) for name in OF_METHOD}
     return method._replace(**functions, rounds=tuple(round_of(*pair) for pair in enumerate(method.rounds)))
 
 

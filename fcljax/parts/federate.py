@@ -154,7 +154,7 @@ def federate(
     )
 
 
-def rule_names(method: Method) -> dict[Literal["server", "clients"], tuple[str, ...]]:
+def rule_names(method: Method) -> dict[str, tuple[str, ...]]:
     """The names of the rules of a method that `federate` made, in the order of their states in `ServerState`
     and at clients; nothing of other methods."""
     parts = next(iter(getattr(method.init, "args", ())), None)
