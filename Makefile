@@ -17,10 +17,12 @@ test: .venv/ready lint
 test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
-# What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, the site and the notebook.
+# What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, type checkers, the site and the
+# notebook.
 test-extras: .venv/extras/ready
 	.venv/extras/bin/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
 	  tests/test_sweeps.py tests/test_docs.py tests/test_tuning.py
+	.venv/extras/bin/python -m pytest -n 0 -m "" tests/test_types.py
 
 # Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
 test-accelerators: .venv/aot/ready
@@ -50,7 +52,7 @@ docs-serve: .venv/docs
 	$(PYTHON) -m venv .venv/extras
 	.venv/extras/bin/python -m pip install --quiet --requirement requirements.txt
 	.venv/extras/bin/python -m pip install --quiet --editable \
-	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,tune,wandb]'
+	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,tune,types,wandb]'
 	touch $@
 
 # An environment of its own: a run must not find the compilers' plugins for chips that are not here.

@@ -3,6 +3,8 @@
 What a run and a method of one's own need can be imported from here; it is loaded when it is first used.
 """
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -64,6 +66,85 @@ _MODULES = {
         "Weighted",
     ),
 }
+
+# the same table for editors and type checkers, which do not run `__getattr__`; a test compares the two
+if TYPE_CHECKING:  # isort: off
+    from fcljax.api import Result as Result, run as run
+    from fcljax.data.files.dataset import Dataset as Dataset
+    from fcljax.errors import InputError as InputError
+    from fcljax.methods import MethodEntry as MethodEntry
+    from fcljax.models.heads import (
+        apply_head as apply_head,
+        cross_entropy as cross_entropy,
+        distillation as distillation,
+        init_head as init_head,
+        mask_logits as mask_logits,
+    )
+    from fcljax.models.own import Backbone as Backbone
+    from fcljax.options import option as option
+    from fcljax.parts.classifiers import (
+        linear as linear,
+        nearest_mean as nearest_mean,
+        prototypes as prototypes,
+    )
+    from fcljax.parts.client import (
+        ClientEnd as ClientEnd,
+        ClientPass as ClientPass,
+        ClientRule as ClientRule,
+        ClientStep as ClientStep,
+        OfEachClient as OfEachClient,
+        Replay as Replay,
+        Report as Report,
+        Training as Training,
+    )
+    from fcljax.parts.federate import (
+        Run as Run,
+        ServerState as ServerState,
+        federate as federate,
+        linear_learner as linear_learner,
+    )
+    from fcljax.parts.learner import (
+        Adapter as Adapter,
+        Classifier as Classifier,
+        Learner as Learner,
+        Loss as Loss,
+        Output as Output,
+        Params as Params,
+        cross_entropy_loss as cross_entropy_loss,
+        learner as learner,
+        replaced_loss as replaced_loss,
+    )
+    from fcljax.parts.optimise import optimise as optimise
+    from fcljax.parts.proximal import prox as prox
+    from fcljax.parts.reports import class_prototypes as class_prototypes, class_sums as class_sums
+    from fcljax.parts.server import (
+        ServerRound as ServerRound,
+        ServerRule as ServerRule,
+        ServerUpdate as ServerUpdate,
+    )
+    from fcljax.parts.simulation import fedavg as fedavg, local_sgd as local_sgd, simulate as simulate
+    from fcljax.runs.model import Model as Model
+    from fcljax.settings import Preset as Preset, RunConfig as RunConfig
+    from fcljax.types import (
+        Aggregate as Aggregate,
+        Batch as Batch,
+        Broadcast as Broadcast,
+        ClientContext as ClientContext,
+        Method as Method,
+        Phase as Phase,
+        Program as Program,
+        ReplayBatch as ReplayBatch,
+        ReplayBuffer as ReplayBuffer,
+        Round as Round,
+        RoundContext as RoundContext,
+        ServerReplay as ServerReplay,
+        Sizes as Sizes,
+        Task as Task,
+        Upload as Upload,
+        View as View,
+        Weighted as Weighted,
+    )
+
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOME)
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import numpy as np
 from jaxtyping import Float
@@ -30,6 +30,7 @@ from fcljax.models.weights.pretrained import Pretrained
 from fcljax.results import page
 from fcljax.results.comparison import megabytes
 from fcljax.results.run_folder import load_summary
+from fcljax.run_options import RunOptions
 from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
 from fcljax.runs.model import Model, model_of_run
@@ -137,6 +138,37 @@ class Result:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+@overload
+def run(
+    method: str,
+    data: Data = ...,
+    *,
+    backbone: str | Backbone = ...,
+    partition: Any = ...,
+    tasks: int | Sequence[Any] | None = ...,
+    out: str | Path | None = ...,
+    resume: bool = ...,
+    progress: bool = ...,
+    **options: Unpack[RunOptions],
+) -> Result: ...
+
+
+# an entry of the user's own may have options of its own
+@overload
+def run(
+    method: MethodEntry,
+    data: Data = ...,
+    *,
+    backbone: str | Backbone = ...,
+    partition: Any = ...,
+    tasks: int | Sequence[Any] | None = ...,
+    out: str | Path | None = ...,
+    resume: bool = ...,
+    progress: bool = ...,
+    **options: Any,
+) -> Result: ...
 
 
 def run(

@@ -9,7 +9,18 @@ PACKAGE = Path(__file__).parent.parent / "fcljax"
 
 # from the bottom; rooms of one floor may use each other, as long as that is no circle
 FLOORS = (
-    {"errors", "options", "settings", "files", "archives", "types", "mesh", "terminal", "pixels"},
+    {
+        "errors",
+        "options",
+        "settings",
+        "files",
+        "archives",
+        "types",
+        "mesh",
+        "terminal",
+        "pixels",
+        "run_options",
+    },
     {"data", "models"},
     {"federated"},
     {"parts"},

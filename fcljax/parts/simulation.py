@@ -6,7 +6,7 @@ attacks and differential privacy are those of runs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Adapter, Classifier, Learner, Loss, Output, Params
 from fcljax.parts.server import ServerRule
 from fcljax.parts.user_code import check_arguments
-from fcljax.settings import AggregationOptions
+from fcljax.settings import AggregationOptions, Aggregator
 from fcljax.terminal import say
 from fcljax.types import Batch, Method, Network, Sizes, Task
 
@@ -83,6 +83,21 @@ def local_sgd(
     return LocalSGD(loss, optimiser, epochs, batch_size)
 
 
+class MergingOptions(TypedDict, total=False):
+    """How the server merges uploads: the fields of `settings.AggregationOptions`."""
+
+    aggregator: Aggregator
+    trim: float
+    malicious_bound: int
+    clip_radius: float
+    clip_norm: float
+    noise_multiplier: float
+    server_optimiser: Literal["none", "momentum", "adam", "yogi"]
+    server_step: float | None
+    server_momentum: float
+    server_adaptivity: float
+
+
 class Averaging(NamedTuple):
     """A federated method for a model of one's own, whatever the data."""
 
@@ -102,7 +117,7 @@ def fedavg(
     server_rules: tuple[ServerRule, ...] = (),
     malicious: int = 0,
     attack: str = "sign_flip",
-    **merging: Any,
+    **merging: Unpack[MergingOptions],
 ) -> Averaging:
     """Federated averaging (McMahan et al. 2017).
 

@@ -1,0 +1,94 @@
+"""Writes what editors and type checkers know of the package, from the tables that the program reads.
+
+    python experiments/write_types.py
+
+Writes fcljax/run_options.py, the keyword options of `fcljax.run`, and prints the block of imports that
+fcljax/__init__.py has for type checkers. tests/test_types.py fails when either is not up to date.
+"""
+
+import dataclasses
+import subprocess
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import fcljax
+from fcljax import config
+from fcljax.adapters import ADAPTERS
+from fcljax.methods import METHODS
+
+FILE = Path(fcljax.__file__).parent / "run_options.py"
+# arguments of `fcljax.run` that have names there
+NAMED = ("method", "dataset", "backbone", "partition", "tasks")
+# options that Python takes as lists too
+LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int]"}
+
+HEAD = '''"""The keyword options of `fcljax.run`, for editors: those of every method and adapter.
+
+Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run METHOD --help`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of `fcljax run METHOD`, under the names that they have there."""
+
+'''
+
+
+def run_options() -> dict[str, str]:
+    """The type of each keyword option of a run of the package's methods, as Python writes it."""
+    found: dict[str, list[Any]] = {}
+    for method, entry in METHODS.items():
+        for adapter in ADAPTERS.keys() - entry.excludes.keys():
+            for kind in config.option_groups(method, adapter).values():
+                for field in dataclasses.fields(kind):
+                    found.setdefault(field.name, []).append(field.type)
+    written = {name: _union(kinds) for name, kinds in found.items() if name not in NAMED}
+    return dict(sorted((written | LISTS).items()))
+
+
+def _union(kinds: list[Any]) -> str:
+    """One type of the types that a name has in several methods."""
+    parts: dict[str, list[Any]] = {}
+    for kind in kinds:
+        for each in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+            if typing.get_origin(each) is typing.Literal:
+                parts.setdefault("Literal", []).extend(typing.get_args(each))
+            else:
+                parts.setdefault("None" if each is type(None) else each.__name__, [])
+    values = list(dict.fromkeys(parts.pop("Literal", [])))
+    # "file:PATH" stands for any text of that form
+    if any(":" in value or "," in value for value in values):
+        parts["str"] = []
+    elif values:
+        parts[f"Literal[{', '.join(map(repr, values))}]"] = []
+    return " | ".join(sorted(parts, key=lambda name: (name == "None", name)))
+
+
+def import_block() -> str:
+    """The imports of fcljax/__init__.py for type checkers."""
+    lines = ["if TYPE_CHECKING:  # isort: off"]
+    for module, names in fcljax._MODULES.items():
+        aliases = [f"{name} as {name}" for name in names]
+        line = f"    from {module} import {', '.join(aliases)}"
+        if len(line) <= 110:
+            lines.append(line)
+        else:
+            lines += [f"    from {module} import (", *(f"        {alias}," for alias in aliases), "    )"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the options, and print the imports."""
+    fields = "".join(f"    {name}: {kind}\n" for name, kind in run_options().items())
+    FILE.write_text(HEAD + fields, encoding="utf-8")
+    subprocess.run(["ruff", "format", "--quiet", str(FILE)], check=False)
+    print(import_block())
+
+
+if __name__ == "__main__":
+    main()
