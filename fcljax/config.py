@@ -60,6 +60,11 @@ MOST_SEEDS = 100  # more at once is rather a seed that was taken for a number of
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the pixels of the papers' releases, which also decide where the papers are silent
 AS_RELEASED = {"normalise": "release", "positions": "plain"}
+# the length of training, of which --scale fit changes nothing
+SCHEDULE = ("rounds", "epochs", "batch_size")
+# examples of a client and task for which presets are made: most papers have CIFAR-100, 10 tasks, 10 clients
+PAPER_EXAMPLES = 500.0
+NEAR = 3  # times as many steps a task, or a third of them: the preset's learning rates still fit
 # networks that have the scale mini, unless a checkpoint is given; auto is the packaged one
 MICRO = ("auto", "vit_micro", "resnet_micro")
 
@@ -151,10 +156,29 @@ def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: 
     parts = part(run, chosen.run), part(own, chosen.options), adapted
     values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    small = MINI.get(name_of(method), {}) if method in METHODS and scale == "mini" else {}
+    small = MINI.get(name_of(method), {}) if method in METHODS and scale in ("mini", "fit") else {}
     scaled = {name: value for name, value in small.items() if name in values}
+    if scale == "fit":
+        rates = {field.name for each in (run, own, of_adapter) for field in rate_fields(each)}
+        scaled = {name: value for name, value in scaled.items() if name not in {*rates, *SCHEDULE}}
     chosen = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
-    return values | pixels | scaled | chosen
+    factor = {"rate_factor": 0.0 if scale == "fit" else 1.0}
+    return values | pixels | scaled | chosen | factor
+
+
+def rate_fields(options: type) -> list[dataclasses.Field]:
+    """The fields of a dataclass of settings that are learning rates."""
+    return [field for field in fields_of(options) if field.metadata.get("learning_rate")]
+
+
+def learning_rates(settings: RunConfig) -> dict[str, float]:
+    """Option -> learning rate that is trained with, of clients and server; none where nothing trains."""
+    entry = find_method(settings.source or settings.method)
+    if entry.closed_form and settings.adapter == entry.adapter:
+        return {}
+    factor = settings.rate_factor or 1.0
+    rates = {field.name: getattr(settings, field.name) for field in rate_fields(type(settings))}
+    return {name: rate * factor for name, rate in rates.items() if rate is not None}
 
 
 def _reading(presets: Mapping[str, Value], fidelity: str) -> Value:
@@ -191,7 +215,77 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
             f"fidelity: {called} has no preset {fidelity!r}, which {having} have; nearest: 'intended'"
         )
     scale = _scale(values)
-    return resolve(fill(preset(method, adapter, fidelity, scale), values | {"scale": scale}, where))
+    if scale == "fit" and "fidelity" not in values and "improved" in find_method(method).presets:
+        fidelity = "improved"
+    if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
+        values = {**values, "rate_factor": 0.0}
+    values = values | {"scale": scale, "fidelity": fidelity}
+    return resolve(fill(preset(method, adapter, fidelity, scale), values, where))
+
+
+def _is_left_to_run(method: str | MethodEntry, adapter: str, values: Mapping[str, Any]) -> bool:
+    """Whether the number of steps, which only the run knows, decides between the scales paper and fit."""
+    micro = _is_micro(values.get("backbone", "auto"), values.get("checkpoint"))
+    asked = values.get("scale", "auto") == "auto"
+    return asked and not micro and not {*_fit_values(method, adapter), "fidelity"} & {*values}
+
+
+@functools.cache
+def _fit_values(method: str | MethodEntry, adapter: str) -> Mapping[str, Any]:
+    """Option -> value that `--scale fit` starts from, of all that it may change; learning rates are the
+    paper's."""
+    paper = preset(method, adapter, "intended", "paper")
+    fidelity = "improved" if "improved" in find_method(method).presets else "intended"
+    fit = preset(method, adapter, fidelity, "fit")
+    rates = {field.name for field in rate_fields(type(fit))}
+    changed = {name: value for name, value in vars(fit).items() if value != getattr(paper, name)}
+    kept = {*SCHEDULE, "fidelity", "scale", "rate_factor"}
+    return {name: getattr(fit, name) for name in (*rates, *changed) if name not in kept}
+
+
+def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
+    """The options that the run decides when it begins: those that `--scale fit` may change and that are as
+    the preset has them; none where it has decided."""
+    if settings.rate_factor:
+        return ()
+    source = settings.source or settings.method
+    usual = preset(source, settings.adapter, settings.fidelity, settings.scale)
+    names = _fit_values(source, settings.adapter)
+    open_ = [name for name in names if getattr(settings, name) == getattr(usual, name)]
+    return ("scale", "fidelity", "rate_factor", *open_)
+
+
+def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
+    """Option -> learning rate of a method's preset at a scale."""
+    usual = preset(settings.source or settings.method, settings.adapter, settings.fidelity, scale)
+    return {name: getattr(usual, name) for name in learning_rates(settings)}
+
+
+def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
+    """Settings whose scale is decided, where the run decides it: fit for a schedule that is far from the
+    preset's, else the one that they have.
+
+    Args:
+      settings: resolved.
+      examples: of a client in a task, on average.
+    """
+    if settings.rate_factor or settings.scale == "fit":
+        return settings
+    source = settings.source or settings.method
+    usual = preset(source, settings.adapter, settings.fidelity, settings.scale)
+    share = steps_of_task(settings, examples) / steps_of_task(usual, PAPER_EXAMPLES)
+    if 1 / NEAR < share < NEAR or not learning_rates(settings):
+        return dataclasses.replace(settings, rate_factor=1.0)
+    values = dict(_fit_values(source, settings.adapter))
+    if share > 1:  # mini's server training is for short schedules
+        values = {name: getattr(usual, name) for name in values}
+    fidelity = "improved" if "improved" in find_method(source).presets and share < 1 else settings.fidelity
+    return dataclasses.replace(settings, **values, fidelity=fidelity, scale="fit")
+
+
+def steps_of_task(settings: TrainConfig, examples: float) -> float:
+    """Training steps of a client with so many examples of a task."""
+    return settings.rounds * settings.epochs * max(1.0, examples / settings.batch_size)
 
 
 def _scale(values: Mapping[str, Any]) -> Scale:
@@ -213,6 +307,10 @@ def _is_micro(backbone: str, checkpoint: str | None) -> bool:
 def explain_scale(config: RunConfig) -> str:
     """The scale of a run and its reason, in a line."""
     micro = _is_micro(config.backbone, config.checkpoint)
+    if config.scale == "fit":
+        besides = " and --fidelity improved" if config.fidelity == "improved" else ""
+        chosen = f"learning rates searched on held-out training images{besides}"
+        return f"scale: fit, {chosen}; see also --scale paper"
     if (config.scale == "mini") != micro:
         return f"scale: {config.scale}, as --scale says"
     if micro:
@@ -469,7 +567,7 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         types.UnionType,
         typing.Union,
     ):  # Literal | None is a typing.Union before Python 3.14
-        if value is None or value == "None":
+        if types.NoneType in typing.get_args(type_) and (value is None or value == "None"):
             return None
         type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
     if typing.get_origin(type_) is Literal:

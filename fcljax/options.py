@@ -29,6 +29,7 @@ def option(
     positive: bool = False,
     only: tuple[str, ...] = (),
     unset: str = "",
+    learning_rate: bool = False,
 ) -> Value:
     """A field of settings with a range of its own; typed, as `dataclasses.field` is, like its default.
 
@@ -40,9 +41,10 @@ def option(
       positive: 0 is no value either.
       only: the option that decides whether this one is read, and its values with which it is.
       unset: what the default means, for the help. In a file of settings null stands for this default.
+      learning_rate: whether `--scale fit` and `--rate-factor` multiply it.
     """
     metadata = {"least": least, "most": most, "below": below, "positive": positive}
-    metadata |= {"only": only, "unset": unset, "default": default}
+    metadata |= {"only": only, "unset": unset, "default": default, "learning_rate": learning_rate}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fcljax.options import option
 
 Fidelity = Literal["intended", "paper", "released", "improved"]
-Scale = Literal["auto", "paper", "mini"]
+Scale = Literal["auto", "paper", "mini", "fit"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
 Partition = Literal[
     "dirichlet",
@@ -223,7 +223,7 @@ class TrainConfig:
     """Examples per local step."""
     augment: bool | None = option(None, unset="as the data set suggests")
     """Random crops and flips of training images."""
-    lr: float = option(1e-3, positive=True)
+    lr: float = option(1e-3, positive=True, learning_rate=True)
     """Learning rate of the clients."""
     optimiser: Literal["adam", "sgd"] = "adam"
     """Optimiser of the clients; its state is new in every round."""
@@ -314,8 +314,13 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     """Reading of the paper where paper and release differ; improved, which some methods have, was chosen on
     held-out images."""
     scale: Scale = "auto"
-    """Learning rates and server training: the paper's, or those of methods/mini.py for small networks and
-    images (mini); auto: mini with a micro network and no checkpoint."""
+    """Learning rates and server training: the paper's; those of methods/mini.py for small networks and
+    images (mini); or rates that are searched on held-out training images before the first round, with mini's
+    server training and --fidelity improved where the method has it (fit). auto: mini with a micro network and
+    no checkpoint; else fit where a client takes a third of the preset's steps a task or fewer, or three times
+    as many or more, and nothing that fit decides is given; else paper."""
+    rate_factor: float = option(0.0, unset="decided or searched when the run begins")
+    """Factor on all learning rates of the method, its server's included."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported")
     """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
     dependency `privacy`."""

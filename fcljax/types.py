@@ -22,6 +22,9 @@ ClientState: TypeAlias = PyTree  # everything one client keeps between rounds; (
 Local: TypeAlias = PyTree  # what a client holds while it works: parameters, optimiser state, running sums
 
 
+LearningRate: TypeAlias = float | Float[Array, ""]  # an array where rates are data (`federated/rates.py`)
+
+
 class Weighted(NamedTuple):
     """A metric that adds up over batches, clients and devices. Its mean is total / weight."""
 
@@ -63,6 +66,8 @@ class Frozen(NamedTuple):
     """Parameters of a masked autoencoder's decoder, where the checkpoint has one."""
     surrogate: PyTree = ()
     """Images of another data set [S, H, W, 3], grey levels 0..255, where a method asks for them."""
+    rates: PyTree = ()
+    """Learning rates by the names of their options, where they are data (`federated/rates.py`)."""
 
 
 class Features(NamedTuple):

@@ -8,14 +8,14 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from fcljax.options import option
 from fcljax.parts.learner import Adapter
-from fcljax.types import Frozen, Network, Sizes
+from fcljax.types import Frozen, LearningRate, Network, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class FullOptions:
     """Options of the adapter `full`."""
 
-    full_lr: float = option(1e-5, positive=True)
+    full_lr: LearningRate = option(1e-5, positive=True, learning_rate=True)
     """Learning rate of the network."""
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fcljax.models.vit import Injection, Lora, check_blocks
 from fcljax.options import option
 from fcljax.parts.learner import Adapter
-from fcljax.types import Network, Sizes, Task
+from fcljax.types import LearningRate, Network, Sizes, Task
 
 LoraInit = Literal["kaiming_uniform", "gaussian"]
 LoraRule = Literal["sum", "current", "products", "first"]
@@ -101,7 +101,7 @@ class LoraOptions:
     """Rank r of the low-rank updates."""
     lora_blocks: int = 1
     """Number of blocks with low-rank updates, the first ones."""
-    lora_lr: float = option(1e-5, positive=True)
+    lora_lr: LearningRate = option(1e-5, positive=True, learning_rate=True)
     """Learning rate of the LoRA pairs."""
     lora_pairs: Literal["task", "one"] = "task"
     """One LoRA pair for each task, or one that all tasks train."""

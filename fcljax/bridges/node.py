@@ -27,6 +27,7 @@ from fcljax.runs import resume
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.features import with_queries
 from fcljax.runs.inputs import Inputs, compute_type, load_inputs
+from fcljax.runs.rate_search import is_due
 from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
@@ -180,10 +181,25 @@ def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -
     Raises:
       InputError: as `load_client`.
     """
+    check_no_search(settings)
     data = load_client(settings, own)
     sizes = sizes_of(data.scenario)._replace(examples=examples)
     exp = assemble(settings, data.inputs, data.scenario, sizes, single=True)
     return with_queries(exp, ("train",))
+
+
+def check_no_search(settings: RunConfig) -> None:
+    """Check that nobody has to choose learning rates before the first round: no process of a federation has
+    the examples of all clients.
+
+    Raises:
+      InputError: for `--scale fit` without a factor.
+    """
+    if is_due(settings):
+        raise InputError(
+            "scale: fit searches learning rates in a simulation, and the clients are on machines of their "
+            "own here; give the --rate-factor that a simulation chose, or --scale mini"
+        )
 
 
 def first_state(exp: Experiment, client: int) -> PyTree:
@@ -278,6 +294,7 @@ def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndar
     Raises:
       InputError: for settings that cannot work.
     """
+    check_no_search(settings)
     joint = find_method(settings.source).joint
     scenario = scenario_of_counts(inputs.dataset, settings, settings.rounds, joint, examples)
     return with_queries(assemble(settings, inputs, scenario, sizes_of(scenario)), ("test",))

@@ -103,8 +103,10 @@ def lines(found: Any, name: str) -> list[str]:
     best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
     best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
     time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
+    searching = chosen.scale == "fit" and not chosen.rate_factor
+    added = ["before it, the search of --scale fit takes at most half of its training steps"] * searching
     said = [fits, f"{time} with its evaluations", f"chosen settings: {' '.join(best)}"]
-    return said[:2] + [IN_PRACTICE] * (found.chip.kind == "gpu") + said[2:]
+    return said[:2] + added + [IN_PRACTICE] * (found.chip.kind == "gpu") + said[2:]
 
 
 def _plain(found: Any) -> dict[str, Any]:

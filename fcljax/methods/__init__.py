@@ -43,6 +43,8 @@ class MethodEntry:
     """Whether all tasks' classes come at once."""
     elsewhere: Any = None
     """Options of the method on other adapters than its own, where these are fewer."""
+    closed_form: bool = False
+    """Whether nothing trains on its own adapter, so that there are no learning rates to search."""
     name: str = ""
     """A short name for tables and pages; "": the name of `build`, or of the file."""
 
@@ -91,6 +93,7 @@ METHODS: dict[str, MethodEntry] = {
             "nothing trains in FedNCM: an adapter would stay at its first values",
         ),
         merges=_MEANS,
+        closed_form=True,
     ),
     "afcl": MethodEntry(
         "ridge regression of frozen features by recursive least squares, exact for every partition (AFCL)",
@@ -102,6 +105,7 @@ METHODS: dict[str, MethodEntry] = {
             "nothing trains in AFCL: an adapter would stay at its first values",
         ),
         merges=_MEANS,
+        closed_form=True,
     ),
     "fedranpac": MethodEntry(
         "ridge regression on a random projection of features, ridge chosen on held-out examples (FedRanPAC)",
@@ -113,6 +117,7 @@ METHODS: dict[str, MethodEntry] = {
             "its features change with the task, and sums of features are kept over all tasks",
         ),
         merges=_MEANS,
+        closed_form=True,
     ),
     "fedran": MethodEntry(
         "ridge regression on random features from the largest directions of Gram matrices (FedRAN)",
@@ -124,6 +129,7 @@ METHODS: dict[str, MethodEntry] = {
             "nothing trains in FedRAN: an adapter would stay at its first values",
         ),
         merges="it merges the largest directions of what clients send, and sums over examples",
+        closed_form=True,
     ),
     "lorm": MethodEntry(
         "LoRA pairs merged in closed form to keep their responses, one factor at a time (LoRM)",
@@ -163,6 +169,7 @@ METHODS: dict[str, MethodEntry] = {
         "linear",
         excludes=dict.fromkeys(("lora", *_PROMPTS), _WHOLE_NETWORK),
         merges=_MEANS,
+        closed_form=True,
     ),
     "fedclm": MethodEntry(
         "FedAvg of LoRA and a classifier, class means at inference",

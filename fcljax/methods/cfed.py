@@ -38,7 +38,7 @@ from fcljax.parts.task_start import (
     unlabelled,
     valid_parameters,
 )
-from fcljax.types import Frozen, Method, Task, Weighted
+from fcljax.types import Frozen, LearningRate, Method, Task, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CFeDOptions(SurrogateOptions, PromptedOptions):
     """Steps of the server's distillation from the clients' models after a round (release: 0 on CIFAR-100)."""
     server_batch: int = 128
     """Surrogate images per step of the server, over all teachers."""
-    server_lr: float = option(5e-5, positive=True)
+    server_lr: LearningRate = option(5e-5, positive=True, learning_rate=True)
     """Learning rate of the server's Adam."""
 
 

@@ -21,7 +21,7 @@ from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Training
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Loss, Params, cross_entropy_loss
 from fcljax.settings import Preset
-from fcljax.types import Batch, ClientContext, Method, RoundContext, View
+from fcljax.types import Batch, ClientContext, LearningRate, Method, RoundContext, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     return method._replace(predict_client=predict_client, personal=True)
 
 
-def personal_model(weight: float, loss: Loss, training: Training, rate: float | None) -> ClientRule:
+def personal_model(weight: float, loss: Loss, training: Training, rate: LearningRate | None) -> ClientRule:
     """After training, as many epochs on the client's own model; its state is that model.
 
     Args:

@@ -48,7 +48,7 @@ from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
-from fcljax.types import Method, Metrics, Task, View, Weighted
+from fcljax.types import LearningRate, Method, Metrics, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
 JUDGED = 1024  # prototypes on which the server measures its classifier
@@ -66,7 +66,9 @@ class FPPLOptions:
     """Epochs of the server's debiasing per round."""
     server_batch_size: int | None = option(None, unset="the clients' batch size")
     """Prototypes per step of the server's debiasing."""
-    server_lr: float | None = option(None, positive=True, unset="the clients' learning rate")
+    server_lr: LearningRate | None = option(
+        None, positive=True, unset="the clients' learning rate", learning_rate=True
+    )
     """Learning rate of the server's debiasing."""
     wo_unified: bool = False
     """Ablation: no unified-representation loss."""
@@ -202,7 +204,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
         server = ServerTraining(
             options.server_epochs,
             options.server_batch_size or run.training.batch_size,
-            options.server_lr or run.training.lr,
+            run.training.lr if options.server_lr is None else options.server_lr,
             options.reduction,
         )
         head, metrics = debias(params.classifier, pool._replace(present=present), round.key, server)
@@ -243,7 +245,7 @@ class ServerTraining(NamedTuple):
 
     epochs: int
     batch_size: int
-    lr: float
+    lr: LearningRate
     reduction: Reduction = "mean"
 
 

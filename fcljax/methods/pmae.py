@@ -42,6 +42,7 @@ from fcljax.types import (
     Batch,
     ClientContext,
     Frozen,
+    LearningRate,
     Method,
     Network,
     Reconstruction,
@@ -73,7 +74,7 @@ class PmaeOptions:
     """Epochs of the server on restored images."""
     tune_batch: int = 128
     """Restored images per step of the server."""
-    tune_lr: float = option(1e-3, positive=True)
+    tune_lr: LearningRate = option(1e-3, positive=True, learning_rate=True)
     """Learning rate of the server's Adam."""
     recon_denorm: bool = True
     """Map restored images from the decoder's range of pixels to the classifier's."""

@@ -27,7 +27,7 @@ from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method, Task
+from fcljax.types import ClientContext, LearningRate, Method, Task
 
 PRESETS = {
     "intended": Preset(
@@ -103,9 +103,10 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
     Raises:
       InputError: for any other, such as Adam or momentum.
     """
-    gradient, start = jnp.float32(2.0), jnp.zeros(())
-    first, state = optimiser.update(gradient, optimiser.init(start), start)
-    second, _ = optimiser.update(gradient, state, start)
+    with jax.ensure_compile_time_eval():  # a method may be made inside of jit (`federated/rates.py`)
+        gradient, start = jnp.float32(2.0), jnp.zeros(())
+        first, state = optimiser.update(gradient, optimiser.init(start), start)
+        second, _ = optimiser.update(gradient, state, start)
     if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((first, second))):
         raise InputError(
             "optimiser: scaffold reads gradients from how far clients move, which Adam and momentum hide; "
@@ -114,7 +115,7 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
 
 
 def mean_gradient(
-    training: Training, rates: tuple[float, float], context: ClientContext, trainable: Params
+    training: Training, rates: tuple[LearningRate, LearningRate], context: ClientContext, trainable: Params
 ) -> Params:
     """(x - y_i) / (K eta), the mean of the corrected gradients of a client's K steps.
 

@@ -31,7 +31,7 @@ from fcljax.parts.learner import (
     total_cross_entropy,
 )
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
-from fcljax.types import Batch, ClientContext, Metrics, Phase, View, Weighted
+from fcljax.types import Batch, ClientContext, LearningRate, Metrics, Phase, View, Weighted
 
 OWN, ADAPTER = "own", "adapter"  # terms of the loss: the clients' own, and the adapter's
 SHARE = "gradient_share_"  # what the names of the metrics of measured steps begin with
@@ -51,7 +51,7 @@ class Training(NamedTuple):
     """Passes over the client's examples in a round."""
     batch_size: int
     """Examples of a step."""
-    lr: float
+    lr: LearningRate
     """Learning rate of everything without one of its own (`Adapter.rate`)."""
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
     """Gives the direction of a step; the learning rate is applied afterwards."""
@@ -520,7 +520,7 @@ def _descend(
     factor = training.factor(context.client.round, work.rounds, epoch) if training.factor else 1.0
     rates = (training.lr if own is None else own, training.lr, training.lr)
 
-    def moved(params: PyTree, by: PyTree, rate: float) -> PyTree:
+    def moved(params: PyTree, by: PyTree, rate: LearningRate) -> PyTree:
         return jax.tree.map(lambda x, u: x - rate * factor * u, params, by)
 
     after = Params(*map(moved, trainable[:3], direction[:3], rates), stats=trainable.stats)

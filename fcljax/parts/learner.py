@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Reduction, correct, cross_entropy
 from fcljax.parts.user_code import check_arguments
-from fcljax.types import Batch, Features, Frozen, Network, Task, Weighted
+from fcljax.types import Batch, Features, Frozen, LearningRate, Network, Task, Weighted
 
 Logits: TypeAlias = Float[Array, "batch classes"]
 Feature: TypeAlias = Float[Array, "batch width"]
@@ -123,7 +123,7 @@ class Adapter(NamedTuple):
     """Whether its source draws the first classifier from a truncated normal, without biases."""
     queries: bool = False
     """Whether `inject` reads the query, the frozen network's own class token."""
-    rate: float | None = None
+    rate: LearningRate | None = None
     """Learning rate of the adapter; None: that of the run."""
     batchwise: tuple[str, ...] = ()
     """Options of the run by which what `inject` returns in evaluation depends on the other images of a batch;

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from fcljax.federated.check import Example, check_method, describe, in_users_cod
 from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
 from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
+from fcljax.federated.rates import Rates, with_rates
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
 from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
@@ -123,7 +124,14 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
     settings = config.resolve(fit_partition(settings, inputs.dataset))
     scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
+    settings = config.with_scale_of_schedule(settings, examples_of_task(scenario))
     return assemble(settings, inputs, scenario, sizes_of(scenario))
+
+
+def examples_of_task(scenario: Scenario) -> float:
+    """Examples of a task that a client with any has in its first round, on average."""
+    counts = np.concatenate([of_task[0].count for of_task in scenario.partitions])
+    return float(np.mean(counts[counts > 0]))
 
 
 def assemble(
@@ -152,10 +160,13 @@ def assemble(
     inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
     machine = machine or Machine(jax.default_backend(), None if single else device_mesh(settings.devices))
     network = network_of(inputs.backbone, inputs.preprocess, settings.remat, kernel_on(machine))
-    method = make_method(settings, sizes, network)
+    method, rates = make_method(settings, sizes, network), {}
+    if settings.scale == "fit":
+        rates = config.learning_rates(settings)
+        method = with_rates(lambda rates: make_method(_with(settings, rates), sizes, network), rates)
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
-    frozen = frozen_of(inputs.backbone, inputs.surrogate)
+    frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
     example, read = (
         Example(frozen, train, scenario.tasks[0]),
         partial(inputs_of, inputs.preprocess, inputs.augments),
@@ -228,12 +239,24 @@ def check_one_pass(settings: RunConfig, method: Method) -> None:
         )
 
 
+def as_data(rates: Mapping[str, float]) -> dict[str, Array]:
+    """Learning rates as `Frozen.rates` has them."""
+    return {name: jnp.asarray(rate, jnp.float32) for name, rate in rates.items()}
+
+
+def _with(settings: RunConfig, rates: Rates) -> RunConfig:
+    """Settings with these learning rates."""
+    return dataclasses.replace(settings, rate_factor=1.0, **rates)  # pyrefly: ignore[bad-argument-type]
+
+
 def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     """The method that the settings describe, malicious clients included.
 
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
     """
+    if settings.rate_factor not in (0.0, 1.0):
+        settings = _with(settings, config.learning_rates(settings))
     entry, adapter_entry = find_method(settings.source), find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(

@@ -115,9 +115,12 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
     return fill
 
 
-def with_queries(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Experiment:
-    """The experiment with the query features of all tasks."""
-    return make_fill(exp, parts)(exp, range(len(exp.scenario.tasks)), contextlib.nullcontext)
+def with_queries(
+    exp: Experiment, parts: tuple[Part, ...] = PARTS, tasks: Iterable[int] | None = None
+) -> Experiment:
+    """The experiment with the query features of these tasks, or of all."""
+    tasks = range(len(exp.scenario.tasks)) if tasks is None else tasks
+    return make_fill(exp, parts)(exp, tasks, contextlib.nullcontext)
 
 
 def with_query_shapes(exp: Experiment) -> Experiment:

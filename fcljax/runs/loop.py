@@ -12,14 +12,15 @@ import jax
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
+from fcljax import config
 from fcljax.config import RunConfig, explain_fidelity, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
-from fcljax.files import write_text
+from fcljax.files import read_text, write_text
 from fcljax.mesh import own_part, own_rows, put_own, put_server, put_shared
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed_files, seal, write_json
-from fcljax.runs import checkpoint, fit, memory, resume, signals
+from fcljax.runs import checkpoint, fit, memory, rate_search, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
@@ -38,6 +39,7 @@ from fcljax.types import ReplayBuffer, RoundContext
 PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
 UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
 CHECKPOINTS = "checkpoints"
+SEARCH = "search.json"  # what --scale fit tried and chose
 KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
@@ -205,15 +207,21 @@ def _complete(
       finished: the summary of a run of which only figures are missing.
       moved: what of the hardware has changed since the newest checkpoint.
     """
+    report_notes(exp.inputs.backbone, session.observer.console)
+    session.observer.say(explain_scale(session.settings))
+    if said := explain_fidelity(session.settings):
+        session.observer.say(said)
+    searching = 0.0
+    if rate_search.is_due(session.settings) and not finished:
+        exp, searching = _search(session, placed(exp))
+        session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
-    report_notes(exp.inputs.backbone, observer.console)
-    observer.say(explain_scale(settings))
-    if said := explain_fidelity(settings):
-        observer.say(said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(memory.given_back_by_compilers())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
+            if searching:
+                progress.records.seconds["search"] = searching
             progress.records.hardware_changes += [[progress.step, moved]] if moved else []
             following = trackers.NOBODY
             if hosts.first and not finished:
@@ -237,6 +245,8 @@ def _complete(
         summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn}
         if rebuilt and not finished:
             summary["restored"] = measure(*rebuilt)
+        if (out / SEARCH).exists() and not finished:
+            summary["rate_search"] = json.loads(read_text(out / SEARCH, 1 << 20))
         if hosts.first:
             if not finished:
                 write_json(out / "summary.json", summary)
@@ -246,6 +256,27 @@ def _complete(
                 observer.say(line)
             following.ended(summary)
     return summary
+
+
+def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
+    """The experiment with the learning rates that --scale fit chooses, which config.yaml gets too, and the
+    seconds that it took. A search that is stopped is made again when the run is resumed."""
+    out, observer, hosts = session.out, session.observer, session.hosts
+
+    def check() -> None:
+        stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
+        if stopped:
+            hosts.leave()
+            raise signals.Stopped(stopped)
+
+    choice = rate_search.search(exp, observer.console, observer.say, check)
+    observer.say(choice.line)
+    exp = rate_search.with_choice(exp, choice.settings)
+    if hosts.first:
+        with signals.unbroken():
+            write_json(out / SEARCH, choice.to_json())
+            write_text(out / "config.yaml", config.to_yaml(exp.settings))
+    return exp, choice.seconds
 
 
 def _write_results(

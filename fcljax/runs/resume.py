@@ -113,15 +113,20 @@ def plain_settings(settings: RunConfig) -> dict[str, Any]:
     return yaml.safe_load(config.to_yaml(settings))
 
 
-def differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Settings that influence a run's results and differ: name -> 'name (now, not before)'."""
+def differing(before: dict[str, Any], now: dict[str, Any], decided: Collection[str] = ()) -> dict[str, str]:
+    """Settings that influence a run's results and differ: name -> 'name (now, not before)'; not those that
+    the run `decided` when it began."""
 
     def differs(name: str) -> bool:
-        left_to_the_run = name in CHOSEN and now.get(name) == CHOSEN[name]
+        left_to_the_run = name in decided or (name in CHOSEN and now.get(name) == CHOSEN[name])
         return name not in FREE and not left_to_the_run and before.get(name) != now.get(name)
 
     names = [name for name in {**before, **now} if differs(name)]
     return {name: config.differences({name: before.get(name)}, {name: now.get(name)})[0] for name in names}
+
+
+def _changed(before: dict[str, Any], settings: RunConfig) -> dict[str, str]:
+    return differing(before, plain_settings(settings), config.decided_by_fit(settings))
 
 
 def check_file(out: Path, settings: RunConfig, may: Collection[str] = ()) -> None:
@@ -130,7 +135,7 @@ def check_file(out: Path, settings: RunConfig, may: Collection[str] = ()) -> Non
     Raises:
       InputError: naming those that differ.
     """
-    differ = differing(config.load_yaml(out / "config.yaml"), plain_settings(settings))
+    differ = _changed(config.load_yaml(out / "config.yaml"), settings)
     if set(differ) - set(may):
         raise InputError(f"resume: {str(out)!r} was run with other settings: {', '.join(differ.values())}")
 
@@ -147,11 +152,8 @@ def chosen_before(out: Path, settings: RunConfig) -> dict[str, Any]:
     """What the run in this folder chose of the settings that are left to it now."""
     path = out / "config.yaml"
     before = stored_settings(config.load_yaml(path), settings.devices) if path.is_file() else {}
-    return {
-        name: before[name]
-        for name, free in CHOSEN.items()
-        if getattr(settings, name) == free and name in before
-    }
+    free = [name for name, usual in CHOSEN.items() if getattr(settings, name) == usual]
+    return {name: before[name] for name in (*free, *config.decided_by_fit(settings)) if name in before}
 
 
 def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:
@@ -167,7 +169,7 @@ def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:
     except InputError:
         return None  # there is none, or it is damaged and will be made again
     then = {"method": settings.method, **summary.get("config", {})}
-    differ = differing(then, plain_settings(settings))
+    differ = _changed(then, settings)
     if set(differ) - {"rounds", *ROUNDING}:
         named = ", ".join(differ.values())
         raise InputError(f"resume: {str(out)!r} was finished with other settings: {named}")
@@ -198,7 +200,7 @@ def check_settings(
     """
     if before is None:
         return max(steps, default=0)
-    differ = differing(before["settings"], plain_settings(settings))
+    differ = _changed(before["settings"], settings)
     if set(differ) - {"rounds", *ROUNDING}:
         raise InputError(
             f"resume: the run in {str(out)!r} began with other settings: {', '.join(differ.values())}"
@@ -237,7 +239,7 @@ def check_digests(before: dict[str, Any], settings: RunConfig, inputs: Inputs, o
 def change_settings(out: Path, settings: RunConfig, later: list[int]) -> None:
     """Give a run other settings in config.yaml. With another number of rounds, checkpoints that do not belong
     to both numbers (`later`) and the summary are set aside."""
-    differ = differing(config.load_yaml(out / "config.yaml"), plain_settings(settings))
+    differ = _changed(config.load_yaml(out / "config.yaml"), settings)
     if not differ and not later:
         return
     if ("rounds" in differ or later) and (out / "summary.json").exists():

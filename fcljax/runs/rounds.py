@@ -87,7 +87,7 @@ def make_play_round(
       clients: plays the clients' part, if the engine does not: clients on other machines. A server that does
         not have the personal models that count evaluates nothing then.
     """
-    play, settings = _make_play(exp, records, clock, clients), exp.settings
+    play, settings = make_play(exp, records, clock, clients), exp.settings
     evaluates = clients is None or not exp.method.personal
     evaluate, counted = make_evaluate(exp) if evaluates else None, Counted.of(exp)
 
@@ -110,8 +110,8 @@ def make_play_round(
     return play_round
 
 
-def _make_play(
-    exp: Experiment, records: Records, clock: Clock, clients: Clients | None
+def make_play(
+    exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
     """play(exp, state, past, task, round) -> (state, kept, report, besides): a round, and the reports of what
     comes before the first and after the last one of a task."""

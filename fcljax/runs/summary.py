@@ -89,7 +89,11 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
-        "time": {f"{name}_s": seconds[name] for name in ("compile", "client", "server", "eval")},
+        "time": {
+            f"{name}_s": seconds[name]
+            for name in ("compile", "client", "server", "eval", "search")
+            if name in seconds
+        },
         "client_images_per_s": _rate(counts["client_images"], seconds["client"]),
         # none where nothing trains
         "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]) if by_part else None,

@@ -36,6 +36,7 @@ from fcljax.methods import METHODS, check_no_code, short_name
 from fcljax.results import figures
 from fcljax.results.metrics import paired_difference
 from fcljax.results.run_folder import Summary, value_at, write_json
+from fcljax.runs import rate_search
 from fcljax.studies import grid, sweeps, typed
 from fcljax.studies.grid import Planned
 from fcljax.studies.paper_tables import markdown_table
@@ -227,7 +228,7 @@ def _scaled(usual: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, 
         value = getattr(usual, name, None)
         if isinstance(value, bool) or not isinstance(value, float) or value <= 0:
             raise InputError(f"tuned: {name!r} is no option of it with a positive number")
-    return {name: float(f"{getattr(usual, name) * factor:.4g}") for name in tuned}
+    return rate_search.scaled({name: getattr(usual, name) for name in tuned}, factor)
 
 
 # ---- running -----------------------------------------------------------------------------------------------
@@ -303,8 +304,7 @@ def _a_last(outcome: Outcome) -> float | None:
 
 def chosen(trials: Mapping[float, float | None]) -> float | None:
     """The factor whose trial has the highest A_last, of equal ones that nearest to 1; None: none finished."""
-    known = {factor: value for factor, value in trials.items() if value is not None and not math.isnan(value)}
-    return max(known, key=lambda factor: (known[factor], -abs(math.log(factor))), default=None)
+    return rate_search.best(trials, prefer=lambda factor: abs(math.log(factor)))
 
 
 def _why(outcomes: Mapping[str, Outcome]) -> str:

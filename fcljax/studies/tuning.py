@@ -24,7 +24,7 @@ from fcljax.files import write_text
 from fcljax.methods import find_method
 from fcljax.options import fields_of
 from fcljax.results.run_folder import read_lines, write_json
-from fcljax.runs import loop
+from fcljax.runs import loop, rate_search
 from fcljax.studies.seeds import folder_of_runs
 from fcljax.terminal import add_row, plain_text
 
@@ -279,8 +279,9 @@ def trials_of(study: Any) -> list[Trial]:
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
     """The complete trial with the highest metric, the first of equals."""
-    complete = [each for each in trials if each.state == "complete" and each.value is not None]
-    return max(complete, key=lambda each: each.value or 0.0) if complete else None
+    complete = {each.number: each.value for each in trials if each.state == "complete"}
+    number = rate_search.best(complete, prefer=float)
+    return next((each for each in trials if each.number == number), None)
 
 
 def _write_results(wanted: Wanted, trials: Sequence[Trial], out: Path) -> None:

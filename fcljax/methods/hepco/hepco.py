@@ -42,7 +42,7 @@ from fcljax.parts.reports import ClassMoments, no_moments, normal_of, start_at_c
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
 from fcljax.settings import Preset
-from fcljax.types import ClientContext, Method, Metrics, Task, Weighted
+from fcljax.types import ClientContext, LearningRate, Method, Metrics, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
@@ -63,7 +63,7 @@ class HepcoOptions(PromptedOptions):
     """Steps of the generator of the task's classes."""
     generator_growth: int = option(50, least=0)
     """Further steps per earlier task of the generator of older classes."""
-    generator_lr: float = option(1e-4, positive=True)
+    generator_lr: LearningRate = option(1e-4, positive=True, learning_rate=True)
     """Learning rate of both generators."""
     generator_norm: bool = True
     """Batch normalisation in the generators."""
@@ -77,7 +77,7 @@ class HepcoOptions(PromptedOptions):
     """Latents of older classes over those of the task's classes in the distillation."""
     distill_steps: int = 200
     """Steps of the distillation."""
-    distill_lr: float = option(1e-4, positive=True)
+    distill_lr: LearningRate = option(1e-4, positive=True, learning_rate=True)
     """Learning rate of the distillation."""
     kl_direction: Direction = "server_client"
     """Direction of the divergence: KL(server || client) or KL(client || server)."""

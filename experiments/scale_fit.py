@@ -1,0 +1,128 @@
+"""The table of docs/results/fit.md: methods at the learning rates of `--scale fit`, `mini` and `paper`, on
+some images of mini-CIFAR with a ViT-Ti at 64 pixels.
+
+    python experiments/scale_fit.py DATA_FOLDER RESULTS.jsonl [SEED,...] [METHOD,...] [SCALE,...]
+
+Each finished run is a line of RESULTS.jsonl; runs that it already has are not made again. Rates are data in
+all of them, so that a method is compiled once for each seed and fidelity: `paper` and `mini` have their
+learning rates, the fidelity `intended`, and the server training that `fit` takes.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fcljax import config
+from fcljax.data.files.arrays import dataset_of_arrays
+from fcljax.errors import InputError
+from fcljax.options import replaced
+from fcljax.runs import loop, rate_search
+from fcljax.runs.build import Experiment, Supplied, build, placed
+from fcljax.runs.features import make_fill
+from fcljax.runs.inputs import load_network
+from fcljax.runs.records import Clock, Records
+from fcljax.runs.rounds import first_state, make_play_round
+
+METHODS = (
+    "fedncm scaffold lorm ewc l2p pilora hepco linear fedprox coda-prompt fedproto dualprompt feddyn lwf "
+    "dolfin fedavg fppl"
+)
+CLASSES, TRAIN, TEST = 10, 20, 20  # images of a class
+SETTINGS = dict(
+    tasks=5, clients=4, rounds=2, epochs=3, batch_size=16, alpha=1.0, image_size=64, min_examples=5
+)
+
+
+def main(
+    folder: str, results: str, seeds: str = "2023", methods: str = "", scales: str = "fit,mini,paper"
+) -> None:
+    """Make the runs that are missing."""
+    path = Path(results)
+    lines = path.read_text().splitlines() if path.exists() else []
+    done = {tuple(map(json.loads(line).get, ("method", "scale", "seed"))) for line in lines}
+    for seed in map(int, seeds.split(",")):
+        for method in (methods or METHODS.replace(" ", ",")).split(","):
+            wanted = [scale for scale in scales.split(",") if (method, scale, seed) not in done]
+            wanted = [scale for scale in wanted if method != "fedncm" or scale == "paper"]
+            if wanted:
+                _compare(method, wanted, seed, Path(folder), path)
+
+
+def _compare(method: str, scales: list[str], seed: int, folder: Path, path: Path) -> None:
+    """Make the runs of a method with a seed, and add their lines."""
+    made: dict[str, _Player] = {}
+    for scale in scales:
+        found, began = {"method": method, "scale": scale, "seed": seed}, time.time()
+        try:
+            fidelity = {} if scale == "fit" else {"fidelity": "intended"}
+            settings = config.from_mapping(
+                method, _given(folder, seed) | fidelity | {"scale": "fit"}, "options"
+            )
+            if settings.fidelity not in made:
+                made[settings.fidelity] = _Player(_built(settings, folder))
+            player = made[settings.fidelity]
+            exp = player.exp
+            if scale == "fit":
+                choice = rate_search.search(exp, loop.QUIET, print)
+                chosen, found["search"] = choice.settings, choice.to_json()
+            else:
+                rates = rate_search.base_rates(settings, scale)
+                chosen = replaced(settings, **rates, rate_factor=1.0)
+            found |= {"fidelity": settings.fidelity, **player.run(chosen)}
+        except InputError as error:
+            found["error"] = str(error)
+        found["seconds"] = time.time() - began
+        with path.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def _given(folder: Path, seed: int) -> dict:
+    return SETTINGS | {"checkpoint": str(folder / "vit_tiny_patch16_224_imagenet1k.npz"), "seed": seed}
+
+
+def _built(settings: config.RunConfig, folder: Path) -> Experiment:
+    network = load_network(settings, settings.image_size)
+    return placed(build(settings, Supplied(dataset_of_arrays(_data(folder))[0], network)))
+
+
+class _Player:
+    """Plays runs of one experiment at different learning rates."""
+
+    def __init__(self, exp: Experiment):
+        self.exp, self.records = exp, Records()
+        self.fill = make_fill(exp)
+        self.play = make_play_round(exp, self.records, Clock({}))
+
+    def run(self, settings: config.RunConfig) -> dict:
+        """A_last and A_avg on test images after all tasks."""
+        exp, past = rate_search.with_choice(self.exp, settings), ()
+        vars(self.records).update(vars(Records()))
+        state = first_state(exp)
+        for step in range(len(exp.scenario.tasks) * settings.rounds):
+            if step % settings.rounds == 0:
+                exp = self.fill(exp, [step // settings.rounds], contextlib.nullcontext)
+            state, kept, _ = self.play(exp, state, past, step)
+            past += () if kept is None else (kept,)
+        mean = [float(np.mean(each)) for each in self.records.accuracy]
+        loss = self.records.rounds[-1].get("loss")
+        return {"A_last": mean[-1], "A_avg": float(np.mean(mean)), "loss": loss}
+
+
+def _data(folder: Path) -> tuple:
+    """The first images of the first classes."""
+    with np.load(folder / "cifar100_small.npz") as file:
+        arrays = {name: file[name] for name in file.files}
+    parts = [(arrays["x_train"], arrays["y_train"], TRAIN), (arrays["x_test"], arrays["y_test"], TEST)]
+    found = []
+    for image, label, count in parts:
+        chosen = np.concatenate([np.flatnonzero(label == each)[:count] for each in range(CLASSES)])
+        found += [image[chosen], label[chosen]]
+    return tuple(found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
