@@ -18,11 +18,12 @@ test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 # What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, type checkers, the site and the
-# notebook.
-test-extras: .venv/extras/ready
+# notebook. Then checkpoints of other libraries against these libraries themselves.
+test-extras: .venv/extras/ready .venv/weights/ready
 	.venv/extras/bin/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
 	  tests/test_sweeps.py tests/test_docs.py tests/test_tuning.py
 	.venv/extras/bin/python -m pytest -n 0 -m "" tests/test_types.py
+	JAX_PLATFORMS=cpu nice -n 19 .venv/weights/bin/python experiments/checkpoint_sweep.py
 
 # Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
 test-accelerators: .venv/aot/ready
@@ -53,6 +54,15 @@ docs-serve: .venv/docs
 	.venv/extras/bin/python -m pip install --quiet --requirement requirements.txt
 	.venv/extras/bin/python -m pip install --quiet --editable \
 	  '.[docs,flower,mlflow,notebook,ray,slurm,tensorboard,tune,types,wandb]'
+	touch $@
+
+# An environment of its own: the libraries whose checkpoints are read, which `make test` does not need.
+.venv/weights/ready: .venv/ready
+	$(PYTHON) -m venv .venv/weights
+	.venv/weights/bin/python -m pip install --quiet --requirement requirements.txt
+	.venv/weights/bin/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1 timm==1.0.31 \
+	  transformers==5.24.0 open_clip_torch==3.3.0
+	.venv/weights/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 # An environment of its own: a run must not find the compilers' plugins for chips that are not here.

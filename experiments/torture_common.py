@@ -17,6 +17,15 @@ class Outcome(NamedTuple):
     times: int = 1
 
 
+class Bad(NamedTuple):
+    """A bad input: a command, and the files that it needs, by name."""
+
+    kind: str
+    arguments: list[str]
+    files: dict[str, bytes] = {}
+    may_pass: bool = False  # whether the program may also take it, and end well
+
+
 def one_line(err: str) -> bool:
     """Does the program end with its one line, and with nothing that looks like a failure of Python?"""
     lines = [line for line in err.splitlines() if line.startswith("fcljax: ")]

@@ -9,20 +9,12 @@ import random
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torture_data
-from torture_common import Outcome, called, one_line
-
-
-class Bad(NamedTuple):
-    """A bad input: a command, and the files that it needs, by name."""
-
-    kind: str
-    arguments: list[str]
-    files: dict[str, bytes] = {}
-    may_pass: bool = False  # whether the program may also take it, and end well
+import torture_weights
+from torture_common import Bad, Outcome, called, one_line
 
 
 def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
@@ -506,6 +498,7 @@ GENERATORS: tuple[Callable[[random.Random], Bad], ...] = (
         ["convert", name := f"w{rng.choice(('', '.npz', '.bin', '.h5'))}"],
         {name: rng.randbytes(rng.randrange(999))},
     ),
+    *torture_weights.GENERATORS,
     lambda rng: Bad(
         "compare",
         ["compare", "r"],

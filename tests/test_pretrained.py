@@ -589,6 +589,7 @@ def test_what_is_no_vit_is_refused_with_what_it_holds(refuses):
         ({"blocks.99999999.norm1.bias": np.ones(12)}, "missing: "),
         ({"decoder_embed.weight": np.ones((16, 12))}, "missing: decoder_blocks.0"),
         ({"cls_token": np.ones(())}, r"cls_token has shape \(\), needs \(1, 1, 12\)$"),
+        ({"blocks.0.mlp.fc1.bias": np.ones(0)}, r"blocks.0.mlp.fc1.bias has shape \(0,\), needs \(48,\)"),
         ({"blocks.0.mlp.fc1.bias": np.ones(())}, r"blocks.0.mlp.fc1.bias has shape \(\), needs"),
         ({"norm.weight": np.full(12, np.nan)}, "norm.weight has values that are not finite"),
         (

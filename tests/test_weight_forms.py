@@ -96,6 +96,13 @@ def test_scaled_layers_and_no_positions_without_registers_are_no_dinov3(tmp_path
     tensors = load_file(FOLDER / "vit_timm_dinov3.safetensors")
     save_file(tensors, tmp_path / "dinov3.safetensors")
     assert load(tmp_path / "dinov3.safetensors", 16).config.rotary_base == 100
+    rope = tensors | {
+        name.replace("weight", "bias"): np.zeros(len(x), np.float32)
+        for name, x in tensors.items()
+        if name.endswith("attn.qkv.weight")
+    }
+    save_file(rope, tmp_path / "biased.safetensors")
+    refuses(tmp_path / "biased.safetensors", "gamma_1 is of a network with scaled layers")
     tensors.pop("reg_token")
     save_file(tensors, tmp_path / "rope.safetensors")
     refuses(

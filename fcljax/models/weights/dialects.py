@@ -163,7 +163,7 @@ def translate(tensors: Tensors, family: str = "timm") -> Translated:
       InputError: for networks with rotary positions of another kind than DINOv3's, or with gated MLPs, which
         are not supported.
     """
-    _refuse(tensors)
+    _refuse(tensors, family)
     dialect = DIALECTS[family]
     if family in ("google", "big_vision", "fcljax"):
         return Translated(_google(tensors, dialect) if family == "big_vision" else tensors, dialect)
@@ -182,7 +182,7 @@ def translate(tensors: Tensors, family: str = "timm") -> Translated:
     return Translated(_completed(kept), dialect, beside)
 
 
-def _refuse(tensors: Tensors) -> None:
+def _refuse(tensors: Tensors, family: str) -> None:
     other = (
         (r"(.*\.)?rope\.", "rotary positions other than DINOv3's (EVA-02)"),
         (
@@ -194,7 +194,7 @@ def _refuse(tensors: Tensors) -> None:
             "scaled layers as BEiT, EVA and RoPE-ViT have them, and not DINOv3's registers",
         ),
     )
-    if "reg_token" in tensors and "pos_embed" not in tensors:
+    if family == "DINOv3 of timm":
         other = other[:2]
     for pattern, what in other:
         name = next((name for name in tensors if re.match(pattern, name)), None)

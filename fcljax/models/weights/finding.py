@@ -37,7 +37,12 @@ FAMILIES = (
         "DINOv3 of transformers", r"embeddings\.patch_embeddings\.weight", (r"embeddings\.register_tokens",)
     ),
     Family("DINOv3", r"storage_tokens", (r"cls_token", r"patch_embed\.proj\.weight")),
-    Family("DINOv3 of timm", r"blocks\.0\.gamma_1", (r"reg_token", r"cls_token"), (r"pos_embed",)),
+    Family(  # RoPE-ViTs have neither its registers nor its lack of a joint bias
+        "DINOv3 of timm",
+        r"blocks\.0\.gamma_1",
+        (r"reg_token", r"cls_token"),
+        (r"pos_embed", r"blocks\.0\.attn\.qkv\.bias"),
+    ),
     Family("CLIP of transformers", r"pre_layrnorm\.weight", (r"embeddings\.class_embedding",)),
     Family("CLIP", r"ln_pre\.weight", (r"class_embedding", r"conv1\.weight")),
     Family(

@@ -485,7 +485,8 @@ def _blocks(naming: Naming, tensors: Tensors) -> int:
 
 def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
     first = f"{naming.block % 0}{naming.modules['fc1'][0]}"
-    return _extent(tensors, _leaf(naming, first, "bias"), 0, 4 * width)
+    # a length of 0, like a missing bias, is reported by the check of all shapes
+    return _extent(tensors, _leaf(naming, first, "bias"), 0, 0) or 4 * width
 
 
 def _outputs(naming: Naming, tensors: Tensors) -> int | None:

@@ -166,12 +166,14 @@ def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation
     name = _vision(config).get("hidden_act")
     if name is None and _tower(open_clip):
         return "quick_gelu" if _model(open_clip).get("quick_gelu") else "gelu"
-    if name is not None and name not in _ACTIVATIONS:
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise InputError(
             f"checkpoint: config.json has hidden_act {name!r}, and the networks here have "
             f"{', '.join(map(repr, _ACTIVATIONS))}"
         )
-    return None if name is None else _ACTIVATIONS[name]
+    return _ACTIVATIONS[name]
 
 
 def checked_epsilon(file: Checkpoint, value: object) -> float:
