@@ -68,6 +68,7 @@ def test_images_of_every_kind_and_depth_are_read_and_the_rest_is_counted(tmp_pat
     )
     pictures(root, ["test/a/0.png", "test/b/1.png", "train/a/5.tif", "train/b/6.tif", "val/a/7.png"])
     (root / "train" / "a" / "notes.txt").write_text("x")
+    picture(root / "train" / "loose.png", 8)
     (root / "train" / "@eaDir" / "thumb.png").mkdir(parents=True)
     picture(root / "train" / "a" / "@eaDir" / "thumb.png", 9)
     data, said = load(f"folder:{root}", tmp_path)
@@ -76,6 +77,7 @@ def test_images_of_every_kind_and_depth_are_read_and_the_rest_is_counted(tmp_pat
     assert "left out: 3 files of 2 other kinds (2 .tif, 1 .txt), such as 'train/a/5.tif'" in said
     assert "images in folders below a class are of that class (more)" in said
     assert "not read: val (1 images)" in said
+    assert "left out: 1 images in no class folder, such as 'train/loose.png'" in said
 
 
 def test_a_class_with_files_of_other_kinds_alone_is_refused(tmp_path, capsys):

@@ -76,6 +76,8 @@ def test_labels_may_be_text(written):
         ([[0, 1, 1]], "nearest: y[0]"),
         ([[0, 0], [1, 0]], "expected integers"),
         (np.array(["a", None], object), "holds label None (example 1); leave out examples without a label"),
+        (np.array(["a", float("nan")], object), "holds label nan (example 1)"),
+        (np.array([np.ones(2), np.ones(3)], object), "y is object of shape (2,)"),
         (np.array([b"\xff"]), "holds text that is no UTF-8"),
         (np.array(3), "y is int64 of shape ()"),
         (np.zeros((2, 2, 2), int), "y is int64 of shape (2, 2, 2)"),
@@ -162,6 +164,16 @@ def test_arrays_that_numpy_would_change_silently_are_refused():
     assert "x is a masked array" in refusal(dataset_of_arrays, (masked, LABELS, GREY, LABELS))
     ragged = [np.zeros((2, 2)), np.zeros((2, 3))]
     assert "its values have several shapes" in refusal(dataset_of_arrays, (ragged, [0, 1], GREY, LABELS))
+
+    class OnAnotherDevice:
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("copy it to the host first")
+
+    far = (OnAnotherDevice(), LABELS, GREY, LABELS)
+    assert "x is no array that numpy reads (RuntimeError: copy it to the host" in refusal(
+        dataset_of_arrays, far
+    )
+    assert "data: a dict; expected four arrays" in refusal(dataset_of_arrays, {"x": GREY})
 
 
 # ---- npz files ---------------------------------------------------------------------------------------------

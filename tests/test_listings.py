@@ -250,6 +250,9 @@ def test_tiny_imagenet_with_something_missing_is_refused(tiny):
     assert "val_9.JPEG' is of unknown class 'n7'" in refusal("tiny_imagenet", tiny.parent)
     (tiny / "val" / "val_annotations.txt").unlink()
     assert "val_annotations.txt' is missing" in refusal("tiny_imagenet", tiny.parent)
+    (tiny / "val" / "val_annotations.txt").write_text("")
+    shutil.rmtree(tiny / "train" / "n1" / "images")
+    assert "train/n1/images' cannot be read (No such file" in refusal("tiny_imagenet", tiny.parent)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
     """The caller's own label of each class [C], integers or text."""
 
 
-def dataset_of_arrays(arrays: Sequence[Any], class_names: Sequence[str] | None = None) -> Labelled:
+def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> Labelled:
     """The data set of (x, y, x_test, y_test).
 
     Args:
@@ -38,6 +38,9 @@ def dataset_of_arrays(arrays: Sequence[Any], class_names: Sequence[str] | None =
     Raises:
       InputError: naming the array that does not fit.
     """
+    if not isinstance(arrays, list | tuple):
+        kind = type(arrays).__name__
+        raise InputError(f"data: a {kind}; expected four arrays: (x, y, x_test, y_test)")
     if len(arrays) != 4:
         raise InputError(f"data: {len(arrays)} arrays; expected four: (x, y, x_test, y_test)")
     names = ("x", "y", "x_test", "y_test")
@@ -78,6 +81,8 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         raise InputError(
             f"{where}: {key} is no array: its values have several shapes ({reason(error)}); make them equal"
         ) from None
+    except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
+        raise InputError(f"{where}: {key} is no array that numpy reads ({reason(error)})") from None
 
 
 def check_lengths(where: str, x: str, images: np.ndarray, y: str, labels: np.ndarray) -> None:
@@ -184,7 +189,7 @@ def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
             raise InputError(f"{where}: {key} holds text that is no UTF-8 ({reason(error)})") from None
     if labels.dtype.kind != "O" or labels.ndim != 1:
         return labels
-    missing = [i for i, each in enumerate(labels) if each is None or each != each]
+    missing = [i for i, each in enumerate(labels) if _is_nothing(each)]
     if missing:
         raise InputError(
             f"{where}: {key} holds label {labels[missing[0]]!s} (example {missing[0]}); leave out examples "
@@ -197,6 +202,13 @@ def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
             except OverflowError:
                 return labels
     return labels
+
+
+def _is_nothing(value: object) -> bool:
+    """Whether a value is None, NaN or what pandas writes for either."""
+    if isinstance(value, float | np.floating):
+        return bool(np.isnan(value))
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
 
 
 def _is_one_hot(labels: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fcljax.data.files.file_trees import Tree, contents, folders, images, in_words, scan_of
+from fcljax.data.files.file_trees import Tree, contents, folders, images, in_words, is_image, scan_of
 from fcljax.data.files.raw import File, Raw, Scan, random_split, same_classes, table, visible
 from fcljax.errors import InputError
 
@@ -213,7 +213,10 @@ def _note(
     )
     if nested and not any(sited):
         parts.append(f"images in folders below a class are of that class ({_some(nested)})")
-    others = [path for view in views for path in view.others]
+    loose = [path for view in views for path in view.others if is_image(path)]
+    if loose:
+        parts.append(f"left out: {len(loose):,} images in no class folder, such as {loose[0]!r}")
+    others = [path for view in views for path in view.others if not is_image(path)]
     if others:
         parts.append(f"left out: {in_words(others)}")
     if layout.unread:

@@ -40,7 +40,11 @@ def contents(root: Path, inside: str) -> Contents:
 
 
 def _contents(root: Path, inside: str, above: frozenset[_Folder]) -> Contents:
-    facts = os.stat(root / inside)
+    try:
+        facts = os.stat(root / inside)
+    except OSError as error:
+        where = str(root / inside)
+        raise InputError(f"dataset: folder {where!r} cannot be read ({error.strerror})") from error
     folder = facts.st_dev, facts.st_ino
     if folder in above:
         raise InputError(f"dataset: {str(root / inside)!r} links to a folder above it; remove the link")
@@ -52,7 +56,7 @@ def _contents(root: Path, inside: str, above: frozenset[_Folder]) -> Contents:
             below = _contents(root, path, above | {folder})
             images += below.images
             others += below.others
-        elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+        elif is_image(entry.name):
             images.append(file_facts(entry, path))
         else:
             others.append(path)
@@ -101,6 +105,11 @@ def pooled(root: Path, insides: Sequence[str]) -> Tree:
         for label, files in tree(root, inside).items():
             found.setdefault(label, []).extend(files)
     return found
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is named as images are."""
+    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def in_words(paths: Sequence[str]) -> str:
