@@ -184,7 +184,7 @@ def refused(folder, tmp_path, capsys, *options):
 
 
 def test_of_two_columns_of_labels_the_first_usual_name_is_taken_and_said(tmp_path):
-    features = class_label("x", "y") | {"category": {"_type": "ClassLabel", "names": ["p", "q"]}}
+    features = {"category": {}} | class_label("x", "y")
     for split, names in (("train", ["p", "q"]), ("test", ["q", "p"])):
         features["category"] = {"_type": "ClassLabel", "names": names}
         columns = {"category": [1, 0], "image": levels(1, 2), "label": [0, 1]}
@@ -430,6 +430,19 @@ def test_tables_that_cannot_be_read_are_one_line_and_leave_nothing(tmp_path, cap
     )
     (root / "train-1.arrow").unlink()
     assert "two classes of the column 'label' are called 'a'" in refused(root, tmp_path, capsys)
+
+
+def test_a_stream_that_ends_between_two_batches_is_cut_off_and_not_shorter(tmp_path, capsys):
+    root = tmp_path / "own"
+    write(root / "test.parquet", {"image": levels(1, 2), "label": [0, 1]})
+    made = pa.table({"image": levels(1, 2, 3, 4), "label": [0, 1, 0, 1]})
+    with pa.OSFile(str(root / "train.arrow"), "wb") as sink, pa.ipc.new_stream(sink, made.schema) as writer:
+        writer.write_table(made, max_chunksize=2)
+        whole = sink.tell()
+    content = (root / "train.arrow").read_bytes()
+    (root / "train.arrow").write_bytes(content[:whole])
+    assert len(content) - whole == 8
+    assert "train.arrow' is cut off" in refused(root, tmp_path, capsys)
 
 
 def test_a_small_file_that_declares_many_rows_is_refused_before_it_is_read(tmp_path, capsys):

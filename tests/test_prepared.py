@@ -1,5 +1,6 @@
 """Images are decoded once; the cache is whole, holds what was decoded, and its damage is found and named."""
 
+import contextlib
 import errno
 import io
 import itertools
@@ -7,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -472,3 +474,26 @@ def test_data_that_an_earlier_version_prepared_are_read_and_checked_as_far_as_th
         (folder / "columns_train.json").write_text(wrong)
         message = refusal(load_dataset, *sites)
         assert "columns_train.json' is damaged" in message and "--force" in message
+
+
+def test_of_those_that_wait_for_a_lock_whose_file_is_removed_one_works(tmp_path):
+    path, inside, leave = tmp_path / "lock", threading.Event(), threading.Event()
+    waiting = threading.Event()
+
+    def second():
+        with files.owned(path, waiting.set):
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=second)
+    with contextlib.suppress(ValueError), files.owned(path, remove_on_error=True):
+        thread.start()
+        assert waiting.wait(20)
+        raise ValueError("refused")
+    assert inside.wait(20)
+    with pytest.raises(BlockingIOError), files.owned(path):
+        pass
+    leave.set()
+    thread.join()
+    with files.owned(path):
+        assert path.exists()
