@@ -37,6 +37,7 @@ from fcljax.checks.federation import (
     states_after_rounds,
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
+from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
 from fcljax.checks.tracing import traces_are_the_same
 from fcljax.config import RunConfig
 from fcljax.federated.client_loop import Accumulator
@@ -248,6 +249,8 @@ STATEMENTS = (
     padding_is_inert,
     neighbours_do_not_matter,
     order_does_not_matter,
+    participation_equals_the_reference,
+    late_clients_keep_the_same,
     resumes,
     traced_once,
 )

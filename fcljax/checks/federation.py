@@ -244,14 +244,15 @@ def receive(
     partition: ClientPartition,
     ids: Sequence[int],
     task: Task = TASKS[1],
+    round_: int = 0,
 ) -> tuple[Accumulator, PyTree]:
     """What the server receives from clients `ids` in one of the method's rounds, and all clients' new
     states."""
     player = engine.players[index]
     chunks, _ = plan_round(
-        player.round.program, partition, np.array(ids), 0, engine.lanes.count, player.capacity
+        player.round.program, partition, np.array(ids), round_, engine.lanes.count, player.capacity
     )
-    round_context = RoundContext.on_host(made.frozen, task, 0, False)
+    round_context = RoundContext.on_host(made.frozen, task, round_, False)
     broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
     exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
     received, states, _ = run_chunks(engine, chunks, exchange, states, made.data)
