@@ -1,7 +1,7 @@
 """Statements about clients that take part in some of a task's rounds only.
 
-    participation   the states after rounds of some of the clients are those of a plain loop over these clients
-    late clients    what a client keeps of the broadcast does not depend on the round in which it first takes part
+participation   the states after rounds of some of the clients are those of a plain loop over these clients
+late clients    what a client keeps of the broadcast does not depend on the round in which it first takes part
 """
 
 import jax
@@ -34,9 +34,9 @@ TOLERANCE = 2e-3  # for rounding, which Adam turns into whole steps where a grad
 
 
 def participation_equals_the_reference(made: Federation, history: list[PlayedState]) -> Statement:
-    """Two rounds of different clients, by the engine and by the reference round, which knows neither lanes nor
-    padding and calls the method's functions client by client. Training on a server's replay buffer, which is
-    not part of the reference round, is left out."""
+    """Two rounds of different clients, by the engine and by the reference round, which has neither lanes nor
+    padding and calls the method's functions client by client. Training on a server's replay buffer is left
+    out, since the reference round does not play it."""
     method = made.method._replace(server_replay=None)
     engine = made.engine
     if made.method.server_replay is not None:
