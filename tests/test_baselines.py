@@ -32,7 +32,7 @@ from fcljax import cli, config
 from fcljax.adapters import find_adapter
 from fcljax.federated.communication import num_bytes
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
-from fcljax.methods.ewc import Anchor, consolidate, elastic
+from fcljax.methods.ewc import Anchor, EWCOptions, consolidate, elastic
 from fcljax.models.heads import distillation
 from fcljax.models.vit import apply_vit
 from fcljax.parts.classifiers import Sums, linear, mean_logits
@@ -158,7 +158,8 @@ def three_of(value):
 
 def test_the_elastic_penalty_is_half_of_the_weighted_squares_and_nothing_in_the_first_task():
     """10 / 2 times 3 numbers of Fisher 2 that are 2 away."""
-    rule, anchor = elastic(10.0, 1.0, 4), Anchor(three_of(1.0), three_of(2.0), jnp.bool_(True))
+    rule = elastic(EWCOptions(10.0, 1.0), LEARNER, 4)
+    anchor = Anchor(three_of(1.0), three_of(2.0), jnp.bool_(True))
     for task, expected in zip(TASKS, (0, 10 / 2 * 3 * 2 * 2**2), strict=True):
         step = ClientStep(LEARNER, in_task(task), three_of(3.0), None, None, KEY, three_of(3.0))
         assert float(rule.loss(step, anchor)) == expected

@@ -20,7 +20,7 @@ from micro import FPPL, PILORA
 
 from fcljax.adapters import find_adapter
 from fcljax.federated.engine import Lanes
-from fcljax.methods.ewc import elastic
+from fcljax.methods.ewc import EWCOptions, elastic
 from fcljax.methods.fppl import debias_classifier, unified_representation
 from fcljax.methods.pilora import average_prototypes, reweight_prototypes
 from fcljax.parts.classifiers import linear, prototypes
@@ -66,13 +66,13 @@ GRADIENT = optax.identity()
 NETWORK = toy_network()
 FROZEN = Frozen(NETWORK.init(jax.random.key(4)))
 CLIENT_RULES = {
-    "none": lambda: (),
-    "prox": lambda: (prox(0.1),),
-    "norm_bound": lambda: (norm_bound(0.3),),
-    "ewc": lambda: (elastic(10.0, 1e-2, 4),),
-    "lwf": lambda: (distil_task_start(3.0, 2.0),),
-    "replay": lambda: (replay(5, 4), distil_task_start(1.0, 2.0)),
-    "unified": lambda: (unified_representation(FPPL),),
+    "none": lambda model: (),
+    "prox": lambda model: (prox(0.1),),
+    "norm_bound": lambda model: (norm_bound(0.3),),
+    "ewc": lambda model: (elastic(EWCOptions(10.0, 1e-2), model, 4),),
+    "lwf": lambda model: (distil_task_start(3.0, 2.0),),
+    "replay": lambda model: (replay(5, 4), distil_task_start(1.0, 2.0)),
+    "unified": lambda model: (unified_representation(FPPL),),
 }
 SERVER_RULES = {
     "none": lambda run: (),
@@ -117,7 +117,7 @@ def compose(adapter, client_rule, server_rule):
     if client_rule in ("lwf", "replay"):
         server_rules += (send_start_of_task(),)
     return federate(
-        run, model, loss=loss, client_rules=CLIENT_RULES[client_rule](), server_rules=server_rules
+        run, model, loss=loss, client_rules=CLIENT_RULES[client_rule](model), server_rules=server_rules
     )
 
 

@@ -25,7 +25,7 @@ from micro import (
 from fcljax.adapters.linear import LinearOptions, linear
 from fcljax.errors import InputError
 from fcljax.methods.ditto import personal_model
-from fcljax.methods.ewc import elastic
+from fcljax.methods.ewc import EWCOptions, elastic
 from fcljax.methods.feddyn import dynamic_regularisation
 from fcljax.methods.scaffold import controlled_averaging
 from fcljax.models.heads import Head
@@ -234,7 +234,8 @@ def test_feddyn_s_server_slope_is_the_mean_of_the_clients_also_if_few_take_part(
 def test_it_carries_another_strategy(name):
     """Elastic weights, which are 0 in a first task: nothing changes, and both states are kept."""
     alone = from_start(name)[2].params.classifier
-    _, _, server, states = from_start(name, 1, tuple(BATCHES), elastic(10.0, 1.0, 4))
+    model = learner(FORMULA, run_of().adapter, linear_head(WIDTH, SIZES.classes))
+    _, _, server, states = from_start(name, 1, tuple(BATCHES), elastic(EWCOptions(10.0, 1.0), model, 4))
     assert distance(server.params.classifier, alone) < 1e-6
     assert all(len(state) == 2 for state in states.values())
 

@@ -35,7 +35,8 @@ from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
 from fcljax.federated.client_loop import Lanes
 from fcljax.methods import METHODS
-from fcljax.methods.ewc import Anchor, elastic
+from fcljax.methods import ewc as module
+from fcljax.methods.ewc import Anchor, EWCOptions, elastic
 from fcljax.models.heads import Head, cross_entropy
 from fcljax.parts.client import ClientRule, Training
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -59,11 +60,13 @@ OWN = {
 }
 
 
+ADAPTER = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
+RUN = Run(SIZES, FORMULA, ADAPTER, Training(1, 4, RATE, optax.identity()))
+
+
 def with_rules(*client_rules: ClientRule):
     """FedAvg of a linear classifier by gradient descent, with these rules."""
-    adapter = find_adapter("linear").build(LinearOptions(), SIZES, FORMULA)
-    run = Run(SIZES, FORMULA, adapter, Training(1, 4, RATE, optax.identity()))
-    return federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=client_rules)
+    return federate(RUN, linear_learner(RUN), loss=cross_entropy_loss(), client_rules=client_rules)
 
 
 def fresh(method):
@@ -192,6 +195,10 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
 # ---- elastic weights ---------------------------------------------------------------------------------------
 
 
+def elastic_of(weight, limit, **options):
+    return elastic(EWCOptions(weight, limit, **options), linear_learner(RUN), 4)
+
+
 def anchored(server, fisher, anchor):
     """A client with a task behind it."""
     model = lambda head: Params((), head)
@@ -204,50 +211,83 @@ def random_head(seed):
     return Head(uniform(WIDTH, SIZES.classes), uniform(SIZES.classes))
 
 
+def fisher_of(head, batches, classes):
+    """The diagonal of the Fisher information in float64: the mean over examples of the squared gradient of
+    -log softmax(x W + b)[y] (Kirkpatrick et al. 2017), which is p - onehot(y) for b and x times that for W.
+    """
+    total, count = Head(0.0, 0.0), 0
+    kernel, bias = (np.asarray(leaf, np.float64) for leaf in head)
+    for batch in batches:
+        batch = jax.tree.map(np.asarray, batch)
+        for n in np.flatnonzero(batch.mask):
+            x, label = batch.image[n], batch.label[n]
+            z = np.where(np.asarray(classes), x.astype(np.float64) @ kernel + bias, -np.inf)
+            p = np.exp(z - z.max())
+            slope = p / p.sum() - (np.arange(len(p)) == label)
+            total = Head(total.kernel + np.outer(x, slope) ** 2, total.bias + slope**2)
+            count += 1
+    return Head(total.kernel / count, total.bias / count)
+
+
 def test_the_elastic_term_adds_lambda_times_fisher_times_the_distance_to_the_anchor():
     weight, fisher, anchor = 7.0, random_head(1), random_head(2)
-    method = with_rules(elastic(weight, 1.0, 4))
+    method = with_rules(elastic_of(weight, 1.0))
     server = fresh(method)
     _, local = train(method, server, TASK, BATCHES, anchored(server, fisher, anchor))
     pull = lambda head: jax.tree.map(lambda f, w, old: weight * f * (w - old), fisher, head, anchor)
     close(local.trainable.classifier, descend(server.params.classifier, BATCHES, pull), atol=1e-5)
 
 
-@pytest.mark.parametrize("limit", [1.0, 1e-3])
-def test_fisher_information_is_the_mean_of_squared_gradients_of_batches_up_to_its_limit(limit):
-    method = with_rules(elastic(7.0, limit, 4))
+@pytest.mark.parametrize("limit", [9.0, 1e-2])
+def test_fisher_information_is_the_mean_of_squared_gradients_of_examples_up_to_its_limit(limit):
+    method = with_rules(elastic_of(7.0, limit))
     server = fresh(method)
-    (kept,) = end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))
-    squares = [jax.tree.map(jnp.square, slope(server.params.classifier, batch)) for batch in BATCHES]
-    mean = jax.tree.map(lambda *x: jnp.minimum(sum(x) / len(x), limit), *squares)
+    head, state = server.params.classifier, method.init_client(KEY, server)
+    (kept,) = end_of_task(method, server, TASK, BATCHES, state)
+    mean = jax.tree.map(lambda f: np.minimum(f, limit), fisher_of(head, BATCHES, TASK.current))
     # though it is the second task: the client has nothing old that its Fisher information could be mixed with
     close(kept.fisher.classifier, mean, atol=1e-7)
     reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.fisher)]
-    assert any(reached) == (limit == 1e-3)
-    jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, server.params.classifier)
+    assert any(reached) == (limit == 1e-2)
+    jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, head)
     assert bool(kept.known)
 
 
+def test_microbatches_bound_how_many_gradients_there_are_at_a_time_and_change_nothing(monkeypatch):
+    def measured(most):
+        monkeypatch.setattr(module, "GRADIENTS", most)
+        method = with_rules(elastic_of(7.0, 9.0))
+        server = fresh(method)
+        return end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))
+
+    close(measured(1), measured(2**20), atol=1e-7)
+    sizes = [module.microbatches(BATCHES[0], most).image.shape for most in (1, 3, 9)]
+    assert sizes == [(4, 1, 1, WIDTH), (2, 2, 1, WIDTH), (1, 4, 1, WIDTH)]
+
+
 def test_the_anchor_changes_when_a_task_is_over_and_not_in_its_rounds():
-    method = with_rules(elastic(7.0, 1.0, 4))
+    method = with_rules(elastic_of(7.0, 9.0))
     server = fresh(method)
     state = anchored(server, random_head(1), random_head(2))
     _, same = client_round(method, server, TASK, BATCHES, state)
     jax.tree.map(np.testing.assert_array_equal, same, state)
     (kept,) = end_of_task(method, server, TASK, BATCHES, state)
-    squares = [jax.tree.map(jnp.square, slope(server.params.classifier, batch)) for batch in BATCHES]
     # in the second task 3 of 5 classes are old
-    mix = lambda old, *new: 3 / 5 * old + 2 / 5 * sum(new) / len(new)
-    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
+    mix = lambda old, new: 3 / 5 * old + 2 / 5 * new
+    new = fisher_of(server.params.classifier, BATCHES, TASK.current)
+    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), new), atol=1e-6)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_release_measures_after_every_training_under_the_clients_own_model(task):
-    """Over all classes seen; the penalty counts from the second task on, as in the release."""
-    method = with_rules(elastic(7.0, 9.0, 4, every_round=True))
+    """It squares the gradient of a batch's mean loss over all classes seen, and mixes the rows of classes
+    that it had before. The penalty counts from the second task on, as in the release."""
+    method = with_rules(elastic_of(7.0, 9.0, fisher_measured="round", fisher_gradients="batches"))
     server, later = fresh(method), bool(task.old.any())
     batches = [batch._replace(label=batch.label % (5 if later else 3)) for batch in BATCHES]
-    state = anchored(server, random_head(1), random_head(2))
+    # the classifier's rows of the second task's classes, 3 and 4, were never measured
+    before = jax.tree.map(lambda leaf: leaf.at[..., 3:].set(0.0), random_head(1))
+    state = anchored(server, before, random_head(2))
     anchor = state[0].trainable.classifier
     context, local = train(method, server, task, batches, state)
     _, (kept,) = client_round(method, server, task, batches, state)
@@ -260,13 +300,13 @@ def test_the_release_measures_after_every_training_under_the_clients_own_model(t
     expected = server.params.classifier
     for batch in batches:
         own = jax.grad(loss)(expected, batch, task.current)
-        pull = jax.tree.map(lambda f, w, old: 7.0 * later * f * (w - old), random_head(1), expected, anchor)
+        pull = jax.tree.map(lambda f, w, old: 7.0 * later * f * (w - old), before, expected, anchor)
         expected = jax.tree.map(lambda w, g, p: w - RATE * (g + p), expected, own, pull)
     close(end, expected, atol=1e-5)
     squares = [jax.tree.map(jnp.square, jax.grad(loss)(end, batch, task.seen)) for batch in batches]
-    share = 3 / 5 if later else 0
+    share = jnp.asarray([3 / 5] * 3 + [0] * 2 if later else [0] * 5)
     mix = lambda old, *new: share * old + (1 - share) * sum(new) / len(new)
-    close(kept.fisher.classifier, jax.tree.map(mix, random_head(1), *squares), atol=1e-6)
+    close(kept.fisher.classifier, jax.tree.map(mix, before, *squares), atol=1e-6)
 
 
 # ---- weights of 0 ------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         loss=loss if options.coda_orthogonality else None,
         queries=True,
         counted=slots.counted,
+        lasting=slots.lasting,
         cached=cached,
     )
     return adapter._replace(open_task=open_task) if options.coda_gram_schmidt else adapter

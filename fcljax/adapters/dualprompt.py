@@ -153,6 +153,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         loss=loss,
         queries=True,
         counted=slots.counted,
+        lasting=slots.lasting,
         truncated=True,
         batchwise=tuple(name for name in BATCHWISE if getattr(options, name)),
     )

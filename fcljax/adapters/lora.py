@@ -155,4 +155,15 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         rule = "current" if one else local if train else evaluated
         return lora_injection(summed(cached, trainable, index(task), rule))
 
-    return Adapter(init, trainable=trainable, merge=merge, cached=cached, inject=inject, rate=options.lora_lr)
+    def lasting(trainable: Lora) -> Lora | tuple[()]:
+        return trainable if one else ()
+
+    return Adapter(
+        init,
+        trainable=trainable,
+        merge=merge,
+        cached=cached,
+        inject=inject,
+        rate=options.lora_lr,
+        lasting=lasting,
+    )

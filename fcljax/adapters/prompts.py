@@ -162,6 +162,7 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         inject=inject,
         prompt=prompt,
         counted=slots.counted,
+        lasting=slots.lasting,
         queries=True,
         cached=cached,
     )

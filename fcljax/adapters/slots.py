@@ -33,3 +33,7 @@ class Slots(NamedTuple):
             for field in self.fields
         }
         return trainable._replace(**merged)
+
+    def lasting(self, trainable: Any) -> Any:
+        """What of it trains in all tasks; () in place of each field with slots."""
+        return trainable._replace(**dict.fromkeys(self.fields, ()))

@@ -85,7 +85,7 @@ def personal_model(weight: float, loss: Loss, training: Training, rate: Learning
         if rate is not None:
             by = by._replace(adapter=optax.tree.scale(rate / training.lr, by.adapter))
         moved: Params = optax.tree.add(memory.model, by)
-        return Personal(moved._replace(stats=step.forward(memory.model).stats), optimiser)
+        return Personal(moved._replace(stats=step.forward(memory.model, train=True).stats), optimiser)
 
     view = View(training.epochs, training.batch_size)
     return ClientRule("ditto", None, init, start, (ClientPass("after_training", view, step),), end)
@@ -93,6 +93,6 @@ def personal_model(weight: float, loss: Loss, training: Training, rate: Learning
 
 def personal_loss(weight: float, loss: Loss, step: ClientStep, model: Params) -> Float[Array, ""]:
     """L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
-    value = loss.value(step.forward(model), step.batch, step.context.task)
+    value = loss.value(step.forward(model, train=True), step.batch, step.context.task)
     by = optax.tree.sub(model._replace(stats=()), step.context.payload.trainable._replace(stats=()))
     return value + weight / 2 * optax.tree.norm(by, squared=True)

@@ -58,7 +58,7 @@ def prototypes(
     def logits(cached: Array, trainable: Array, feature: Array, task: Task) -> Array:
         return -distances(feature, merge_current(cached, task, trainable), form)
 
-    return Classifier(init, logits, current_classes, merge_current, cached=_itself)
+    return Classifier(init, logits, current_classes, merge_current, cached=_itself, lasting=_none)
 
 
 def current_classes(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
@@ -77,6 +77,11 @@ def merge_current(
 
 def _itself(params: PyTree) -> PyTree:
     return params
+
+
+def _none(trainable: PyTree) -> tuple:
+    del trainable
+    return ()
 
 
 # ---- class means -------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def computed(
     def cached(params: Any) -> PyTree:
         return inner.cached(params.inner)
 
-    return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate)
+    return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting)
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:

@@ -78,13 +78,15 @@ class ClientStep(NamedTuple):
     """Of this step."""
     drawn: Params
     """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
+    train: bool = True
+    """Whether `output` was computed as in training. False in passes without training over a network with
+    batch norm, whose batch statistics would make what is measured depend on the batch size."""
 
-    def forward(self, trainable: Params, train: bool = True) -> Output:
-        """What other trainable parameters compute for this batch."""
+    def forward(self, trainable: Params, train: bool | None = None) -> Output:
+        """What other trainable parameters compute for this batch; `train` None: as `output` was computed."""
         context = self.context
-        return self.learner.forward(
-            context.frozen, context.cached, trainable, self.batch, context.task, train
-        )
+        mode = self.train if train is None else train
+        return self.learner.forward(context.frozen, context.cached, trainable, self.batch, context.task, mode)
 
 
 @runtime_checkable
@@ -583,8 +585,10 @@ def _look(
 ) -> tuple[Local, Metrics]:
     """One batch of a pass without training."""
     trainable = local.trainable
-    output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, True)
-    step = ClientStep(work.learner, context, trainable, output, batch, key, trainable)
+    # adapters work as in training, but the statistics of a batch must not enter what is measured
+    train = work.learner.network.split is None
+    output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
+    step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
 
     def after(i: int, own: PyTree) -> PyTree:
         if i not in steps:

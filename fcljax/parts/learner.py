@@ -92,6 +92,10 @@ def class_token(features: Features) -> Feature:
     return features.cls
 
 
+def _unchanged(trainable: PyTree) -> PyTree:
+    return trainable
+
+
 class Adapter(NamedTuple):
     """What trains inside a frozen network."""
 
@@ -128,6 +132,9 @@ class Adapter(NamedTuple):
     batchwise: tuple[str, ...] = ()
     """Options of the run by which what `inject` returns in evaluation depends on the other images of a batch;
     (): it does not."""
+    lasting: Callable[[Any], Any] = _unchanged
+    """lasting(trainable) -> the trainable parameters that are the same ones in every task, with () in place
+    of those of which each task has its own. State that outlives a task belongs to them alone."""
 
     @property
     def plain(self) -> bool:
@@ -157,6 +164,8 @@ class Classifier(NamedTuple):
     """As of an `Adapter`."""
     predict: ClassifierLogits | None = None
     """Logits in evaluation; None: as in training."""
+    lasting: Callable[[Any], Any] = _unchanged
+    """As of an `Adapter`."""
 
 
 class Params(NamedTuple):
@@ -233,6 +242,27 @@ class Learner(NamedTuple):
     sends: Callable[[Params, Task], Params] | None = None
     """sends(trainable, task) -> what a client sends in its place, which `merge` understands after it was
     averaged; None: the trainable parameters themselves."""
+
+    def lasting(self, trainable: Params) -> Params:
+        """The trainable parameters that are the same ones in every task, with () in place of the others.
+        Running statistics are no parameters."""
+        adapter = self.adapter.lasting(trainable.adapter)
+        return trainable._replace(
+            adapter=adapter, classifier=self.classifier.lasting(trainable.classifier), stats=()
+        )
+
+
+def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
+    """What of trainable parameters is in `lasting`, a result of `Learner.lasting` on others."""
+
+    def pick(part: PyTree, whole: PyTree) -> PyTree:
+        return () if _left_out(part) else whole
+
+    return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
+
+
+def _left_out(part: PyTree) -> bool:
+    return isinstance(part, tuple) and not part
 
 
 Keys = Callable[[PRNGKeyArray], tuple[PRNGKeyArray, PRNGKeyArray]]
