@@ -339,6 +339,8 @@ class Phase(NamedTuple):
     measures: bool = False
     """Whether `batch.measured` is True at one participant of every round, in the step in the middle of its
     phase. Metrics that a step has only then have weight 0 otherwise."""
+    trains: bool = True
+    """Whether parameters train in it. If not, it measures statistics, which no batch size may change."""
 
 
 @runtime_checkable

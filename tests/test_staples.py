@@ -248,7 +248,7 @@ def test_scaffold_needs_steps_that_are_gradients(optimiser):
 
 def test_ditto_s_own_model_descends_on_its_loss_and_the_pull():
     weight, batch = 0.7, BATCHES[0]
-    method = method_with(personal_model(weight, LOSS, run_of().training, None))
+    method = method_with(personal_model(weight, LOSS, run_of().training, run_of().adapter))
     server = compiled(method.init)(KEY, SCALE)
     own = jax.tree.map(lambda w: w + 1.0, server.params.classifier)
     (state,) = method.init_client(KEY, server)

@@ -38,6 +38,8 @@ from fcljax.checks.federation import (
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
 from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
+from fcljax.checks.slots import slots_stay_apart
+from fcljax.checks.statistics import batch_size_does_not_matter
 from fcljax.checks.tracing import traces_are_the_same
 from fcljax.config import RunConfig
 from fcljax.federated.client_loop import Accumulator
@@ -252,5 +254,7 @@ STATEMENTS = (
     participation_equals_the_reference,
     late_clients_keep_the_same,
     resumes,
+    slots_stay_apart,
+    batch_size_does_not_matter,
     traced_once,
 )

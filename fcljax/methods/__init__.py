@@ -236,6 +236,10 @@ METHODS: dict[str, MethodEntry] = {
         "ditto:PRESETS",
         "ditto:ditto",
         "lora",
+        excludes=dict.fromkeys(
+            ("prompts", "dualprompt", "coda"),
+            "a client's own model goes from task to task, and each task has prompts of its own there",
+        ),
     ),
     "fed-cprompt": MethodEntry(
         "prompts near the newest global model and far from the last task's (Fed-CPrompt)",

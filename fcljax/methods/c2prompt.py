@@ -183,7 +183,8 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
         return Compensation(memory.prompt, jnp.asarray(context.task.index, jnp.int32))
 
     view = View(options.compensation_epochs, run.training.batch_size)
-    return ClientRule("compensation", value, init, start, (ClientPass("before_training", view, step),), end)
+    before = ClientPass("before_training", view, step, trains=True)
+    return ClientRule("compensation", value, init, start, (before,), end)
 
 
 def first_prompts(shape: tuple[int, int, int]) -> Float[Array, "Ct length width"]:

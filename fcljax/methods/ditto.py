@@ -5,7 +5,8 @@
     server    averages the global models
 
 The larger lambda, the nearer a client's own model stays to the global one. Clients are evaluated with their
-own models, which they keep over rounds and tasks (algorithm 1); the global model is FedAvg's.
+own models, which they keep over rounds and tasks (algorithm 1); the global model is FedAvg's. v has one
+meaning in all tasks, so adapters of which each task has parameters of its own are refused.
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.adapters.lora import LoraOptions
+from fcljax.errors import InputError
 from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Training
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
-from fcljax.parts.learner import Loss, Params, cross_entropy_loss
+from fcljax.parts.learner import Adapter, Loss, Params, all_last, cross_entropy_loss
 from fcljax.settings import Preset
-from fcljax.types import Batch, ClientContext, LearningRate, Method, RoundContext, View
+from fcljax.types import Batch, ClientContext, Method, RoundContext, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,13 @@ class Personal(NamedTuple):
 
 
 def ditto(options: DittoOptions, run: Run) -> Method:
-    """Ditto as a method."""
+    """Ditto as a method.
+
+    Raises:
+      InputError: for an adapter that trains other parameters in each task.
+    """
     model, loss = linear_learner(run), cross_entropy_loss()
-    rule = personal_model(options.personal_weight, loss, run.training, run.adapter.rate)
+    rule = personal_model(options.personal_weight, loss, run.training, run.adapter)
     method = federate(run, model, loss=loss, client_rules=(rule,))
 
     def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
@@ -56,18 +62,24 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     return method._replace(predict_client=predict_client, personal=True)
 
 
-def personal_model(weight: float, loss: Loss, training: Training, rate: LearningRate | None) -> ClientRule:
+def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapter) -> ClientRule:
     """After training, as many epochs on the client's own model; its state is that model.
 
     Args:
       weight: lambda.
       loss: the clients' own.
       training: epochs, batch size, optimiser and learning rate.
-      rate: learning rate of the adapter; None: as of everything else.
+      adapter: for its learning rate; it must train the same parameters in every task.
     """
+    rate = adapter.rate
 
     def init(key: PRNGKeyArray, trainable: Params) -> Params:
         del key
+        if not all_last(adapter, trainable.adapter):
+            raise InputError(
+                "adapter: ditto keeps a client's own model over tasks, and this adapter trains other "
+                "parameters in each; nearest: --adapter lora --lora-pairs one"
+            )
         return trainable
 
     def start(context: ClientContext, model: Params, key: PRNGKeyArray) -> Personal:
@@ -85,14 +97,15 @@ def personal_model(weight: float, loss: Loss, training: Training, rate: Learning
         if rate is not None:
             by = by._replace(adapter=optax.tree.scale(rate / training.lr, by.adapter))
         moved: Params = optax.tree.add(memory.model, by)
-        return Personal(moved._replace(stats=step.forward(memory.model, train=True).stats), optimiser)
+        return Personal(moved._replace(stats=step.forward(memory.model).stats), optimiser)
 
     view = View(training.epochs, training.batch_size)
-    return ClientRule("ditto", None, init, start, (ClientPass("after_training", view, step),), end)
+    own = ClientPass("after_training", view, step, trains=True)
+    return ClientRule("ditto", None, init, start, (own,), end)
 
 
 def personal_loss(weight: float, loss: Loss, step: ClientStep, model: Params) -> Float[Array, ""]:
     """L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
-    value = loss.value(step.forward(model, train=True), step.batch, step.context.task)
+    value = loss.value(step.forward(model), step.batch, step.context.task)
     by = optax.tree.sub(model._replace(stats=()), step.context.payload.trainable._replace(stats=()))
     return value + weight / 2 * optax.tree.norm(by, squared=True)

@@ -79,8 +79,8 @@ class ClientStep(NamedTuple):
     drawn: Params
     """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
     train: bool = True
-    """Whether `output` was computed as in training. False in passes without training over a network with
-    batch norm, whose batch statistics would make what is measured depend on the batch size."""
+    """Whether `output` was computed as in training. False in passes that measure, over a network with batch
+    norm: its batch statistics would make what is measured depend on the batch size."""
 
     def forward(self, trainable: Params, train: bool | None = None) -> Output:
         """What other trainable parameters compute for this batch; `train` None: as `output` was computed."""
@@ -153,6 +153,8 @@ class ClientPass:
     """Read at `task_end` only: the memory of that pass."""
     on_end: RoundEnd = _keep_state
     """Read at `task_end` only: the state after that pass."""
+    trains: bool = False
+    """Whether the rule trains parameters of its own in it; the client's trainable parameters stay."""
 
     def __post_init__(self) -> None:
         choose("when", self.when, ("before_training", "after_training", "task_end"))
@@ -564,29 +566,33 @@ def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[P
 
 
 def passes(work: ClientWork, own: dict[int, ClientPass], reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    """One pass for each view: rules, by their index, and reports that share a view share its pass."""
-    views = dict.fromkeys([each.view for each in own.values()] + [each.view for each in reports if each.view])
+    """One pass for each view: rules, by their index, and reports that share a view share its pass. Rules that
+    train have passes of their own."""
+    kinds = [(each.view, each.trains) for each in own.values()]
+    kinds += [(each.view, False) for each in reports if each.view]
 
-    def phase(view: View) -> Phase:
-        steps = {i: each.step for i, each in own.items() if each.view == view}
-        return Phase(view, functools.partial(_look, work, steps, [r for r in reports if r.view == view]))
+    def phase(view: View, trains: bool) -> Phase:
+        steps = {i: each.step for i, each in own.items() if (each.view, each.trains) == (view, trains)}
+        measured = [each for each in reports if each.view == view and not trains]
+        return Phase(view, functools.partial(_look, work, steps, measured, trains), trains=trains)
 
-    return tuple(map(phase, views))
+    return tuple(phase(*kind) for kind in dict.fromkeys(kinds))
 
 
 def _look(
     work: ClientWork,
     steps: dict[int, StepMemory],
     reports: list[Report],
+    trains: bool,
     context: ClientContext,
     local: Local,
     batch: Batch,
     key: PRNGKeyArray,
 ) -> tuple[Local, Metrics]:
-    """One batch of a pass without training."""
+    """One batch of a pass; in one that trains, rules alone train."""
     trainable = local.trainable
     # adapters work as in training, but the statistics of a batch must not enter what is measured
-    train = work.learner.network.split is None
+    train = trains or work.learner.network.split is None
     output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
     step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
 

@@ -261,6 +261,20 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
     return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
 
 
+def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
+    """Trainable parameters with those of `lasting`, a result of `Learner.lasting` on others, put in place."""
+
+    def pick(part: PyTree, whole: PyTree) -> PyTree:
+        return whole if _left_out(part) else part
+
+    return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
+
+
+def all_last(adapter: Adapter, trainable: PyTree) -> bool:
+    """Whether an adapter trains the same parameters in every task."""
+    return jax.tree.structure(adapter.lasting(trainable)) == jax.tree.structure(trainable)
+
+
 def _left_out(part: PyTree) -> bool:
     return isinstance(part, tuple) and not part
 

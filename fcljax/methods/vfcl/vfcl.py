@@ -26,6 +26,7 @@ from fcljax.federated.claims import within
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import (
+    Flat,
     Posterior,
     flat,
     in_blocks,
@@ -37,7 +38,7 @@ from fcljax.methods.vfcl.posterior import (
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
-from fcljax.parts.learner import Params, cross_entropy_loss
+from fcljax.parts.learner import Adapter, Params, all_last, cross_entropy_loss, with_lasting
 from fcljax.parts.replay import Budget, herded
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Claim, ClientContext, Method, Upload
@@ -118,7 +119,8 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     and 9).
 
     A classifier has no global component: its prior is its own of the task before, or N(0, 1) for new classes
-    (specification 3.4). Classes that the client has not seen do not count.
+    (specification 3.4). Classes that the client has not seen do not count. Where each task has parameters of
+    its own, the posterior of the task before says nothing of them, and the global prior stands in its place.
     """
     classes, rounds = run.sizes.classes, run.sizes.rounds
 
@@ -129,6 +131,7 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
 
     def loss(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
         share = jnp.where(prior.task < 0, 1.0, options.global_share)
+        prior = prior._replace(adapter=of_this_task(run.adapter, step, prior.adapter))
         body = log_posterior_ratio(step, prior, share)
         scale = kl_scale(options.kl_scale, step)
         return options.prior_weight * scale * (body + classifier_ratio(step, prior))
@@ -142,6 +145,19 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
         return jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
 
     return ClientRule("priors", loss, init, on_end=keep)
+
+
+def of_this_task(adapter: Adapter, step: ClientStep, own: Posterior) -> Posterior:
+    """A client's own posterior of the adapter at the end of the task before, with the global one where each
+    task has parameters of its own."""
+    if all_last(adapter, own.mean.params):
+        return own
+
+    def joined(sent: Flat, own: Flat) -> Flat:
+        return Flat.of(with_lasting(sent.params, adapter.lasting(own.params)))
+
+    sent: Posterior = step.context.payload.trainable.adapter
+    return Posterior(joined(sent.mean, own.mean), joined(sent.rho, own.rho))
 
 
 def log_posterior_ratio(step: ClientStep, prior: OwnPrior, share: Float[Array, ""]) -> Float[Array, ""]:
