@@ -237,6 +237,7 @@ SOURCES = {
     "ewc": dict(
         ewc_weight=1000.0,
         fisher_measured="task",
+        fisher_gradients="examples",
         fisher_limit=1e-4,
         lora_pairs="one",
         optimiser="sgd",

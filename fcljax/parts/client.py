@@ -141,7 +141,7 @@ def _keep_state(context: ClientContext, memory: PyTree, trainable: Params, state
 
 @dataclass(frozen=True)
 class ClientPass:
-    """A pass over the client's examples in which nothing trains: a rule updates its memory."""
+    """A pass over the client's examples besides training: a rule updates its memory."""
 
     when: Literal["before_training", "after_training", "task_end"]
     """`task_end`: after the last round of a task, at every client with examples, under the final model."""
@@ -191,7 +191,7 @@ class ClientRule:
     on_start: RoundStart = _memory_is_state
     """on_start(context, state, key) -> the memory for the round."""
     passes: tuple[ClientPass, ...] = ()
-    """Passes over the client's examples in which nothing trains."""
+    """Passes over the client's examples besides training."""
     on_end: RoundEnd = _keep_state
     """on_end(context, memory, trainable, state) -> the state that the client keeps."""
     project: Project | None = None

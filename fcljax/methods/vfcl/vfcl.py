@@ -131,7 +131,8 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
 
     def loss(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
         share = jnp.where(prior.task < 0, 1.0, options.global_share)
-        prior = prior._replace(adapter=of_this_task(run.adapter, step, prior.adapter))
+        sent: Posterior = step.context.payload.trainable.adapter
+        prior = prior._replace(adapter=of_this_task(run.adapter, sent, prior.adapter))
         body = log_posterior_ratio(step, prior, share)
         scale = kl_scale(options.kl_scale, step)
         return options.prior_weight * scale * (body + classifier_ratio(step, prior))
@@ -147,7 +148,7 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     return ClientRule("priors", loss, init, on_end=keep)
 
 
-def of_this_task(adapter: Adapter, step: ClientStep, own: Posterior) -> Posterior:
+def of_this_task(adapter: Adapter, sent: Posterior, own: Posterior) -> Posterior:
     """A client's own posterior of the adapter at the end of the task before, with the global one where each
     task has parameters of its own."""
     if all_last(adapter, own.mean.params):
@@ -156,7 +157,6 @@ def of_this_task(adapter: Adapter, step: ClientStep, own: Posterior) -> Posterio
     def joined(sent: Flat, own: Flat) -> Flat:
         return Flat.of(with_lasting(sent.params, adapter.lasting(own.params)))
 
-    sent: Posterior = step.context.payload.trainable.adapter
     return Posterior(joined(sent.mean, own.mean), joined(sent.rho, own.rho))
 
 
