@@ -65,7 +65,7 @@ def measured(made: Federation, state: PlayedState, program: Program, size: int) 
 
 def context_of(made: Federation, state: PlayedState) -> ClientContext:
     """What the client reads in the second task."""
-    payload, cached = made.engine.broadcast(_round_context(made), state.server)
+    payload, cached = jax.jit(made.method.broadcast)(_round_context(made), state.server)
     partition = made.partitions[1]
     numbers = CLIENT, partition.count[CLIENT], partition.class_examples[CLIENT], 0
     info = ClientInfo(*(jnp.asarray(number, jnp.int32) for number in numbers))
