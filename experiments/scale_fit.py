@@ -31,9 +31,9 @@ METHODS = (
     "fedncm scaffold lorm ewc l2p pilora hepco linear fedprox coda-prompt fedproto dualprompt feddyn lwf "
     "dolfin fedavg fppl"
 )
-CLASSES, TRAIN, TEST = 10, 20, 20  # images of a class
+CLASSES, TRAIN, TEST = 12, 20, 15  # images of a class
 SETTINGS = dict(
-    tasks=5, clients=4, rounds=2, epochs=3, batch_size=16, alpha=1.0, image_size=64, min_examples=5
+    tasks=6, clients=4, rounds=2, epochs=3, batch_size=16, alpha=1.0, image_size=64, min_examples=5
 )
 
 

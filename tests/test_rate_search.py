@@ -142,10 +142,22 @@ def test_of_the_range_test_mini_s_rates_and_the_best_go_on():
 
 def test_those_that_went_furthest_are_compared():
     one, two = Candidate("paper", 1.0), Candidate("paper", 3.0)
-    trials = [Tried(one, "range test", 1, 0.9), Tried(two, "range test", 1, 0.1)]
-    trials += [Tried(one, "tasks", 1, 0.8), Tried(two, "tasks", 1, 0.7)]
-    trials += [Tried(one, "tasks", 2, 0.3), Tried(two, "tasks", 2, 0.4)]
+    trials = [Tried(one, "range test", 1, 0.9, 9), Tried(two, "range test", 1, 0.1, 9)]
+    trials += [Tried(one, "tasks", 1, 0.8, 9), Tried(two, "tasks", 1, 0.7, 9)]
+    trials += [Tried(one, "tasks", 2, 0.3, 9), Tried(two, "tasks", 2, 0.4, 9)]
     assert rate_search._chosen(trials) == two
+
+
+def test_mini_s_rates_stay_unless_others_are_better_by_a_standard_error():
+    mini, other = Candidate("mini", 1.0), Candidate("paper", 30.0)
+
+    def chosen(usual, value, images):
+        both = (mini, usual), (other, value)
+        return rate_search._chosen([Tried(each, "tasks", 2, found, images) for each, found in both])
+
+    # the standard error of 0.55 is 0.166 with 9 images and 0.050 with 100
+    assert (chosen(0.5, 0.6, 9), chosen(0.5, 0.6, 100)) == (mini, other)
+    assert chosen(None, 0.01, 9) == other
 
 
 @pytest.mark.parametrize(
@@ -166,6 +178,11 @@ def test_a_search_takes_at_most_half_of_the_run_s_training_steps(given):
     design = rate_search.design_of(exp, total)
     assert design is not None and 0 < design.steps <= total / 2
     assert (design.held_out >= 0).any() and len(design.range_clients)
+    left = rate_search.scenario_without(exp.scenario, design, design.clients, None, 1)
+    partitions = left.partitions[: design.tasks]
+    trained = np.concatenate([each.indices for of_task in partitions for each in of_task])
+    assert len(trained) and not set(trained) & set(np.flatnonzero(left.test_task >= 0))
+    assert set(np.flatnonzero(design.held_out >= 0)) <= set(np.flatnonzero(left.test_task >= 0))
 
 
 def test_the_settings_are_those_of_the_paper_where_no_half_is_long_enough():
@@ -233,7 +250,7 @@ def test_a_run_says_what_was_chosen_and_how_and_writes_it(searched):
     assert written["scale"] == "fit" and factor > 1  # the paper's 1e-3 is too small here
     said = [line for line in lines if line.startswith("learning rates: ")]
     assert len(said) == 2 and "training steps where the run has" in said[0]
-    assert f"{factor:g} x the paper's, chosen on 20 % of the first" in said[1]
+    assert f"{factor:g} x the paper's, chosen on " in said[1] and "% of the first" in said[1]
     found = summary["rate_search"]
     assert found == json.loads((out / "search.json").read_text())
     assert found["steps"] <= found["run_steps"] / 2 and summary["time"]["search_s"] > 0

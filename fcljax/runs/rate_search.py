@@ -9,6 +9,7 @@ programs play all candidates, and test images are never read.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from fcljax.federated.schedule import ClientPartition
 from fcljax.options import replaced
 from fcljax.runs.build import Experiment, as_data, examples_of_task
 from fcljax.runs.checkpoint import State
-from fcljax.runs.evaluate import Evaluate, make_evaluate
+from fcljax.runs.evaluate import make_evaluate
 from fcljax.runs.features import with_queries
 from fcljax.runs.records import Clock, Records
 from fcljax.runs.rounds import first_state, make_play
@@ -36,16 +37,16 @@ from fcljax.types import ReplayBuffer
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 HELD_OUT = 0.2  # share of a class's training examples
-MOST_HELD_OUT = 500  # examples of a task: evaluating more takes longer than it tells
+MOST_IMAGES = 200  # of a task, on which a candidate is evaluated
 BUDGET = 0.5  # of the run's training steps
 RANGE_SHARE = 0.3  # of these, that the range test takes at most
 RANGE_CLIENTS = 3
 RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
 GRIDS = (1, 2, 4)  # of the factors every one, every second or every fourth
 PURPOSE = 0x46495453  # of the draw of held-out examples, among those of the seed
-# how many candidates begin, and on how many tasks they are compared: the first that leaves at least half of
-# the clients in every trial
-DESIGNS = ((3, 2), (3, 1), (2, 1))
+# how many candidates begin, on how many tasks they are compared, and the least share of the clients in every
+# trial: the first that the budget allows. One task does not show what is forgotten.
+DESIGNS = ((3, 2, 0.5), (2, 2, 0.34), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
 
@@ -73,6 +74,8 @@ class Tried(NamedTuple):
     """How many were played."""
     accuracy: float | None
     """A_last; None: it is not finite."""
+    images: int
+    """How many it was measured on."""
 
 
 class ChosenRates(NamedTuple):
@@ -170,7 +173,7 @@ def search(
         trials = list(_trials(exp, design, on_round))
     seconds = time.perf_counter() - began
     chosen = _chosen(trials)
-    if chosen is None or _guessing(exp, design, trials):
+    if chosen is None or _guessing(exp, trials):
         how = f"no factor ended above guessing ({_counts(trials, seconds)})"
         line = f"learning rates: the paper's, because {how}"
         changed = replaced(settings, rate_factor=1.0)
@@ -178,7 +181,7 @@ def search(
     rates = base_rates(settings, chosen.scale)
     changed = replaced(settings, **rates, rate_factor=chosen.factor)
     whose = _whose(settings, chosen)
-    line = f"learning rates: {whose}, chosen on {_held_out_of(design)}, {_counts(trials, seconds)}"
+    line = f"learning rates: {whose}, chosen on {_images_of(exp, design, trials)}, {_counts(trials, seconds)}"
     line += "; fidelity improved" if settings.fidelity == "improved" else ""
     return ChosenRates(changed, line, trials, design.steps, total, seconds)
 
@@ -317,10 +320,9 @@ def _trials_within(
 ) -> tuple[int, int, np.ndarray]:
     """How many candidates play how many tasks with which clients, within so many training steps."""
     last = len(exp.scenario.tasks)
-    for begin, tasks in DESIGNS:
+    for begin, tasks, share in DESIGNS:
         begin, tasks = min(begin, candidates), min(tasks, last)
-        least = 1 if (begin, tasks) == DESIGNS[-1] else max(2, -(-len(order) // 2))
-        for n in range(len(order), least - 1, -1):
+        for n in range(len(order), max(1, math.ceil(share * len(order))) - 1, -1):
             if sum(_playing(begin, t) * task_steps(exp, t, order[:n]) for t in range(tasks)) <= budget:
                 return begin, tasks, order[:n]
     return 0, 0, order[:0]
@@ -359,7 +361,7 @@ def _held_out(
     owner = np.full(len(label), -1)
     owner[partition.indices] = np.repeat(np.arange(len(partition.count)), partition.count)
     left = np.append(partition.count, len(label))  # the last: of examples that nobody has in the first round
-    share, held = min(HELD_OUT, MOST_HELD_OUT / max(1, len(examples))), []
+    share, held = min(HELD_OUT, MOST_IMAGES / max(1, len(examples))), []
     for each in np.unique(label[examples]):
         of_class = rng.permutation(examples[label[examples] == each])
         wanted = max(int(share * len(of_class)), int(len(of_class) > 1))
@@ -403,23 +405,39 @@ def without(
 
 
 def scenario_without(
-    scenario: Scenario, design: Design, clients: np.ndarray, tasks: int, most: int | None
+    scenario: Scenario, design: Design, clients: np.ndarray, most: int | None, seed: int
 ) -> Scenario:
-    """The scenario of these clients, each with at most `most` examples in a round. Its test examples are the
-    training examples that are held out."""
-    label, held = scenario.train_label, design.held_out >= 0
+    """The scenario of these clients, each with at most `most` examples in a round. Its test examples are
+    training examples that nobody trains on: those that are held out, and those of other clients."""
+    label, held, tasks = scenario.train_label, design.held_out >= 0, max(1, design.tasks)
 
     def part(partition: ClientPartition) -> ClientPartition:
         return without(partition, label, held, clients, most)
 
     partitions = [[part(each) for each in of_task] for of_task in scenario.partitions[:tasks]]
-    kept = tuple(part(each) for each in scenario.whole[:tasks])
+    whole = tuple(part(each) for each in scenario.whole[:tasks])
+    trained = [each.indices for of_task in (*partitions, whole) for each in of_task]
     return scenario._replace(
         partitions=[*partitions, *scenario.partitions[tasks:]],
-        whole=(*kept, *scenario.whole[tasks:]),
+        whole=(*whole, *scenario.whole[tasks:]),
         test_label=label,
-        test_task=design.held_out,
+        test_task=_evaluated(scenario, design, np.concatenate(trained), seed),
     )
+
+
+def _evaluated(scenario: Scenario, design: Design, trained: np.ndarray, seed: int) -> Int[np.ndarray, " N"]:
+    """The task of each training example that candidates are evaluated on, -1 of the others: what is held out
+    first, then other examples that nobody trains on, up to `MOST_IMAGES` of a task."""
+    found, rng = np.full(len(scenario.train_label), -1), np.random.default_rng([seed, PURPOSE + 1])
+    free = np.ones(len(found), bool)
+    free[trained] = False
+    for t, of_task in enumerate(scenario.partitions[: max(1, design.tasks)]):
+        examples = np.unique(np.concatenate([each.indices for each in of_task]))
+        examples = rng.permutation(examples[free[examples]])
+        first = np.argsort(design.held_out[examples] < 0, kind="stable")
+        found[examples[first][:MOST_IMAGES]] = t
+        free[examples] = False
+    return found
 
 
 class AfterTasks(NamedTuple):
@@ -434,12 +452,13 @@ class _Stage:
 
     def __init__(self, exp: Experiment, clients: np.ndarray, design: Design, short: bool):
         """`short`: a task has one round of a few steps, in which all of the clients take part."""
-        settings, tasks, most = exp.settings, max(1, design.tasks), None
+        settings, most = exp.settings, None
         if short:
             most = range_examples(settings)
             settings = dataclasses.replace(settings, rounds=1, participation=1.0)
-        scenario = scenario_without(exp.scenario, design, clients, tasks, most)
+        scenario = scenario_without(exp.scenario, design, clients, most, settings.seed)
         self.exp = exp._replace(settings=settings, scenario=scenario, test=exp.train)
+        self.evaluate = make_evaluate(self.exp)
         self.play = make_play(self.exp, Records(), Clock({}))
 
     def task(
@@ -454,6 +473,13 @@ class _Stage:
             on_round()
         return AfterTasks(state, past)
 
+    def tried(self, candidate: Candidate, stage: str, after: AfterTasks, t: int) -> Tried:
+        """The candidate's A_last after task t."""
+        shares = np.array(self.evaluate(self.exp.train, after.state, t, Records()).accuracy, float)
+        accuracy = float(np.nanmean(shares)) if np.isfinite(shares).any() else None
+        images = int(np.sum(self.exp.scenario.tests_seen(t)))
+        return Tried(candidate, stage, t + 1, accuracy, images)
+
 
 def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) -> Iterable[Tried]:
     """Play the range test, then the trials; each trial once it is over."""
@@ -461,29 +487,27 @@ def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) ->
     exp = with_queries(exp, ("train",), range(tasks))
     settings, start = exp.settings, first_state(exp)
     few = _Stage(exp, design.range_clients, design, short=True)
-    evaluate = make_evaluate(few.exp)
     found: dict[Candidate, float | None] = {}
     for candidate in design.candidates:
         fresh = AfterTasks(_copied(start), ())
         after = few.task(candidate.rates(settings), fresh, 0, lambda: on_round("range test"))
-        found[candidate] = _accuracy(evaluate, few.exp, after.state, 0)
-        yield Tried(candidate, "range test", 1, found[candidate])
+        tried = few.tried(candidate, "range test", after, 0)
+        found[candidate] = tried.accuracy
+        yield tried
     if not design.begin:
         return
     stage = _Stage(exp, design.clients, design, short=False)
     running = {candidate: AfterTasks(_copied(start), ()) for candidate in promising(found, design.begin)}
     for t in range(design.tasks):
-        accuracy: dict[Candidate, float | None] = {}
+        stay = promising(found, _playing(design.begin, t))
+        running = {candidate: running[candidate] for candidate in stay}
         for candidate in running:
-            rates = candidate.rates(settings)
-            running[candidate] = stage.task(
-                rates, running[candidate], t, lambda t=t: on_round(f"task {t + 1}")
-            )
-            accuracy[candidate] = _accuracy(evaluate, stage.exp, running[candidate].state, t)
-            yield Tried(candidate, "tasks", t + 1, accuracy[candidate])
-        if t + 1 < design.tasks:
-            stay = ranked(accuracy, _size)[: _playing(design.begin, t + 1)]
-            running = {candidate: running[candidate] for candidate in stay}
+            rates, told = candidate.rates(settings), functools.partial(on_round, f"task {t + 1}")
+            running[candidate] = stage.task(rates, running[candidate], t, told)
+            tried = stage.tried(candidate, "tasks", running[candidate], t)
+            found[candidate] = tried.accuracy
+            yield tried
+        found = {candidate: found[candidate] for candidate in running}
 
 
 def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Candidate]:
@@ -498,27 +522,29 @@ def _size(candidate: Candidate) -> float:
     return 0.0 if candidate.scale == "mini" else candidate.factor
 
 
+def _compared(trials: Sequence[Tried]) -> list[Tried]:
+    """Those that were compared last."""
+    furthest = max(each.tasks for each in trials if each.stage == trials[-1].stage)
+    return [each for each in trials if (each.stage, each.tasks) == (trials[-1].stage, furthest)]
+
+
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
-    """The best of those that were compared last."""
-    stage = trials[-1].stage
-    furthest = max(each.tasks for each in trials if each.stage == stage)
-    last = {each.candidate: each.accuracy for each in trials if (each.stage, each.tasks) == (stage, furthest)}
-    return best(last, _size)
+    """The best of those that were compared last; mini's rates unless it is better by a standard error."""
+    last = {each.candidate: each.accuracy for each in _compared(trials)}
+    first, mini = best(last, _size), Candidate("mini", 1.0)
+    usual, top = last.get(mini), None if first is None else last[first]
+    if usual is None or top is None or not math.isfinite(usual):
+        return first
+    mean = (usual + top) / 2
+    return first if top > usual + math.sqrt(mean * (1 - mean) / trials[-1].images) else mini
 
 
-def _guessing(exp: Experiment, design: Design, trials: Sequence[Tried]) -> bool:
+def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
     """Whether no candidate ended above guessing by more than its standard error."""
-    last = trials[-1].tasks - 1
-    guess = 1 / int(np.sum(np.asarray(exp.scenario.tasks[last].seen)))
-    images = int(np.sum((design.held_out >= 0) & (design.held_out <= last)))
-    known = [each.accuracy or 0.0 for each in trials if each.tasks == last + 1]
-    return max(known) <= guess + math.sqrt(guess * (1 - guess) / images)
-
-
-def _accuracy(evaluate: Evaluate, exp: Experiment, state: State, t: int) -> float | None:
-    """A_last on held-out examples after task t."""
-    shares = np.array(evaluate(exp.train, state, t, Records()).accuracy, float)
-    return float(np.nanmean(shares)) if np.isfinite(shares).any() else None
+    last = _compared(trials)
+    guess = 1 / int(np.sum(np.asarray(exp.scenario.tasks[last[0].tasks - 1].seen)))
+    error = math.sqrt(guess * (1 - guess) / last[0].images)
+    return max(each.accuracy or 0.0 for each in last) <= guess + error
 
 
 def _copied(state: State) -> State:
@@ -526,9 +552,16 @@ def _copied(state: State) -> State:
     return jax.tree.map(jnp.copy, state)
 
 
-def _held_out_of(design: Design) -> str:
-    whose = "first task's" if design.tasks <= 1 else f"first {design.tasks} tasks'"
-    return f"{100 * HELD_OUT:.0f} % of the {whose} training images"
+def _images_of(exp: Experiment, design: Design, trials: Sequence[Tried]) -> str:
+    """The images that decided."""
+    partitions = exp.scenario.partitions[: max(1, design.tasks)]
+    examples = np.unique(np.concatenate([each.indices for of_task in partitions for each in of_task]))
+    share = trials[-1].images / len(examples)
+    return f"{100 * share:.0f} % of the {_first(design)} training images"
+
+
+def _first(design: Design) -> str:
+    return "first task's" if design.tasks <= 1 else f"first {design.tasks} tasks'"
 
 
 def _estimate(exp: Experiment, design: Design, total: int) -> str:
@@ -536,6 +569,6 @@ def _estimate(exp: Experiment, design: Design, total: int) -> str:
     steps = config.steps_of_task(exp.settings, examples_of_task(exp.scenario))
     return (
         f"learning rates: a client takes about {steps:.0f} steps a task; searching {len(design.candidates)} "
-        f"candidates on {_held_out_of(design)}, {design.steps} training steps where the run has {total} "
-        f"({100 * design.steps / total:.0f} %)"
+        f"candidates on held-out images of the {_first(design)}, {design.steps} training steps where the run "
+        f"has {total} ({100 * design.steps / total:.0f} %)"
     )
