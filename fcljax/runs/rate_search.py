@@ -557,11 +557,12 @@ def _images_of(exp: Experiment, design: Design, trials: Sequence[Tried]) -> str:
     partitions = exp.scenario.partitions[: max(1, design.tasks)]
     examples = np.unique(np.concatenate([each.indices for of_task in partitions for each in of_task]))
     share = trials[-1].images / len(examples)
-    return f"{100 * share:.0f} % of the {_first(design)} training images"
+    whose = f"{_first(design)}'s" if design.tasks <= 1 else f"{_first(design)}'"
+    return f"{100 * share:.0f} % of the {whose} training images"
 
 
 def _first(design: Design) -> str:
-    return "first task's" if design.tasks <= 1 else f"first {design.tasks} tasks'"
+    return "first task" if design.tasks <= 1 else f"first {design.tasks} tasks"
 
 
 def _estimate(exp: Experiment, design: Design, total: int) -> str:
