@@ -39,6 +39,8 @@ class _View(NamedTuple):
     """A folder whose folders are classes, or sites with classes in them."""
 
     inside: str
+    files: dict[str, list[File]]
+    """Of each folder, the images at any depth."""
     direct: dict[str, list[File]]
     """Of each folder, the images that lie in it."""
     below: dict[str, dict[str, list[File]]]
@@ -90,6 +92,7 @@ def _layout(root: Path) -> _SplitFolders:
 
 def _view(root: Path, inside: str) -> _View:
     """What lies in the folders of root/inside."""
+    every: dict[str, list[File]] = {}
     direct: dict[str, list[File]] = {}
     below: dict[str, dict[str, list[File]]] = {}
     others: list[str] = []
@@ -100,6 +103,7 @@ def _view(root: Path, inside: str) -> _View:
             continue
         found = contents(root, path)
         others += found.others
+        every[entry.name] = found.images
         direct[entry.name] = [file for file in found.images if "/" not in file.path[len(path) + 1 :]]
         below[entry.name] = {name: [] for name in folders(root / path)}
         for file in found.images:
@@ -110,7 +114,7 @@ def _view(root: Path, inside: str) -> _View:
         raise InputError(
             f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png"
         )
-    return _View(inside, direct, below, others)
+    return _View(inside, every, direct, below, others)
 
 
 def _has_sites(root: Path, view: _View) -> bool:
@@ -153,7 +157,10 @@ def _two_readings(root: Path, view: _View, inner: Counter[str], mixed: bool) -> 
 def _tree(root: Path, view: _View, sited: bool) -> Tree:
     """The images of each class, of all sites; refused if one has none."""
     if not sited:
-        return {name: images(root, f"{view.inside}/{name}" if view.inside else name) for name in view.direct}
+        return {
+            name: files or images(root, f"{view.inside}/{name}" if view.inside else name)
+            for name, files in view.files.items()
+        }
     found: Tree = {}
     for site, classes in view.below.items():
         path = f"{view.inside}/{site}" if view.inside else site
