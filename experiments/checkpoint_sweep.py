@@ -15,6 +15,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -346,7 +347,7 @@ def of_transformers() -> Iterator[Case]:
 
 def hidden(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The class token after the last norm; CLIP's norm comes after its last hidden state."""
-    base = getattr(model, "base_model", model)
+    base = getattr(model, "vit", model)
 
     def features(image: torch.Tensor) -> torch.Tensor:
         out = base(image)
@@ -608,14 +609,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON file for all outcomes")
-    parser.add_argument("--only", default="", help="only cases whose names have this in them")
+    parser.add_argument("--only", default="", help="only cases whose names have this pattern in them")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     counts: collections.Counter[str] = collections.Counter()
     outcomes = {}
     for group in (of_timm, of_torchvision, of_transformers, of_open_clip, of_trainings, of_flax):
         for case in group():
-            if options.only not in case.name:
+            if not re.search(options.only, case.name):
                 continue
             kind, text = outcome(case)
             counts[kind] += 1

@@ -112,7 +112,7 @@ class BackboneConfig:
     """Network: a backbone of `fcljax list`; auto for the checkpoint's, and vit_micro without one; or weights
     that are here, by timm's name (vit_base_patch16_224.augreg_in21k) or the hub's (facebook/dinov2-base)."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
-    """Pretrained weights: a .safetensors, .npz, .pth or .bin file, or hf:OWNER/NAME."""
+    """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or hf:OWNER/NAME."""
     stem: StemChoice = option("auto", unset="cifar under 64 pixels, else imagenet")
     """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling, or 3 x 3."""
     heads: int | None = option(None, unset="width / 64")

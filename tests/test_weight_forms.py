@@ -127,6 +127,13 @@ def test_assumed_heads_are_those_of_the_authors(tmp_path, prefix, heads):
     assert any(f"{heads} attention heads are assumed" in note for note in loaded.notes)
 
 
+def test_heads_of_networks_that_have_them_in_several_sizes_are_asked_for(tmp_path):
+    vit = ViTConfig(image_size=4, patch=4, width=64, depth=1, heads=2, mlp=192)
+    path = files.save(tmp_path / "test_vit.npz", files.timm(files.encoder(vit)))
+    refuses(path, "width 64 with MLPs of 192 have heads of several sizes; give heads", heads=None)
+    assert load(path, heads=2).config.heads == 2
+
+
 # ---- several networks, prefixes and what is left out -------------------------------------------------------
 
 

@@ -23,12 +23,11 @@ from fcljax.data.files.download import Archive, fetch_file
 from fcljax.data.files.sources import data_folder
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, check_folder
-from fcljax.models.weights.checkpoints import SUFFIXES
+from fcljax.models.weights.checkpoints import SIDECARS, SUFFIXES
 from fcljax.options import whole_number
 
 HUB = "https://huggingface.co"
 FILES = ("model.safetensors", "pytorch_model.bin")
-SIDECARS = ("config.json", "preprocessor_config.json")
 SIDECAR_BYTES = 1 << 20
 TIMEOUT = 60.0  # seconds without an answer
 

@@ -422,10 +422,10 @@ def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]
                 return vit.heads, []
     heads = _usual_heads(config, network.prefix)
     if heads is None:
-        raise InputError(
-            f"heads: the checkpoint does not tell them, and its width {config.width} is no multiple of 64; "
-            "give heads"
-        )
+        why = f"its width {config.width} is no multiple of 64"
+        if config.width % 64 == 0:
+            why = f"networks of width {config.width} with MLPs of {config.mlp} have heads of several sizes"
+        raise InputError(f"heads: the checkpoint does not tell them, and {why}; give heads")
     assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
     return heads, [f"{assumed}: the checkpoint does not tell them"]
 
@@ -440,6 +440,8 @@ def _usual_heads(config: ViTConfig, prefix: str) -> int | None:
         return 12  # vits.py of MoCo v3: vit_small
     if config.width in _WIDE:
         return _WIDE[config.width]
+    if config.width < VITS["vit_ti16"].width and config.mlp == 3 * config.width:
+        return None  # timm's test_vit, with heads of 32 channels
     return None if config.width % 64 else config.width // 64
 
 
