@@ -1,8 +1,8 @@
 """Checkpoints of other libraries, each written by its library or as trainings wrap them, read back here: the
 features must be the source library's, or the file must be refused in one line.
 
-It needs the libraries themselves (`make test-extras` makes their environment, .venv/weights); nothing is
-downloaded, for all weights are random. About two minutes on two cores:
+It needs the libraries themselves (`make test-extras` makes their environment, .venv/weights). Nothing is
+downloaded, for all weights are random:
 
     .venv/weights/bin/python experiments/checkpoint_sweep.py [--out checkpoints.json]
 
