@@ -165,8 +165,8 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
 def _check_predictions(method: Method, case: _Case) -> None:
     def one_example(data: PyTree) -> Batch:
         index = jnp.zeros(1, jnp.int32)
-        image, _, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
-        return Batch(image, index, index == 0, index, query)
+        image, label, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
+        return Batch(image, label, index == 0, index, query)
 
     batch = jax.eval_shape(one_example, case.data)
     expected = (1, *case.context.task.current.shape)

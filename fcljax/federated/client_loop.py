@@ -597,7 +597,7 @@ def _read(fetch: Fetch, augment: bool, data: PyTree, index, place, mask, key, dr
 
     query = None if query is None else clear(query)
     draws = jax.vmap(jax.random.fold_in, (None, 0))(draws_key, jnp.where(mask, index, 0))
-    return Batch(clear(image), clear(label), mask, jnp.where(mask, index, -1), query, draws)
+    return Batch(jax.tree.map(clear, image), clear(label), mask, jnp.where(mask, index, -1), query, draws)
 
 
 def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:

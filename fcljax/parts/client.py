@@ -336,13 +336,13 @@ def train_step(
     during = _totals([each for each in work.reports if not each.view], step, local)
     examples = jnp.sum(batch.mask).astype(jnp.float32)
     total = loss if work.training.loss.reduction == "sum" else loss * examples
-    right = correct_examples(work.training.loss, output, batch, context.task)
     metrics = {
         "loss": Weighted(total, examples),
-        "train_accuracy": Weighted(right, examples),
         NOT_FINITE: Weighted(jnp.where(jnp.isfinite(total), 0.0, examples), examples),
     } | shares
     if batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer):  # classes, no other targets
+        right = correct_examples(work.training.loss, output, batch, context.task)
+        metrics["train_accuracy"] = Weighted(right, examples)
         metrics[CROSS_ENTROPY] = total_cross_entropy(work.training.loss, output, batch, context.task)
     return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
 

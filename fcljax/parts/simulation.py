@@ -5,6 +5,7 @@ owners, the model is a Flax module or a pytree of parameters. Aggregation rules,
 attacks and differential privacy are those of runs.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
@@ -16,11 +17,11 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from rich.console import Console
 
 from fcljax.data.partition import count_matrix
-from fcljax.data.store import ClientIndices, Split
+from fcljax.data.store import ClientIndices
 from fcljax.data.tasks import make_tasks
-from fcljax.errors import InputError
+from fcljax.errors import InputError, choose, reason
 from fcljax.federated.aggregation import make_aggregation
-from fcljax.federated.check import Example, describe
+from fcljax.federated.check import Example, check_method, describe
 from fcljax.federated.engine import (
     Lanes,
     RoundInputs,
@@ -28,17 +29,25 @@ from fcljax.federated.engine import (
     make_engine,
     run_round,
 )
-from fcljax.federated.faults import corrupt
+from fcljax.federated.faults import CHECKED, check_claims, corrupt
 from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import ClientPartition, capacities, participants
-from fcljax.options import replaced
+from fcljax.options import LARGEST_INT
 from fcljax.parts.client import ClientRule, Training
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Adapter, Classifier, Learner, Loss, Output, Params
 from fcljax.parts.server import ServerRule
+from fcljax.parts.simulation_inputs import (
+    check_model,
+    check_optimiser,
+    check_participation,
+    check_whole,
+    checked_examples,
+    merging_options,
+)
 from fcljax.parts.user_code import check_arguments
-from fcljax.settings import AggregationOptions, Aggregator
+from fcljax.settings import ATTACKS, Aggregator
 from fcljax.terminal import say
 from fcljax.types import Batch, Method, Network, Sizes, Task
 
@@ -47,16 +56,24 @@ MOST_COMPARED = 1_000  # examples on which the loss is measured before training,
 
 @runtime_checkable
 class ExampleLoss(Protocol):
-    """Returns the loss of each example, not their mean: padding is masked afterwards."""
+    """Returns the loss of each example, not their mean: padding is masked afterwards. A loss with a parameter
+    `key` gets a new one in every step, for dropout."""
 
-    def __call__(self, model: Any, x: Array, y: Array, /) -> Float[Array, " B"]: ...
+    def __call__(self, model: Any, x: Any, y: Any, /) -> Float[Array, " B"]: ...
+
+
+@runtime_checkable
+class RandomLoss(Protocol):
+    """A loss that draws."""
+
+    def __call__(self, model: Any, x: Any, y: Any, /, *, key: PRNGKeyArray) -> Float[Array, " B"]: ...
 
 
 class LocalSGD(NamedTuple):
     """How each client trains in a round."""
 
-    loss: ExampleLoss
-    """loss(model, x [B, ...], y [B, ...]) -> [B]."""
+    loss: ExampleLoss | RandomLoss
+    """loss(model, x [B, ...], y [B, ...]) -> [B]; with a parameter `key`, loss(model, x, y, key=key)."""
     optimiser: optax.GradientTransformation
     """New in every round; its learning rate is its own."""
     epochs: int
@@ -66,20 +83,28 @@ class LocalSGD(NamedTuple):
 
 
 def local_sgd(
-    loss: ExampleLoss, optimiser: optax.GradientTransformation, epochs: int = 1, batch_size: int = 32
+    loss: ExampleLoss | RandomLoss,
+    optimiser: optax.GradientTransformation,
+    epochs: int = 1,
+    batch_size: int = 32,
 ) -> LocalSGD:
     """How each client trains in a round: some epochs of an optax optimiser.
 
     Args:
-      loss: loss(model, x, y) -> one number for each example.
+      loss: loss(model, x, y) -> one number for each example. If it has a parameter `key`, it gets one that is
+        new in every step, for dropout: `nnx.reseed(model, dropout=key)`.
       optimiser: such as `optax.sgd(0.1)`.
       epochs: passes over the client's examples in a round.
       batch_size: examples of a step.
 
     Raises:
-      InputError: for a loss that takes other arguments.
+      InputError: for a loss that takes other arguments, and for values that are none of these.
     """
-    check_arguments("local_sgd", loss=(loss, 3))
+    if not _draws(loss):
+        check_arguments("local_sgd", loss=(loss, 3))
+    check_optimiser(optimiser)
+    epochs = check_whole("epochs", epochs, 1)
+    batch_size = check_whole("batch_size", batch_size, 1, LARGEST_INT)
     return LocalSGD(loss, optimiser, epochs, batch_size)
 
 
@@ -107,6 +132,8 @@ class Averaging(NamedTuple):
     """model_of(parameters) -> a model of the kind that was given."""
     first_loss: Callable[[Any, Any], float]
     """first_loss(x, y) -> mean loss of the model that was given."""
+    attack: str = ""
+    """What malicious clients do; "" where there are none."""
 
 
 def fedavg(
@@ -122,7 +149,8 @@ def fedavg(
     """Federated averaging (McMahan et al. 2017).
 
     Args:
-      model: a `flax.nnx` module, of which the `nnx.Param`s train and all other state stays as it is; or a
+      model: a `flax.nnx` module, of which the `nnx.Param`s train and all other state stays as it is (running
+        statistics, counters of random numbers); or a
         pytree of parameters, which the loss gets as they are.
       client: from `local_sgd`.
       client_rules: as of `federate`, such as `prox(0.1)`.
@@ -135,11 +163,12 @@ def fedavg(
     Raises:
       InputError: for options that do not exist or do not fit together.
     """
+    if not isinstance(client, LocalSGD):
+        raise InputError(f"client: {type(client).__name__}; nearest: local_sgd(loss, optimiser)")
+    malicious = check_whole("malicious", malicious, 0, LARGEST_INT)
+    choose("attack", attack, ATTACKS)
     params, model_of = _opened(model)
-    unknown = sorted(set(merging) - {*AggregationOptions.__dataclass_fields__})
-    if unknown:
-        raise InputError(f"fedavg: unknown option {unknown[0]!r}; choose from those of AggregationOptions")
-    aggregation = make_aggregation(replaced(AggregationOptions(), **merging))
+    aggregation = make_aggregation(merging_options(merging))
     # federate subtracts what the optimiser gives, and optax's updates are added
     descent = optax.chain(client.optimiser, optax.scale(-1.0))
     training = Training(client.epochs, client.batch_size, 1.0, descent)
@@ -148,12 +177,30 @@ def fedavg(
     def build(sizes: Sizes) -> Method:
         run = Run(sizes, learner.network, learner.adapter, training, aggregation, client_rules)
         method = federate(run, learner, loss=Loss(_mean_loss), server_rules=server_rules, predicts="all")
+        if malicious > sizes.clients:
+            raise InputError(f"malicious: {malicious} of {sizes.clients} clients; nearest: {sizes.clients}")
+        if malicious and attack == "label_flip" and sizes.classes == 1:
+            raise InputError("attack: y has no class numbers to flip; nearest: 'sign_flip'")
         return corrupt(method, attack, malicious)
 
     def first_loss(x: Any, y: Any) -> float:
-        return float(jnp.mean(client.loss(model_of(params), jnp.asarray(x), jnp.asarray(y))))
+        x = jax.tree.map(jnp.asarray, x)
+        return float(jnp.mean(_losses(client.loss, model_of(params), x, jnp.asarray(y), jax.random.key(0))))
 
-    return Averaging(build, model_of, first_loss)
+    return Averaging(build, model_of, first_loss, attack if malicious else "")
+
+
+def _draws(loss: Any) -> bool:
+    """Whether a loss has a parameter `key`."""
+    try:
+        return "key" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # no function; of builtins nothing is known
+        return False
+
+
+def _losses(loss: Any, model: Any, x: Any, y: Array, key: PRNGKeyArray) -> Array:
+    """The loss of each example."""
+    return loss(model, x, y, key=key) if _draws(loss) else loss(model, x, y)
 
 
 def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
@@ -161,12 +208,13 @@ def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
     from flax import nnx
 
     if not isinstance(model, nnx.Module):
-        return jax.tree.map(jnp.asarray, model), lambda params: params
+        return jax.tree.map(jnp.asarray, check_model(model)), lambda params: params
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    return nnx.to_pure_dict(params), lambda params: nnx.merge(graph, params, rest)
+    # a copy, so that layers may update their state while a loss is traced
+    return check_model(nnx.to_pure_dict(params)), lambda params: nnx.merge(graph, params, rest, copy=True)
 
 
-def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLoss) -> Learner:
+def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: Any) -> Learner:
     """A learner without a frozen network, whose classifier is the whole model and whose features are the
     losses of the examples."""
 
@@ -178,7 +226,14 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: ExampleLos
         frozen: PyTree, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
         del frozen, cached, train
-        found = loss(model_of(trainable.classifier), batch.image, batch.label)
+        # of the step's first example, which is never padding
+        key = jax.random.key(0) if batch.keys is None else batch.keys[0]
+        try:
+            found = _losses(loss, model_of(trainable.classifier), batch.image, batch.label, key)
+        except InputError:
+            raise
+        except Exception as error:  # whatever a stranger's loss raises
+            raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
         shape, wanted = jnp.shape(found), (len(batch.mask),)
         if shape != wanted:
             hint = "; leave out the mean over examples" if shape == () else ""
@@ -250,8 +305,8 @@ def simulate(
 
     Args:
       method: from `fedavg`, or any `Method`.
-      x: inputs [N, ...].
-      y: labels or targets [N, ...].
+      x: inputs [N, ...], or a pytree of such arrays, as {"ids": ..., "mask": ...}.
+      y: labels or targets [N, ...]. Integers from 0 of shape [N] are classes, for what reads classes.
       owner: each example's client [N]: integers or text.
       rounds: how many.
       participation: share of the clients that take part in a round.
@@ -261,30 +316,48 @@ def simulate(
       InputError: for arrays of different lengths, or for a function that returns something else than it
         should, naming its file and line.
     """
-    x, y, owner = np.asarray(x), np.asarray(y), np.asarray(owner)
-    if not len(x) == len(y) == len(owner) or owner.ndim != 1:
-        raise InputError(f"simulate: x, y and owner have the shapes {x.shape}, {y.shape} and {owner.shape}")
-    names, client = np.unique(owner, return_inverse=True)
+    if not isinstance(method, Averaging | Method):
+        raise InputError(f"method: {type(method).__name__}; nearest: fcljax.fedavg(model, client)")
+    x, y, names, client, classes = checked_examples(x, y, owner)
+    rounds = check_whole("rounds", rounds, 1)
+    seed = check_whole("seed", seed, 0, 2**32 - 1)
+    participation = check_participation(participation, len(names))
     parts = [np.flatnonzero(client == k).astype(np.int32) for k in range(len(names))]
-    classes = int(y.max()) + 1 if y.ndim == 1 and y.dtype.kind in "iu" else 1
     counts = count_matrix(y if classes > 1 else np.zeros(len(y), int), parts, classes)
     partition = ClientPartition(*ClientIndices.of(parts), counts.astype(np.int32))
     sizes = Sizes(classes, 1, classes, len(names), rounds, max(map(len, parts)))
     played = method.build(sizes) if isinstance(method, Averaging) else method
-    server, history = _rounds(
-        played, Split(jnp.asarray(x), jnp.asarray(y)), partition, rounds, participation, seed
-    )
+    attack = method.attack if isinstance(method, Averaging) else ""
+    data = Examined(jax.tree.map(jnp.asarray, x), jnp.asarray(y))
+    server, history = _rounds(played, data, partition, Rounds(rounds, participation, seed, attack))
     _warn(method, x, y, history)
     model = method.model_of(server.params.classifier) if isinstance(method, Averaging) else server
     return Simulated(model, history)
 
 
-def _warn(method: Averaging | Method, x: np.ndarray, y: np.ndarray, history: list[dict[str, float]]) -> None:
+class Examined(NamedTuple):
+    """The examples on the device."""
+
+    x: PyTree
+    y: Array
+
+
+class Rounds(NamedTuple):
+    """How many rounds are played, and by whom."""
+
+    count: int
+    participation: float
+    seed: int
+    attack: str
+
+
+def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, float]]) -> None:
     """Say on standard error if training went wrong."""
     said = training_warnings(history)
     if isinstance(method, Averaging) and not said and _loss_stayed(history):
-        some = np.linspace(0, len(x) - 1, min(len(x), MOST_COMPARED)).astype(int)
-        said = diverged(method.first_loss(x[some], y[some]), history[-1]["loss"])
+        some = np.linspace(0, len(y) - 1, min(len(y), MOST_COMPARED)).astype(int)
+        first = method.first_loss(jax.tree.map(lambda leaf: leaf[some], x), y[some])
+        said = diverged(first, history[-1]["loss"])
     for line in said:
         say(Console(stderr=True), line)
 
@@ -294,21 +367,24 @@ def _loss_stayed(history: list[dict[str, float]]) -> bool:
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
-def _fetch(split: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, None]:
-    del keys, augment
-    return split.image[index], split.label[index], None
+def _fetch(data: Examined, index: Array, _keys: Array, _augment: bool) -> tuple[PyTree, Array, None]:
+    return jax.tree.map(lambda leaf: leaf[index], data.x), data.y[index], None
 
 
 def _rounds(
-    method: Method, data: Split, partition: ClientPartition, rounds: int, participation: float, seed: int
+    method: Method, data: Examined, partition: ClientPartition, played: Rounds
 ) -> tuple[PyTree, list[dict[str, float]]]:
     """The server's state after all rounds, and what is known of each."""
+    rounds, participation, seed, attack = played
     everyone, classes = partition.class_examples.shape
     (task,), key = make_tasks(classes, 1), jax.random.key(seed)
     # batched clients are slower on a CPU
     lanes = Lanes(1, "loop") if jax.default_backend() == "cpu" else Lanes(min(8, everyone), "vmap")
     room = capacities(method, [partition], lanes.count, everyone, participation)
-    engine = make_engine(method, _fetch, lanes, room, Example((), data, task))
+    example = Example((), data, task)
+    if attack in CHECKED:
+        check_claims({attack}, tuple(each.upload for each in check_method(method, _fetch, example)))
+    engine = make_engine(method, _fetch, lanes, room, example)
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())
     states = init_clients(method, server, everyone, jax.random.fold_in(key, RunKey.CLIENTS))
     history = []

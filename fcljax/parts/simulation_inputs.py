@@ -1,0 +1,199 @@
+"""Checks of what a user gives to `local_sgd`, `fedavg` and `simulate`: what is wrong is one line."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from fcljax.errors import InputError, choose, nearest, reason
+from fcljax.options import check_ranges, check_read, replaced
+from fcljax.settings import MOST_ROUNDS, AggregationOptions
+
+MOST_COUNTED = 1 << 26  # clients times classes that are counted
+
+
+class Examples(NamedTuple):
+    """The examples of a simulation."""
+
+    x: Any
+    """A pytree of arrays [N, ...]."""
+    y: np.ndarray
+    """[N, ...]"""
+    names: np.ndarray
+    """Of the clients [K], sorted."""
+    client: Int[np.ndarray, " N"]
+    """The client of each example, an index into `names`."""
+    classes: int
+    """One more than the largest label; 1 where y are other targets than class numbers."""
+
+
+def check_whole(field: str, value: object, least: int, most: int = MOST_ROUNDS) -> int:
+    """`value` if it is a whole number in a range.
+
+    Raises:
+      InputError: naming the field, the value and the nearest valid one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InputError(f"{field}: {_shown(value)} is no whole number; such as {least}")
+    if not least <= value <= most:
+        raise InputError(f"{field}: {_shown(value)}; nearest valid value: {least if value < least else most}")
+    return int(value)
+
+
+def check_participation(value: object, clients: int) -> float:
+    """A share of the clients, or a number of them.
+
+    Raises:
+      InputError: for anything else.
+    """
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    share = float(value) if number and abs(value) < 1e9 else 0.0  # pyrefly: ignore[bad-argument-type]
+    if not 0 < share <= max(1, clients) or (share > 1 and share % 1):
+        raise InputError(
+            f"participation: {_shown(value)}; expected a share of the clients above 0, up to 1, or how many "
+            f"of the {clients}"
+        )
+    return share
+
+
+def check_optimiser(optimiser: object) -> None:
+    """Check that an optimiser is one of optax.
+
+    Raises:
+      InputError: naming what it is.
+    """
+    if not (callable(getattr(optimiser, "init", None)) and callable(getattr(optimiser, "update", None))):
+        raise InputError(f"optimiser: {_shown(optimiser)} is none of optax; nearest: optax.sgd(0.1)")
+
+
+def merging_options(given: Mapping[str, Any]) -> AggregationOptions:
+    """The options by which the server merges uploads.
+
+    Raises:
+      InputError: for an unknown one, a value of the wrong type or out of range, or one that nothing reads.
+    """
+    fields = {field.name: field for field in dataclasses.fields(AggregationOptions)}
+    for name, value in given.items():
+        if name not in fields:
+            raise InputError(f"fedavg: unknown option {name!r}; {nearest(name, fields)}")
+        _check_type(name, fields[name].type, value)
+    options = replaced(AggregationOptions(), **given)
+    check_ranges(options)
+    check_read(options, options, given)
+    return options
+
+
+def _check_type(name: str, kind: Any, value: object) -> None:
+    """Check a value against the type of its field: a number, or one of a few names."""
+    names = get_args(kind)
+    if names and all(isinstance(each, str) for each in names):
+        choose(name, value, names)
+        return
+    if value is None and type(None) in names:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole and (kind is int or not isinstance(value, float)):
+        raise InputError(f"{name}: {_shown(value)} is no {'whole number' if kind is int else 'number'}")
+
+
+def check_model(params: Any) -> Any:
+    """The parameters of a model, if clients can train them.
+
+    Raises:
+      InputError: if there are none, or they are no arrays of real numbers.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in leaves:
+        try:
+            array = np.asarray(leaf)
+        except Exception as error:  # whatever a stranger's object raises
+            raise InputError(f"model: parameter {_place(path)} is no array: {reason(error)}") from None
+        if array.dtype.kind not in "biuf" and not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+            raise InputError(f"model: parameter {_place(path)} is {array.dtype}; expected real numbers")
+    if not any(jax.numpy.issubdtype(np.asarray(leaf).dtype, jax.numpy.floating) for _, leaf in leaves):
+        raise InputError("model: it has no floating-point parameters, so that nothing can train")
+    return params
+
+
+def checked_examples(x: Any, y: Any, owner: Any) -> Examples:
+    """The examples, as arrays.
+
+    Raises:
+      InputError: naming the argument that is no array, or that does not have one value for each example.
+    """
+    y = _array("y", y)
+    owner = _array("owner", owner, "biuU")
+    whole = isinstance(x, list) or not jax.tree.leaves(x)
+    paths = [((), x)] if whole else jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
+    leaves = [_array(f"x{_place(path)}", leaf) for path, leaf in paths]
+    named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
+    if owner.ndim != 1 or not len(owner):
+        raise InputError(f"owner: shape {list(owner.shape)}; expected the client of each example, [N]")
+    for name, array in named:
+        if not array.ndim or len(array) != len(owner):
+            raise InputError(
+                f"{name}: shape {list(array.shape)}; owner has {len(owner)} values, so the first axis must "
+                f"have {len(owner)}"
+            )
+    if not whole:
+        structure = jax.tree.structure(x, is_leaf=_is_array_like)
+        x = jax.tree.unflatten(structure, leaves)
+    else:
+        x = leaves[0]
+    names, client = np.unique(owner, return_inverse=True)
+    return Examples(x, y, names, client, _classes(y, len(names)))
+
+
+def _is_array_like(value: object) -> bool:
+    """Whether a value is one array, as a list of numbers is."""
+    return isinstance(value, list)
+
+
+def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
+    """One argument as an array of numbers that 32 bits hold.
+
+    Raises:
+      InputError: for anything else.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"{name}: a masked array, whose mask nothing reads; leave out what is masked")
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # ragged lists; whatever a stranger's object raises
+        raise InputError(f"{name}: it is no array: {reason(error)}") from None
+    extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
+    if array.dtype.kind not in kinds and not extended:
+        expected = "integers or text" if "U" in kinds else "numbers"
+        raise InputError(f"{name}: {array.dtype} of shape {list(array.shape)}; expected {expected}")
+    if array.dtype.kind in "iu" and array.dtype.itemsize > 4 and array.size:
+        low, high = int(array.min()), int(array.max())
+        if (low < -(2**31) or high >= 2**31) and "U" not in kinds:
+            wide = low if low < -(2**31) else high
+            raise InputError(f"{name}: {wide} needs more than the 32 bits that devices compute with")
+        if array.dtype.kind == "u" and "U" not in kinds:
+            array = array.astype(np.int32)
+    return array
+
+
+def _classes(y: np.ndarray, clients: int) -> int:
+    """The number of classes that labels name. Negative integers, and numbers so large that the classes of
+    all clients could not be counted, are other targets."""
+    if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0:
+        return 1
+    classes = int(y.max()) + 1
+    return classes if classes * clients <= MOST_COUNTED else 1
+
+
+def _place(path: Any) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a number of thousands of digits; a stranger's object
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
