@@ -15,7 +15,7 @@ from fcljax.settings import MOST_ROUNDS, AggregationOptions
 MOST_COUNTED = 1 << 26  # clients times classes that are counted
 
 
-class Examples(NamedTuple):
+class OwnedExamples(NamedTuple):
     """The examples of a simulation."""
 
     x: Any
@@ -118,7 +118,7 @@ def check_model(params: Any) -> Any:
     return params
 
 
-def checked_examples(x: Any, y: Any, owner: Any) -> Examples:
+def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     """The examples, as arrays.
 
     Raises:
@@ -144,7 +144,7 @@ def checked_examples(x: Any, y: Any, owner: Any) -> Examples:
     else:
         x = leaves[0]
     names, client = np.unique(owner, return_inverse=True)
-    return Examples(x, y, names, client, _classes(y, len(names)))
+    return OwnedExamples(x, y, names, client, _classes(y, len(names)))
 
 
 def _is_array_like(value: object) -> bool:
