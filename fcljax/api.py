@@ -204,6 +204,8 @@ def run(
     Raises:
       InputError: in one line that names the option, its value and the nearest valid one.
     """
+    if out is not None and not str(out):
+        raise InputError("out: '' is no run directory; leave it out for a temporary one")
     images, labels = _images(data)
     owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
     supplied = Supplied(images, _network(backbone), owners)

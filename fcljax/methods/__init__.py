@@ -420,6 +420,7 @@ def _loaded(entry: MethodEntry) -> MethodEntry:
     if presets is None:
         presets = NoOptions
     if isinstance(presets, type):
+        _check_options(presets)
         presets = {"intended": Preset(presets())}
     if not isinstance(presets, Mapping) or "intended" not in presets:
         raise InputError(
@@ -427,6 +428,22 @@ def _loaded(entry: MethodEntry) -> MethodEntry:
             "not an instance, or a mapping with 'intended'"
         )
     return dataclasses.replace(entry, presets=presets, build=build, elsewhere=elsewhere)
+
+
+def _check_options(options: type) -> None:
+    """Check that a class of options is a dataclass whose defaults are plain values.
+
+    Raises:
+      InputError: naming the user's file, the class and the field.
+    """
+    place = getattr(sys.modules.get(options.__module__), "__file__", None) or options.__module__
+    where = f"presets: {Path(place).name}: {options.__name__}"
+    if not dataclasses.is_dataclass(options):
+        raise InputError(f"{where} is no dataclass; write @dataclasses.dataclass(frozen=True) above it")
+    for field in dataclasses.fields(options):
+        if field.default is dataclasses.MISSING:
+            what = "a default_factory" if field.default_factory is not dataclasses.MISSING else "no default"
+            raise InputError(f"{where}.{field.name} has {what}; an option is a number, text or True or False")
 
 
 @functools.cache

@@ -45,6 +45,12 @@ class Model:
     labels: np.ndarray
     """The label of each class, as the data have it; in the order of the logits."""
 
+    def __repr__(self) -> str:
+        """The model's sizes in one line, without its parameters."""
+        _, height, width = self.image
+        count = sum(array.size for array in self.arrays)
+        return f"Model({len(self.labels)} classes, images of {height}x{width}, {count:,} parameters)"
+
     def predict(self, images: Any) -> np.ndarray:
         """The labels of images [N, H, W, 3], uint8 or float in [0, 1].
 
@@ -59,7 +65,7 @@ class Model:
         Raises:
           InputError: for images of another size.
         """
-        x = checked_images("images", "x", np.asarray(images))
+        x = checked_images("images", "x", _one_array(images))
         size, height, width = self.image
         if x.shape[1:3] != (height, width):
             raise InputError(
@@ -111,6 +117,20 @@ class Model:
         except Exception as error:  # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels)  # pyrefly: ignore[bad-argument-type]
+
+
+def _one_array(images: Any) -> np.ndarray:
+    """Images as one array.
+
+    Raises:
+      InputError: for images of several sizes, and for a masked array.
+    """
+    if isinstance(images, np.ma.MaskedArray):
+        raise InputError("images: a masked array, whose mask nothing reads; give images without gaps")
+    try:
+        return np.asarray(images)
+    except ValueError as error:
+        raise InputError(f"images: they are not of one size; resize them ({reason(error)})") from None
 
 
 def _check_format(name: str) -> None:
