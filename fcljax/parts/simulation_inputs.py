@@ -124,6 +124,9 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     Raises:
       InputError: naming the argument that is no array, or that does not have one value for each example.
     """
+    shapes = [_shape(each) for each in (x, y, owner)]
+    if None not in shapes and len({shape[:1] for shape in shapes if shape is not None}) > 1:
+        raise InputError("simulate: x, y and owner have the shapes {}, {} and {}".format(*shapes))
     y = _array("y", y)
     owner = _array("owner", owner, "biuU")
     whole = isinstance(x, list) or not jax.tree.leaves(x)
@@ -145,6 +148,11 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
         x = leaves[0]
     names, client = np.unique(owner, return_inverse=True)
     return OwnedExamples(x, y, names, client, _classes(y, len(names)))
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array, or the length of a list; None for anything else."""
+    return (len(value),) if isinstance(value, list) else getattr(value, "shape", None)
 
 
 def _is_array_like(value: object) -> bool:
