@@ -336,6 +336,19 @@ def test_settings_of_sampled_clients_come_with_them(options, parts, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("method", ["scaffold", "fedper", "c2prompt"])
+def test_sampled_clients_keep_no_state(method, tmp_path, capsys):
+    """A client would get the control variate, classifier or prompts of the one before it in its place."""
+    options = [*OPTIONS, "--partition", "sampled", "--out", str(tmp_path / "run")]
+    assert cli.main(["run", method, *options]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]
+    assert line == (
+        f"fcljax: partition: 'sampled' clients are new in every round, and {method} keeps a state for each "
+        "client; nearest: 'task_dirichlet'"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_chart_of_sampled_clients_is_refused_settings_that_are_not_theirs(tmp_path, capsys):
     options = ["digits", "--imbalance", "0.1", "--out", str(tmp_path / "charts")]
     assert cli.main(["data", "show", *options]) == 2

@@ -63,6 +63,7 @@ from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Params, learner
+from fcljax.parts.task_end import of_task_before
 from fcljax.types import Aggregate, Features, Frozen, Network
 
 RATE = 0.05
@@ -345,17 +346,30 @@ def test_preservation_holds_the_networks_of_earlier_tasks_where_they_were(retroa
 def test_a_client_keeps_base_and_numbers_of_a_tasks_last_round(retroactive):
     method = weit(retroactive=retroactive)
     server = fresh(method)
-    before = lambda state: state[1]
+    before = lambda state, task: of_task_before(state[1], task)
     _, early = client_round(method, server, TASKS[0], OF_FIRST, round_=0)
-    np.testing.assert_array_equal(before(early).base, server.params.adapter.base)
+    np.testing.assert_array_equal(before(early, TASKS[0]).base, server.params.adapter.base)
     part = train(method, server, TASKS[0], OF_FIRST, early, round_=1)[1].trainable
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=1)
-    close(before(late).base, part.adapter)
-    close(before(late).mask, np.stack([jax.nn.sigmoid(part.classifier.mask), np.zeros(WIDTH)]))
+    close(before(late, TASKS[1]).base, part.adapter)
+    close(before(late, TASKS[1]).mask, np.stack([jax.nn.sigmoid(part.classifier.mask), np.zeros(WIDTH)]))
     if retroactive:
-        close(before(late).adaptive, part.classifier.adaptive)
+        close(before(late, TASKS[1]).adaptive, part.classifier.adaptive)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
-    jax.tree.map(np.testing.assert_array_equal, before(next_).base, before(late).base)
+    jax.tree.map(np.testing.assert_array_equal, before(next_, TASKS[1]).base, before(late, TASKS[1]).base)
+
+
+@pytest.mark.parametrize("retroactive", [True, False])
+def test_a_client_that_misses_a_tasks_last_round_keeps_what_it_had_before_it(retroactive):
+    """Its anchor is that of the round in which it took part, by training without the rule."""
+    method, free = weit(retroactive=retroactive), weit(retroactive=retroactive, keep_weight=0.0)
+    server = fresh(method)
+    trained = train(free, server, TASKS[0], OF_FIRST)[1].trainable
+    _, state = client_round(method, server, TASKS[0], OF_FIRST, round_=0)
+    anchor = of_task_before(state[1], TASKS[1])
+    close(anchor.base, trained.adapter)
+    assert np.abs(anchor.base - server.params.adapter.base).max() > 1e-3
+    close(anchor.mask[0], jax.nn.sigmoid(trained.classifier.mask))
 
 
 @pytest.mark.parametrize("weight", ["sparse_weight", "mask_weight", "keep_weight"])

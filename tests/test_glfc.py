@@ -33,7 +33,7 @@ from fcljax.models.heads import unit
 from fcljax.parts.client import ClientStep, Local, Report
 from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Classifier, Learner, Output, Params
-from fcljax.parts.replay import Exemplars, Herded
+from fcljax.parts.replay import Exemplars, Gathered, Herded
 from fcljax.types import Aggregate, Batch, ClientContext
 
 FIRST, SECOND = TASKS
@@ -61,7 +61,7 @@ def known_of(learned, block=(0, 0, 0, -1, -1), now=(), later=()):
         exemplars = Exemplars(jnp.asarray(LABEL)[jnp.maximum(row, 0)], row, jnp.zeros(4))
         return Herded(exemplars, jnp.isin(jnp.arange(5), jnp.asarray(learned, int)))
 
-    return G.Known(jnp.float32(0.3), herded(now), herded(later), jnp.asarray(block))
+    return G.Known(jnp.float32(0.3), herded(now), herded(later), jnp.asarray(block), jnp.bool_(False))
 
 
 # ---- weights of rows: B12 and B' ---------------------------------------------------------------------------
@@ -221,6 +221,30 @@ def test_a_client_that_notices_adopts_what_it_has_chosen():
     known = known_of([0], now=[0], later=[5, 10])
     assert G.adopted(known, jnp.bool_(True)).now.exemplars.index.tolist() == [5, 10, -1, -1]
     assert G.adopted(known, jnp.bool_(False)).now.exemplars.index.tolist() == [0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("entropy", "classes"), [(None, [0, 1, 2, 3, 4]), (5.0, [0, 1, 2, 3, 4]), (0.0, [3, 4])]
+)
+def test_a_client_that_sits_out_a_task_keeps_exemplars_of_the_one_before(entropy, classes):
+    """As one that notices the change, since in the release all clients look for it in every round (B5). One
+    that takes part and does not notice the change loses them, as there. `entropy` None: it sits out."""
+    run = Run(SIZES, NETWORK, None, Training(1, 4, 0.1))
+    rule = G.compensate(options_of(memory_size=10), run, G.LossWeights(G.by_group))
+
+    def end_of(task, known):
+        label = jnp.asarray(np.resize(np.flatnonzero(task.current), 9))
+        feature = jax.random.normal(KEY, (9, NETWORK.width))
+        gathered = Gathered(feature, label, jnp.arange(9), jnp.int32(9))
+        context = ClientContext(FROZEN, None, None, task, info_of(5, 9))
+        return rule.passes[-1].on_end(context, gathered, Params((), ()), known)
+
+    known = end_of(FIRST, rule.init(KEY, Params((), ())))
+    if entropy is not None:
+        context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 9))
+        known = rule.on_end(context, work_of(known, entropy), Params((), ()), known)
+    exemplars = end_of(SECOND, known).later.exemplars
+    assert sorted({*np.asarray(exemplars.label)[exemplars.index >= 0].tolist()}) == classes
 
 
 @functools.cache

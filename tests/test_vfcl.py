@@ -48,6 +48,7 @@ from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, Training, federate
 from fcljax.parts.learner import Params, cross_entropy_loss, learner
+from fcljax.parts.task_end import no_task_end, of_task_before
 
 RATE = 0.05
 GRADIENT = Training(1, 4, RATE, optax.identity())
@@ -195,7 +196,8 @@ def test_the_loss_of_two_draws_is_their_mean_with_the_priors():
     method = method_of(init_std=0.4, mc_samples=samples)
     server = fresh(method)
     prior, *rest = method.init_client(KEY, server)
-    own = prior._replace(adapter=shifted(prior.adapter, 0.2), known=TASKS[0].seen, task=jnp.int32(0))
+    own = of_task_before(prior, TASKS[0])
+    own = own._replace(adapter=shifted(own.adapter, 0.2), known=TASKS[0].seen, task=jnp.int32(0))
     context = context_of(method, server, TASKS[1], info_of(SIZES.classes, 3), SCALE)
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4)
     rule, likelihood = two_priors(VFCLOptions(init_std=0.4), run_of()), cross_entropy_loss("seen")
@@ -206,7 +208,7 @@ def test_the_loss_of_two_draws_is_their_mean_with_the_priors():
         step = ClientStep(model, context, server.params, output, batch, KEY, drawn)
         expected.append(float(likelihood.value(output, batch, TASKS[1]) + rule.loss(step, own)))
     assert abs(expected[0] - expected[1]) > 1e-3
-    found = loss_of(method, server, (own, *rest), TASKS[1], batch)
+    found = loss_of(method, server, (no_task_end(own), *rest), TASKS[1], batch)
     assert found == pytest.approx(np.mean(expected), rel=1e-4)
 
 
@@ -246,14 +248,27 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
     method = method_of(init_std=0.1)
     server = fresh(method)
     state = method.init_client(KEY, server)
+    before = lambda state, task: of_task_before(state[0], task)
     _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
-    assert early[0].task == -1 and not early[0].known.any()
+    assert before(early, TASKS[0]).task == -1 and not before(early, TASKS[0]).known.any()
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)
-    assert late[0].task == 0 and (late[0].known == TASKS[0].seen).all()
+    assert before(late, TASKS[1]).task == 0 and (before(late, TASKS[1]).known == TASKS[0].seen).all()
     part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].trainable
-    close(late[0].adapter, part.adapter)
+    close(before(late, TASKS[1]).adapter, part.adapter)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
-    close(next_[0].adapter, late[0].adapter, atol=0)
+    close(before(next_, TASKS[1]).adapter, before(late, TASKS[1]).adapter, atol=0)
+
+
+def test_a_client_that_misses_a_tasks_last_round_keeps_the_posterior_that_it_had_before():
+    method = method_of(init_std=0.1)
+    server = fresh(method)
+    state = method.init_client(KEY, server)
+    trained = train(method, server, TASKS[0], OF_FIRST, state)[1].trainable
+    _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
+    prior = of_task_before(early[0], TASKS[1])
+    assert prior.task == 0 and (prior.known == TASKS[0].seen).all()
+    close(prior.adapter, trained.adapter)
+    close(prior.classifier, trained.classifier)
 
 
 # ---- the server --------------------------------------------------------------------------------------------

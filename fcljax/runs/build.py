@@ -167,6 +167,8 @@ def assemble(
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
+    if settings.partition == "sampled":
+        check_stateless(settings, method, frozen)
     example, read = (
         Example(frozen, train, scenario.tasks[0]),
         partial(inputs_of, inputs.preprocess, inputs.augments),
@@ -223,6 +225,21 @@ def sizes_of(scenario: Scenario) -> Sizes:
         rounds=len(partitions[0]),
         examples=max(int(count.max()) for count in counts),
     )
+
+
+def check_stateless(settings: RunConfig, method: Method, frozen: Frozen) -> None:
+    """Check that clients that are new in every round have no state to keep.
+
+    Raises:
+      InputError: naming the method whose clients have one, which would pass to other clients.
+    """
+    key = jax.random.key(0)
+    server = jax.eval_shape(method.init, key, frozen)
+    if jax.tree.leaves(jax.eval_shape(method.init_client, key, server)):
+        raise InputError(
+            f"partition: 'sampled' clients are new in every round, and {settings.method} keeps a state for "
+            "each client; nearest: 'task_dirichlet'"
+        )
 
 
 def check_one_pass(settings: RunConfig, method: Method) -> None:

@@ -36,6 +36,7 @@ from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.task_end import TaskEnd, after_round, no_task_end, of_task_before
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, RoundContext, Sizes, Weighted
 
@@ -163,7 +164,7 @@ class Before(NamedTuple):
     """What a client knows of finished tasks."""
 
     base: Float[Array, " N"]
-    """B', at the end of the last of them."""
+    """B', after the client's last round of the last of them."""
     adaptive: PyTree
     """A', likewise; () where those of earlier tasks are fixed."""
     mask: Float[Array, "T M"]
@@ -181,11 +182,14 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
       retroactive: whether the A of earlier tasks train.
     """
 
-    def init(key: PRNGKeyArray, trainable: Params) -> Before:
+    def init(key: PRNGKeyArray, trainable: Params) -> TaskEnd:
         del key
         own: Own = trainable.classifier
         masks = jnp.zeros((sizes.tasks, *own.mask.shape))
-        return Before(trainable.adapter, own.adaptive if retroactive else (), masks)
+        return no_task_end(Before(trainable.adapter, own.adaptive if retroactive else (), masks))
+
+    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> Before:
+        return of_task_before(state, context.task)
 
     def loss(step: ClientStep, before: Before) -> Float[Array, ""]:
         task, moved = step.context.task.index, step.trainable.adapter - before.base
@@ -195,17 +199,13 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
         drift = moved * arrays.of_outputs(old) + step.trainable.classifier.adaptive - before.adaptive
         return weight / 2 * jnp.sum(jnp.where(_first(drift, task), drift, 0.0) ** 2)
 
-    def keep(context: ClientContext, memory: Before, trainable: Params, state: Before) -> Before:
-        """The mask now; base and A of a task's last round, and until then those of the task before."""
-        del memory
+    def on_end(context: ClientContext, before: Before, trainable: Params, _state: TaskEnd) -> TaskEnd:
         own: Own = trainable.classifier
-        mask = state.mask.at[context.task.index].set(jax.nn.sigmoid(own.mask))
-        now = Before(trainable.adapter, own.adaptive if retroactive else (), mask)
-        last = context.client.round == sizes.rounds - 1
-        kept = jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
-        return kept._replace(mask=mask)
+        mask = before.mask.at[context.task.index].set(jax.nn.sigmoid(own.mask))
+        newest = Before(trainable.adapter, own.adaptive if retroactive else (), mask)
+        return after_round(before, newest, context.task)
 
-    return ClientRule("preservation", loss, init, on_end=keep)
+    return ClientRule("preservation", loss, init, on_start, on_end=on_end)
 
 
 def others_only() -> ClientRule:

@@ -198,6 +198,8 @@ class Known(NamedTuple):
     """Those that it will use once it finds its task changed."""
     block: Int[Array, " C"]
     """The task in which it had each class; -1: none yet."""
+    resting: Bool[Array, ""]
+    """Whether it has not taken part since it chose `later`, and so has not looked for a change."""
 
 
 class FeatureSums(NamedTuple):
@@ -238,7 +240,8 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
     def init(key: PRNGKeyArray, trainable: Params) -> Known:
         del key, trainable
         nothing = nothing_herded(budget, sizes)
-        return Known(jnp.zeros(()), nothing, nothing, jnp.full(sizes.classes, -1, jnp.int32))
+        no_task = jnp.full(sizes.classes, -1, jnp.int32)
+        return Known(jnp.zeros(()), nothing, nothing, no_task, jnp.bool_(False))
 
     def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> LocalState:
         del context, key
@@ -264,15 +267,19 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
     def on_end(context: ClientContext, work: LocalState, trainable: Params, known: Known) -> Known:
         del trainable, known
         kept = adopted(work.known, task_changed(options, work, context.task))
-        return kept._replace(entropy=mean_entropy(options, work, context.task))
+        return kept._replace(entropy=mean_entropy(options, work, context.task), resting=jnp.bool_(False))
 
     def choose_exemplars(
         context: ClientContext, gathered: Gathered, trainable: Params, known: Known
     ) -> Known:
         del trainable
+        # a client that sat out the whole task adopts now what it chose at the end of the one before: in the
+        # release clients look for changes in every round, also those that do not train
+        known = adopted(known, known.resting)
         later = renew(known.now, gathered, context.task, budget, sizes)
         mine = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
-        return known._replace(later=later, block=jnp.where(mine, context.task.index, known.block))
+        block = jnp.where(mine, context.task.index, known.block)
+        return known._replace(later=later, block=block, resting=jnp.bool_(True))
 
     passes = (
         ClientPass("before_training", view, measure_entropy),

@@ -40,6 +40,7 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Adapter, Params, all_last, cross_entropy_loss, with_lasting
 from fcljax.parts.replay import Budget, herded
+from fcljax.parts.task_end import TaskEnd, after_round, no_task_end, of_task_before
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Claim, ClientContext, Method, Upload
 
@@ -104,7 +105,7 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
 
 
 class OwnPrior(NamedTuple):
-    """A client's own posterior at the end of the task before."""
+    """A client's own posterior after its last round of the task before."""
 
     adapter: Posterior
     classifier: Posterior
@@ -122,12 +123,13 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     (specification 3.4). Classes that the client has not seen do not count. Where each task has parameters of
     its own, the posterior of the task before says nothing of them, and the global prior stands in its place.
     """
-    classes, rounds = run.sizes.classes, run.sizes.rounds
 
-    def init(key: PRNGKeyArray, trainable: Params) -> OwnPrior:
-        del key
-        nothing = jnp.zeros(classes, bool)
-        return OwnPrior(trainable.adapter, trainable.classifier, nothing, jnp.int32(-1))
+    def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
+        nothing = jnp.zeros(run.sizes.classes, bool)
+        return no_task_end(OwnPrior(trainable.adapter, trainable.classifier, nothing, jnp.int32(-1)))
+
+    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> OwnPrior:
+        return of_task_before(state, context.task)
 
     def loss(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
         share = jnp.where(prior.task < 0, 1.0, options.global_share)
@@ -137,15 +139,12 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
         scale = kl_scale(options.kl_scale, step)
         return options.prior_weight * scale * (body + classifier_ratio(step, prior))
 
-    def keep(context: ClientContext, memory: OwnPrior, trainable: Params, state: OwnPrior) -> OwnPrior:
-        """The posterior of the task's last round; until then that of the task before stays."""
-        del memory
+    def on_end(context: ClientContext, prior: OwnPrior, trainable: Params, _state: TaskEnd) -> TaskEnd:
         index = jnp.asarray(context.task.index, jnp.int32)
-        now = OwnPrior(trainable.adapter, trainable.classifier, context.task.seen, index)
-        last = context.client.round == rounds - 1
-        return jax.tree.map(lambda new, old: jnp.where(last, new, old), now, state)
+        newest = OwnPrior(trainable.adapter, trainable.classifier, context.task.seen, index)
+        return after_round(prior, newest, context.task)
 
-    return ClientRule("priors", loss, init, on_end=keep)
+    return ClientRule("priors", loss, init, on_start, on_end=on_end)
 
 
 def of_this_task(adapter: Adapter, sent: Posterior, own: Posterior) -> Posterior:
