@@ -13,6 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import AbstractArray
+
 import fcljax
 from fcljax import config
 from fcljax.adapters import ADAPTERS
@@ -56,6 +58,8 @@ def _union(kinds: list[Any]) -> str:
     parts: dict[str, list[Any]] = {}
     for kind in kinds:
         for each in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+            if isinstance(each, type) and issubclass(each, AbstractArray):
+                continue  # a learning rate as data, which a search makes and no user gives
             if typing.get_origin(each) is typing.Literal:
                 parts.setdefault("Literal", []).extend(typing.get_args(each))
             else:

@@ -70,6 +70,7 @@ _MODULES = {
 # the same table for editors and type checkers, which do not run `__getattr__`; a test compares the two
 if TYPE_CHECKING:  # isort: off
     from fcljax.api import Result as Result, run as run
+    from fcljax.data.files.client_json import read_clients as read_clients
     from fcljax.data.files.dataset import Dataset as Dataset
     from fcljax.errors import InputError as InputError
     from fcljax.methods import MethodEntry as MethodEntry

@@ -104,6 +104,7 @@ class RunOptions(TypedDict, total=False):
     features: Literal["prompted", "both"]
     fidelity: Literal["intended", "paper", "released", "improved"]
     finetune_weight: float
+    fisher_gradients: Literal["examples", "batches"]
     fisher_limit: float
     fisher_measured: Literal["task", "round"]
     full_lr: float
@@ -229,6 +230,7 @@ class RunOptions(TypedDict, total=False):
     pseudo_labels: bool
     quiet_share: float
     rank: int
+    rate_factor: float
     recon_denorm: bool
     recon_length: int
     recon_weight: float
@@ -245,7 +247,7 @@ class RunOptions(TypedDict, total=False):
     ridge: float
     ridge_choice: Literal["all", "task", "fixed"]
     rounds: int
-    scale: Literal["auto", "paper", "mini"]
+    scale: Literal["auto", "paper", "mini", "fit"]
     schedule: Literal["cosine", "cosine_lag", "constant"]
     seed: int
     server_adaptivity: float

@@ -132,7 +132,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "fppl", "--prompt-blocks", "7"], ["prompt_blocks", "7", "6 blocks"]),
         (["run", "linear", "--dataset", "digts"], ["dataset", "'digts'", "'digits'"]),
         (["run", "linear", "--dataset", "npz:missing.npz"], ["dataset", "'missing.npz'"]),
-        (["run", "linear", "--dataset", "folder:missing"], ["dataset", "missing/train"]),
+        (["run", "linear", "--dataset", "folder:missing"], ["dataset", "no such folder: 'missing'"]),
         (["run", "linear", "--tasks", "11"], ["tasks", "11", "10 classes", "1 to 10"]),
         (["run", "linear", "--clients", "1000"], ["clients", "1000"]),
         (["run", "linear", "--devices", "1000"], ["devices", "1000", "nearest valid value"]),

@@ -16,7 +16,7 @@ from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align_classifier, draw_features
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.vfcl.bayesian import bayesian
-from fcljax.methods.vfcl.posterior import Posterior
+from fcljax.methods.vfcl.posterior import Flat, Posterior
 from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, conflation, two_priors
 from fcljax.models.heads import Head
 from fcljax.parts.classifiers import linear
@@ -103,7 +103,8 @@ def test_vfcls_priors_and_their_gradients(before):
     context = context_of(method, fresh(method), TASKS[1], info_of(CLASSES, examples), SCALE)
     context = context._replace(payload=context.payload._replace(trainable=posterior_of(sent, old_head)))
     mine = posterior_of(own, old_head)
-    prior = OwnPrior(mine.adapter, mine.classifier, jnp.asarray(KNOWN), jnp.int32(0 if before else -1))
+    flat = Posterior(*map(Flat.of, mine.adapter))  # as a Bayesian learner has it
+    prior = OwnPrior(flat, mine.classifier, jnp.asarray(KNOWN), jnp.int32(0 if before else -1))
     rule = two_priors(options, run_of())
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, CLASSES)), 0.1)
 

@@ -40,7 +40,7 @@ def settings_of(method="linear", **given):
 # ---- rates as data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some(METHODS, ("scaffold", "fedweit")))
+@pytest.mark.parametrize("name", some(METHODS, ("scaffold",)))
 def test_the_learning_rates_of_every_method_may_be_data(name):
     """Each function of the method is traced with rates that are no constants, and keeps to the protocol."""
     settings = config.from_mapping(name, dict(scale="fit", clients=4, batch_size=4, epochs=2), "options")
@@ -72,6 +72,7 @@ def test_a_method_that_decides_by_the_value_of_a_rate_is_refused_in_one_line():
         jax.eval_shape(method.init, jax.random.key(0), frozen._replace(rates=as_data({"lr": 0.1})))
 
 
+@pytest.mark.long
 def test_rates_as_data_train_as_constants_do(tmp_path):
     """A factor of 3 on rates that are data, and rates three times as large that are constants."""
     data = fcljax.run("linear", out=tmp_path / "data", **SMALL, scale="fit", rate_factor=3.0)
@@ -260,6 +261,7 @@ def test_a_run_says_what_was_chosen_and_how_and_writes_it(searched):
     assert {"mini"} < {trial["scale"] for trial in compared}
 
 
+@pytest.mark.long
 def test_the_settings_repeat_the_run_without_a_search_bit_for_bit(searched, tmp_path):
     out, summary, _ = searched
     settings = config.from_mapping("linear", config.load_yaml(out / "config.yaml"), "config.yaml")
@@ -269,6 +271,7 @@ def test_the_settings_repeat_the_run_without_a_search_bit_for_bit(searched, tmp_
     assert again["accuracy"] == summary["accuracy"]
 
 
+@pytest.mark.long
 def test_a_search_that_is_stopped_is_made_again_when_the_run_is_resumed(searched, tmp_path):
     out, summary, _ = searched
     calls = iter([None] * 5 + [15])

@@ -18,7 +18,6 @@ from fcljax.federated.schedule import participants
 from fcljax.methods import METHODS
 from fcljax.runs import loop, resume, signals
 from fcljax.runs.build import build
-from fcljax.runs.inputs import Inputs
 from fcljax.scenario import domains_of, fit_partition, make_scenario, scenario_of_one
 
 DIGITS = load_dataset("digits")
@@ -137,7 +136,7 @@ def test_a_run_goes_on_with_the_same_domains_only():
     settings, _ = scenario_of(SHIFTED, tasks_by="column:domain")
 
     def digest(dataset):
-        return resume.owners_digest(settings, Inputs(None, dataset, None, False))["domains of the examples"]
+        return resume.given_digests(settings, dataset)["domains of the examples"]
 
     moved = SHIFTED.columns["domain"].copy()
     moved[:2] = moved[1::-1]

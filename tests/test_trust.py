@@ -28,7 +28,7 @@ from small_runs import COMMON, assert_same_run
 
 from fcljax import cli
 from fcljax.commands import arguments, running
-from fcljax.data.files import download, prepared, sources
+from fcljax.data.files import download, npz_files, prepared, sources
 from fcljax.errors import InputError, one_line
 from fcljax.files import owned, write_text
 from fcljax.results import figures
@@ -524,7 +524,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("{a: " * 50_000, "nested more than 20 deep"),
         ("lr: 1\n" * 200_000, "more than 1,048,576 bytes"),
         ("tasks: 0x_\n", "not valid YAML"),
-        ("dataset: 2001-99-99\n", "not valid YAML"),
+        ("dataset: 2001-99-99\n", "is a date in YAML; write text in quotes"),
         ("tasks: !!int foo\n", "not valid YAML"),
         ("tasks: !!python/object:os.system x\n", "not valid YAML"),
         ("? [1]\n: 2\n", "not valid YAML"),
@@ -842,7 +842,7 @@ def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch
     np.savez_compressed(tmp_path / "a.npz", x_train=blank, y_train=[0, 1], x_test=blank, y_test=[0, 1])
     name = f"npz:{tmp_path / 'a.npz'}"
     assert len(sources.load_dataset(name).y_train) == 2
-    monkeypatch.setattr(sources, "machine_memory", lambda: 2 * blank.nbytes)
+    monkeypatch.setattr(npz_files, "machine_memory", lambda: 2 * blank.nbytes)
     with pytest.raises(InputError, match="would unpack to .* GiB, and the limit is"):
         sources.load_dataset(name)
 
@@ -853,9 +853,8 @@ def test_an_array_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch
 def test_every_test_that_the_promises_name_is_there():
     text = (small_runs.ROOT / "docs" / "trust.md").read_text()
     folder = small_runs.ROOT / "tests"
-    text_of_tests = "".join(
-        (folder / f"test_{room}.py").read_text() for room in ("trust", "guards", "trackers", "resume")
-    )
+    rooms = ("trust", "guards", "trackers", "resume", "user_files")
+    text_of_tests = "".join((folder / f"test_{room}.py").read_text() for room in rooms)
     ours = re.findall(r"^def (test_\w+)", text_of_tests, re.M)
     for name in re.findall(r"`(?:tests/)?(test_[\w.]+)`", text):
         if name.endswith(".py"):

@@ -285,11 +285,15 @@ FIELDS = {
     ),
     "classifier": (
         lambda **field: learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)._replace(**field)),
-        ("init", "logits", "trainable", "merge", "cached", "predict"),
+        ("init", "logits", "trainable", "merge", "cached", "predict", "lasting"),
     ),
     "adapter": (
         lambda **field: learner(FORMULA, Adapter(nothing)._replace(**field), linear(WIDTH, SIZES.classes)),
-        tuple(name for name in Adapter._fields if name not in ("mixture", "truncated", "queries", "rate")),
+        tuple(
+            name
+            for name in Adapter._fields
+            if name not in ("mixture", "truncated", "queries", "rate", "batchwise")
+        ),
     ),
     "federate": (lambda **field: federate(run_of(), linear_learner(run_of()), **field), ("learning_rate",)),
 }

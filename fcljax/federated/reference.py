@@ -286,7 +286,7 @@ def merge(uploads: dict[int, Upload | None], absent: int) -> Aggregate:
     shares = weights[valid] / max(weights.sum(), np.finfo(np.float32).tiny)
 
     def weighted_mean(*leaves: Array) -> np.ndarray:
-        return np.tensordot(shares, np.stack(leaves), axes=1).astype(np.float32)
+        return np.sum([share * leaf for share, leaf in zip(shares, leaves, strict=True)], axis=0)
 
     def total(*leaves: Array) -> np.ndarray:
         return np.sum(np.stack(leaves), axis=0)

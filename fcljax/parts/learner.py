@@ -397,6 +397,7 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
         prompt=(adapter.prompt, 4),
         loss=(adapter.loss, 5),
         counted=(adapter.counted, 2),
+        lasting=(adapter.lasting, 1),
     )
     check_arguments(
         "classifier",
@@ -406,6 +407,7 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
         merge=(classifier.merge, 3),
         cached=(classifier.cached, 1),
         predict=(classifier.predict, 4),
+        lasting=(classifier.lasting, 1),
     )
 
 
