@@ -206,6 +206,8 @@ def run(
     """
     if out is not None and not str(out):
         raise InputError("out: '' is no run directory; leave it out for a temporary one")
+    if "dataset" in options:
+        raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
     images, labels = _images(data)
     owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
     supplied = Supplied(images, _network(backbone), owners)

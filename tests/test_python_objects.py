@@ -44,6 +44,11 @@ def test_an_empty_run_directory_is_refused():
         fcljax.run("linear", out="")
 
 
+def test_a_data_set_under_the_name_of_the_command_line_is_refused():
+    with pytest.raises(InputError, match="dataset: give it as data='glyphs'"):
+        fcljax.run("linear", dataset="glyphs")
+
+
 def test_a_model_shows_itself_in_one_line_and_refuses_images_of_several_sizes():
     model = Model(lambda arrays, image, mask: image, [jnp.zeros((3, 1000))], (4, 8, 8), np.arange(3))
     assert repr(model) == "Model(3 classes, images of 8x8, 3,000 parameters)"
