@@ -33,7 +33,7 @@ import torchvision
 import transformers
 from flax import serialization, traverse_util
 from timm.models.eva import Eva
-from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionViT
@@ -157,10 +157,7 @@ CLIP_TOWERS = {
         vit, pre_norm=True, norm_layer=fine, act_layer=timm.layers.QuickGELU
     ),
 }
-resnet = partial(
-    ResNet, block=BasicBlock, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), num_classes=CLASSES
-)
-bottleneck = partial(resnet, block=Bottleneck)
+resnet = partial(ResNet, block=BasicBlock, layers=(1, 1, 1, 1), num_classes=CLASSES)
 TIMM_CONVNETS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: timm.create_model("resnet18", num_classes=CLASSES),
     "resnet50": lambda: timm.create_model("resnet50", layers=(1, 1, 1, 1), num_classes=CLASSES),
