@@ -83,7 +83,7 @@ def _changed_copies(made: Federation, history: list[PlayedState], index: int) ->
     _, early = receive(made, made.engine, index, start, partition, [LATE])
 
     states = jax.tree.map(jnp.copy, start.clients)
-    inputs = _inputs(made, 0, OTHERS)
+    inputs = _inputs(made, 0, OTHERS)._replace(past=_before(history).past)
     server, states, _ = run_round(made.engine, start.server, states, inputs)
     _, late = receive(made, made.engine, index, PlayedState(server, states), partition, [LATE], round_=1)
 
