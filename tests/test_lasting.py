@@ -17,6 +17,7 @@ from fcljax.checks import federation as tiny
 from fcljax.checks.federation import network
 from fcljax.checks.slots import slots_stay_apart
 from fcljax.checks.statistics import batch_size_does_not_matter
+from fcljax.data.store import Split
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.methods.vfcl.posterior import Flat, Posterior
@@ -104,7 +105,8 @@ def test_vfcl_takes_the_global_prior_for_parameters_of_one_task():
 
 def of_first_values(method):
     """What the statement on batch sizes says of a method at its first values, without an engine."""
-    made = tiny.Federation(method, None, FROZEN, DATA, list(PARTITIONS), *begin(method))
+    data = Split(DATA.image, DATA.label, query=jnp.zeros((len(DATA.label), 2)))
+    made = tiny.Federation(method, None, FROZEN, data, list(PARTITIONS), *begin(method))
     return batch_size_does_not_matter(made, [tiny.PlayedState(made.server, made.states)] * 2)
 
 

@@ -5,10 +5,10 @@ means, a square of a batch's mean gradient or batch norm in training mode would 
 hyper-parameter that nobody chose.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -19,9 +19,12 @@ from fcljax.checks.federation import (
     PlayedState,
     Statement,
     of_client,
+    read_plain,
     relative_difference,
 )
-from fcljax.types import Batch, ClientContext, ClientInfo, Program, RoundContext
+from fcljax.federated.engine import RoundInputs
+from fcljax.federated.reference import client_context, read_batch
+from fcljax.types import Batch, ClientContext, Program, RoundContext
 
 NAME = "what clients measure does not depend on the batch size"
 CLIENT = 3  # has eight examples of the second task
@@ -65,24 +68,19 @@ def measured(made: Federation, state: PlayedState, program: Program, size: int) 
 
 def context_of(made: Federation, state: PlayedState) -> ClientContext:
     """What the client reads in the second task."""
-    payload, cached = jax.jit(made.method.broadcast)(_round_context(made), state.server)
-    partition = made.partitions[1]
-    numbers = CLIENT, partition.count[CLIENT], partition.class_examples[CLIENT], 0
-    info = ClientInfo(*(jnp.asarray(number, jnp.int32) for number in numbers))
-    return ClientContext(made.frozen, payload, cached, jax.tree.map(jnp.asarray, TASKS[1]), info)
+    broadcast = jax.jit(made.method.broadcast)(_round_context(made), state.server)
+    ids = np.array([CLIENT])
+    inputs = RoundInputs(made.frozen, made.data, made.partitions[1], ids, TASKS[1], 0, KEY)
+    return client_context(inputs, broadcast, CLIENT)
 
 
 def batches(made: Federation, size: int) -> Iterator[Batch]:
     """The client's examples in their order, the last batch with padding."""
+    read = functools.partial(read_plain, made.data)
     indices = made.partitions[1].of_client(CLIENT)
     for start in range(0, len(indices), size):
-        index = np.full(size, -1)
-        index[: len(indices[start : start + size])] = indices[start : start + size]
-        mask = index >= 0
-        image = jnp.where(mask[:, None, None, None], made.data.image[index], 0)
-        label = jnp.where(mask, made.data.label[index], 0)
-        keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.asarray(index))
-        yield Batch(image, label, jnp.asarray(mask), jnp.asarray(index, jnp.int32), keys=keys)
+        batch = read_batch(read, indices[start : start + size], size, False, (KEY, KEY))
+        yield batch._replace(query=None)  # the tiny federation has the content of padding there
 
 
 def _round_context(made: Federation) -> RoundContext:
