@@ -55,7 +55,8 @@ def play(method: str, chip: str, only: str, small: bool, more: dict[str, Any]) -
     case = {"method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
     case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, chips.CHIPS[chip].kind, only):
-        share, seconds = each.share(chips.CHIPS[chip]), each.least_seconds(chips.CHIPS[chip])
+        share = each.share(chips.CHIPS[chip])
+        seconds = each.least_seconds(chips.CHIPS[chip])
         found = {"of_memory": each.memory / chips.CHIPS[chip].memory, "share": share, "least_s": seconds}
         print(json.dumps(case | each._asdict() | found), flush=True)
 

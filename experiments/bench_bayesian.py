@@ -32,7 +32,9 @@ from fcljax.parts.learner import cross_entropy_loss
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes
 
-CLASSES, TASKS, ROWS = 100, 10, 500
+CLASSES = 100
+TASKS = 10
+ROWS = 500
 SIZES = Sizes(CLASSES, TASKS, CLASSES // TASKS, 1, rounds=10, examples=ROWS)
 
 
@@ -71,15 +73,14 @@ def vfcl_of(run: Run, draws: int) -> Method:
 
 def client(method: Method, run: Run) -> tuple[ClientContext, tuple, tuple]:
     """A client that begins its second task: what it may read, its state, and what it works with."""
-    frozen, key = Frozen(run.network.init(jax.random.key(0))), jax.random.key(1)
+    frozen = Frozen(run.network.init(jax.random.key(0)))
+    key = jax.random.key(1)
     server = jax.jit(method.init)(key, frozen)
     task = jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
     sent = method.broadcast(RoundContext(frozen, task, np.int32(0), np.bool_(False)), server)
     info = ClientInfo(jnp.int32(0), jnp.int32(ROWS), jnp.full(CLASSES, ROWS // CLASSES), jnp.int32(0))
-    context, state = (
-        ClientContext(frozen, sent.payload, sent.cached, task, info),
-        method.init_client(key, server),
-    )
+    context = ClientContext(frozen, sent.payload, sent.cached, task, info)
+    state = method.init_client(key, server)
     return context, state, jax.jit(method.rounds[0].program.start)(context, state, key)
 
 

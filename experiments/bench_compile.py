@@ -30,7 +30,8 @@ def main() -> None:
 
 def compiled(method: str) -> None:
     """Compile every program of a method's round."""
-    experiment, total = build(config.from_mapping(method, {}, "options")), [0.0, 0.0]
+    experiment = build(config.from_mapping(method, {}, "options"))
+    total = [0.0, 0.0]
     for program in programs_of(experiment, Placement()):
         start = time.process_time()
         lowered = program.lower()

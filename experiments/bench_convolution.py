@@ -32,7 +32,10 @@ from peers.machine import best, peak, processor
 
 from fcljax.models.convolution import Window, conv, max_pool
 
-CHANNELS, SIDE, CLIENTS, STEPS = 64, 32, 4, 2
+CHANNELS = 64
+SIDE = 32
+CLIENTS = 4
+STEPS = 2
 # size, window, pixels of a side, channels: of a small network, and of a ResNet's stem
 POOLS = {
     "2 x 2": ((2, 2), Window((2, 2)), 28, 32),
@@ -91,7 +94,8 @@ def main(batch: int) -> None:
     draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape)
     top = peak(1024, repeats=3)
     print(json.dumps({"processor": processor(), "peak_gflops": round(top, 1), "batch": batch}))
-    x, kernel = draw(0, batch, SIDE, SIDE, CHANNELS), 0.03 * draw(1, 3, 3, CHANNELS, CHANNELS)
+    x = draw(0, batch, SIDE, SIDE, CHANNELS)
+    kernel = 0.03 * draw(1, 3, 3, CHANNELS, CHANNELS)
     work = 3 * 2 * batch * SIDE**2 * 9 * CHANNELS**2
     gradients = {
         name: jax.grad(lambda k, way=way: (way(x, k) ** 2).sum())(kernel) for name, way in WAYS.items()

@@ -49,7 +49,10 @@ from fcljax.types import (
     Weighted,
 )
 
-WIDTH, HIDDEN, CLASSES, BATCH = 64, 32, 10, 16
+WIDTH = 64
+HIDDEN = 32
+CLASSES = 10
+BATCH = 16
 KEY = jax.random.key(0)
 TASK = make_tasks(CLASSES, 1)[0]
 
@@ -166,12 +169,14 @@ def packed() -> None:
     method = small_method()
     server = method.init(KEY, ())
     program = method.rounds[0].program
-    step, start = jax.jit(program.phases[0].step), jax.jit(program.start)
+    step = jax.jit(program.phases[0].step)
+    start = jax.jit(program.start)
     info = ClientInfo(np.int32(0), np.int32(1), np.zeros(CLASSES, np.int32), np.int32(0))
     total = jax.jit(lambda mean, params, weight: jax.tree.map(lambda m, p: m + weight * p, mean, params))
 
     def dispatched():
-        mean, context = jax.tree.map(jnp.zeros_like, server), ClientContext((), server, (), TASK, info)
+        mean = jax.tree.map(jnp.zeros_like, server)
+        context = ClientContext((), server, (), TASK, info)
         for client in range(100):
             rows = partition.indices[partition.offset[client] : partition.offset[client + 1]]
             local = start(context, (), KEY)

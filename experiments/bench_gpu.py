@@ -95,7 +95,9 @@ def in_a_process(name: str, small: bool, until: float, most: float) -> Iterable[
     # torch's process needs the GPU's memory, of which jax would take most
     own = {"JAX_PLATFORMS": "cpu"} if name == "torch" else {}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    begun, then, errors = {"series": name}, [], []
+    begun = {"series": name}
+    then = []
+    errors = []
     with subprocess.Popen(command, env={**os.environ, **own}, **pipes) as process:
         alarm = threading.Timer(left, process.kill)
         reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
@@ -104,9 +106,11 @@ def in_a_process(name: str, small: bool, until: float, most: float) -> Iterable[
         try:
             for text in process.stdout or ():
                 line = json.loads(text)
-                begun, then = line.get("begins", {"series": name}), line.get("then", then)
+                begun = line.get("begins", {"series": name})
+                then = line.get("then", then)
                 yield line
-            code, late = process.wait(), not alarm.is_alive()
+            code = process.wait()
+            late = not alarm.is_alive()
         finally:
             process.kill()
             alarm.cancel()

@@ -30,7 +30,8 @@ from fcljax.parts.learner import Learner, Params, learner
 from fcljax.parts.server import ServerRound
 from fcljax.types import Broadcast, Frozen, Network, Sizes, Task
 
-CLASSES, TASKS = 100, 10
+CLASSES = 100
+TASKS = 10
 
 
 def main() -> None:
@@ -87,10 +88,8 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     adapter = find_adapter("pool").build(PoolOptions(), sizes, network)
     model = learner(network, adapter, linear(width, CLASSES))
     run = Run(sizes, network, adapter, Training(1, 1, 1e-3))
-    latent, task = (
-        latent_distillation(HepcoOptions(), run),
-        jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1]),
-    )
+    latent = latent_distillation(HepcoOptions(), run)
+    task = jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
     keys = jax.random.split(jax.random.key(0), clients + 2)
     params = model.init(keys[0], Frozen(()))
     clients_own = [noisy(model, params, task, key) for key in keys[2:]]
@@ -102,7 +101,9 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
         previous = Broadcast(Payload(model.trainable(params, task), {}))
         reports = {"trainable": gathered, "class_examples": examples}
         everyone = (jnp.ones(clients, bool), jnp.arange(clients), jnp.ones(clients))
-        frozen, index, last = Frozen(()), jnp.int32(0), jnp.bool_(False)
+        frozen = Frozen(())
+        index = jnp.int32(0)
+        last = jnp.bool_(False)
         round = ServerRound(model, frozen, task, index, last, previous, reports, *everyone, key)
         return latent.update(round, params, past).params
 

@@ -164,7 +164,8 @@ def prompted_workload(name: str, small: bool, environments: Path | None) -> Iter
     from fcljax.federated.client_loop import Lanes
 
     work = prompted_work(name, small)
-    federation, rows = prompted.game_of(work), prompted.rows_seen(work)
+    federation = prompted.game_of(work)
+    rows = prompted.rows_seen(work)
     rounds: dict[str, Callable] = {
         "fcljax": lambda: game.round_of(federation, Lanes(1, "loop")),
         "JAX, a call per step": lambda: prompted.jax_steps(work, federation),

@@ -20,7 +20,8 @@ from fcljax.methods import METHODS
 def main(arguments: list[str]) -> None:
     """Run what was asked for."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    methods, options = arguments[:cut] or sorted(METHODS), arguments[cut + 1 :]
+    methods = arguments[:cut] or sorted(METHODS)
+    options = arguments[cut + 1 :]
     print(f"{processor()}\n| method | CPU s | peak, MiB |\n|---|---|---|")
     for method in methods:
         print(row(method, options), flush=True)

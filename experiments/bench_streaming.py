@@ -35,7 +35,9 @@ from fcljax.runs.build import frozen_of, make_method
 from fcljax.runs.inputs import inputs_of, network_of
 from fcljax.types import Sizes
 
-CLASSES, CLIENTS, BATCH = 10, 4, 32
+CLASSES = 10
+CLIENTS = 4
+BATCH = 32
 
 
 def main() -> None:
@@ -110,8 +112,10 @@ def forget(path: Path) -> None:
 
 def make_round(split: Split):
     """(data -> server after one round of one epoch, the rows that it reads in some order)."""
-    loaded, label = load_backbone("vit_micro", None, None), split.label
-    sizes, frozen = Sizes(CLASSES, 1, CLASSES, CLIENTS), frozen_of(loaded)
+    loaded = load_backbone("vit_micro", None, None)
+    label = split.label
+    sizes = Sizes(CLASSES, 1, CLASSES, CLIENTS)
+    frozen = frozen_of(loaded)
     settings = config.from_mapping("linear", {"epochs": 1, "batch_size": BATCH}, "bench")
     method = make_method(config.resolve(settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
@@ -121,16 +125,15 @@ def make_round(split: Split):
     partition = ClientPartition(rows, offset, present)
     lanes = Lanes()
     reader = partial(inputs_of, input_pipeline("fppl", loaded.config.image_size), False)
-    rooms, example = (
-        capacities(method, [partition], lanes.count, CLIENTS),
-        Example(frozen, Host(split, 1), task),
-    )
+    rooms = capacities(method, [partition], lanes.count, CLIENTS)
+    example = Example(frozen, Host(split, 1), task)
     engine = make_engine(method, reader, lanes, rooms, example)
     key = jax.random.key(0)
     server = method.init(key, frozen)
 
     def play(data):
-        states, ids = init_clients(method, server, CLIENTS, key), np.arange(CLIENTS)
+        states = init_clients(method, server, CLIENTS, key)
+        ids = np.arange(CLIENTS)
         return jax.device_get(
             run_round(engine, server, states, RoundInputs(frozen, data, partition, ids, task, 0, key))[0]
         )

@@ -26,7 +26,8 @@ def main(page: str, axe: str) -> int:
             times.append(opened.evaluate(f"new Promise(r => setTimeout(() => r({LOADED}), 50))"))
             errors = list(opened.errors)
             requests = [each for each in opened.requests if not each.startswith("data:")]  # not the pictures
-    middle, most = statistics.median(times), max(times)
+    middle = statistics.median(times)
+    most = max(times)
     print(f"{Path(page).stat().st_size:,} bytes; loaded in {middle:.0f} ms, at most {most:.0f}, of {OPENED}")
     found = [*violations(page, axe, 1200), *violations(page, axe, 390)]
     for rule in found:

@@ -42,7 +42,11 @@ from fcljax.errors import InputError
 from fcljax.models.networks import make_network
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
 
-SIDE, PATCH, WIDTH, DEPTH, CLASSES = 32, 8, 64, 2, 5
+SIDE = 32
+PATCH = 8
+WIDTH = 64
+DEPTH = 2
+CLASSES = 5
 Tensors = dict[str, torch.Tensor]
 
 
@@ -321,7 +325,8 @@ def of_transformers() -> Iterator[Case]:
         yield Case(f"transformers {name}", as_pretrained(model), hidden(model))
     model = randomised(TRANSFORMERS["ViT"]())
     yield Case("transformers ViT, sharded", as_pretrained(model, max_shard_size="40KB"), hidden(model))
-    tensors, config = state(model), model.config.to_dict()
+    tensors = state(model)
+    config = model.config.to_dict()
     beside = as_safetensors(tensors, "vit.fp32.safetensors", config=config)
     yield Case("transformers ViT, config.json beside another name", beside, hidden(model))
     other = as_safetensors(tensors, config=config | {"hidden_size": 768, "num_attention_heads": 12})
@@ -455,7 +460,8 @@ def of_trainings() -> Iterator[Case]:
     others = {"ViT": randomised(vit(), 1), "ResNet": randomised(resnet(), 1)}
     for kind, model in networks.items():
         features = class_token(model) if kind == "ViT" else pooled(model)
-        own, other = state(model), state(others[kind])
+        own = state(model)
+        other = state(others[kind])
         for prefix in PREFIXES:
             head = {"classifier_of_all.weight": torch.ones(3, WIDTH)}
             yield Case(f"{kind} under {prefix}", as_torch(prefixed(prefix, own) | head), features)
@@ -536,7 +542,8 @@ def of_flax() -> Iterator[Case]:
 def google_names(model: Any) -> dict[str, Any]:
     """The parameters of timm's ViT in Google's tree."""
     own = {name: x.numpy() for name, x in state(model).items()}
-    width, heads = WIDTH, 1
+    width = WIDTH
+    heads = 1
 
     def linear(name: str) -> dict[str, np.ndarray]:
         return {"kernel": own[f"{name}.weight"].T, "bias": own[f"{name}.bias"]}
@@ -546,7 +553,8 @@ def google_names(model: Any) -> dict[str, Any]:
 
     transformer: dict[str, Any] = {"posembed_input": {"pos_embedding": own["pos_embed"]}}
     for i in range(DEPTH):
-        block, qkv = f"blocks.{i}", linear(f"blocks.{i}.attn.qkv")
+        block = f"blocks.{i}"
+        qkv = linear(f"blocks.{i}.attn.qkv")
         parts = zip(
             ("query", "key", "value"),
             np.split(qkv["kernel"], 3, 1),

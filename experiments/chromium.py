@@ -81,7 +81,8 @@ def screenshot(page: Page, path: str | Path, height: int | None = None) -> None:
 @contextlib.contextmanager
 def _pipes(program: str, home: str) -> Iterator[tuple[int, int]]:
     """The browser, which reads commands from its file 3 and writes answers to its file 4."""
-    (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
+    (their_in, our_out) = os.pipe()
+    (our_in, their_out) = os.pipe()
     # above 4, so that none of them is in the way of the numbers that the browser wants
     wanted = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (their_in, their_out)]
     flags = [
@@ -118,7 +119,9 @@ def _pipes(program: str, home: str) -> Iterator[tuple[int, int]]:
 
 def _connect(write: int, read: int) -> Page:
     """A session with the browser's first page."""
-    number, buffer, session = [0], bytearray(), {}
+    number = [0]
+    buffer = bytearray()
+    session = {}
     errors: list[str] = []
     requests: list[str] = []
 

@@ -33,10 +33,12 @@ BACKEND = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"
 def simulated(settings: RunConfig) -> tuple[list[PyTree], list[dict[str, int]]]:
     """The server's state after every round of our own simulation, and the communication that is counted for
     one client in each of the method's rounds."""
-    states, past = [], ()
+    states = []
+    past = ()
     with Clock({}) as clock:
         exp = with_queries(build(settings))
-        state, play_round = first_state(exp), make_play_round(exp, Records(), clock)
+        state = first_state(exp)
+        play_round = make_play_round(exp, Records(), clock)
         for step in range(len(exp.scenario.tasks) * settings.rounds):
             state, kept, _ = play_round(exp, state, past, step)
             past += () if kept is None else (kept,)

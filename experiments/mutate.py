@@ -217,7 +217,8 @@ def mutants(path: str, source: str) -> list[Mutant]:
 def applied(source: str, mutant: Mutant) -> str | None:
     """The file with the error in it; None if the line is no longer there. Of equal lines it is the nearest to
     where the line was."""
-    starts, start = {}, 0
+    starts = {}
+    start = 0
     for number, line in enumerate(source.splitlines(keepends=True), 1):
         at = start + len(line.encode()[: mutant.column].decode(errors="replace"))
         if line.rstrip("\n") == mutant.line and source.startswith(mutant.before, at):
@@ -374,7 +375,8 @@ def importing(copy: Path, mutant: Mutant) -> list[str]:
     """The test files that import a mutant's file, the one named after it first, then by their length."""
     module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     package, _, name = module.rpartition(".")
-    whole, part = re.escape(module), rf"{re.escape(package)} import [^\n]*\b{name}"
+    whole = re.escape(module)
+    part = rf"{re.escape(package)} import [^\n]*\b{name}"
     imports = re.compile(rf"^(from|import) ({whole}|{part})\b", re.MULTILINE)
     texts = {path: path.read_text() for path in sorted((copy / "tests").glob("test_*.py"))}
     found = [path for path, text in texts.items() if imports.search(text) or path.stem == f"test_{name}"]
@@ -426,7 +428,8 @@ def explore(copy: Path, out: Path, number: int, seed: int, only: str, near: bool
 
 def _explored(copy: Path, mutant: Mutant, known: dict[str, dict] | None) -> dict:
     if known is None:
-        tests, limit = importing(copy, mutant), 3600.0
+        tests = importing(copy, mutant)
+        limit = 3600.0
     else:
         tests = relevant(known, mutant, mutant.before.count("\n") + 1)
         limit = 120 + 5 * sum(known[test]["seconds"] for test in tests)
@@ -469,7 +472,8 @@ def located(mutant: Mutant, sources: dict[str, str]) -> Mutant | None:
 
 def stale(entry: dict, copy: Path, sources: dict[str, str]) -> str:
     """Why an entry of the fixed sample cannot be tried any more; "" if it can."""
-    mutant, (file, _, test) = Mutant(**entry["mutant"]), entry["by"].partition("::")
+    mutant = Mutant(**entry["mutant"])
+    (file, _, test) = entry["by"].partition("::")
     if located(mutant, sources) is None:
         return (
             "its line has gone"
@@ -485,7 +489,8 @@ def stale(entry: dict, copy: Path, sources: dict[str, str]) -> str:
 def check_kept(copy: Path) -> int:
     """Try the fixed sample, each with the test that caught it. Those that cannot be tried any more are listed
     with the reason; it fails if a mutant survives, or if a quarter of the sample cannot be tried."""
-    kept, sources = json.loads(KEPT.read_text()), targets(copy)
+    kept = json.loads(KEPT.read_text())
+    sources = targets(copy)
     reasons = [stale(entry, copy, sources) for entry in kept]
     survived = 0
     for entry, reason in zip(kept, reasons, strict=True):

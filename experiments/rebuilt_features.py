@@ -45,7 +45,8 @@ def main() -> None:
 
 def shares(exp: Experiment, masks: list[float]) -> Iterator[tuple[float | None, float]]:
     """(hidden share, test images of the first task that are nearest to their class's mean), for each."""
-    scenario, frozen = exp.scenario, frozen_features(exp.inputs, BATCH)
+    scenario = exp.scenario
+    frozen = frozen_features(exp.inputs, BATCH)
     classes = scenario.tasks[0].classes
     train = np.flatnonzero(np.isin(scenario.train_label, classes))
     test = np.flatnonzero(np.isin(scenario.test_label, classes))

@@ -31,7 +31,10 @@ METHODS = (
     "fedncm scaffold lorm ewc l2p pilora hepco linear fedprox coda-prompt fedproto dualprompt feddyn lwf "
     "dolfin fedavg fppl"
 )
-CLASSES, TRAIN, TEST = 12, 20, 15  # images of a class
+# Images of a class
+CLASSES = 12
+TRAIN = 20
+TEST = 15
 SETTINGS = dict(
     tasks=6, clients=4, rounds=2, epochs=3, batch_size=16, alpha=1.0, image_size=64, min_examples=5
 )
@@ -56,7 +59,8 @@ def _compare(method: str, scales: list[str], seed: int, folder: Path, path: Path
     """Make the runs of a method with a seed, and add their lines."""
     made: dict[str, _Player] = {}
     for scale in scales:
-        found, began = {"method": method, "scale": scale, "seed": seed}, time.time()
+        found = {"method": method, "scale": scale, "seed": seed}
+        began = time.time()
         try:
             fidelity = {} if scale == "fit" else {"fidelity": "intended"}
             settings = config.from_mapping(
@@ -68,7 +72,8 @@ def _compare(method: str, scales: list[str], seed: int, folder: Path, path: Path
             exp = player.exp
             if scale == "fit":
                 choice = rate_search.search(exp, loop.QUIET, print)
-                chosen, found["search"] = choice.settings, choice.to_json()
+                chosen = choice.settings
+                found["search"] = choice.to_json()
             else:
                 rates = rate_search.base_rates(settings, scale)
                 chosen = replaced(settings, **rates, rate_factor=1.0)
@@ -93,13 +98,15 @@ class _Player:
     """Plays runs of one experiment at different learning rates."""
 
     def __init__(self, exp: Experiment):
-        self.exp, self.records = exp, Records()
+        self.exp = exp
+        self.records = Records()
         self.fill = make_fill(exp)
         self.play = make_play_round(exp, self.records, Clock({}))
 
     def run(self, settings: config.RunConfig) -> dict:
         """A_last and A_avg on test images after all tasks."""
-        exp, past = rate_search.with_choice(self.exp, settings), ()
+        exp = rate_search.with_choice(self.exp, settings)
+        past = ()
         vars(self.records).update(vars(Records()))
         state = first_state(exp)
         for step in range(len(exp.scenario.tasks) * settings.rounds):

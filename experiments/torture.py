@@ -132,7 +132,8 @@ def torture(
     out: Path, seed: int, minutes: float, wanted: dict[str, int], methods: tuple[str, ...] = tuple(RUNS)
 ) -> dict[str, list[Outcome]]:
     """Outcomes by kind of trial, until the time is up or as many as wanted have been tried."""
-    end, found = time.monotonic() + 60 * minutes, {kind: [] for kind in wanted}
+    end = time.monotonic() + 60 * minutes
+    found = {kind: [] for kind in wanted}
     os.environ.setdefault("FCLJAX_COMPILED", str(out / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.0")
     os.environ["FCLJAX_DATA"] = str(out / "data")

@@ -36,7 +36,8 @@ def called(*arguments: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command in this process, which saves seconds of imports."""
     from fcljax import cli
 
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = cli.main(list(arguments))

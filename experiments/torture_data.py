@@ -120,20 +120,24 @@ def _table(rng: random.Random) -> Data:
     import pyarrow as pa
 
     classes = rng.randrange(2, 5)
-    image, label = rng.choice(list(READ_IMAGES)), rng.choice(list(READ_LABELS))
+    image = rng.choice(list(READ_IMAGES))
+    label = rng.choice(list(READ_LABELS))
     named = label in ("numbers", "lists") and rng.random() < 0.6
     shards = _shards(rng, classes, shuffled=named)
     wrong = rng.choice(("", "", "image", "label", "missing", "column", "twice", "empty", "file", "number"))
-    make_image, make_label = READ_IMAGES[image], READ_LABELS[label]
+    make_image = READ_IMAGES[image]
+    make_label = READ_LABELS[label]
     kind = f"{image}, labels as {label}{' with names' if named else ''}"
     if wrong == "image":
         kind = f"images: {(image := rng.choice(list(WRONG_IMAGES)))}"
         make_image = WRONG_IMAGES[image]
     if wrong == "label":
         kind = f"labels: {(label := rng.choice(list(WRONG_LABELS)))}"
-        make_label, named = WRONG_LABELS[label], False
+        make_label = WRONG_LABELS[label]
+        named = False
     written = label == "text" or label == "bytes" or named
-    files, truth = {}, {}
+    files = {}
+    truth = {}
     odd = rng.randrange(len(shards))
     for number, shard in enumerate(shards):
         labels = [make_label(shard.names.index(CLASSES[each.label]), shard.names) for each in shard.examples]
@@ -170,7 +174,8 @@ def _table(rng: random.Random) -> Data:
 
 def _shards(rng: random.Random, classes: int, shuffled: bool) -> list[_Shard]:
     splits = rng.choice((["train", "test"], ["train", "train", "test"], ["train", "validation"], ["train"]))
-    shards, first = [], 0
+    shards = []
+    first = 0
     for split in splits:
         # a random fifth of a few examples might lack a class
         count = rng.randrange(classes, 13) if len(splits) > 1 else 36
@@ -224,7 +229,9 @@ def _folder(rng: random.Random) -> Data:
     sites = rng.choice(([""], [""], ["lyon", "rome"]))
     below = rng.choice(("", "", "more", "more/deep"))
     wrong = rng.choice(("", "", "", "images", "empty", "class", "broken", "only", "stray"))
-    files, truth, first = {}, {}, 0
+    files = {}
+    truth = {}
+    first = 0
     # images of each class that a random fifth hardly lacks
     count = MOST // len(splits) // len(sites)
     for split in splits:
@@ -307,7 +314,8 @@ def _list(rng: random.Random) -> Data:
     elif wrong == "quote":
         rows[row][1] = '"' + rows[row][1]
     elif wrong == "split":
-        names, header = [*names, "split"], True
+        names = [*names, "split"]
+        header = True
         rows = [[*each, "train" if i else "other"] for i, each in enumerate(rows)]
     columns = list(range(len(names)))
     if header:
@@ -375,9 +383,12 @@ def _npz(rng: random.Random) -> Data:
     """A .npz file, of which at most one array is wrong."""
     classes = rng.randrange(2, 5)
     keys = rng.choice((("x_{}", "y_{}"), ("X_{}", "y_{}"), ("{}_images", "{}_labels")))
-    image, label = rng.choice(list(READ_ARRAYS)), rng.choice(list(ARRAY_LABELS))
+    image = rng.choice(list(READ_ARRAYS))
+    label = rng.choice(list(ARRAY_LABELS))
     wrong = rng.choice(("", "", "image", "label", "key", "ways", "file"))
-    arrays, truth, first = {}, {}, 0
+    arrays = {}
+    truth = {}
+    first = 0
     odd = rng.choice(("train", "test"))
     kind = f"{image}, labels as {label}, {keys[0]}"
     for split in ("train", rng.choice(("test", "val"))):
@@ -385,7 +396,8 @@ def _npz(rng: random.Random) -> Data:
         first += 12
         x = np.stack([np.full((8, 9), each.level, np.uint8) for each in examples])
         y = np.array([each.label for each in examples])
-        images, labels = READ_ARRAYS[image](x), ARRAY_LABELS[label](y, classes)
+        images = READ_ARRAYS[image](x)
+        labels = ARRAY_LABELS[label](y, classes)
         hit = odd == split or (odd == "test" and split == "val")
         if hit and wrong == "image":
             kind = f"images: {(which := rng.choice(list(WRONG_ARRAYS)))}"

@@ -139,7 +139,8 @@ def compiled(rng: random.Random, folder: Path, _: Path) -> Outcome:
     from fcljax.runs.compile_cache import CheckedCache
 
     said: list[str] = []
-    cache, program = CheckedCache(str(folder), said.append), rng.randbytes(999)
+    cache = CheckedCache(str(folder), said.append)
+    program = rng.randbytes(999)
     cache.put("jit_step-1", program)
     (file,) = folder.iterdir()
     what = damaged(rng, file)[0]
@@ -186,7 +187,8 @@ def node_states(rng: random.Random, folder: Path, _: Path) -> Outcome:
         from fcljax.bridges.records import load_records, save_records, to_arrays
     except InputError:  # Flower is not installed
         return kept(rng, folder, _)
-    file, arrays = folder / "state.npz", {"w": np.arange(9, dtype=np.float32)}
+    file = folder / "state.npz"
+    arrays = {"w": np.arange(9, dtype=np.float32)}
     save_records(file, {"state": to_arrays(arrays)})
     what = damaged(rng, file)[0]
     try:

@@ -44,7 +44,8 @@ def _called(arguments: list[str], files: dict[str, bytes], folder: Path) -> tupl
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    before, here = sorted(folder.rglob("*")), Path.cwd()
+    before = sorted(folder.rglob("*"))
+    here = Path.cwd()
     os.chdir(folder)
     try:
         code, out, err = called(*arguments)
@@ -163,7 +164,8 @@ def _npz(**arrays: np.ndarray) -> bytes:
 
 
 def _images(rng: random.Random) -> dict[str, np.ndarray]:
-    image, label = np.zeros((4, 8, 8, 3), np.uint8), np.array([0, 1, 0, 1])
+    image = np.zeros((4, 8, 8, 3), np.uint8)
+    label = np.array([0, 1, 0, 1])
     return {"x_train": image, "y_train": label, "x_test": image, "y_test": label}
 
 
@@ -223,7 +225,8 @@ def _folder(rng: random.Random) -> dict[str, bytes]:
 
 def _yaml(rng: random.Random) -> str:
     """A file of settings that is none."""
-    depth, name = rng.randrange(21, 5000), rng.choice(WHOLE).replace("-", "_")
+    depth = rng.randrange(21, 5000)
+    name = rng.choice(WHOLE).replace("-", "_")
     bombs = "a: &a [x]\n" + "".join(f"k{i}: &k{i} [*a, *a, *a]\n" for i in range(rng.randrange(1, 30)))
     scalar = rng.choice(
         (
@@ -284,7 +287,8 @@ def _yaml(rng: random.Random) -> str:
 
 def _summary() -> dict[str, Any]:
     """A summary.json of two tasks, with all that tables and pages show."""
-    size, traffic = {"scalars": 3, "bytes": 12}, {"upload_bytes": 20, "download_bytes": 30}
+    size = {"scalars": 3, "bytes": 12}
+    traffic = {"upload_bytes": 20, "download_bytes": 30}
     reliability = {"ece": 0.1, "examples": [1, 3], "confidence": [0.2, 0.8], "accuracy": [None, 0.75]}
     return {
         **{"method": "linear", "dataset": "digits", "backbone": "vit_micro", "fidelity": "intended"},
@@ -359,7 +363,8 @@ PARTITION_ROWS = ["0,a", "1,b", "2,a"]
 
 def _table_of_clients(rng: random.Random) -> bytes:
     """A partition file in which something is wrong."""
-    rows, head = list(PARTITION_ROWS), ["example", "client"]
+    rows = list(PARTITION_ROWS)
+    head = ["example", "client"]
     line = rng.randrange(3)
     wrong = rng.choice(
         ("head", "twice", "value", "cells", "again", "text", "quote", "encoding", "noise", "json", "array")
@@ -369,7 +374,8 @@ def _table_of_clients(rng: random.Random) -> bytes:
             rng.choice(("", "image", "examples", "who", "²", "client ", "x" * 5000)) + "q"
         )
     elif wrong == "twice":
-        head, rows = [*head, rng.choice(head)], [f"{row},1" for row in rows]
+        head = [*head, rng.choice(head)]
+        rows = [f"{row},1" for row in rows]
     elif wrong == "value":
         rows[line] = f"{_number(rng)}{rng.choice(('', '²', 'x'))},a"
     elif wrong == "cells":

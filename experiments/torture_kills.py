@@ -17,7 +17,9 @@ import numpy as np
 from torture_common import PATIENCE, Outcome
 from torture_programs import Forked, Programs
 
-TASKS, ROUNDS = 2, 10  # twenty checkpoints
+# Twenty checkpoints
+TASKS = 2
+ROUNDS = 10
 COMMON = f"--tasks {TASKS} --rounds {ROUNDS} --clients 2 --epochs 1 --batch-size 16"
 VIT = f"{COMMON} --image-size 16 --heads 2"
 NETWORK = f"{COMMON} --image-size 8 --backbone resnet_micro"
@@ -91,7 +93,9 @@ def _inputs(folder: Path) -> tuple[Path, Path]:
     from fcljax.models.vit import ViTConfig, parameter_shapes
     from fcljax.models.weights.pretrained import save_native
 
-    draw, data, weights = np.random.default_rng(0), folder / "images.npz", folder / "network.safetensors"
+    draw = np.random.default_rng(0)
+    data = folder / "images.npz"
+    weights = folder / "network.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     label = {"y_train": np.arange(64) % 4, "y_test": np.arange(16) % 4}
     image = {
@@ -117,10 +121,14 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
     """A run that is ended, again and again, and resumed; `number`: of the trial, whose method comes next."""
     method = references.methods[number % len(references.methods)]
     reference = references.of(method)
-    arguments, ends, times = [*references.command(method), "--out", str(out)], [method], 0
+    arguments = [*references.command(method), "--out", str(out)]
+    ends = [method]
+    times = 0
     while times < KILLS:
-        before, process = newest_checkpoint(out), references.programs.start(*arguments)
-        stop, where = rng.choice(STOPS), _wait(rng, process, out)
+        before = newest_checkpoint(out)
+        process = references.programs.start(*arguments)
+        stop = rng.choice(STOPS)
+        where = _wait(rng, process, out)
         finished = process.poll() is not None
         if not finished:
             process.send_signal(stop)
@@ -151,9 +159,11 @@ def newest_checkpoint(out: Path) -> int:
 
 def _wait(rng: random.Random, process: Forked, out: Path) -> str:
     """Wait for a random moment: while it starts, in a round, in a checkpoint, or while figures are drawn."""
-    begun, end = time.time(), time.monotonic() + PATIENCE
+    begun = time.time()
+    end = time.monotonic() + PATIENCE
     more = newest_checkpoint(out) + rng.randrange(2)
-    log, folder = out / "metrics.jsonl", out / "checkpoints"
+    log = out / "metrics.jsonl"
+    folder = out / "checkpoints"
     places: dict[str, Callable[[], bool]] = {
         "at the start": lambda: True,
         "in a round": lambda: _is_new(log, begun) and log.read_bytes().count(b"\n") >= more,

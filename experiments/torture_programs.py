@@ -67,7 +67,8 @@ class Forked:
     """A process of `Programs`, with what is needed here of `subprocess.Popen`."""
 
     def __init__(self, programs: Programs, arguments: tuple[str, ...]):
-        self.programs, self.returncode = programs, None
+        self.programs = programs
+        self.returncode = None
         number, name = tempfile.mkstemp(prefix="torture-", suffix=".err")
         os.close(number)
         self.errors = Path(name)

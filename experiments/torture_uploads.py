@@ -51,7 +51,8 @@ def server_of(method: str) -> Server:
     exp = build(config.resolve(config.from_mapping(method, SETTINGS | own, "settings")))
     server = first_server(exp)
     index = next(i for i, each in enumerate(exp.method.rounds) if each.when == "round" and each.server)
-    task, partition = exp.scenario.tasks[0], exp.scenario.partitions[0][0]
+    task = exp.scenario.tasks[0]
+    partition = exp.scenario.partitions[0][0]
     round_context = RoundContext.on_host(exp.frozen, task, 0, False)
     sent = exp.method.broadcast(round_context, server)
     info = ClientInfo(
@@ -108,7 +109,8 @@ def judged(what: str, before: Any, after: Any, valid: bool, server: Server, uplo
     if not valid:
         same = all(map(_same, (getattr(before, n) for n in kept), (getattr(after, n) for n in kept)))
         return Outcome("survived" if same and counted == 1 else "different", f"{what}: left out")
-    weight, examples = float(after.weight[1]), int(server.context.client.examples)
+    weight = float(after.weight[1])
+    examples = int(server.context.client.examples)
     finite = all(np.isfinite(x).all() for x in jax.tree.leaves((upload.mean, upload.sum, upload.gather)))
     possible = finite and 0 <= weight <= max(examples, 1) and counted == 0
     return Outcome("survived" if possible else "different", f"{what}: taken with weight {weight}")
@@ -157,13 +159,17 @@ def by_flower(rng: random.Random) -> Outcome:
     from fcljax.bridges.records import to_arrays
 
     method = rng.choice(METHODS)
-    server, (link, answer) = server_of(method), flower_server(method)
+    server = server_of(method)
+    (link, answer) = flower_server(method)
     before = link._receive(server.player.empty(), server.context, answer(), 0)
-    upload, tampered = server.upload, answer()
-    what, must = rng.choice((*_TAMPER, "values")), True
+    upload = server.upload
+    tampered = answer()
+    what = rng.choice((*_TAMPER, "values"))
+    must = True
     if what == "values":
         upload, how = spoiled(rng, server.upload)
-        tampered.content["upload"], must = to_arrays(upload), False
+        tampered.content["upload"] = to_arrays(upload)
+        must = False
     else:
         how = _TAMPER[what](rng, tampered.content)
     after = link._receive(before, server.context, tampered, 1)
@@ -185,7 +191,10 @@ def _other_arrays(rng: random.Random, content: Any) -> str:
     elif how == "added":
         record["x" * rng.randrange(1, 99)] = array
     else:
-        dtype, shape, kind, data = array.dtype, tuple(array.shape), array.stype, array.data
+        dtype = array.dtype
+        shape = tuple(array.shape)
+        kind = array.stype
+        data = array.data
         dtype = rng.choice(("float64", "object", "", "int8", "complex64")) if how == "type" else dtype
         shape = (*shape, 2) if how == "shape" else (10**12,) if how == "huge" else shape
         kind = rng.choice(("pickle", "", "torch")) if how == "format" else kind
@@ -266,7 +275,8 @@ def by_hello(rng: random.Random) -> Outcome:
         {"clients": 2},
     )
     field = rng.choice(list(facts))
-    value, whole = rng.choice(strange), json.dumps(facts)
+    value = rng.choice(strange)
+    whole = json.dumps(facts)
     less = {name: each for name, each in facts.items() if name != field}
     wrong = [json.dumps(each) for each in (less, facts | {"more": 1}, [facts])]
     wrong += [whole[: rng.randrange(5, 40)], "[" * 10**5, "NaN", "[]", "x" * 2**21]

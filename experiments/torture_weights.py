@@ -12,7 +12,8 @@ from flax import serialization, traverse_util
 from safetensors.numpy import save
 from torture_common import Bad
 
-WIDTH, MLP = 64, 8
+WIDTH = 64
+MLP = 8
 Tensors = dict[str, np.ndarray]
 SUFFIXES = ("", ".safetensors", ".npz", ".bin", ".pth.tar", ".ckpt", ".th", ".msgpack", ".h5")
 
@@ -83,7 +84,8 @@ def _unexpected(rng: random.Random, tensors: Tensors) -> Tensors:
 
 
 def _two(rng: random.Random, tensors: Tensors) -> Tensors:
-    first, second = f"a{_word(rng)}.", f"b{_word(rng)}."
+    first = f"a{_word(rng)}."
+    second = f"b{_word(rng)}."
     return {f"{prefix}{name}": x for prefix in (first, second) for name, x in tensors.items()}
 
 

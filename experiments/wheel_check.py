@@ -48,7 +48,8 @@ def main() -> None:
 def checked(folder: Path, release: Path | None) -> None:
     """All checks, with files below `folder`; what passes is copied to `release`."""
     called(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT)
-    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     looked_into(names)
     print(
@@ -93,7 +94,8 @@ def looked_into(names: list[str]) -> None:
 def installed(package: Path, folder: Path) -> None:
     """Install a file into a fresh environment, and run the program from a folder outside the checkout."""
     called(sys.executable, "-m", "venv", folder / "env")
-    python, program = folder / "env/bin/python", folder / "env/bin/fcljax"
+    python = folder / "env/bin/python"
+    program = folder / "env/bin/fcljax"
     called(python, "-m", "pip", "install", "--quiet", package)
     called(program, "doctor", where=folder)
     called(program, "run", "linear", *TINY, "--out", "run", where=folder)

@@ -111,7 +111,8 @@ class Result:
 
     def facts(self) -> dict[str, str]:
         """The main results, in words."""
-        one, total = self.metrics, self.metrics["communication_total"]
+        one = self.metrics
+        total = self.metrics["communication_total"]
         sent = total["upload_bytes"] + total["download_bytes"]
         return {
             "method": f"{one['method']} on {one['dataset']}, {one['backbone']}",
@@ -282,5 +283,6 @@ def _network(backbone: Any) -> Pretrained | None:
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
         raise InputError(f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)")
-    shape, digest = own_config(backbone, describe), checkpoint.digest_of_tree(backbone.params)
+    shape = own_config(backbone, describe)
+    digest = checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

@@ -55,7 +55,9 @@ __all__ = [
 
 Run = TypeVar("Run", bound=PartitionConfig)
 
-YAML_BYTES, YAML_DEPTH = 1 << 20, 20  # most of a file of settings
+# Most of a file of settings
+YAML_BYTES = 1 << 20
+YAML_DEPTH = 20
 MOST_SEEDS = 100  # more at once is rather a seed that was taken for a number of seeds
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the pixels of the papers' releases, which also decide where the papers are silent
@@ -79,7 +81,8 @@ def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
       InputError: for an unknown method or adapter, one that the method cannot work with, or names that
         collide, which only a method from outside the package can have.
     """
-    entry, called = find_method(method), name_of(method)
+    entry = find_method(method)
+    called = name_of(method)
     if entry.adapter not in ADAPTERS:
         near = nearest(entry.adapter, ADAPTERS)
         raise InputError(f"adapter: the entry of {called} has {entry.adapter!r}; {near}")
@@ -203,7 +206,8 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
       InputError: as `fill` and `resolve`, if the values name another method, or ask for what is better than
         the paper where nothing is known to be.
     """
-    named, called = values.get("method", name_of(method)), name_of(method)
+    named = values.get("method", name_of(method))
+    called = name_of(method)
     if named != called:
         raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
     adapter = values.get("adapter") or find_method(method).adapter
@@ -321,8 +325,10 @@ def explain_scale(config: RunConfig) -> str:
 
 def explain_fidelity(config: RunConfig) -> str:
     """What runs where a method has no preset of the fidelity that is asked for, in a line; else nothing."""
-    source, fidelity = config.source or config.method, config.fidelity
-    entry, usual = find_method(source), find_adapter(config.adapter)
+    source = config.source or config.method
+    fidelity = config.fidelity
+    entry = find_method(source)
+    usual = find_adapter(config.adapter)
     if fidelity in entry.presets:
         return ""
     own = any(type(each) is usual.options for each in entry.presets["intended"].adapters)
@@ -651,7 +657,8 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     Raises:
       _Ambiguous: naming the line, what it would become, and how to write it.
     """
-    kind, text = node.tag.rpartition(":")[2], node.value
+    kind = node.tag.rpartition(":")[2]
+    text = node.value
     if kind == "timestamp":
         raise _Ambiguous(f"{_line(node)}: {text!r} is a date in YAML; write text in quotes")
     if kind in _WRITTEN and not _WRITTEN[kind].fullmatch(text):

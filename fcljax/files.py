@@ -208,7 +208,8 @@ def check_folder(folder: str | Path, field: str = "out") -> None:
     Raises:
       InputError: naming `field`, the folder and what the system says.
     """
-    folder, made = Path(folder), []
+    folder = Path(folder)
+    made = []
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         for each in reversed(missing):

@@ -191,7 +191,8 @@ def _is_here(x: Any) -> bool:
 def collect(x: jax.Array) -> np.ndarray:
     """An array of `put_shared` in numpy, in every process."""
     mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]  # a NamedSharding
-    devices, part = device_count(mesh), x.shape[0] // device_count(mesh)
+    devices = device_count(mesh)
+    part = x.shape[0] // device_count(mesh)
     rows = max(1, min(part, COLLECTED // max(1, x.nbytes // part)))
 
     def some(mine: jax.Array, first: jax.Array) -> jax.Array:
@@ -289,10 +290,12 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
     On accelerators, arrays of `SHARED` bytes and more lie in equal parts if the devices can share their first
     axis, such as FPPL's prototypes of all clients. XLA divides what is computed of them.
     """
-    devices, whole = device_count(mesh), mesh is None or keeps_order(mesh)
+    devices = device_count(mesh)
+    whole = mesh is None or keeps_order(mesh)
 
     def spec(x: Any) -> PartitionSpec:
-        shape, size = jnp.shape(x), x.dtype.itemsize
+        shape = jnp.shape(x)
+        size = x.dtype.itemsize
         divides = len(shape) > 0 and shape[0] % devices == 0 and math.prod(shape) * size >= SHARED
         return split() if divides and not whole else WHOLE
 

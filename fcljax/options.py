@@ -17,7 +17,8 @@ from typing import Any
 
 from fcljax.errors import InputError, Value
 
-LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4e38
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = 3.4e38
 
 
 def option(
@@ -146,8 +147,11 @@ def check_value(field: dataclasses.Field, value: object) -> None:
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    name, rule, whole = field.name, field.metadata, "float" not in str(field.type)
-    least, below = rule.get("least"), rule.get("below")
+    name = field.name
+    rule = field.metadata
+    whole = "float" not in str(field.type)
+    least = rule.get("least")
+    below = rule.get("below")
     least = (1 if whole else 0) if least is None else least
     if whole and value < least:
         raise InputError(f"{name}: {_shown(value)} is too small; nearest valid value: {least}")

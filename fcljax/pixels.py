@@ -44,7 +44,8 @@ def jitter(
       padding: width of the border over the image's side.
     """
     count, h, w, _ = image.shape
-    rows, cols = round(padding * h), round(padding * w)
+    rows = round(padding * h)
+    cols = round(padding * w)
     padded = jnp.pad(image, ((0, 0), (rows, rows), (cols, cols), (0, 0)))
     top, left, flip = jax.random.split(key, 3)
     y = jax.random.randint(top, (count,), 0, 2 * rows + 1)

@@ -100,11 +100,15 @@ def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint
     assigned = assign(dataset, options, rounds)
     if joint:
         assigned = _joint(assigned, len(dataset.class_names))
-    label, tasks, classes = assigned.train_label, assigned.tasks, len(dataset.class_names)
+    label = assigned.train_label
+    tasks = assigned.tasks
+    classes = len(dataset.class_names)
     online = options.population == "online"
     # a static population has one partition for all rounds of a task
     drawn = 1 if options.population == "static" else rounds
-    partitions, whole, holdings = [], [], np.zeros((options.clients, classes), np.int32)
+    partitions = []
+    whole = []
+    holdings = np.zeros((options.clients, classes), np.int32)
 
     for t, own in enumerate(assigned.own or (None,) * len(tasks)):
         of_task = []
@@ -120,7 +124,8 @@ def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint
             whole.append(ClientPartition(*owned, _counts(owned, label, classes), own))
         if not any(len(each.indices) for each in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
-    test_label, test_task = assigned.test_label, assigned.test_task
+    test_label = assigned.test_label
+    test_task = assigned.test_task
     return Scenario(label, test_label, tasks, partitions, holdings, test_task, tuple(whole))
 
 
@@ -194,7 +199,8 @@ def _schedule(
     Raises:
       InputError: for a schedule that does not fit the data set.
     """
-    classes, column = len(dataset.class_names), options.tasks_by.partition(":")[2]
+    classes = len(dataset.class_names)
+    column = options.tasks_by.partition(":")[2]
     if says_tasks(options.partition):
         _check_listed(options)
         return tasks_of_examples(read_tasks(options.partition, dataset), label, test_label, classes)
@@ -232,7 +238,8 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
       InputError: for a partition or sizes that do not fit the data set.
     """
     assert isinstance(options, PartitionConfig)
-    clients, tasks = options.clients, options.tasks
+    clients = options.clients
+    tasks = options.tasks
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
     decided = options.classes_per_task or options.task_sizes or options.tasks_by != "class"
@@ -313,7 +320,8 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     used = first_share(dataset.y_train, options.train_share)
     if options.partition == "private":
         return _private(dataset, options, order, used, stream)
-    label, test_label = relabel(dataset.y_train, order), relabel(dataset.y_test, order)
+    label = relabel(dataset.y_train, order)
+    test_label = relabel(dataset.y_test, order)
     schedule = _schedule(dataset, options, label, test_label)
     data = _Data(dataset, options, schedule, used, rounds)
     if options.partition == "sampled":
@@ -362,7 +370,8 @@ class _Data(NamedTuple):
 
     def parts(self, task: int, rng: np.random.RandomState) -> ClientIndices:
         """A partition of a task, or of all; of a task among the clients that have it."""
-        mine, clients = self.of_task(task), np.arange(self.options.clients)
+        mine = self.of_task(task)
+        clients = np.arange(self.options.clients)
         if changes(self.options) and self.options.partition not in ("dirichlet", "iid"):
             clients = np.flatnonzero(self.holds[task] == task)
         owned = ClientIndices.of(_split(self.dataset.y_train[mine], self.options, len(clients), rng))
@@ -393,7 +402,8 @@ class _Data(NamedTuple):
 
     def static(self, stream: np.random.RandomState) -> Callable[[int, int], ClientIndices]:
         """Partitions that stay over the rounds, of all tasks or drawn task after task."""
-        options, count = self.options, len(self.schedule.tasks)
+        options = self.options
+        count = len(self.schedule.tasks)
         if is_owned(options.partition):
             owned = find_owners(self.dataset, options.partition).parts()
             if len(owned) != options.clients:
@@ -423,7 +433,8 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
         none = np.empty(0, np.int32)
         return ClientIndices.of([none if held == AWAY else of_tasks[held][k] for k, held in enumerate(mine)])
 
-    own, tasks = (), assigned.tasks
+    own = ()
+    tasks = assigned.tasks
     if np.any((holds >= 0) & (holds < np.arange(len(holds))[:, None])):
         kept = [
             [tasks[held]._replace(seen=task.seen) for held in mine]
@@ -460,7 +471,8 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
         )
     if assigned.holds is not None:
         raise InputError("new_clients, move_on: a joint run has one task, with all clients; leave them out")
-    every, reported = range(len(assigned.tasks)), assigned.reported
+    every = range(len(assigned.tasks))
+    reported = assigned.reported
 
     def indices(_: int, round_: int) -> ClientIndices:
         return merge([assigned.indices(task, round_) for task in every])
@@ -485,7 +497,9 @@ def _private(
     rng: np.random.RandomState,
 ) -> Assignment:
     """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
-    label, test_label, classes = relabel(dataset.y_train, order), relabel(dataset.y_test, order), len(order)
+    label = relabel(dataset.y_train, order)
+    test_label = relabel(dataset.y_test, order)
+    classes = len(order)
     test_task = None
     if options.task_pool == "same":
         tasks, _, test_task = by_class(_sizes(classes, options), label, test_label)
@@ -493,7 +507,8 @@ def _private(
         share = options.category_ratio or 0.5
         streams = shared_streams(label[used], shared, options.clients, share, rng)
     else:
-        names, sources = [dataset.class_names[i] for i in order], np.asarray(dataset.sources or 0 * order)
+        names = [dataset.class_names[i] for i in order]
+        sources = np.asarray(dataset.sources or 0 * order)
         size = options.task_pool_classes
         pool = split_pool(options.task_pool, names, sources[order], size, options.task_pool_limit)
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
@@ -524,7 +539,8 @@ def order_of_classes(
     dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState
 ) -> Int64[np.ndarray, " C"]:
     """The class order, as original labels. Only the shuffled one draws from the stream."""
-    classes, kind = len(dataset.class_names), options.class_order
+    classes = len(dataset.class_names)
+    kind = options.class_order
     if kind.startswith("file:"):
         return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
     if "," in kind:

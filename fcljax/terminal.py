@@ -59,7 +59,10 @@ class NotebookBar:
     """The same in a notebook, without the widgets that rich's bar needs there."""
 
     def __init__(self, label: str, numbers: str = ""):
-        self.format, self.done, self.total, self.fields = f"{label}  {numbers}", 0, 0, {}
+        self.format = f"{label}  {numbers}"
+        self.done = 0
+        self.total = 0
+        self.fields = {}
 
     def __enter__(self) -> "NotebookBar":
         return self
@@ -74,7 +77,9 @@ class NotebookBar:
         from IPython.display import display  # pyrefly: ignore[missing-import]
 
         del description
-        self.total, self.done, self.fields = total, completed, fields
+        self.total = total
+        self.done = completed
+        self.fields = fields
         self.handle = display(self, display_id=True)
         return 0
 

@@ -180,7 +180,8 @@ class ClientInfo(NamedTuple):
     @classmethod
     def example(cls, classes: int) -> ClientInfo:
         """A client with one example, made on the host for its shapes and types."""
-        zero, one = np.int32(0), np.int32(1)
+        zero = np.int32(0)
+        one = np.int32(1)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(zero, one, np.zeros(classes, np.int32), zero)
 

@@ -24,10 +24,13 @@ class DistillOptions:
 
 def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
     """Gathers class means and classifiers, draws features, distils the mean of the clients' answers."""
-    width, batch_size = run.network.width, run.training.batch_size
+    width = run.network.width
+    batch_size = run.training.batch_size
 
     def update(round: ServerRound, params, state) -> ServerUpdate:
-        means, heads, valid = round.reports["prototypes"], round.reports["trainable"].classifier, round.valid
+        means = round.reports["prototypes"]
+        heads = round.reports["trainable"].classifier
+        valid = round.valid
         log_odds = jnp.where(means.present & valid[:, None], 0.0, -jnp.inf).reshape(-1)
 
         def loss(head, i):

@@ -17,7 +17,8 @@ class RanPACOptions:
 
 
 def ranpac(options: RanPACOptions, run: Run) -> Method:
-    width, shape = options.width, (options.width, options.width + run.sizes.classes)
+    width = options.width
+    shape = (options.width, options.width + run.sizes.classes)
 
     def project(feature):
         return jax.nn.relu(feature @ jax.random.normal(jax.random.key(0), (feature.shape[-1], width)))

@@ -86,7 +86,8 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
     }
     for name, (dtype, precision) in named.items():
         yield {"ceiling": name, "tflops": peak(sizes.square, 3, dtype, precision) / 1e3}
-    host, twice = np.ones(sizes.copied // 4, np.float32), 2 * sizes.copied
+    host = np.ones(sizes.copied // 4, np.float32)
+    twice = 2 * sizes.copied
     there = jax.device_put(host)
     yield {"ceiling": "host to device", "gb_s": sizes.copied / best(lambda: jax.device_put(host), 3) / 1e9}
     # a copy that XLA cannot leave out; it reads and writes
@@ -110,7 +111,8 @@ def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop"]) -> Iterato
 def rate_of(work: Work, game: Game, lanes: Lanes, repeats: int) -> Found:
     """A round's images per second, what it computes, how long it took to compile, and memory."""
     spent = timed(round_of(game, lanes), repeats)
-    rows, flops = rows_seen(work), useful_flops(work)[0]
+    rows = rows_seen(work)
+    flops = useful_flops(work)[0]
     used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return spent.rates(rows) | {
         "tflops": flops / spent.median / 1e12,
@@ -166,7 +168,8 @@ def compilation(sizes: Sizes) -> Iterator[Found]:
 
         def measure(given: dict[str, Any] = given) -> Found:
             lowered = program.lower()  # anew: jax keeps what it has compiled
-            start, used = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            used = time.process_time()
             lowered.compile(given)
             return {"s": time.perf_counter() - start, "cpu_s": time.process_time() - used}
 
@@ -190,7 +193,8 @@ def evaluation(sizes: Sizes) -> Iterator[Found]:
 def attentions(sizes: Sizes) -> Iterator[Found]:
     """Images per second of one layer's attention, alone and with its gradient, in XLA, in the chip's kernel
     and in cuDNN; and the largest difference between their numbers, over the largest of XLA's."""
-    vit, batch = sizes.vit, sizes.batch
+    vit = sizes.vit
+    batch = sizes.batch
     shape = batch, vit.heads, 1 + vit.grid**2, vit.width // vit.heads
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)]
     own = kernel_on(Machine(jax.default_backend())).chip
@@ -214,7 +218,8 @@ def attentions(sizes: Sizes) -> Iterator[Found]:
 
 def distance(found: jax.Array, exact: jax.Array) -> float:
     """The largest difference over the largest value, not rounded to the arrays' type."""
-    found, exact = found.astype(jnp.float32), exact.astype(jnp.float32)
+    found = found.astype(jnp.float32)
+    exact = exact.astype(jnp.float32)
     return float(jnp.max(jnp.abs(found - exact)) / jnp.max(jnp.abs(exact)))
 
 
@@ -270,7 +275,8 @@ def time_of_kernels(found: jax.profiler.ProfileData) -> Counter[str]:
 def streaming(sizes: Sizes) -> Iterator[Found]:
     """Images on the host that are copied in windows while the device works, against resident ones."""
     work = work_of(sizes, "bfloat16")
-    game, lanes = game_of(work), Lanes(min(4, sizes.clients), "vmap")
+    game = game_of(work)
+    lanes = Lanes(min(4, sizes.clients), "vmap")
     split = jax.tree.map(np.asarray, game.data)
     window = 4 * lanes.count * work.batch
     for name, data in {"resident": game.data, "host": Host(split, window)}.items():
@@ -303,7 +309,9 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
     from peers import torch_vit
 
     work = work_of(sizes, "float32")
-    game, rows, flops = game_of(work), rows_seen(work), useful_flops(work)[0]
+    game = game_of(work)
+    rows = rows_seen(work)
+    flops = useful_flops(work)[0]
     settings = (("lean", "bfloat16"), ("lean", "high"), ("frozen", "highest"), ("released", "highest"))
     for how, precision in settings:
         torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")

@@ -84,8 +84,10 @@ def table(rows: Sequence[Row], peak: float) -> str:
     ]
     base = {}
     for row in rows:
-        samples, own = row.workload.samples, base.setdefault(row.workload.name, row.rate)
-        slow, fast = samples / max(row.times), samples / min(row.times)
+        samples = row.workload.samples
+        own = base.setdefault(row.workload.name, row.rate)
+        slow = samples / max(row.times)
+        fast = samples / min(row.times)
         useful = row.workload.flops * row.rate / samples / peak / 1e9
         share = f"{100 * useful:.0f} %" if row.workload.flops else ""
         lines.append(

@@ -56,7 +56,9 @@ def skewed(clients: int, mean: int, least: int, seed: int = 0) -> tuple[int, ...
 
 def init(work: Dense) -> dict[str, Array]:
     """First weights of all but the classifier: He's for convolutions, Glorot's for matrices."""
-    rng, weights, size = np.random.default_rng(0), {}, list(work.image)
+    rng = np.random.default_rng(0)
+    weights = {}
+    size = list(work.image)
     draw = lambda *shape: rng.normal(0, (2 / np.prod(shape[:-1])) ** 0.5, shape).astype(np.float32)
     for i, channels in enumerate(work.convs):
         weights[f"conv{i}"] = draw(3, 3, size[-1], channels)
@@ -85,7 +87,8 @@ def game_of(work: Dense) -> Game:
         del injection, train, mask
         return Features(hidden(functools.partial(conv, SAME), halve, params, image), None, {}), params
 
-    rows, rng = sum(work.rows), np.random.default_rng(1)
+    rows = sum(work.rows)
+    rng = np.random.default_rng(1)
     label = rng.integers(0, work.classes, rows).astype(np.int32)
     image = rng.normal(size=(rows, *work.image)).astype(np.float32)
     sizes = Sizes(work.classes, 1, work.classes, len(work.rows))
@@ -133,7 +136,8 @@ def descend(work: Dense, weights: PyTree, image: Array, label: Array, mask: Arra
 
 def batches(work: Dense, game: Game, client: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """Rows [steps, batch] of a client's steps, padded by row 0, and which of them are real."""
-    mine, size = rows_of(game.partition, client), work.batch
+    mine = rows_of(game.partition, client)
+    size = work.batch
     steps = -(-len(mine) // size)
     pad = lambda values: np.pad(values, (0, steps * size - len(mine))).reshape(steps, size)
     rows = [pad(mine[order(client, epoch, len(mine))]) for epoch in range(work.epochs)]
@@ -144,7 +148,8 @@ def batches(work: Dense, game: Game, client: int, order: Order) -> tuple[np.ndar
 def jax_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[], PyTree]:
     """A compiled call for every step."""
     step = jax.jit(functools.partial(descend, work), donate_argnums=0)
-    add, start = jax.jit(add_tree, donate_argnums=0), weights_of(game)
+    add = jax.jit(add_tree, donate_argnums=0)
+    start = weights_of(game)
     image, label = map(np.asarray, game.data)
     total = sum(work.rows)
 
@@ -163,7 +168,8 @@ def jax_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[], 
 def jax_clients(work: Dense, game: Game, order: Order = shuffled) -> Callable[[], PyTree]:
     """A compiled call for every client: a loop over its steps inside, with as many passes as it has steps."""
     most = work.epochs * -(-max(work.rows) // work.batch)
-    start, total = weights_of(game), sum(work.rows)
+    start = weights_of(game)
+    total = sum(work.rows)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def play(mean: PyTree, start: PyTree, data: tuple, rows: Array, mask: Array, steps: Array, share: Array):
@@ -193,7 +199,8 @@ def torch_steps(work: Dense, game: Game, order: Order = shuffled) -> Callable[[]
     from torch.nn import functional as F
 
     start = {name: torch_kernel(x) for name, x in weights_of(game).items()}
-    image, label = torch_images(game.data[0]), to_torch(game.data[1]).long()
+    image = torch_images(game.data[0])
+    label = to_torch(game.data[1]).long()
 
     def once() -> dict[str, Any]:
         mean = {name: torch.zeros_like(x) for name, x in start.items()}

@@ -53,7 +53,8 @@ def rooms(
     participation: float = 1.0,
 ) -> tuple[Capacity, ...]:
     """Shapes of a run with these rosters, with as many clients per chunk as a run would have."""
-    image, shapes = jax.tree.leaves(example.data)[0], check_method(method, reader, example)
+    image = jax.tree.leaves(example.data)[0]
+    shapes = check_method(method, reader, example)
     most = max(int(partition.count.max()) for partition in partitions)
     slots = clients_per_chunk(method, shapes, most, image.nbytes // len(image), lanes)
     return capacities(method, list(partitions), lanes, slots, participation)
@@ -62,7 +63,8 @@ def rooms(
 def capacities_of(game: Game, lanes: int) -> tuple[Capacity, ...]:
     """Shapes as of a run of ten such tasks of ten rounds: what is worth a compilation depends on how often it
     is used."""
-    example, partitions = Example(game.frozen, game.data, game.task), [game.partition] * TASKS * ROUNDS
+    example = Example(game.frozen, game.data, game.task)
+    partitions = [game.partition] * TASKS * ROUNDS
     return rooms(game.method, game.fetch, example, partitions, lanes)
 
 
@@ -74,7 +76,8 @@ def engine_of(game: Game, lanes: Lanes) -> Engine:
 
 def round_of(game: Game, lanes: Lanes) -> Callable[[], PyTree]:
     """A call that plays the round with all clients, always from the same start -> the server after it."""
-    engine, clients = engine_of(game, lanes), len(game.partition.count)
+    engine = engine_of(game, lanes)
+    clients = len(game.partition.count)
     states = [init_clients(game.method, game.server, clients, KEY)]
 
     def once() -> PyTree:

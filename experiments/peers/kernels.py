@@ -79,7 +79,8 @@ def by_purpose(
     runs = collections.defaultdict(list)
     for event in events:
         runs[event.program, event.run].append(event)
-    spent, times = collections.Counter(), collections.Counter()
+    spent = collections.Counter()
+    times = collections.Counter()
     for (program, _), mine in runs.items():
         kernels = {event.kernel for event in mine}
         lines = next((text for text in texts[program] if kernels <= text.keys()), {})

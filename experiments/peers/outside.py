@@ -143,7 +143,8 @@ def same_work(folder: Path, name: str) -> None:
         game = game_of(work)
         way = Outside(folder, name, work, game)
         way.play()
-        found, expected = way.weights(), jax_steps(work, game)()
+        found = way.weights()
+        expected = jax_steps(work, game)()
         way.close()
         worst = max(float(np.abs(found[key] - np.asarray(x)).max()) for key, x in expected.items())
         if not worst <= 1e-4:

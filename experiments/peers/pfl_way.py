@@ -44,7 +44,8 @@ class Unmeasured(FederatedAveraging):
 
 def way(work: Served) -> Callable[[], dict]:
     """A round of all clients by `FederatedAveraging` on the simulating backend, from the first weights."""
-    net, count = Net(work.weights), len(work.clients)
+    net = Net(work.weights)
+    count = len(work.clients)
     start = {name: x.detach().clone() for name, x in net.state_dict().items()}
     users = [Dataset((torch_images(x), to_torch(y).long())) for x, y in work.clients]
     order = iter(number for _ in iter(int, 1) for number in range(count))

@@ -27,11 +27,16 @@ from fcljax.runs.predict import Predicted, make_features, make_predict
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, RoundContext, Sizes, Task
 from peers.game import KEY, Game, mean_tree, partition, rows_of, task_of
 
-TASKS, TASK_CLASSES = 2, 10
+TASKS = 2
+TASK_CLASSES = 10
 CLASSES = TASKS * TASK_CLASSES
 PROMPTS = 20  # tokens of a block
-TEMPERATURE, L1, ORTHOGONALITY, PL = 0.2, 0.01, 0.5, 0.001
-DECAY, LORA_RATE = 1e-5, 1e-5
+TEMPERATURE = 0.2
+L1 = 0.01
+ORTHOGONALITY = 0.5
+PL = 0.001
+DECAY = 1e-5
+LORA_RATE = 1e-5
 
 Crops = Callable[[np.ndarray], Any]
 
@@ -65,8 +70,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def game_of(work: Work) -> Game:
     """The federation as fcljax has it."""
-    size, rng = work.vit.image_size, np.random.default_rng(0)
-    rows, task = sum(work.rows), task_of(1, TASK_CLASSES, TASKS)
+    size = work.vit.image_size
+    rng = np.random.default_rng(0)
+    rows = sum(work.rows)
+    task = task_of(1, TASK_CLASSES, TASKS)
     label = rng.integers(TASK_CLASSES, CLASSES, rows).astype(np.int32)
     image = rng.integers(0, 256, (rows, size, size, 3), np.uint8)
     settings = OPTIONS[work.method] | {
@@ -86,7 +93,8 @@ def game_of(work: Work) -> Game:
     sizes = Sizes(CLASSES, TASKS, TASK_CLASSES, len(work.rows), 30, max(work.rows))
     preprocess = work.preprocess
     network = vit_network(work.vit, preprocess.mean, preprocess.std)
-    method, frozen = make_method(resolved, sizes, network), frozen_of(work.vit)
+    method = make_method(resolved, sizes, network)
+    frozen = frozen_of(work.vit)
     server = jax.jit(method.init)(KEY, frozen)
     server = with_past(work, method.begin_task(RoundContext.on_host(frozen, task, 0, False), server, KEY))
     return Game(
@@ -102,7 +110,8 @@ def game_of(work: Work) -> Game:
 
 def frozen_of(vit: ViTConfig) -> Frozen:
     """Random weights, matrices in the compute type as in a run."""
-    rng, shapes = np.random.default_rng(1), jax.eval_shape(functools.partial(init_vit, config=vit), KEY)
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(functools.partial(init_vit, config=vit), KEY)
 
     def draw(path: Any, x: Any) -> Array:  # XLA would take its time to compile as many draws
         value = 0.02 * rng.standard_normal(x.shape, np.float32) + (path[-1].key == "scale")
@@ -126,7 +135,8 @@ def with_past(work: Work, server: PyTree) -> PyTree:
 def predict_of(work: Work, game: Game, later: bool = False) -> Callable[[], Predicted]:
     """Evaluation as a run does it. `later`: of images that it has evaluated before, with the un-prompted
     features that it has kept of them."""
-    split, rows = test_split(work), np.arange(work.test)
+    split = test_split(work)
+    rows = np.arange(work.test)
     split = split._replace(query=queries(work, game, split)) if later else split
     read = functools.partial(read_clean, work.preprocess)
     predict = make_predict(game.method.predict, read, work.batch, work.test)
@@ -147,7 +157,8 @@ def queries(work: Work, game: Game, split: Split) -> Array | np.ndarray:
 
 def test_split(work: Work) -> Split:
     """Random test images."""
-    size, rng = work.vit.image_size, np.random.default_rng(5)
+    size = work.vit.image_size
+    rng = np.random.default_rng(5)
     image = rng.integers(0, 256, (work.test, size, size, 3), np.uint8)
     return Split(jnp.asarray(image), jnp.asarray(rng.integers(0, CLASSES, work.test), jnp.int32))
 
@@ -180,9 +191,11 @@ class Fixed(NamedTuple):
 
 def start_of(work: Work, game: Game) -> tuple[Prompted | Paired, Fixed]:
     """Both, at the start of the round."""
-    params, task = game.server.params, int(game.task.index)
+    params = game.server.params
+    task = int(game.task.index)
     if work.method == "fppl":
-        adapter, head = params.adapter, params.classifier
+        adapter = params.adapter
+        head = params.classifier
         pool = game.server.rules[0].vector.mean(0)[TASK_CLASSES:]
         return Prompted(adapter.prompt[task], adapter.gate, *head), Fixed(adapter.prompt, pool)
     pair = jax.tree.map(lambda leaf: leaf[task], params.adapter)
@@ -191,7 +204,8 @@ def start_of(work: Work, game: Game) -> tuple[Prompted | Paired, Fixed]:
 
 def fppl_feature(work: Work, frozen: PyTree, part: Prompted, fixed: Fixed, image: Array) -> Array:
     """The class token under fused prompts."""
-    query, task = apply_vit(work.vit, frozen, image).cls, jnp.int32(1)
+    query = apply_vit(work.vit, frozen, image).cls
+    task = jnp.int32(1)
     weight = gate_weights(part.gate, query, jnp.arange(TASKS) <= task)
     fused = fuse(weight, fixed.past, part.prompt, task)
     return apply_vit(work.vit, frozen, image, prompt_injection(fused)).cls
@@ -199,8 +213,10 @@ def fppl_feature(work: Work, frozen: PyTree, part: Prompted, fixed: Fixed, image
 
 def fppl_loss(work: Work, part, frozen, fixed: Fixed, image: Array, label: Array, mask: Array):
     """Cross-entropy over the task's classes, and the pull to the global prototypes; and the features."""
-    feature, count = fppl_feature(work, frozen, part, fixed, image), jnp.sum(mask)
-    own, mean = label - TASK_CLASSES, lambda x: jnp.sum(x * mask) / count
+    feature = fppl_feature(work, frozen, part, fixed, image)
+    count = jnp.sum(mask)
+    own = label - TASK_CLASSES
+    mean = lambda x: jnp.sum(x * mask) / count
     logits = (feature @ part.kernel + part.bias)[:, TASK_CLASSES:]
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     similarity = unit(feature) @ unit(fixed.prototype).T / TEMPERATURE
@@ -217,7 +233,8 @@ def pilora_feature(work: Work, frozen: PyTree, part: Paired, fixed: Fixed, image
 
 def pilora_loss(work: Work, part: Paired, frozen, fixed: Fixed, image: Array, label: Array, mask: Array):
     """Cross-entropy of distances, the distance to the own prototype, and the penalties of A."""
-    feature, count = pilora_feature(work, frozen, part, fixed, image), jnp.sum(mask)
+    feature = pilora_feature(work, frozen, part, fixed, image)
+    count = jnp.sum(mask)
     prototype = fixed.prototype.at[TASK_CLASSES:].set(part.prototype)
     distance = jnp.linalg.norm(feature[:, None] - prototype, axis=-1) / work.vit.width**0.5
     mean = lambda x: jnp.sum(x * mask) / count
@@ -244,7 +261,9 @@ def optimiser_of(work: Work) -> optax.GradientTransformation:
 def jax_steps(work: Work, game: Game) -> Callable[[], tuple[PyTree, PyTree]]:
     """A compiled call for every step: (averaged parameters, class features of every client)."""
     start, fixed = start_of(work, game)
-    optimiser, loss, of_class = optimiser_of(work), LOSSES[work.method], jnp.arange(TASK_CLASSES, CLASSES)
+    optimiser = optimiser_of(work)
+    loss = LOSSES[work.method]
+    of_class = jnp.arange(TASK_CLASSES, CLASSES)
 
     def see(data: Split, rows: Array, key: Array) -> Array:
         if not work.augment:
@@ -256,7 +275,8 @@ def jax_steps(work: Work, game: Game) -> Callable[[], tuple[PyTree, PyTree]]:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(part, state, frozen, fixed, data: Split, rows: Array, mask: Array, key: Array):
-        image, label = see(data, rows, key), data.label[rows]
+        image = see(data, rows, key)
+        label = data.label[rows]
         bound = functools.partial(loss, work)
         gradient, feature = jax.grad(bound, has_aux=True)(part, frozen, fixed, image, label, mask)
         update, state = optimiser.update(gradient, state, part)
@@ -268,9 +288,13 @@ def jax_steps(work: Work, game: Game) -> Callable[[], tuple[PyTree, PyTree]]:
         return sums(feature, data.label[rows], mask)
 
     def play(client: int) -> tuple[PyTree, Array]:
-        mine, rng = rows_of(game.partition, client), np.random.default_rng(client)
-        part, key = jax.tree.map(jnp.copy, start), jax.random.fold_in(KEY, client)
-        state, total, count = optimiser.init(part), jnp.zeros((TASK_CLASSES, work.vit.width)), 0
+        mine = rows_of(game.partition, client)
+        rng = np.random.default_rng(client)
+        part = jax.tree.map(jnp.copy, start)
+        key = jax.random.fold_in(KEY, client)
+        state = optimiser.init(part)
+        total = jnp.zeros((TASK_CLASSES, work.vit.width))
+        count = 0
         for _ in range(work.epochs):
             for rows, mask in padded(rng.permutation(mine), work.batch):
                 count += 1
@@ -299,7 +323,8 @@ def padded(rows: np.ndarray, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def jax_predict(work: Work, game: Game) -> Callable[[], list[np.ndarray]]:
     """Evaluation as a plain loop: a compiled call for every batch."""
-    (part, fixed), split = start_of(work, game), test_split(work)
+    (part, fixed) = start_of(work, game)
+    split = test_split(work)
     images = np.asarray(split.image)
 
     @jax.jit
@@ -323,7 +348,8 @@ def jax_predict(work: Work, game: Game) -> Callable[[], list[np.ndarray]]:
 def block_flops(vit: ViTConfig, keys: int, queries: int) -> tuple[int, int]:
     """FLOPs of one image in one block, forwards: of q, k and v, and of what comes after them. `queries`
     tokens go out; `keys` are all tokens and prompts."""
-    d, hidden = vit.width, vit.mlp
+    d = vit.width
+    hidden = vit.mlp
     projections = 2 * d * d * (queries + 2 * keys)
     after = 4 * queries * keys * d + 2 * queries * d * d + 4 * queries * d * hidden
     return projections, after
@@ -343,9 +369,11 @@ def forward_flops(vit: ViTConfig, prompts: int, blocks: int) -> int:
 def backward_flops(vit: ViTConfig, prompts: int, blocks: int) -> int:
     """FLOPs of the gradient to what is injected from the first block on, no weight's: one product for each of
     the forward's, two for those of attention. In the first block nothing goes back to the tokens."""
-    tokens, total = 1 + vit.grid**2, 0
+    tokens = 1 + vit.grid**2
+    total = 0
     for i in range(vit.depth):
-        queries, more = (1 if i == vit.depth - 1 else tokens), prompts if i < blocks else 0
+        queries = 1 if i == vit.depth - 1 else tokens
+        more = prompts if i < blocks else 0
         projections, after = block_flops(vit, tokens + more, queries)
         attention = 4 * queries * (tokens + more) * vit.width
         first = 4 * more * vit.width**2
@@ -359,7 +387,10 @@ def useful_flops(work: Work) -> tuple[int, int]:
     Matrix products of the network in the cheapest form that is known here: prompts are keys and values, no
     gradient of weights, the last block for the class token alone. Padding, augmentation, norms, activations
     and losses are not useful."""
-    vit, rows, length, blocks = work.vit, sum(work.rows), PROMPTS, work.blocks
+    vit = work.vit
+    rows = sum(work.rows)
+    length = PROMPTS
+    blocks = work.blocks
     if work.method == "pilora":
         forward = forward_flops(vit, 0, 0)
         return rows * work.epochs * (forward + backward_flops(vit, 0, 0)), work.test * forward

@@ -37,7 +37,8 @@ def serve(way: Callable[[Served], Callable[[], Mapping[str, Any]]]) -> None:
     """Answer on the folder that the command line names. `way` makes a call that plays a round and returns the
     weights, all of them computed."""
     folder = Path(sys.argv[1])
-    play, after = way(read(folder)), {}
+    play = way(read(folder))
+    after = {}
     for line in sys.stdin:
         if line.strip() == "round":
             after = play()

@@ -60,10 +60,14 @@ class Block(nn.Module):
     def __init__(self, vit: ViTConfig, fused: bool):
         super().__init__()
         d = vit.width
-        self.heads, self.fused = vit.heads, fused
-        self.norm1, self.norm2 = nn.LayerNorm(d, vit.epsilon), nn.LayerNorm(d, vit.epsilon)
-        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.fc1, self.fc2 = nn.Linear(d, vit.mlp), nn.Linear(vit.mlp, d)
+        self.heads = vit.heads
+        self.fused = fused
+        self.norm1 = nn.LayerNorm(d, vit.epsilon)
+        self.norm2 = nn.LayerNorm(d, vit.epsilon)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.proj = nn.Linear(d, d)
+        self.fc1 = nn.Linear(d, vit.mlp)
+        self.fc2 = nn.Linear(vit.mlp, d)
 
     def forward(self, x: Tensor, extra: Tensor | None = None, queries: int | None = None, pair: Any = None):
         queries = x.shape[1] if queries is None else queries
@@ -95,7 +99,8 @@ class ViT(nn.Module):
 
     def __init__(self, vit: ViTConfig, how: How):
         super().__init__()
-        self.config, self.lean = vit, how == "lean"
+        self.config = vit
+        self.lean = how == "lean"
         self.patch = nn.Linear(vit.patch**2 * 3, vit.width)
         self.cls = nn.Parameter(torch.zeros(vit.width))
         self.pos = nn.Parameter(torch.zeros(1 + vit.grid**2, vit.width))
@@ -104,7 +109,9 @@ class ViT(nn.Module):
         self.requires_grad_(how == "released")
 
     def forward(self, image: Tensor, prompt: Tensor | None = None, pair: Any = None) -> Tensor:
-        b, g, p = len(image), self.config.grid, self.config.patch
+        b = len(image)
+        g = self.config.grid
+        p = self.config.patch
         patches = image.view(b, g, p, g, p, 3).transpose(2, 3).reshape(b, g * g, -1)
         x = torch.cat([self.cls.expand(b, 1, -1), self.patch(patches)], 1) + self.pos
         tokens = x.shape[1]
@@ -149,14 +156,16 @@ def augmented(work: Work, image: Tensor, rng: np.random.Generator) -> Tensor:
     flips and changes the brightness."""
     if not work.augment:
         return clean(work, image)
-    count, flip = len(image), np.where(rng.random(len(image)) < 0.5, -1.0, 1.0)
+    count = len(image)
+    flip = np.where(rng.random(len(image)) < 0.5, -1.0, 1.0)
     x = image.float().div_(255)
     on = lambda values: torch.from_numpy(np.asarray(values, np.float32)).to(image.device)
     if work.method == "pilora":
         factor = on(1 + (2 * rng.random(count) - 1) * 63 / 255)[:, None, None, None]
         x = torch.where(on(flip)[:, None, None, None] < 0, x.flip(2), x)
         return normal(work, (x * factor).clamp_(0, 1))
-    area, ratio = rng.uniform(0.05, 1.0, count), np.exp(rng.uniform(*np.log([3 / 4, 4 / 3]), count))
+    area = rng.uniform(0.05, 1.0, count)
+    ratio = np.exp(rng.uniform(*np.log([3 / 4, 4 / 3]), count))
     wide, high = (np.minimum(1, np.sqrt(area * r)) for r in (ratio, 1 / ratio))
     right, down = ((2 * rng.random(count) - 1) * (1 - side) for side in (wide, high))
     zero = np.zeros(count)
@@ -194,7 +203,8 @@ class Fppl(nn.Module):
     def __init__(self, work: Work, game: Game, how: How):
         super().__init__()
         params = game.server.params
-        self.how, self.vit = how, load(ViT(work.vit, how), game.frozen.network)
+        self.how = how
+        self.vit = load(ViT(work.vit, how), game.frozen.network)
         self.prompt = nn.Parameter(tensor(params.adapter.prompt))
         self.psi, self.sigma = (nn.Parameter(tensor(x)) for x in params.adapter.gate)
         self.fc = nn.Linear(work.vit.width, CLASSES)
@@ -221,7 +231,8 @@ class Fppl(nn.Module):
 
 def fppl_loss(net: Fppl, image: Tensor, label: Tensor, prototype: Tensor) -> Tensor:
     """Cross-entropy over the task's classes, and the pull to the global prototypes [TASK_CLASSES, width]."""
-    feature, own = net(image, train=True), label - TASK_CLASSES
+    feature = net(image, train=True)
+    own = label - TASK_CLASSES
     logits = net.fc(feature)
     logits[:, :TASK_CLASSES] = -torch.inf
     loss = F.cross_entropy(logits, label)
@@ -237,17 +248,20 @@ def fppl_loss(net: Fppl, image: Tensor, label: Tensor, prototype: Tensor) -> Ten
 
 def fppl_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], dict[str, Tensor]]:
     """A round of all clients -> the averaged parameters."""
-    net, data = Fppl(work, game, how).to(where), data_on(game, where)
+    net = Fppl(work, game, how).to(where)
+    data = data_on(game, where)
     prototype = tensor(game.server.rules[0].vector).mean(0)[TASK_CLASSES:].to(where)
     whole = copy.deepcopy(net.state_dict()) if how != "lean" else copy.deepcopy(net.trained())
 
     def play(client: int) -> dict[str, Tensor]:
-        rows, rng = torch.from_numpy(rows_of(game.partition, client)).long(), np.random.default_rng(client)
+        rows = torch.from_numpy(rows_of(game.partition, client)).long()
+        rng = np.random.default_rng(client)
         net.load_state_dict(whole, strict=how != "lean")
         optimiser = torch.optim.Adam(net.trained().values(), lr=work.rate)
         for _ in range(work.epochs):
             for some in rows[torch.from_numpy(rng.permutation(len(rows)))].split(work.batch):
-                image, label = data.image[some], data.label[some]
+                image = data.image[some]
+                label = data.label[some]
                 loss = fppl_loss(net, augmented(work, image, rng), label, prototype)
                 optimiser.zero_grad()
                 loss.backward()
@@ -267,7 +281,8 @@ def class_means(feature: Tensor, label: Tensor) -> dict[int, np.ndarray]:
 
 def fppl_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
-    net, images = Fppl(work, game, how).to(where), tensor(test_split(work).image).to(where)
+    net = Fppl(work, game, how).to(where)
+    images = tensor(test_split(work).image).to(where)
     found = lambda image: net.fc(net(clean(work, image))).argmax(-1)
     return lambda: predicted(work, found, images)
 
@@ -282,7 +297,8 @@ class Pilora(nn.Module):
         super().__init__()
         params = game.server.params
         frozen: How = "frozen" if how == "released" else how
-        self.how, self.vit = how, load(ViT(work.vit, frozen), game.frozen.network)
+        self.how = how
+        self.vit = load(ViT(work.vit, frozen), game.frozen.network)
         of_task = lambda task: nn.ParameterList([tensor(leaf[task, 0]) for leaf in params.adapter])
         self.pairs = nn.ModuleList([of_task(task) for task in range(TASKS)])
         self.centres = nn.ParameterList([tensor(row) for row in params.classifier])
@@ -314,18 +330,21 @@ def pilora_loss(net: Pilora, image: Tensor, label: Tensor) -> tuple[Tensor, Tens
 
 def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], dict[str, Tensor]]:
     """A round of all clients -> the averaged parameters."""
-    model, data = Pilora(work, game, how).to(where), data_on(game, where)
+    model = Pilora(work, game, how).to(where)
+    data = data_on(game, where)
     start = copy.deepcopy(model.state_dict())
 
     def play(client: int) -> dict[str, Tensor]:
-        rows, rng = torch.from_numpy(rows_of(game.partition, client)).long(), np.random.default_rng(client)
+        rows = torch.from_numpy(rows_of(game.partition, client)).long()
+        rng = np.random.default_rng(client)
         net = copy.deepcopy(model) if how != "lean" else model
         net.load_state_dict(start)
         trained = {name: x for name, x in net.named_parameters() if how != "lean" or x.requires_grad}
         rate = lambda name: LORA_RATE if name.startswith("pairs") else work.rate
         groups = [{"params": [x], "lr": rate(name), "weight_decay": DECAY} for name, x in trained.items()]
         optimiser = torch.optim.Adam(groups)
-        seen, total = {}, torch.zeros(CLASSES, work.vit.width, device=where)
+        seen = {}
+        total = torch.zeros(CLASSES, work.vit.width, device=where)
         for _ in range(work.epochs):
             for some in rows[torch.from_numpy(rng.permutation(len(rows)))].split(work.batch):
                 label = data.label[some]
@@ -348,7 +367,8 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
 
 def pilora_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
-    net, images = Pilora(work, game, how).to(where), tensor(test_split(work).image).to(where)
+    net = Pilora(work, game, how).to(where)
+    images = tensor(test_split(work).image).to(where)
     return lambda: predicted(work, lambda image: net(clean(work, image))[1].argmin(-1), images)
 
 

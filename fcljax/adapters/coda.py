@@ -88,7 +88,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def init(key: PRNGKeyArray, frozen) -> Components:
         """Normal values of every task, which Gram-Schmidt turns into its first values."""
         del frozen
-        shape, keys = (sizes.tasks, options.coda_blocks, each), jax.random.split(key, 3)
+        shape = (sizes.tasks, options.coda_blocks, each)
+        keys = jax.random.split(key, 3)
         prompt = jax.random.normal(keys[0], (*shape, options.coda_length, network.width))
         return Components(prompt, *(jax.random.normal(k, (*shape, network.width)) for k in keys[1:]))
 

@@ -74,7 +74,8 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
     def init(key: PRNGKeyArray, frozen) -> KeyedPrompts:
         """Uniform in [-1, 1], keys too."""
         del frozen
-        size, width = options.l2p_size, network.width
+        size = options.l2p_size
+        width = network.width
         shapes = ((size, options.l2p_length, width), (size, width))
         return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
 

@@ -33,7 +33,8 @@ def init_pairs(
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
     """
-    bound, shape = width**-0.5, (tasks, blocks, rank, width)
+    bound = width**-0.5
+    shape = (tasks, blocks, rank, width)
 
     def draw(key: PRNGKeyArray) -> Array:
         if init == "gaussian":
@@ -126,7 +127,8 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     """
     check_blocks("lora_blocks", options.lora_blocks, network)
     one = options.lora_pairs == "one"
-    local, evaluated = options.local_lora, options.global_lora
+    local = options.local_lora
+    evaluated = options.global_lora
 
     def index(task: Task) -> ArrayLike:
         return 0 if one else task.index
@@ -134,7 +136,8 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     def init(key: PRNGKeyArray, frozen) -> Lora:
         del frozen
         tasks = 1 if one else sizes.tasks
-        blocks, rank = options.lora_blocks, options.lora_rank
+        blocks = options.lora_blocks
+        rank = options.lora_rank
         return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
 
     def trainable(params: Lora, task: Task) -> Lora:

@@ -84,7 +84,8 @@ def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
 
 def weights(pool: Pool, query: Float[Array, "batch width"]) -> Float[Array, "blocks batch size"]:
     """cos(q, K_lm) of every prompt, for each block."""
-    query, keys = unit(query, eps=1e-12), unit(pool.key, eps=1e-12)
+    query = unit(query, eps=1e-12)
+    keys = unit(pool.key, eps=1e-12)
     return jax.lax.map(lambda key: exact_matmul(query, key.T), keys)
 
 

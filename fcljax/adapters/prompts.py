@@ -135,7 +135,8 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
 
     def init(key: PRNGKeyArray, frozen) -> Prompts:
         del frozen
-        keys, width = jax.random.split(key), network.width
+        keys = jax.random.split(key)
+        width = network.width
         prompt = init_prompts(keys[0], sizes.tasks, options.prompt_blocks, options.prompt_length, width)
         return Prompts(prompt, init_gate(keys[1], sizes.tasks, width, options.gate_scale == "learnable"))
 

@@ -68,8 +68,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
-HELLO, ROUND = "query.hello", "train.round"
-STATE, CACHED, OWNER = "fcljax.state", "fcljax.cached", "fcljax.owner"  # records of a client's context
+HELLO = "query.hello"
+ROUND = "train.round"
+# Records of a client's context
+STATE = "fcljax.state"
+CACHED = "fcljax.cached"
+OWNER = "fcljax.owner"
 ROUNDING = 1.01  # a metric's weight is added up in float32
 MOST_FACTS = 1 << 20  # characters of a node's report about itself
 _STAMP = ("index", "task", "round", "nonce")  # of a call: an answer has the same
@@ -125,7 +129,8 @@ def _reply(
     given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
     resolved = node.federation_settings(method, settings | given)
     client = node.check_client(resolved, context.node_config.get("partition-id"))
-    call, path = message.content.config_records["call"], context.node_config.get("data")
+    call = message.content.config_records["call"]
+    path = context.node_config.get("data")
     class_names = tuple(map(str, list_in(call, "class_names")))
     own = None if path is None else OwnData(client, str(path), class_names)
     return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
@@ -140,11 +145,13 @@ def _hello(me: _Client, message: Message, context: Context) -> RecordDict:
 def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     """One round of the method; the client's new state goes to the context."""
     exp = node.client_experiment(me.settings, me.own, int(me.call["examples"]))
-    stored, content = _stored(context, me.id), message.content
+    stored = _stored(context, me.id)
+    content = message.content
     cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], me.call)
     if cached is None:
         return RecordDict({"call": config({"incomplete": True})})
-    shape, state = node.broadcast_shape(exp), stored.get(STATE)
+    shape = node.broadcast_shape(exp)
+    state = stored.get(STATE)
     payload = from_arrays(content.array_records["payload"], shape.payload, "payload")
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
@@ -250,7 +257,8 @@ def server_app(
       on_round: called after every round, with task, round and the server's state.
       settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
     """
-    app, usual = ServerApp(), Service(out, test, wait, timeout, nodes)
+    app = ServerApp()
+    usual = Service(out, test, wait, timeout, nodes)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
@@ -269,7 +277,8 @@ def serve(
     Raises:
       InputError: for bad settings or files, or if not all clients connect.
     """
-    out, console = Path(service.out) if service.out else None, Console(stderr=True)
+    out = Path(service.out) if service.out else None
+    console = Console(stderr=True)
 
     def say_line(line: str) -> None:
         say(console, line)
@@ -282,7 +291,8 @@ def serve(
     nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine, say_line, bound)
     tasks = 1 if find_method(settings.source).joint else settings.tasks
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
-    link, records = Link(nodes, exp, service.timeout, say_line), Records()
+    link = Link(nodes, exp, service.timeout, say_line)
+    records = Records()
     with created(out, settings) if out else contextlib.nullcontext():
         _play(exp, records, link, out, on_round)
         summary = _summary(exp, records, link)
@@ -300,7 +310,8 @@ def _play(
     exp: Experiment, records: Records, link: "Link", out: Path | None, on_round: OnRound | None
 ) -> None:
     """Play and log all rounds."""
-    state, past = State(first_server(exp), (), jax.random.key_data(exp.key)), ()
+    state = State(first_server(exp), (), jax.random.key_data(exp.key))
+    past = ()
     with Clock(records.seconds) as clock:
         play_round = make_play_round(exp, records, clock, link.play)
         for step in range(exp.sizes.tasks * exp.sizes.rounds):
@@ -366,7 +377,10 @@ class Nodes:
         bound: Mapping[int, int] | None = None,
     ):
         self.bound = bound or {}
-        self.grid, self.clients, self.class_names, self.mine = grid, clients, class_names, mine
+        self.grid = grid
+        self.clients = clients
+        self.class_names = class_names
+        self.mine = mine
         self.say = say
         self.of_client: dict[int, int] = {}  # client -> node
         self.facts: dict[int, Facts] = {}  # of each client
@@ -380,7 +394,8 @@ class Nodes:
         Raises:
           InputError: if a client does not connect in time, with the first node that could not take part.
         """
-        end, refused = time.monotonic() + wait, []
+        end = time.monotonic() + wait
+        refused = []
         while True:
             for line in self.refresh(tasks, max(end - time.monotonic(), 1.0)):
                 refused.append(line)
@@ -418,14 +433,16 @@ class Nodes:
 
     def _add(self, reply: Message, tasks: int) -> None:
         """Add a node that can take part."""
-        found, sender = _facts(reply), reply.metadata.src_node_id
+        found = _facts(reply)
+        sender = reply.metadata.src_node_id
         node.check_facts(self.mine, found, tasks)
         if self.bound and self.bound[sender] != found.client:
             raise InputError(
                 f"partition-id: node {sender} says that it is client {found.client}; it is client "
                 f"{self.bound[sender]}"
             )
-        other, before = self.of_client.get(found.client), self.facts.get(found.client)
+        other = self.of_client.get(found.client)
+        before = self.facts.get(found.client)
         if other in self.connected:
             raise InputError(f"partition-id: two nodes say that they are client {found.client}")
         if before and before.examples != found.examples:
@@ -472,7 +489,10 @@ class Link:
     """The clients' part of every exchange, played by nodes. Counts the traffic."""
 
     def __init__(self, nodes: Nodes, exp: Experiment, timeout: float, say: Callable[[str], None]):
-        self.nodes, self.exp, self.timeout, self.say = nodes, exp, timeout, say
+        self.nodes = nodes
+        self.exp = exp
+        self.timeout = timeout
+        self.say = say
         self.uploads = [node.upload_shape(each) for each in payload_shapes(exp).uploads]
         self.cached: dict[int, dict[str, str]] = {}  # client -> digests of its arrays of earlier broadcasts
         self.begun: set[int] = set()  # clients that have a state
@@ -481,7 +501,8 @@ class Link:
 
     def counted(self) -> dict[str, int]:
         """The traffic since the last call, for a line of metrics.jsonl."""
-        now, self.now = self.now, {}
+        now = self.now
+        self.now = {}
         return {f"traffic_{name}": value for name, value in now.items()}
 
     def _count(self, **counts: int) -> None:
@@ -497,7 +518,8 @@ class Link:
         call = self._call(index, round_context, key)
         replies = self._replies(call, broadcast, [int(client) for client in ids])
         player = self.exp.engine.players[index]
-        accumulator, present = player.empty(), np.array(sorted(replies), np.int64)
+        accumulator = player.empty()
+        present = np.array(sorted(replies), np.int64)
         # the order in which one lane plays them: the sums have the same rounding as in a simulation
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
@@ -522,7 +544,8 @@ class Link:
     def _replies(self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]) -> dict[int, Answer]:
         """The answers of those clients that answer. A client that lacks an array is sent everything again.
         Each call has a nonce of its own, which the answer must have, too."""
-        payload, cached = to_arrays(broadcast.payload), to_arrays(broadcast.cached)
+        payload = to_arrays(broadcast.payload)
+        cached = to_arrays(broadcast.cached)
         found = {}
         for _ in range(2):
             calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
@@ -552,7 +575,8 @@ class Link:
         self, client: int, call: dict[str, Any], payload: ArrayRecord, cached: ArrayRecord
     ) -> RecordDict:
         """What a client is sent: of cached arrays only those that it does not have yet."""
-        digests, has = _digests(cached), self.cached.get(client, {})
+        digests = _digests(cached)
+        has = self.cached.get(client, {})
         new = ArrayRecord({name: array for name, array in cached.items() if has.get(name) != digests[name]})
         whole_call = config(call | {"cached": list(digests), "digests": list(digests.values())})
         return RecordDict({"payload": payload, "cached": new, "call": whole_call})
@@ -560,7 +584,8 @@ class Link:
     def _ask(self, contents: dict[int, RecordDict]) -> dict[int, RecordDict]:
         """The answers of those clients that answer."""
         # without waiting for nodes that are known to be gone
-        connected, known = self.nodes.connected, self.nodes.of_client
+        connected = self.nodes.connected
+        known = self.nodes.of_client
         client_of = {known[client]: client for client in contents if known.get(client) in connected}
         group = str(self.total.get("uploads", 0))
         asked = [Message(contents[c], each, ROUND, group_id=group) for each, c in client_of.items()]

@@ -79,7 +79,8 @@ def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> Con
 def record_bytes(record: RecordDict) -> int:
     """Bytes of a message's content as Flower sends it: all records, arrays and chunks, with headers. Equal
     pieces are sent, and counted, once."""
-    found, waiting = {}, [record]
+    found = {}
+    waiting = [record]
     while waiting:
         part = waiting.pop()
         found[part.object_id] = len(part.deflate())

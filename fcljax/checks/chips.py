@@ -152,7 +152,9 @@ def _needs(package: str) -> None:
 def _target(chip: Chip) -> str:
     """A Hopper GPU with this memory, in the words of openxla/xla, xla/backends/gpu/target_config/specs."""
     clock = 3750000 if chip.topology == "h200" else 2619000  # kHz, of the memory
-    full, boost = 1.8295201, 1.98  # GHz
+    # GHz
+    full = 1.8295201
+    boost = 1.98
     scalar = [(4, 64, 1), (8, 64, 1), (10, 128, 2), (11, 128, 1), (12, 64, 1), (16, 128, 2)]
     wide = [2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36]
     matrix = [(kind, full, 1024) for kind in wide]
@@ -220,9 +222,11 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         seconds = time.process_time() - began
         return Footprint(program.name, need, need, 0.0, 0.0, 0.0, {}, seconds, program.steps)
     seconds = time.process_time() - began
-    counted, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    counted = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
     assert memory is not None  # both compilers make one
-    flops, text = times * float(counted.get("flops", 0.0)) or wanted, compiled.as_text() or ""
+    flops = times * float(counted.get("flops", 0.0)) or wanted
+    text = compiled.as_text() or ""
     # by loops as long as the module says that they are
     moved = times * float(counted.get("bytes accessed", 0.0)) or float(traffic(text))
     return Footprint(
@@ -284,7 +288,8 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
     for equation in used.eqns:
         if equation.primitive.name == "dot_general":
             (inner, _), _ = equation.params["dimension_numbers"]
-            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            left = equation.invars[0].aval.shape
+            out = equation.outvars[0].aval.shape
             total += 2.0 * math.prod(left[axis] for axis in inner) * math.prod(out)
         if equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
@@ -302,7 +307,9 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
 
 def _convolution_flops(equation: Any) -> float:
     """Without products with the zeros between the pixels of a dilated input, as gradients of strides have."""
-    kernel, out, given = equation.invars[1].aval.shape, equation.outvars[0].aval.shape, equation.params
+    kernel = equation.invars[1].aval.shape
+    out = equation.outvars[0].aval.shape
+    given = equation.params
     outputs = kernel[given["dimension_numbers"].rhs_spec[0]]
     repeated = math.prod(given["lhs_dilation"]) * given["batch_group_count"]
     return 2.0 * math.prod(out) * math.prod(kernel) / outputs / repeated

@@ -179,7 +179,9 @@ def order_does_not_matter(made: Federation, history: list[PlayedState]) -> State
     """Clients with other numbers send the same sum, in their first round: later keys depend on the
     numbers."""
     del history
-    label, worst, order = np.asarray(made.data.label), (0.0, ""), [3, 2, 0, 1]
+    label = np.asarray(made.data.label)
+    worst = (0.0, "")
+    order = [3, 2, 0, 1]
     renamed = partition_of(label, TASKS[0], made.partitions[0].count.tolist(), order)
     begin = jax.jit(made.method.begin_task)
     round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)

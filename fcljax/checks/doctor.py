@@ -193,7 +193,8 @@ def _product() -> tuple[bool, float, float]:
     product = jax.jit(jnp.matmul).lower(x, x).compile()
     compile_s = time.perf_counter() - began
     close = np.allclose(product(x, x), host @ host, atol=0.02 * SIDE**0.5)  # accelerators round to 10 bits
-    count, began = 0, time.perf_counter()
+    count = 0
+    began = time.perf_counter()
     while time.perf_counter() - began < SECONDS:
         product(x, x).block_until_ready()
         count += 1

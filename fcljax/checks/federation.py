@@ -111,7 +111,8 @@ def federation(
       sizes: numbers of examples, `[task][client]`.
     """
     method = _with_padding(method)
-    label, rng = np.arange(60) % SIZES.classes, np.random.default_rng(0)
+    label = np.arange(60) % SIZES.classes
+    rng = np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
     data = Split(image, jnp.asarray(label, jnp.int32), query=padding_features(0.0, 0, vit.width))
     partitions = [partition_of(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
@@ -208,12 +209,14 @@ def states_after_rounds(
       ids: the clients that participate in rounds; None: all that have examples.
       heard: gets the report of every round, and of what comes before and after a task.
     """
-    data, history = made.data if data is None else data, []
+    data = made.data if data is None else data
+    history = []
     server, clients, past = state or PlayedState(made.server, jax.tree.map(jnp.copy, made.states))
     begin = jax.jit(made.method.begin_task)
     for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
         round_context = RoundContext.on_host(made.frozen, task, 0, False)
-        server, everyone = begin(round_context, server, KEY), np.flatnonzero(partition.count)
+        server = begin(round_context, server, KEY)
+        everyone = np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
         for r in range(SIZES.rounds):
             last = r == SIZES.rounds - 1
@@ -253,7 +256,8 @@ def receive(
         player.round.program, partition, np.array(ids), round_, engine.lanes.count, player.capacity
     )
     round_context = RoundContext.on_host(made.frozen, task, round_, False)
-    broadcast, states = engine.broadcast(round_context, state.server), jax.tree.map(jnp.copy, state.clients)
+    broadcast = engine.broadcast(round_context, state.server)
+    states = jax.tree.map(jnp.copy, state.clients)
     exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
     received, states, _ = run_chunks(engine, chunks, exchange, states, made.data)
     return received, states

@@ -29,7 +29,8 @@ from fcljax.types import Broadcast, RoundContext
 
 TASK = 1  # the second task, so that clients have something to keep
 PARTICIPANTS = ((0, 2), (0, 3))  # of its rounds; client 3 comes late
-LATE, OTHERS = 3, (0, 2)
+LATE = 3
+OTHERS = (0, 2)
 TOLERANCE = 2e-3  # for rounding, which Adam turns into whole steps where a gradient is nothing else
 
 
@@ -51,7 +52,8 @@ def participation_equals_the_reference(made: Federation, history: list[PlayedSta
         results = play_round(method, read_plain, plain_server, plain_states, inputs)
         if results:
             result = list(results.values())[-1]
-            plain_server, plain_states = result.server, result.states
+            plain_server = result.server
+            plain_states = result.states
 
     worst = relative_difference(server, plain_server)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *plain_states)

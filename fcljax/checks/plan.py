@@ -32,7 +32,9 @@ from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
-LOOPS, EVALUATIONS = " phase ", "evaluation"  # in the names of programs that train, and that evaluate
+# In the names of programs that train, and that evaluate
+LOOPS = " phase "
+EVALUATIONS = "evaluation"
 
 
 class Stand(NamedTuple):
@@ -113,12 +115,14 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
     evaluation = list(reports(exp, placement, chip.kind, EVALUATIONS))
     _check_evaluation(exp, evaluation, chip)
     evaluations = evaluated_images(exp) / len(exp.scenario.test_label)
-    training, lanes = compiled[exp.settings], exp.engine.lanes.count
+    training = compiled[exp.settings]
+    lanes = exp.engine.lanes.count
     return ChipPlan(exp.settings, chip, lanes, training, evaluation, evaluations, _beside(exp), line)
 
 
 def _check_evaluation(exp: Experiment, evaluation: list[Footprint], chip: Chip) -> None:
-    need, size = _beside(exp) + max(each.memory for each in evaluation), exp.settings.eval_batch_size
+    need = _beside(exp) + max(each.memory for each in evaluation)
+    size = exp.settings.eval_batch_size
     if need > USABLE * chip.memory:
         raise InputError(
             f"eval_batch_size: with {size} images an evaluation needs {gib(need)} and the device has "
@@ -198,7 +202,8 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
     shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
     size = settings.image_size or shape.image_size
     shape = dataclasses.replace(shape, image_size=size, dtype=settings.dtype)
-    half, decoder = (0.5, 0.5, 0.5), None
+    half = (0.5, 0.5, 0.5)
+    decoder = None
     params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
 
     def stored(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,9 @@ from fcljax.results import figures
 from fcljax.runs.inputs import load_split
 from fcljax.scenario import fit_partition, make_scenario
 
-SHEET_CLASSES, SHEET_IMAGES = 12, 8  # of the contact sheet
+# Of the contact sheet
+SHEET_CLASSES = 12
+SHEET_IMAGES = 8
 
 
 def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
@@ -30,9 +32,11 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
             raise InputError(f"out: {str(file)!r} exists already; give another folder")
     check_folder(out)
     dataset = load_split(cfg, cfg.image_size or 224)
-    cfg, classes = fit_partition(cfg, dataset), len(dataset.class_names)
+    cfg = fit_partition(cfg, dataset)
+    classes = len(dataset.class_names)
     scenario = make_scenario(dataset, cfg, rounds=1, joint=False)
-    counts, tasks = scenario.holdings, scenario.tasks
+    counts = scenario.holdings
+    tasks = scenario.tasks
     Path(out).mkdir(parents=True, exist_ok=True)
     chosen = range(min(classes, SHEET_CLASSES))
     sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]

@@ -89,7 +89,8 @@ def next_round(made: Federation, index: int, server: PyTree, clients: PyTree) ->
     if predict is None:
         return received, ()
     round_context = RoundContext.on_host(made.frozen, TASKS[1], 0, False)
-    image, label = jnp.asarray(made.data.image), jnp.asarray(made.data.label)
+    image = jnp.asarray(made.data.image)
+    label = jnp.asarray(made.data.label)
     batch = Batch(image, label, label >= 0, label)
     of_clients = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))
     return received, of_clients(after)

@@ -53,7 +53,8 @@ def batch_size_does_not_matter(made: Federation, history: list[PlayedState]) -> 
 
 def measured(made: Federation, state: PlayedState, program: Program, size: int) -> dict[str, Array]:
     """What a client sends and keeps after all passes that measure, by path."""
-    context, client = context_of(made, state), of_client(state.clients, CLIENT)
+    context = context_of(made, state)
+    client = of_client(state.clients, CLIENT)
     local = jax.jit(program.start)(context, client, KEY)
     for phase in program.phases:
         if not phase.trains:

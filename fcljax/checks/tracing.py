@@ -110,7 +110,8 @@ def _shown(eqn: Any) -> list[str]:
 
 def _equal(a: Any, b: Any) -> bool:
     if any(hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (a, b)):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a = jax.random.key_data(a)
+        b = jax.random.key_data(b)
     return np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind in "fc")
 
 

@@ -162,7 +162,8 @@ def size_of(shape: str) -> int:
 def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations of a module by name, and the name of its entry."""
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
         if header:
@@ -181,10 +182,12 @@ def _instruction(line: str) -> Instruction | None:
         return None
     rest = line[head.end() :]
     end = _closed(rest) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     opcode, rest = rest.split("(", 1)
     end = _closed("(" + rest) - 1
-    inside, behind = rest[: end - 1], rest[end:]
+    inside = rest[: end - 1]
+    behind = rest[end:]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     # of a parameter, its number stands where others have operands
     attributes = inside if opcode == "parameter" else behind

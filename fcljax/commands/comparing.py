@@ -22,7 +22,8 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out FIGURE]`."""
-    about, words = "Tables, a figure and a page over finished runs.", Words("RUN_DIR...")
+    about = "Tables, a figure and a page over finished runs."
+    words = Words("RUN_DIR...")
     folders, options = parsed(CompareOptions(), arguments, ["compare"], about, words)
     if not folders:
         raise InputError("run: no run directory given; usage: fcljax compare RUN_DIR... [--out FIGURE]")

@@ -31,7 +31,8 @@ def doctor(arguments: list[str]) -> int:
     from fcljax.checks.doctor import examine, healthy
 
     findings = examine(checkpoints, options.data_dir)
-    well, console = healthy(findings), Console()
+    well = healthy(findings)
+    console = Console()
     if options.json:
         print(json.dumps({"healthy": well, "findings": [each._asdict() for each in findings]}, indent=2))
         return 0 if well else 1

@@ -86,7 +86,8 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
     if options.json:
         print(json.dumps({"state": state._asdict(), "total": state.total, "slots": slots}, indent=2))
         return 0
-    console, table = Console(), Table("on each chip", "memory")
+    console = Console()
+    table = Table("on each chip", "memory")
     for name, size in state._asdict().items():
         add_row(table, name, f"{size / 2**20:.1f} MiB")
     console.print(table)
@@ -97,7 +98,8 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
 
 def lines(found: Any, name: str) -> list[str]:
     """Does it fit, how long does it take at best, which settings."""
-    share, chosen = found.memory / found.chip.memory, found.settings
+    share = found.memory / found.chip.memory
+    chosen = found.settings
     fits = f"it fits: {gib(found.memory)} of {name}'s {gib(found.chip.memory)} ({share:.0%})"
     best = [f"--lanes {found.lanes}", f"--dtype {chosen.dtype}"]
     best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []

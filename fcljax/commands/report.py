@@ -22,7 +22,8 @@ class ReportOptions:
 
 def report(arguments: list[str]) -> int:
     """`fcljax report RUN_DIR... [--out FILE]`."""
-    about, words = "One HTML page over finished runs.", Words("RUN_DIR...")
+    about = "One HTML page over finished runs."
+    words = Words("RUN_DIR...")
     folders, options = parsed(ReportOptions(), arguments, ["report"], about, words)
     if not folders:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")

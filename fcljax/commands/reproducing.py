@@ -97,7 +97,8 @@ def _device() -> str:
 
 def _command(arguments: list[str], out: Path) -> str:
     """The command that goes on with a folder."""
-    kept, rest = [], list(arguments)
+    kept = []
+    rest = list(arguments)
     while rest:
         word, *rest = rest
         name, equals, _ = word.partition("=")

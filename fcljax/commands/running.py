@@ -128,9 +128,12 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
     from fcljax.runs import hosts, loop
     from fcljax.runs.summary import learned_nothing
 
-    first, resume, failed = hosts.Hosts.connected().first, paths.resume is not None, False
+    first = hosts.Hosts.connected().first
+    resume = paths.resume is not None
+    failed = False
     console = Console(quiet=not first)
-    seeds, track = _seeds(resolved, paths), trackers.parse_trackers(paths.track)
+    seeds = _seeds(resolved, paths)
+    track = trackers.parse_trackers(paths.track)
     keep_compiled(paths.compile_cache)
     with (
         signals.advised(lambda: _advice(resolved.method, out)),

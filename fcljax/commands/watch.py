@@ -20,7 +20,8 @@ class WatchOptions:
 
 def watch(arguments: list[str]) -> int:
     """`fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it quietly."""
-    about, words = "Follow runs in the terminal.", Words("RUN_DIR")
+    about = "Follow runs in the terminal."
+    words = Words("RUN_DIR")
     folders, options = parsed(WatchOptions(), arguments, ["watch"], about, words)
     if not 0.1 <= options.every <= 3600:
         nearest = 0.1 if options.every < 0.1 else 3600

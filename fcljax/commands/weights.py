@@ -41,7 +41,8 @@ def convert(arguments: list[str]) -> int:
     from fcljax.models.weights.convert import ConvertOptions
     from fcljax.models.weights.convert import convert as write
 
-    about, words = "A checkpoint as .safetensors with its provenance.", Words("SRC [DST]")
+    about = "A checkpoint as .safetensors with its provenance."
+    words = Words("SRC [DST]")
     files, options = parsed(ConvertOptions(), arguments, ["convert"], about, words)
     if not 1 <= len(files) <= 2:
         raise InputError(f"convert: {len(files)} files given; usage: fcljax convert SRC [DST] [options]")

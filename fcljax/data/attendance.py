@@ -38,7 +38,8 @@ def attendance(options: PartitionConfig, tasks: int) -> Int[np.ndarray, "T K"]:
     of_tasks = [np.where(np.arange(options.clients) < first, 0, AWAY)]
     for task in range(1, tasks):
         rng = np.random.RandomState([options.seed, PURPOSE, task])
-        joined, now = first + options.new_clients * task, of_tasks[-1].copy()
+        joined = first + options.new_clients * task
+        now = of_tasks[-1].copy()
         here = np.flatnonzero(now != AWAY)
         moving = rng.permutation(here)[: math.floor(options.move_on * len(here) + 1e-9)]
         if options.stay_behind == "leave":

@@ -48,7 +48,8 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         infinite = float("inf")
-        scale, ratio = self.crop_scale, self.crop_ratio
+        scale = self.crop_scale
+        ratio = self.crop_ratio
         checks = {
             "image_size": (self.image_size >= 1, "is not a number of pixels; choose 1 or more"),
             "margin": (1 <= self.margin < infinite, "leaves less than the central crop; choose 1 or more"),
@@ -156,7 +157,9 @@ def clean_view(
 
 def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> Float[Array, "batch S S 3"]:
     height, width = images.shape[1:3]
-    size, short, kernel = preprocess.image_size, preprocess.resized, _KERNELS[preprocess.kernel]
+    size = preprocess.image_size
+    short = preprocess.resized
+    kernel = _KERNELS[preprocess.kernel]
     if sizes is not None and not preprocess.squash:  # every image has its own long side
         rows, cols = (jnp.maximum(short, short * side // other) for side, other in (sizes.T, sizes.T[::-1]))
         return _resample(
@@ -165,8 +168,10 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
     # torchvision's Resize rounds the long side down
     rows = cols = short
     if not preprocess.squash:
-        rows, cols = max(short, short * height // width), max(short, short * width // height)
-    top, left = round((rows - size) / 2), round((cols - size) / 2)
+        rows = max(short, short * height // width)
+        cols = max(short, short * width // height)
+    top = round((rows - size) / 2)
+    left = round((cols - size) / 2)
     if (rows, cols) == (height, width):
         return images[:, top : top + size, left : left + size].astype(jnp.float32)
     vertical = _weights(kernel, height, (0, height), rows, top + np.arange(size))
@@ -283,7 +288,8 @@ def _weights(
       resized: the length that it gets.
       out: the wanted positions of the result.
     """
-    xp, (start, length) = np if isinstance(out, np.ndarray) else jnp, box
+    xp = np if isinstance(out, np.ndarray) else jnp
+    (start, length) = box
     scale = length / resized
     centre = start + (out + 0.5) * scale
     pixel = xp.arange(pixels)
@@ -299,7 +305,8 @@ def _resample(
     # Columns first and grey levels after each pass, like Pillow. Channels are between rows and columns, so
     # that both products are plain batched matrix products.
     batch, height, width, channels = images.shape
-    rows, cols = vertical.shape[-2], horizontal.shape[-2]
+    rows = vertical.shape[-2]
+    cols = horizontal.shape[-2]
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * cols)

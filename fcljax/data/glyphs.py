@@ -134,7 +134,8 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
     to_border, from_border = (np.asarray(ndimage.distance_transform_edt(m)) for m in (inside, ~inside))
     distance = (to_border - from_border) / half_extent
-    rows, columns = np.nonzero(inside.any(1))[0], np.nonzero(inside.any(0))[0]
+    rows = np.nonzero(inside.any(1))[0]
+    columns = np.nonzero(inside.any(0))[0]
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     ink = 2 * box[box > 0].mean()
     gap = -2 * box[box < 0].mean() if (box < 0).any() else ink
@@ -218,7 +219,8 @@ def _smooth(size: int) -> np.ndarray:
 
 def _shrink(size: int, to: int) -> np.ndarray:
     """[to, size] area averaging."""
-    low, high = np.arange(to)[:, None] * size / to, (np.arange(to)[:, None] + 1) * size / to
+    low = np.arange(to)[:, None] * size / to
+    high = (np.arange(to)[:, None] + 1) * size / to
     pixel = np.arange(size)[None]
     return np.clip(np.minimum(high, pixel + 1) - np.maximum(low, pixel), 0, None) * to / size
 
@@ -256,7 +258,8 @@ def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarr
     x = (axis + bend[:, 0]) / depth - _column(_either(draw.shift_x, 1.0) * room)
     y = (axis[:, None] + bend[:, 1]) / depth - _column(_either(draw.shift_y, 1.0) * room)
     angle = np.deg2rad(_either(draw.rotation, style.rotation))
-    cos, sin = _column(np.cos(angle)), _column(np.sin(angle))
+    cos = _column(np.cos(angle))
+    sin = _column(np.sin(angle))
     x, y = cos * x + sin * y, cos * y - sin * x
     x = x + _column(_either(draw.slant, style.slant)) * y
     return x / _column(scale * stretch), y * _column(stretch / scale), scale
@@ -267,8 +270,10 @@ def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarra
     half = _CELL / 2
     x = np.clip(x * (half / _REACH) + half - 0.5, 0, _CELL - 1.001).astype(np.float32)
     y = np.clip(y * (half / _REACH) + half - 0.5, 0, _CELL - 1.001).astype(np.float32)
-    column, row = x.astype(np.int32), y.astype(np.int32)
-    x, y = x - column, y - row
+    column = x.astype(np.int32)
+    row = y.astype(np.int32)
+    x = x - column
+    y = y - row
     at = (glyph * _CELL**2)[:, None, None] + row * _CELL + column
     flat = distance.reshape(-1)
     top = flat.take(at) * (1 - x) + flat.take(at + 1) * x
@@ -346,7 +351,8 @@ def _of_class(
     """The first `count` images of a class; generators fill image by image, so that earlier images stay."""
     uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
-    labels, parts = np.full(count, label), [np.zeros((0, size, size), np.uint8)]
+    labels = np.full(count, label)
+    parts = [np.zeros((0, size, size), np.uint8)]
     for start in range(0, count, 256):  # bounded memory, and arrays that stay in cache
         some = slice(start, start + 256)
         parts.append(draw_glyphs(fields, labels[some], uniform[some], noise[some], style))

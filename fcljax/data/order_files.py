@@ -12,7 +12,8 @@ import numpy as np
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular, read_user_text
 
-NPY, PICKLES = b"\x93NUMPY", (b"\x80", b"PK\x03\x04")
+NPY = b"\x93NUMPY"
+PICKLES = (b"\x80", b"PK\x03\x04")
 
 
 def read_order(path: str, most: int) -> list[str]:

@@ -73,7 +73,8 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     Raises:
       InputError: for an array of another length.
     """
-    names, kept = np.asarray(owners), dataset.kept
+    names = np.asarray(owners)
+    kept = dataset.kept
     count = len(dataset.y_train) if kept is None else dataset.whole
     if names.shape != (count,) or names.dtype.kind not in "iuU":
         raise InputError(

@@ -279,7 +279,8 @@ def _check_per_client(per_client: int, most: int, what: str) -> None:
 def _label_owners(
     labels: int, clients: int, per_client: int, rng: np.random.RandomState
 ) -> Bool[np.ndarray, "K L"]:
-    order, position = rng.permutation(labels), np.arange(max(clients, labels))
+    order = rng.permutation(labels)
+    position = np.arange(max(clients, labels))
     assigned, client = np.divmod(position, clients)
     own = np.full((clients, -(-len(position) // clients)), labels)  # `labels` stands for none
     own[client, assigned] = order[position % labels]

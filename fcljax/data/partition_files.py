@@ -25,7 +25,9 @@ MOST_NAME = 200  # characters of a client's name: each example has one in memory
 COLUMNS = ("example", "file", "client", "task")
 NOBODY = ""
 
-NPY, NPZ, PICKLE = b"\x93NUMPY", b"PK\x03\x04", b"\x80"
+NPY = b"\x93NUMPY"
+NPZ = b"PK\x03\x04"
+PICKLE = b"\x80"
 
 
 class Assigned(NamedTuple):
@@ -223,7 +225,8 @@ def _of_clients(clients: Mapping[str, Any], examples: _Examples) -> np.ndarray:
 
 def _of_examples(owners: Any, examples: _Examples) -> np.ndarray:
     """The client of each example [N], from a list or an array that says so."""
-    where, count = _where(examples.path), examples.count
+    where = _where(examples.path)
+    count = examples.count
     shape = list(np.shape(owners)) if isinstance(owners, np.ndarray) else [len(owners)]
     if shape != [count] or (isinstance(owners, np.ndarray) and owners.dtype.kind not in "iuU"):
         what = f"{owners.dtype} of shape {shape}" if isinstance(owners, np.ndarray) else f"{shape[0]} values"

@@ -57,11 +57,13 @@ def split_pool(
       InputError: if no task can be made.
     """
     if kind == "superclasses":
-        position, why = {name: i for i, name in enumerate(names)}, "no class has a name of CIFAR-100's"
+        position = {name: i for i, name in enumerate(names)}
+        why = "no class has a name of CIFAR-100's"
         groups = [[position[name] for name in each if name in position] for each in SUPERCLASSES.values()]
         pool = [np.sort(each) for each in groups if each]
     else:
-        source, why = sources if kind == "sources" else 0 * sources, f"there are fewer than {size} classes"
+        source = sources if kind == "sources" else 0 * sources
+        why = f"there are fewer than {size} classes"
         pool = []
         for each in np.unique(source):
             classes = np.flatnonzero(source == each)
@@ -166,7 +168,8 @@ def _streams(
     owns = np.array([np.isin(all_classes, np.concatenate(mine)) for mine in owned])
     parts = {}
     for label in np.flatnonzero(owns.any(axis=0)):
-        members, owners = np.flatnonzero(labels == label), np.flatnonzero(owns[:, label])
+        members = np.flatnonzero(labels == label)
+        owners = np.flatnonzero(owns[:, label])
         if len(members) < len(owners):
             raise InputError(
                 f"clients: {len(owners)} clients own a class with {len(members)} examples; "

@@ -63,7 +63,9 @@ def blurred(
       rng: draws these classes, then class by class the examples and, where they do not divide evenly, the
         tasks with one more.
     """
-    train, tasks, classes = schedule.train.copy(), len(schedule.tasks), len(schedule.tasks[0].seen)
+    train = schedule.train.copy()
+    tasks = len(schedule.tasks)
+    classes = len(schedule.tasks[0].seen)
     for own in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
         members = rng.permutation(np.flatnonzero(label == own))
         minor = members[: round(share * len(members))]
@@ -92,7 +94,8 @@ def by_domain(
     Raises:
       InputError: for an order that is not one of the domains, or a domain without test examples.
     """
-    number, there = {name: task for task, name in enumerate(order)}, natural_order(domain)
+    number = {name: task for task, name in enumerate(order)}
+    there = natural_order(domain)
     wrong = next((name for name in order if name not in there), None)
     if wrong is not None:
         raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, there)}")

@@ -139,7 +139,8 @@ def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int) -> tupl
       num_classes: C.
     """
     widest = max(map(len, classes))
-    seen, tasks = np.zeros(num_classes, bool), []
+    seen = np.zeros(num_classes, bool)
+    tasks = []
     for index, mine in enumerate(classes):
         current = np.zeros(num_classes, bool)
         current[mine] = True

@@ -126,7 +126,8 @@ def _check_options(options: AggregationOptions) -> None:
 
 
 def _check_noise(options: AggregationOptions) -> None:
-    noise, rule = options.noise_multiplier, options.aggregator
+    noise = options.noise_multiplier
+    rule = options.aggregator
     if noise and not options.clip_norm:
         raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; give --clip-norm too")
     if noise and rule not in ("mean", "uniform"):
@@ -178,7 +179,8 @@ def _equal_weight(weight: Num[Array, ""] | float) -> Array:
 
 def _across_clients(options: AggregationOptions) -> AcrossClients | None:
     """The rule that the options name. Both means stream: the uniform one through equal weights."""
-    malicious, radius = options.malicious_bound, options.clip_radius
+    malicious = options.malicious_bound
+    radius = options.clip_radius
     rules = {
         "median": coordinate_median,
         "trimmed_mean": functools.partial(trimmed_mean, trim=options.trim),
@@ -203,7 +205,9 @@ def _across_clients(options: AggregationOptions) -> AcrossClients | None:
 
 
 def _at_server(options: AggregationOptions) -> AtServer | None:
-    optimiser, noise, bound = _optimiser(options), options.noise_multiplier, options.clip_norm
+    optimiser = _optimiser(options)
+    noise = options.noise_multiplier
+    bound = options.clip_norm
     if optimiser is None and not noise:
         return None
 
@@ -238,7 +242,8 @@ def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> P
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
     """Steps along the pseudo-gradient, reference - mean: momentum is FedAvgM (Hsu et al. 2019), m <- beta m +
     g, x <- x - step m."""
-    kind, beta = options.server_optimiser, options.server_momentum
+    kind = options.server_optimiser
+    beta = options.server_momentum
     if kind == "none":
         return None
     if kind == "momentum":

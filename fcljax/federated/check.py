@@ -140,7 +140,8 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
       InputError: for a function that returns something else than the protocol says, or that uses a task as a
         Python number.
     """
-    data, task = example.data, example.task
+    data = example.data
+    task = example.task
     if isinstance(data, Host):
         data = data.take(np.zeros(1, np.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -170,7 +171,8 @@ def _check_predictions(method: Method, case: _Case) -> None:
 
     batch = jax.eval_shape(one_example, case.data)
     expected = (1, *case.context.task.current.shape)
-    of_server, of_client = (case.context, case.server), (case.context, case.server, case.state)
+    of_server = (case.context, case.server)
+    of_client = (case.context, case.server, case.state)
     arguments = {"predict": of_server, "predict_provisional": of_server}
     arguments |= {"predict_client": of_client, "predict_drawn": of_client}
     for name, args in arguments.items():
@@ -194,7 +196,8 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
     examples, label, mask = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rule.batch_size, *x.shape[1:]), x.dtype), buffer
     )
-    batch, local = ReplayBatch(examples, label, label, mask, case.context.task.current), call("start")
+    batch = ReplayBatch(examples, label, label, mask, case.context.task.current)
+    local = call("start")
     _check_local_and_metrics("server_replay.step", rule.step, call("step", local, batch, case.key), local)
     _alike("server_replay.finish", rule.finish, call("finish", local), case.server)
 
@@ -202,7 +205,9 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
 def _check_round(where: str, each: Round, case: _Case) -> Shapes:
     choose(f"method: {where}when", each.when, get_args(When))
     choose(f"method: {where}who", each.who, get_args(Who))
-    program, task, sent = each.program, case.context.task, case.context.previous
+    program = each.program
+    task = case.context.task
+    sent = case.context.previous
     info = ClientInfo.example(task.current.shape[0])
     context = ClientContext(case.context.frozen, sent.payload, sent.cached, task, info)
     local = _call(f"{where}start", program.start, context, case.state, case.key)
@@ -228,7 +233,8 @@ def _check_phase(
     where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
 ) -> tuple[Metrics, _Use]:
     """The shapes of a step's metrics, and how it uses the local state."""
-    wanted, chosen_by = phase.view.replay, frozenset()
+    wanted = phase.view.replay
+    chosen_by = frozenset()
     if (phase.replay is None) != (wanted == 0) or (phase.replay and program.replay_buffer is None):
         raise InputError(
             f"method: {where}replay, View.replay and Program.replay_buffer go together: give all of them or "
@@ -256,7 +262,8 @@ def _check_finish(
     where: str, program: Program, context: ClientContext, local: PyTree, state: PyTree
 ) -> tuple[Upload, frozenset[int]]:
     """The shapes of an upload, and which leaves of the local state were read for it."""
-    name, finish = f"{where}finish", program.finish
+    name = f"{where}finish"
+    finish = program.finish
     traced, result = _trace(name, finish, context, local, state)
     upload, new = _pair(name, finish, result, "(Upload, client state)")
     if not isinstance(upload, Upload):
@@ -299,7 +306,8 @@ def _with_weight(upload: PyTree) -> PyTree:
 
 def _aggregate_of_one(upload: Upload) -> Aggregate:
     """What the server sees of one client."""
-    gather, zero = jax.tree.map(lambda x: x[None], upload.gather), jnp.zeros(1, jnp.int32)
+    gather = jax.tree.map(lambda x: x[None], upload.gather)
+    zero = jnp.zeros(1, jnp.int32)
     return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
 
 
@@ -308,7 +316,8 @@ def _aggregate_of_one(upload: Upload) -> Aggregate:
 
 def _use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _Use:
     """How a traced step uses the local state. A leaf that it only hands on is neither read nor changed."""
-    before, results = traced.jaxpr.invars[len(jax.tree.leaves(context)) :], traced.jaxpr.outvars
+    before = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
+    results = traced.jaxpr.outvars
     leaves = range(len(jax.tree.leaves(local)))
     changes = frozenset(i for i in leaves if results[i] is not before[i])
     needed = [i not in leaves or i in changes for i in range(len(results))]
@@ -317,7 +326,8 @@ def _use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _Use:
 
 def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
     """Which leaves of `local` a traced function of (context, local, ...) needs for some of its results."""
-    first, leaves = len(jax.tree.leaves(context)), range(len(jax.tree.leaves(local)))
+    first = len(jax.tree.leaves(context))
+    leaves = range(len(jax.tree.leaves(local)))
     used = dce_jaxpr(traced.jaxpr, results)[1]
     return frozenset(i for i in leaves if used[first + i])
 
@@ -325,7 +335,8 @@ def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bo
 def _kept(phases: list[_Use], read_at_end: frozenset[int]) -> tuple[frozenset[int], ...]:
     """The leaves that a client keeps after each phase but the last one: those that its step changes and that
     are read later."""
-    kept, read = [], read_at_end
+    kept = []
+    read = read_at_end
     for before, after in reversed(list(itertools.pairwise(phases))):
         read |= after.reads
         kept.append(before.changes & read)
@@ -347,7 +358,8 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
       InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
         that is no array.
     """
-    returned, name = [], name_part(part, function)
+    returned = []
+    name = name_part(part, function)
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:

@@ -380,7 +380,9 @@ def run_ticks(
 ) -> Carry:
     """The ticks of a window in phase `index`: at each, every lane takes one step of the client that its table
     names, with as many examples as the smallest of the widths that holds its batch."""
-    phase, chunk, lanes = program.phases[index], call.chunk, settings.lanes
+    phase = program.phases[index]
+    chunk = call.chunk
+    lanes = settings.lanes
     table = jax.tree.map(jnp.asarray, chunk.tables[index])
     each = functools.partial(over_lanes, lanes=lanes)
     begin = functools.partial(_begin, program, _kept_before(settings.shapes, index), call, each)
@@ -425,7 +427,9 @@ def run_ticks(
 
     def tick(i, carry: Carry):
         slot, step, start, end, active = (column[i] for column in table)
-        start, end, active = start > 0, end > 0, active > 0
+        start = start > 0
+        end = end > 0
+        active = active > 0
         # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both
         # branches at every tick.
         local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
@@ -522,7 +526,8 @@ def indices_of_ticks(
     phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray
 ) -> Int[Array, "ticks lanes B"]:
     """The training examples that every lane reads at every tick of phase `index`; -1 for padding."""
-    table, order = chunk.tables[index], _example_order(phase, index, chunk, key)
+    table = chunk.tables[index]
+    order = _example_order(phase, index, chunk, key)
 
     def cell(slot, step, active):
         examples, mask = _batch_indices(phase, chunk, order, slot, step)
@@ -558,7 +563,8 @@ def _batch_indices(
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Training examples of a client's step, and which of them are real: the last batch of an epoch may be
     partial."""
-    size, count = phase.view.batch_size, chunk.count[slot]
+    size = phase.view.batch_size
+    count = chunk.count[slot]
     per_epoch = jnp.maximum(-(-count // size), 1)
     within = (step % per_epoch) * size + jnp.arange(size, dtype=jnp.int32)
     mask = within < count
@@ -571,7 +577,8 @@ def _replayed(
 ) -> Batch:
     """The examples that the client chooses to replay in this step, under the clean view. Choices outside of
     its replay buffer are padding; `keys`: of the step, and of draws that belong to examples."""
-    chosen, size = choose(context, local, keys[0]), past.index.shape[1]
+    chosen = choose(context, local, keys[0])
+    size = past.index.shape[1]
     index, place = (array[slot, jnp.clip(chosen, 0, size - 1)] for array in (past.index, past.place))
     mask = (chosen >= 0) & (chosen < size) & (index >= 0)
     return _read(fetch, False, past.data, index, place, mask, *keys)
@@ -602,7 +609,8 @@ def _read(fetch: Fetch, augment: bool, data: PyTree, index, place, mask, key, dr
 
 def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
     """A batch of padding as a phase would read it, for its shapes."""
-    key, view = jax.random.key(0), phase.view
+    key = jax.random.key(0)
+    view = phase.view
 
     def padding(augment: bool, size: int) -> Batch:
         none = jnp.zeros(size, jnp.int32)

@@ -264,7 +264,8 @@ def make_engine(
         return jit_on(_counted(traces, name, function), mesh, spec, lean=lean, **options)
 
     def player(index: int) -> Player:
-        each, capacity = method.rounds[index], capacities[index]
+        each = method.rounds[index]
+        capacity = capacities[index]
 
         def named_jit(name: str, *args, **options) -> Callable:
             return jit(f"{each.when} {index} {name}", *args, **options)
@@ -451,7 +452,9 @@ def run_round(
     server, states = _strong((server, states))
     context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
     clients = clients or functools.partial(_run_clients, engine, inputs.data, guarded)
-    reports, replayed, given = {}, None, jax.tree.map(len, states)
+    reports = {}
+    replayed = None
+    given = jax.tree.map(len, states)
     for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
         for index, own_key in stage_keys(engine.method, stage, key):
             sampled = engine.players[index].round.who == "sampled"
@@ -463,7 +466,8 @@ def run_round(
         if stage == "round" and engine.replayer:
             with section("server"):
                 own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
-                (context, own_key), server = engine.place((context, own_key)), put_server(server, engine.mesh)
+                (context, own_key) = engine.place((context, own_key))
+                server = put_server(server, engine.mesh)
                 replayed = replay_on_server(
                     engine.replayer, context, server, inputs.past, own_key, engine.place
                 )
@@ -513,7 +517,8 @@ def _exchange(
         return server, states, RoundReport({})
     with section("client"):
         context, key = engine.place((exchange.context, exchange.key))
-        server, states = put_server(server, engine.mesh), put_shared(states, engine.mesh)
+        server = put_server(server, engine.mesh)
+        states = put_shared(states, engine.mesh)
         broadcast = engine.broadcast(context, server)
 
         def serve(received: Accumulator) -> Served:
@@ -532,7 +537,8 @@ def _run_clients(
     engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree, serve: Serve
 ) -> Played:
     """`Clients` that this engine runs itself; `data` and `guarded` as in `run_round`."""
-    player, context = engine.players[exchange.index], exchange.context
+    player = engine.players[exchange.index]
+    context = exchange.context
     chunks, steps = plan_round(
         player.round.program,
         exchange.partition,
@@ -557,10 +563,13 @@ def run_chunks(
 ) -> tuple[Accumulator, PyTree, Served]:
     """What was received of the chunks' clients, the new client states, and `serve` of what was received;
     `states` are donated. All arrays are placed."""
-    player, context = engine.players[exchange.index], exchange.context
-    accumulator, merged = player.empty(), 0
+    player = engine.players[exchange.index]
+    context = exchange.context
+    accumulator = player.empty()
+    merged = 0
     while True:
-        done, earlier = engine.place(np.int32(merged)), deque()
+        done = engine.place(np.int32(merged))
+        earlier = deque()
         for i in range(merged, len(chunks)):
             if len(earlier) == AHEAD:
                 jax.block_until_ready(earlier.popleft())
@@ -573,7 +582,8 @@ def run_chunks(
             earlier.append(done)
         served = serve(accumulator)  # for nothing if a chunk turns out not to be merged
         # the first one that is not merged has a bad upload, which rarely comes alone
-        merged, guarded = int(done), True
+        merged = int(done)
+        guarded = True
         if merged == len(chunks):
             return accumulator, states, served
 
@@ -584,7 +594,8 @@ def _run_chunk(
     """All ticks of one chunk: what was received of its clients, and their states."""
     chunk = call.chunk
     nothing = np.zeros((len(chunk.id), 0), np.int32)
-    carry, indices = player.open(accumulator, states, chunk), player.indices(chunk, call.key)
+    carry = player.open(accumulator, states, chunk)
+    indices = player.indices(chunk, call.key)
     may_replay = player.replay_indices(carry, chunk) if player.replay_indices else nothing
     if isinstance(data, Host):
         # each process reads those of all devices
@@ -601,7 +612,9 @@ def _over_host(
 ) -> Carry:
     """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
     replay is on the device as long as the chunk is run."""
-    chunk, mesh, devices = call.chunk, player.mesh, device_count(player.mesh)
+    chunk = call.chunk
+    mesh = player.mesh
+    devices = device_count(player.mesh)
     past = _replayable(data, may_replay, mesh)
     sizes = [
         _window_ticks(data, phase, lanes, table, devices)
@@ -681,8 +694,10 @@ def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) 
       state: the client's own.
       data: as in `RoundInputs`.
     """
-    player, context = engine.players[exchange.index], exchange.context
-    program, ids = player.round.program, exchange.ids
+    player = engine.players[exchange.index]
+    context = exchange.context
+    program = player.round.program
+    ids = exchange.ids
     (chunk,), _ = plan_round(program, exchange.partition, ids, int(context.round), 1, player.capacity)
     call = Call(context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(True))
     carry = _run_chunk(player, engine.lanes, call, player.empty(), expand(state), data)
@@ -730,7 +745,8 @@ def _together(method: Method, exchanges: dict[int, RoundReport], replayed: Repla
     A metric whose name an earlier exchange has taken gets a prefix, "after_round_1_loss"; those of the
     server's replay have "replay_".
     """
-    found, metrics = list(exchanges.values()) or [RoundReport({})], {}
+    found = list(exchanges.values()) or [RoundReport({})]
+    metrics = {}
     for index, each in exchanges.items():
         own = f"{method.rounds[index].when}_{index}_"
         metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
@@ -790,7 +806,8 @@ def _serve(
     gather, weight, ids, valid = jax.tree.map(lambda x: x[:participants], entries)
     total = jnp.sum(weight)
     mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
-    mean, added = sum_value(mean, shapes.upload.mean), sum_value(acc.sum, shapes.upload.sum)
+    mean = sum_value(mean, shapes.upload.mean)
+    added = sum_value(acc.sum, shapes.upload.sum)
     aggregate = Aggregate(mean, added, gather, weight, ids, valid)
     new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, RoundKey.SERVER))
     new = jax.tree.map(jnp.asarray, new)

@@ -37,8 +37,12 @@ FAULTS = ATTACKS | {
     "late": "the client trains, but its upload misses the round: it is left out, as one that is not finite",
     "drop": "the client is not reached: it does not train, and its state stays as it is",
 }
-_DROP, _STALE, _LABELS = "drop", "stale", "label_flip"
-_WEIGHT, _COUNTS, _CERTAIN = "weight", "counts", "certain"
+_DROP = "drop"
+_STALE = "stale"
+_LABELS = "label_flip"
+_WEIGHT = "weight"
+_COUNTS = "counts"
+_CERTAIN = "certain"
 CLAIMED = 1e30
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
 CHECKED = {_COUNTS, _CERTAIN}  # attacks that some methods' uploads have nothing for
@@ -333,8 +337,10 @@ def _repeated(each: Round, index: int, fault: _Fault) -> Round:
         made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
         again = fault.has(context, _STALE) & state.there[index]
         sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
-        last, there = list(state.last), list(state.there)
-        last[index], there[index] = made, jnp.bool_(True)
+        last = list(state.last)
+        there = list(state.there)
+        last[index] = made
+        there[index] = jnp.bool_(True)
         return sent, LastUpload(own, tuple(last), tuple(there))
 
     buffer = program.replay_buffer

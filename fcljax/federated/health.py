@@ -81,7 +81,8 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
 
 
 def _above_guessing(line: Line) -> bool:
-    loss, classes = line.get(CROSS_ENTROPY), line.get(CLASSES)
+    loss = line.get(CROSS_ENTROPY)
+    classes = line.get(CLASSES)
     return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)
 
 

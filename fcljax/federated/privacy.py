@@ -44,7 +44,8 @@ def by_round(
             "epsilon: needs the package dp-accounting; install it with: pip install -e '.[privacy]'"
         ) from None
     one = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
-    accountant, found = dp.rdp.RdpAccountant(), []
+    accountant = dp.rdp.RdpAccountant()
+    found = []
     for before, after in itertools.pairwise([0, *rounds]):
         accountant.compose(dp.SelfComposedDpEvent(one, after - before))
         found.append(float(accountant.get_epsilon(delta)))

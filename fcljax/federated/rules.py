@@ -59,7 +59,8 @@ def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Arr
     """
     del weight
     count = jnp.sum(valid)
-    low, high = jnp.maximum(count - 1, 0) // 2, count // 2
+    low = jnp.maximum(count - 1, 0) // 2
+    high = count // 2
 
     def median(leaf: Array) -> Array:
         wide = where_valid(leaf, valid, jnp.inf)
@@ -112,7 +113,8 @@ def trimmed_mean(
 
     def mean(leaf: Array) -> Array:
         wide = where_valid(leaf, valid, jnp.inf)
-        lowest, highest = value_of_rank(wide, cut), value_of_rank(wide, count - 1 - cut)
+        lowest = value_of_rank(wide, cut)
+        highest = value_of_rank(wide, count - 1 - cut)
         inner = jnp.sum(jnp.where((wide > lowest) & (wide < highest), share * wide, 0), axis=0)
         # equal values at an end: those that are not cut off
         low = jnp.sum(wide <= lowest, axis=0) - cut
@@ -147,7 +149,8 @@ def geometric_median(
       smoothing: the paper's nu, in the units of the leaves.
     """
     counted = valid & (weight > 0)
-    wide, share = _selected(stacked, counted), shares(weight, counted)
+    wide = _selected(stacked, counted)
+    share = shares(weight, counted)
 
     def towards(_: Array, centre: PyTree) -> PyTree:
         change = difference(wide, centre)
@@ -209,7 +212,9 @@ def _krum_scores(stacked: PyTree, valid: Bool[Array, " K"], malicious: int) -> F
     The root ranks as the sum does and does not overflow. With too few clients for the formula, one neighbour
     counts, if there is one.
     """
-    clients, count, wide = valid.shape[0], jnp.sum(valid), _selected(stacked, valid)
+    clients = valid.shape[0]
+    count = jnp.sum(valid)
+    wide = _selected(stacked, valid)
     # one client at a time: the differences of all pairs, [K, K, ...], may not fit into memory
     distance = jax.lax.map(lambda one: jax.vmap(norm)(difference(wide, one)), wide)
     other = valid[:, None] & valid & ~jnp.eye(clients, dtype=bool)
@@ -246,7 +251,8 @@ def centred_clipping(
       InputError: a radius that is not positive.
     """
     _check("clip_radius", radius, 0 < radius < np.inf, "finite and positive, such as 10")
-    equal, wide = shares(jnp.ones_like(weight), valid), _selected(stacked, valid)
+    equal = shares(jnp.ones_like(weight), valid)
+    wide = _selected(stacked, valid)
 
     def move(_: Array, centre: PyTree) -> PyTree:
         change, _ = jax.vmap(functools.partial(clip, radius=radius))(difference(wide, centre))

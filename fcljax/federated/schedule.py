@@ -159,7 +159,8 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tupl
       counts: examples of each client, in all rounds of the run together.
       worth: examples that a width must save in them; one is compiled in that time.
     """
-    counts, size = counts[counts > 0], view.batch_size
+    counts = counts[counts > 0]
+    size = view.batch_size
     left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
     least = max(worth, WORTH_SHARE * size * int(phase_steps(counts, view).sum()))
     some = left[np.unique(np.linspace(0, len(left) - 1, TRIED_WIDTHS).astype(int))] if len(left) else left
@@ -198,7 +199,8 @@ def pack_chunks(
       devices: that share the lanes.
       slots: items that one device may have in a chunk; None: any number.
     """
-    each, slots = lanes // devices, len(length) if slots is None else slots
+    each = lanes // devices
+    slots = len(length) if slots is None else slots
 
     def empty() -> tuple[list[list[int]], list[tuple[int, int, int]], list[int]]:
         heap = sorted((0, lane % each, lane) for lane in range(lanes))
@@ -433,7 +435,8 @@ def _plan_chunk(
       capacity: the static shapes.
     """
     member = _slots_of(queues, capacity)
-    used, flat = member >= 0, member.reshape(-1)
+    used = member >= 0
+    flat = member.reshape(-1)
     chosen = ids[flat]  # of an empty slot, somebody's
     count = np.where(used, partition.count_of(chosen).reshape(used.shape), 0)
     classes = np.where(used.reshape(-1, 1), partition.class_examples[chosen], 0)

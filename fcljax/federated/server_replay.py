@@ -80,7 +80,8 @@ def replay_on_server(
       key: of this training.
       place: puts arrays where the engine works.
     """
-    rule, round_context = replayer.server_replay, round_context._replace(previous=())
+    rule = replayer.server_replay
+    round_context = round_context._replace(previous=())
     buffers = [jax.tree.map(np.asarray, buffer) for buffer in past]
     buffers.append(current_buffer(replayer, round_context, server))
     chosen = _chosen(buffers, rule.plan(int(round_context.task.index), bool(round_context.last)))
@@ -88,7 +89,9 @@ def replay_on_server(
         return Replayed(server, {}, 0, False)
     labels = np.concatenate([np.asarray(buffers[i].label) for i in np.unique(chosen.buffer)])
     classes = np.isin(np.arange(len(round_context.task.current)), labels)
-    local, found, examples = replayer.start(round_context, server), [], 0
+    local = replayer.start(round_context, server)
+    found = []
+    examples = 0
     for epoch in range(rule.epochs):
         epoch_key = jax.random.fold_in(key, epoch)
         for i, batch in enumerate(_batches(buffers, chosen, classes, rule.batch_size, epoch_key)):

@@ -98,7 +98,8 @@ def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
 def parted(found: Sequence[Array], like: Sequence[Array]) -> list[Array]:
     """The opposite of `joined`: arrays of the shapes and types of these floating-point ones."""
     small = [leaf for leaf in like if leaf.size <= SMALL]
-    parts, large = iter(ravel_pytree(small)[1](found[-1]) if small else ()), iter(found)
+    parts = iter(ravel_pytree(small)[1](found[-1]) if small else ())
+    large = iter(found)
     return [next(parts if leaf.size <= SMALL else large) for leaf in like]
 
 

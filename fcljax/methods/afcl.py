@@ -51,7 +51,8 @@ class Regression(NamedTuple):
 
 def afcl(options: AFCLOptions, run: Run) -> Method:
     """AFCL as a method; nothing trains."""
-    width, classes = run.network.width, run.sizes.classes
+    width = run.network.width
+    classes = run.sizes.classes
 
     def first(key: PRNGKeyArray, inner: PyTree) -> Regression:
         del key

@@ -37,7 +37,8 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task, View
 
-MOMENTS, AFFINITY = "moments", "affinity"
+MOMENTS = "moments"
+AFFINITY = "affinity"
 LEAST_VARIANCE = 1e-4  # of a feature in a class, such as one with a single example
 FIRST_DEVIATION = 0.02  # standard deviation of a compensation prompt's first values
 
@@ -95,7 +96,8 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
 
 def global_moments(run: Run) -> ServerRule:
     """Sums over all clients' examples of the task's classes [Ct], from which mu and sigma^2 follow."""
-    classes, width = run.sizes.task_classes, run.network.width
+    classes = run.sizes.task_classes
+    width = run.network.width
 
     def init(params: Params, trainable: Params) -> ClassMoments:
         del params, trainable
@@ -106,7 +108,8 @@ def global_moments(run: Run) -> ServerRule:
         return no_moments(classes, width)
 
     def add(step: ClientStep, total: ClassMoments) -> ClassMoments:
-        feature, batch = step.output.query, step.batch
+        feature = step.output.query
+        batch = step.batch
         assert feature is not None
         more = moments_of(feature, batch.label, step.context.task.classes, batch.mask)
         return jax.tree.map(jnp.add, total, more)
@@ -205,7 +208,9 @@ def place_of(step: ClientStep) -> Int[Array, " batch"]:
 def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[Array, ""]:
     """L_c: the mean over the examples of 1/2 sum over channels of (f - mu)^2 / sigma^2, where f is the frozen
     network's feature of an image beside its class's prompt."""
-    network, context, mask = step.learner.network, step.context, step.batch.mask
+    network = step.learner.network
+    context = step.context
+    mask = step.batch.mask
     injection = Injection(tokens=tokens_of(step, prompt))
     seen, _ = network.apply(context.frozen.network, step.batch.image, injection, True, mask)
     moments: ClassMoments = context.payload.sent[MOMENTS]
@@ -218,8 +223,13 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
 
 def compensated_logits(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[Array, "batch C"]:
     """The model's logits of images beside their classes' prompts."""
-    learner, context, own, batch = step.learner, step.context, step.drawn, step.batch
-    adapter, cached, task = learner.adapter, context.cached, context.task
+    learner = step.learner
+    context = step.context
+    own = step.drawn
+    batch = step.batch
+    adapter = learner.adapter
+    cached = context.cached
+    task = context.task
     assert adapter.inject is not None
     injection = adapter.inject(cached.adapter, own.adapter, step.output.query, task, True, batch.mask)
     injection = injection._replace(tokens=tokens_of(step, prompt))
@@ -235,7 +245,8 @@ def keep_wrong_classes(weight: float, temperature: float) -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        context, batch = step.context, step.batch
+        context = step.context
+        batch = step.batch
         teacher = jax.lax.stop_gradient(step.forward(context.payload.trainable).logits)
         wrong = context.task.current & (jnp.arange(teacher.shape[1]) != batch.label[:, None])
         apart = not_true_distance(step.output.logits, teacher, wrong, temperature)
@@ -266,7 +277,9 @@ def affinity(run: Run) -> Report:
         return jnp.zeros((*own.key.shape[:-1], run.sizes.task_classes))
 
     def add(step: ClientStep, total: Float[Array, "blocks N Ct"]) -> Float[Array, "blocks N Ct"]:
-        task, batch, query = step.context.task, step.batch, step.output.query
+        task = step.context.task
+        batch = step.batch
+        query = step.output.query
         assert query is not None
         own: Components = run.adapter.counted(step.trainable.adapter, task)
         member = (batch.label[:, None] == task.classes) & batch.mask[:, None]
@@ -284,7 +297,8 @@ def mix_by_affinity(options: C2PromptOptions, run: Run) -> ServerRule:
     """P* = W P, and of the components in the same place the mean over clients."""
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        task, adapter = round.task, run.adapter
+        task = round.task
+        adapter = run.adapter
         own: Components = jax.vmap(lambda sent: adapter.counted(sent, task))(round.reports["adapter"])
         weights = mixing_weights(
             round.reports[AFFINITY], round.weights, round.valid, options.affinity_temperature

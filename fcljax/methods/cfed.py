@@ -159,7 +159,8 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
     began with: each teacher on surrogate images of its own."""
 
     def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
-        task, start = round.task, began_with(round, start)
+        task = round.task
+        start = began_with(round, start)
         mean = round.learner.trainable(params, task)
 
         def stack(many: Array, one: Array) -> Array:
@@ -189,7 +190,8 @@ def _distil(
     options: CFeDOptions, round: ServerRound, params: Params, teachers: Ensemble, steps: Int[Array, ""]
 ) -> tuple[Params, Weighted]:
     """So many steps of Adam on the trainable parameters, and the mean loss."""
-    image, count = surrogate(round.frozen), len(teachers.valid)
+    image = surrogate(round.frozen)
+    count = len(teachers.valid)
     shape = (count, -(-options.server_batch // count))
 
     def loss(trainable: Params, i: Array) -> Float[Array, ""]:
@@ -210,7 +212,8 @@ def teachers_loss(
 ) -> Float[Array, ""]:
     """Distillation of the seen classes from each teacher on its own images; the mean over the images of valid
     teachers."""
-    learner, task = round.learner, round.task
+    learner = round.learner
+    task = round.task
 
     def logits(trainable: Params, image: Array) -> Float[Array, "images C"]:
         batch = unlabelled(learner, image / 255)
@@ -219,6 +222,7 @@ def teachers_loss(
     # one teacher after the other: their activations are not needed together
     target = jax.lax.map(lambda one: logits(*one), (teachers.trainable, image))
     student = logits(trainable, image.reshape(-1, *image.shape[2:]))
-    used, heat = jnp.repeat(teachers.valid, image.shape[1]), options.distill_temperature
+    used = jnp.repeat(teachers.valid, image.shape[1])
+    heat = options.distill_temperature
     loss = distillation(student, target.reshape(student.shape), task.seen, used, heat)
     return options.distill_weight * loss

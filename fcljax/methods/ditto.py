@@ -51,7 +51,8 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     Raises:
       InputError: for an adapter that trains other parameters in each task.
     """
-    model, loss = linear_learner(run), cross_entropy_loss()
+    model = linear_learner(run)
+    loss = cross_entropy_loss()
     rule = personal_model(options.personal_weight, loss, run.training, run.adapter)
     method = federate(run, model, loss=loss, client_rules=(rule,))
 

@@ -124,7 +124,8 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
         return jnp.zeros((blocks, width, width))
 
     def update(round: ServerRound, params: Params, memory: Matrices) -> ServerUpdate:
-        gram, number = round.reports["input_grams"], round.task.index
+        gram = round.reports["input_grams"]
+        number = round.task.index
         pairs: Lora = params.adapter
         a = jax.vmap(lambda p, g: new_directions(p, g, pairs.a_q.shape[2]))(memory, gram)
         new = pairs._replace(a_q=pairs.a_q.at[number].set(a), a_v=pairs.a_v.at[number].set(a))

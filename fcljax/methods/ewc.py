@@ -249,7 +249,8 @@ def consolidate(
       new_rows_whole: as in TARGET's release, which mixes the rows of classes that F had before: rows of the
         classifier that were never measured take F_new as it is.
     """
-    old, seen = jnp.sum(context.task.old), jnp.sum(context.task.seen)
+    old = jnp.sum(context.task.old)
+    seen = jnp.sum(context.task.seen)
     share = jnp.where(anchor.known, old / seen, 0.0)
     mixed = jax.tree.map(lambda f, new: share * f + (1 - share) * new, anchor.fisher, fisher)
 

@@ -57,7 +57,8 @@ def contrast(near: float, far: float, margin: float) -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        context, own = step.context, step.output.logits
+        context = step.context
+        own = step.output.logits
         newest = step.forward(context.payload.trainable).logits
         last = step.forward(teacher(context)).logits
         value = contrastive_loss(own, newest, last, step.batch.mask, near, far, margin)

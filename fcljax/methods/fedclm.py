@@ -34,7 +34,8 @@ PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs=
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:
     """FedCLM as a method."""
-    width, classes = run.network.width, run.sizes.classes
+    width = run.network.width
+    classes = run.sizes.classes
     means = nearest_mean(width, classes, options.classifier, inner=linear(width, classes))
     model = learner(run.network, run.adapter, means)
     rule = class_mean_rule(run, "task_end")

@@ -101,7 +101,8 @@ def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientSlope:
 def _opened(context: ClientContext, kept: ClientSlope, key: PRNGKeyArray) -> ClientSlope:
     """h_i, or 0 in a new task."""
     del key
-    same, index = kept.task == context.task.index, context.task.index
+    same = kept.task == context.task.index
+    index = context.task.index
     return ClientSlope(jax.tree.map(lambda h: jnp.where(same, h, 0.0), kept.slope), index)
 
 

@@ -37,7 +37,8 @@ def binary_problems() -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        batch, task = step.batch, step.context.task
+        batch = step.batch
+        task = step.context.task
         old = step.forward(teacher(step.context)).logits
         return distilled_binary_loss(step.output.logits, old, batch.label, task.old, task.seen, batch.mask)
 

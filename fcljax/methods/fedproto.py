@@ -119,7 +119,8 @@ def near_prototypes(options: FedProtoOptions) -> ClientRule:
 
 def distance_of_examples(step: ClientStep, known: Prototypes) -> Float[Array, ""]:
     """Mean over examples and coordinates of (f(x) - C_y)^2 (release); 0 for classes without a prototype."""
-    label, mask = step.batch.label, step.batch.mask
+    label = step.batch.label
+    mask = step.batch.mask
     far = jnp.mean((step.output.feature - known.vector[label]) ** 2, axis=-1)
     return masked_sum(far, mask & known.present[label]) / jnp.maximum(jnp.sum(mask), 1)
 

@@ -38,8 +38,12 @@ from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Method, Task, Weighted
 
-LABELS, SKETCH = 1, 2  # keys of what is drawn once: whose labels are known, and where iterations start
-ITERATIONS, MORE = 4, 10  # of the subspace iteration, and its directions beyond those that are wanted
+# Keys of what is drawn once: whose labels are known, and where iterations start
+LABELS = 1
+SKETCH = 2
+# Of the subspace iteration, and its directions beyond those that are wanted
+ITERATIONS = 4
+MORE = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Summary(NamedTuple):
 
 def fedran(options: FedRANOptions, run: Run) -> Method:
     """FedRAN as a method; nothing trains."""
-    width, classes = run.network.width, run.sizes.classes
+    width = run.network.width
+    classes = run.sizes.classes
     rules = (low_rank_ridge(options, run),)
     if options.labelled == 1 or not options.pseudo_labels:
         head = on_projection(width, options.projection, classes)
@@ -93,17 +98,21 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
 def gram_report(options: FedRANOptions, run: Run) -> Report:
     """A client's `Summary`: from its projected features where no client has more examples than M, else from
     its Gram matrix."""
-    width, classes, examples = options.projection, run.sizes.classes, run.sizes.examples
+    width = options.projection
+    classes = run.sizes.classes
+    examples = run.sizes.examples
     few = 0 < examples <= width
 
     def init(_context: ClientContext) -> Moments | Examples:
         return no_examples(examples, width, classes) if few else no_moments(width, classes)
 
     def add(step: ClientStep, total: Moments | Examples) -> Moments | Examples:
-        batch, prototypes = step.batch, step.context.payload.trainable.classifier
+        batch = step.batch
+        prototypes = step.context.payload.trainable.classifier
         h = project(step.output.feature, step.context.cached.classifier.projection)
         known = has_label(batch.index, options.labelled)
-        label, mask = batch.label, batch.mask & known
+        label = batch.label
+        mask = batch.mask & known
         if prototypes:
             guess, any_class = pseudo_label(step.output.feature, prototypes, step.context.task)
             label = jnp.where(known, batch.label, guess)
@@ -200,7 +209,8 @@ def possible_summary(context: ClientContext, sent: Summary) -> Bool[Array, ""]:
 
 def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
     """The server's summary of all tasks, and the classifier from it."""
-    width, rank = options.projection, min(options.server_rank, options.projection)
+    width = options.projection
+    rank = min(options.server_rank, options.projection)
 
     def init(params: Params, trainable: Params) -> Summary:
         del params, trainable
@@ -280,7 +290,8 @@ def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
 
 def prototypes_of_task(params: Projected, task: Task) -> Sums:
     """What the server sends: the sums of the task's classes [Ct], of all clients' labelled examples."""
-    place, real = jnp.maximum(task.classes, 0), task.classes >= 0
+    place = jnp.maximum(task.classes, 0)
+    real = task.classes >= 0
     sums: Sums = params.statistics
     feature = jnp.where(real[:, None], sums.feature[place], 0.0)
     return Sums(feature, jnp.where(real, sums.examples[place], 0.0))

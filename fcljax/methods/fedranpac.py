@@ -81,7 +81,9 @@ def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
 
 def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
     """The server's sums over tasks, and the classifier from them."""
-    width, classes, chosen = options.projection, run.sizes.classes, options.ridge_choice != "fixed"
+    width = options.projection
+    classes = run.sizes.classes
+    chosen = options.ridge_choice != "fixed"
 
     def empty(*context: object) -> Split:
         del context

@@ -71,14 +71,16 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
 
     Embeddings are those of evaluation: batch normalisation by the running statistics.
     """
-    classes, width = run.sizes.classes, run.network.width
+    classes = run.sizes.classes
+    width = run.network.width
 
     def init(context: ClientContext) -> Sums:
         del context
         return empty_sums(classes, width)
 
     def add(step: ClientStep, total: Sums) -> Sums:
-        feature, batch = step.forward(step.trainable, train=False).feature, step.batch
+        feature = step.forward(step.trainable, train=False).feature
+        batch = step.batch
         more, examples = sum_by_class(feature, batch.label, jnp.arange(classes), batch.mask)
         return Sums(total.feature + more, total.examples + examples)
 
@@ -98,7 +100,8 @@ def episodes() -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory
-        batch, task = step.batch, step.context.task
+        batch = step.batch
+        task = step.context.task
         value = episode_loss(step.output.feature, batch.label, task.classes, batch.mask)
         return jnp.where(task.index == 0, value, 0.0)
 

@@ -127,7 +127,8 @@ def statistics(width: int, classes: int) -> Report:
 
     def add(step: ClientStep, total: ClassSums) -> ClassSums:
         x = step.forward(step.trainable, train=False).feature
-        batch, own = step.batch, step.context.task.classes
+        batch = step.batch
+        own = step.context.task.classes
         feature, examples = sum_by_class(x, batch.label, own, batch.mask)
 
         def outer(label: Array) -> Float[Array, "D D"]:
@@ -143,7 +144,8 @@ def statistics(width: int, classes: int) -> Report:
 def possible_statistics(context: ClientContext, sent: ClassSums) -> Bool[Array, ""]:
     """Whether these can be sums over the examples of such a client: numbers of examples that it has, and
     |sum of x|^2 <= n sum of |x|^2 in each class."""
-    n, square = sent.examples.astype(jnp.float32), jnp.trace(sent.outer, axis1=1, axis2=2)
+    n = sent.examples.astype(jnp.float32)
+    square = jnp.trace(sent.outer, axis1=1, axis2=2)
     length = jnp.sum(sent.feature**2, axis=1)
     far = jnp.all(length <= n * jnp.maximum(square, 0) * (1 + 1e-3))  # up to rounding
     return far & possible_counts(sent.examples, context.client.examples)
@@ -173,7 +175,8 @@ def merge_gaussians(known: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
 
 def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
     """The Gaussians of all classes, and the aligned copy of the classifier."""
-    width, classes = run.network.width, run.sizes.classes
+    width = run.network.width
+    classes = run.sizes.classes
 
     def init(params: Params, trainable: Params) -> Gaussians:
         del params, trainable
@@ -183,7 +186,8 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, known: Gaussians) -> ServerUpdate:
         known = merge_gaussians(known, round.reports["statistics"], round.task)
-        head, number = params.classifier.inner, round.task.index
+        head = params.classifier.inner
+        number = round.task.index
 
         def aligned() -> Head:
             return align_classifier(options, head, known, number, run.sizes.tasks, round.key)
@@ -204,7 +208,8 @@ def align_classifier(
     key: PRNGKeyArray,
 ) -> Head:
     """The classifier after some epochs over features of all classes so far, drawn anew in each epoch."""
-    size, seen = options.align_samples, jnp.sum(known.present)
+    size = options.align_samples
+    seen = jnp.sum(known.present)
     descent = optax.chain(optax.add_decayed_weights(options.align_decay), optax.trace(0.9))
 
     def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:

@@ -138,7 +138,8 @@ def unified_representation(options: FPPLOptions) -> ClientRule:
 
 def global_prototypes(step: ClientStep, options: FPPLOptions) -> tuple[Prototypes, Array]:
     """G of the current task at a client, and the class of each prototype."""
-    received, task = step.context.payload.sent["debias"], step.context.task
+    received = step.context.payload.sent["debias"]
+    task = step.context.task
     if options.prototype_download == "current":
         return received, task.classes
     present = received.present & task.current
@@ -179,7 +180,8 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     Under a robust aggregation rule G is merged by that rule, class by class, and the debiasing leaves out the
     prototypes that lie far from it.
     """
-    clients, robust = run.sizes.clients, run.aggregation.reduce is not None
+    clients = run.sizes.clients
+    robust = run.aggregation.reduce is not None
 
     def init(params: Params, trainable: Params) -> Prototypes:
         del params, trainable
@@ -193,7 +195,8 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
         return _of_classes(means, task.classes) if options.prototype_download == "current" else means
 
     def update(round: ServerRound, params: Params, pool: Prototypes) -> ServerUpdate:
-        task, sent = round.task, round.reports["prototypes"]
+        task = round.task
+        sent = round.reports["prototypes"]
         pool = store_prototypes(pool, sent, round.ids, round.valid, task.classes)
         if options.wo_debias:
             return ServerUpdate(params, pool)
@@ -264,9 +267,11 @@ def debias(head: Head, pool: Prototypes, key: PRNGKeyArray, training: ServerTrai
       The classifier; the mean `loss` of the steps, and the `accuracy` of the trained classifier on up to
       `JUDGED` of the prototypes.
     """
-    feature, present = pool.vector.reshape(-1, pool.vector.shape[-1]), pool.present.reshape(-1)
+    feature = pool.vector.reshape(-1, pool.vector.shape[-1])
+    present = pool.present.reshape(-1)
     label = jnp.broadcast_to(jnp.arange(pool.present.shape[1]), pool.present.shape).reshape(-1)
-    allowed, count = jnp.any(pool.present, axis=0), jnp.sum(present)
+    allowed = jnp.any(pool.present, axis=0)
+    count = jnp.sum(present)
     batches = -(-count // training.batch_size)
     order = _epoch_orders(present, training.epochs, key)
     judged = order[0, :JUDGED]
@@ -305,7 +310,8 @@ def merge_pool(aggregation: Aggregation, pool: Prototypes) -> Prototypes:
     """The global prototypes G of a pool [K, C, ...]: means by class (eq. 5), or what a robust rule makes of
     them."""
     clients = pool.present.shape[0]
-    everyone, equal = jnp.ones(clients, bool), jnp.ones(clients)
+    everyone = jnp.ones(clients, bool)
+    equal = jnp.ones(clients)
     merge = per_class(aggregation)
     return Prototypes(*merge(pool.vector, pool.present, equal, everyone, jax.random.key(0)))
 
@@ -344,7 +350,8 @@ def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
     ) -> tuple[Float[Array, "C D"], Bool[Array, " C"]]:
         if aggregation.reduce is None:
             return prototype_mean(vectors, present, valid)
-        holds, nothing = present & valid[:, None], jnp.zeros(vectors.shape[1:], vectors.dtype)
+        holds = present & valid[:, None]
+        nothing = jnp.zeros(vectors.shape[1:], vectors.dtype)
         keys = jax.random.split(key, vectors.shape[1])
         of_class = jax.vmap(aggregation.reduce, in_axes=(1, 0, None, 1, 0))
         return of_class(vectors, nothing, weight, holds, keys), jnp.any(holds, axis=0)

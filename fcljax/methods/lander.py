@@ -66,7 +66,9 @@ ANCHORS = 3  # the key of their draw
 SPREAD = 0.207  # of an entry of an anchor: two of CLIP's embeddings differ by 0.086 in the mean square
 WIDTH = 512  # of an anchor
 GROUP = 10  # images of a batch that share a random layer
-MOMENTUM, DECAY = 0.9, 2e-4  # of the student's gradient descent
+# Of the student's gradient descent
+MOMENTUM = 0.9
+DECAY = 2e-4
 BETAS = (0.5, 0.999)  # of the generator's Adam
 
 
@@ -188,9 +190,11 @@ def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
         del memory  # in the first task there is no earlier one, and no image
-        task, batch = step.context.task, step.batch
+        task = step.context.task
+        batch = step.batch
         learned = cross_entropy(step.output.logits, batch.label, task.current, batch.mask)
-        place, anchor = mapped(step.drawn, step.output), anchors(classes)[batch.label]
+        place = mapped(step.drawn, step.output)
+        anchor = anchors(classes)[batch.label]
         learned += options.bound_weight * beyond(place, anchor, batch.mask, options.bound_radius)
         weights = task_weights(options, task)
 
@@ -211,21 +215,25 @@ class Weights(NamedTuple):
 
 def task_weights(options: LanderOptions, task: Task) -> Weights:
     """alpha_cur and alpha_pre."""
-    seen, old = jnp.sum(task.seen), jnp.maximum(jnp.sum(task.old), 1)
-    growth, share = jnp.log2(seen / 2 + 1), jnp.sqrt(old / seen)
+    seen = jnp.sum(task.seen)
+    old = jnp.maximum(jnp.sum(task.old), 1)
+    growth = jnp.log2(seen / 2 + 1)
+    share = jnp.sqrt(old / seen)
     current = options.current_weight * (1 + 1 / growth) / share
     return Weights(current, options.previous_weight * growth * share)
 
 
 def kept(options: LanderOptions, step: ClientStep) -> Float[Array, ""]:
     """Distillation of old classes and of places between anchors, on synthetic images."""
-    images, task = step.context.payload.sent["synthesis"], step.context.task
+    images = step.context.payload.sent["synthesis"]
+    task = step.context.task
     pick, move = jax.random.split(jax.random.fold_in(step.key, 1))
     chosen = images[jax.random.randint(pick, (options.synthetic_batch,), 0, len(images))]
     batch = unlabelled(step.learner, jitter(move, chosen / 255, options.crop_padding))
     on_made = step._replace(batch=batch)
     before = teacher(step.context)
-    own, old = on_made.forward(step.trainable), jax.lax.stop_gradient(on_made.forward(before, False))
+    own = on_made.forward(step.trainable)
+    old = jax.lax.stop_gradient(on_made.forward(before, False))
     distilled = distillation(own.logits, old.logits, task.old, batch.mask, options.distill_temperature)
     return distilled + mean_square(mapped(step.trainable, own), mapped(before, old), batch.mask)
 
@@ -275,7 +283,9 @@ def synthesise(
     """New images of the classes that `params` has seen, and the mean of the lowest losses of the rounds that
     made them."""
     first, second, third, rest = jax.random.split(round.key, 4)
-    learner, task, warm = round.learner, round.task, options.synthesis_warmup
+    learner = round.learner
+    task = round.task
+    warm = options.synthesis_warmup
     truth = ImageJudge(params, learner.trainable(params, task)._replace(extra=params.extra))
     new = learner.init(second, round.frozen)
     rival = ImageJudge(new, learner.trainable(new, task)._replace(extra=fresh_map(params, third)))
@@ -301,7 +311,8 @@ def synthesise(
         counts = r >= warm
         filled = jax.lax.cond(counts, lambda: added(making.made, image), lambda: making.made)
         steps = jnp.where(counts, options.student_steps, 0)
-        batch, padding = options.synthetic_batch, options.crop_padding
+        batch = options.synthetic_batch
+        padding = options.crop_padding
         student = taught(distil, sgd, making.student, filled, batch, padding, steps, learn)
         return AnchoredRound(generator, student, filled), total + jnp.where(counts, loss, 0.0)
 
@@ -386,7 +397,8 @@ def maker_loss(
     # in training mode the running statistics afterwards tell those of the batch
     theirs = judged(round, truth, pixels, has_statistics)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs.logits, label))
-    anchor, everyone = anchors(len(round.task.seen))[label], jnp.ones(len(label), bool)
+    anchor = anchors(len(round.task.seen))[label]
+    everyone = jnp.ones(len(label), bool)
     place = mapped(truth.trainable, theirs)
     bound = options.bound_weight * beyond(place, anchor, everyone, options.bound_radius)
 
@@ -420,8 +432,10 @@ def student_loss(
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """The student's distillation from the global model, of classes and of places between anchors."""
-    theirs, own = judged(round, truth, pixels), judged(round, ImageJudge(cached, trainable), pixels)
-    heat, everyone = options.student_temperature, jnp.ones(len(pixels), bool)
+    theirs = judged(round, truth, pixels)
+    own = judged(round, ImageJudge(cached, trainable), pixels)
+    heat = options.student_temperature
+    everyone = jnp.ones(len(pixels), bool)
     classes = heat**2 * jnp.mean(kl(theirs.logits / heat, own.logits / heat, round.task.seen))
     places = mean_square(mapped(truth.trainable, theirs), mapped(trainable, own), everyone)
     return classes + options.bound_weight * places

@@ -188,7 +188,9 @@ def off_diagonal(feature: Float[Array, "batch D"], factor: float) -> Float[Array
 def moved_by(end: ClientEnd, grams: Grams) -> Moved:
     """What the client sends after training."""
     sent: Params = end.context.payload.trainable
-    b, shared, own = trains_b(end.context.client.round), sent.adapter, end.trainable.adapter
+    b = trains_b(end.context.client.round)
+    shared = sent.adapter
+    own = end.trainable.adapter
 
     def times_gram(a: Array, a_i: Array, b_: Array, b_i: Array) -> Float[Array, "blocks rank D"]:
         of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b_).mT)
@@ -259,7 +261,8 @@ def match_responses(options: LoRMOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums: Moved = round.reports["responses"]
-        pair, b = pair_of(params.adapter, round.task.index), trains_b(round.index)
+        pair = pair_of(params.adapter, round.task.index)
+        b = trains_b(round.index)
         a_q, b_q = merge_factor(pair.a_q, pair.b_q, sums.query, sums.grams.pairs, b)
         a_v, b_v = merge_factor(pair.a_v, pair.b_v, sums.value, sums.grams.pairs, b)
         head: Head = params.classifier
@@ -283,7 +286,8 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
         return Merged(nothing, nothing, jnp.zeros((blocks, *size)))
 
     def update(round: ServerRound, params: Params, state: Merged) -> ServerUpdate:
-        number, gram = round.task.index, round.reports["task_grams"]
+        number = round.task.index
+        gram = round.reports["task_grams"]
         pair: Lora = pair_of(params.adapter, number)
         query = state.query.at[number].set(apply_gram(pair.a_q, gram))
         value = state.value.at[number].set(apply_gram(pair.a_v, gram))

@@ -151,7 +151,9 @@ def output_for(
 
 def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
     """Cross-entropy over all seen classes, whose gradient reaches the classifier alone."""
-    task, batch, head = step.context.task, step.batch, step.learner.classifier
+    task = step.context.task
+    batch = step.batch
+    head = step.learner.classifier
     feature = jax.lax.stop_gradient(own.feature)
     logits = head.logits(step.context.cached.classifier, step.trainable.classifier, feature, task)
     guess = jnp.argmax(mask_logits(old.made.logits, task.old), axis=-1)
@@ -161,7 +163,8 @@ def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
 
 def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
     """The mean squared distance of old and new features, as the old classes' classifier reads them."""
-    task, classifier = step.context.task, teacher(step.context).classifier
+    task = step.context.task
+    classifier = teacher(step.context).classifier
 
     def read(feature: Array) -> Float[Array, "both C"]:
         return step.learner.classifier.logits(step.context.cached.classifier, classifier, feature, task)
@@ -221,7 +224,8 @@ def generator_loss(
     options: MFCLOptions, round: ServerRound, params: Params, pixels: Float[Array, "batch h w 3"]
 ) -> Float[Array, ""]:
     """The four terms of the generator's loss."""
-    learner, task = round.learner, round.task
+    learner = round.learner
+    task = round.task
     trainable = learner.trainable(params, task)._replace(extra=params.extra)
     has_statistics = bool(jax.tree.leaves(trainable.stats))
     # in training mode the running statistics afterwards tell those of the batch
@@ -253,7 +257,8 @@ def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
     normalisation."""
 
     def of_layer(kept: BatchStatistics, own: BatchStatistics) -> Float[Array, ""]:
-        var, expected = jnp.maximum(own.var, 0) + 1e-8, kept.var + 1e-8
+        var = jnp.maximum(own.var, 0) + 1e-8
+        expected = kept.var + 1e-8
         ratio = (expected + (kept.mean - own.mean) ** 2) / var
         return jnp.mean(0.5 * jnp.log(var / expected) - 0.5 * (1 - ratio))
 

@@ -117,7 +117,8 @@ PRESETS = {
 
 def pilora(options: PiloraOptions, run: Run) -> Method:
     """PILoRA as a method, on any adapter."""
-    width, classes = run.network.width, run.sizes.classes
+    width = run.network.width
+    classes = run.sizes.classes
     classifier = prototypes(width, classes, options.distance, options.prototype_init)
     on_lora = (lora_losses(options),) if isinstance(options, PiloraLoraOptions) else ()
     merging = average_prototypes(run) if options.wo_reweight else reweight_prototypes(options, run)
@@ -201,7 +202,8 @@ def lora_losses(options: PiloraLoraOptions) -> ClientRule:
 
     def loss(step: ClientStep, memory: tuple) -> Float[Array, ""] | float:
         del memory
-        pair, pairs = step.trainable.adapter, step.context.cached.adapter
+        pair = step.trainable.adapter
+        pairs = step.context.cached.adapter
         apart = isinstance(pairs, Lora) and not options.wo_orthogonality
         overlap = orthogonality(pairs, pair, step.context.task.index) if apart else 0.0
         penalty = options.orthogonality_weight * overlap
@@ -368,7 +370,9 @@ def average_prototypes(run: Run) -> ServerRule:
     rule = run.aggregation.reduce
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        sent, weights, valid = round.reports["classifier"], round.weights, round.valid
+        sent = round.reports["classifier"]
+        weights = round.weights
+        valid = round.valid
         before = round.previous.payload.trainable.classifier
         merged = rule(sent, before, weights, valid, round.key) if rule else uniform_mean(sent, weights, valid)
         return ServerUpdate(replace_prototypes(params, round.task, merged), state)

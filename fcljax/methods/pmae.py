@@ -55,7 +55,9 @@ from fcljax.types import (
     Weighted,
 )
 
-RECONSTRUCTION, RESTORE = "reconstruction", "restore"  # names of the client rule and of the server rule
+# Names of the client rule and of the server rule
+RECONSTRUCTION = "reconstruction"
+RESTORE = "restore"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,8 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     Raises:
       InputError: for a network without a decoder.
     """
-    pair, learner = autoencoder_of(run.network), linear_learner(run)
+    pair = autoencoder_of(run.network)
+    learner = linear_learner(run)
     keeping = keep_tokens(options, run, pair)
     starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
     method = federate(
@@ -301,11 +304,13 @@ def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule
         return RestorePool(every, jnp.int32(-1), prompts)
 
     def update(round: ServerRound, params: Params, pool: RestorePool) -> ServerUpdate:
-        index, arrived = round.task.index, round.reports[RESTORE]
+        index = round.task.index
+        arrived = round.reports[RESTORE]
         kept = pool.restore._replace(present=pool.restore.present & (pool.task == index))
         client = jnp.where(round.valid, round.ids, sizes.clients)
         kept = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), kept, arrived)
-        own, prompts = params.extra.get(RECONSTRUCTION), pool.prompt
+        own = params.extra.get(RECONSTRUCTION)
+        prompts = pool.prompt
         prompts = None if own is None or prompts is None else prompts.at[index].set(own)
         pool = RestorePool(kept, jnp.asarray(index, jnp.int32), prompts)
         sent = jnp.sum(arrived.present & round.valid[:, None, None])
@@ -332,7 +337,8 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 
         def loss_of(trainable: Params):  # a server has all parameters, of which clients cache some
-            frozen, task = round_context.frozen, round_context.task
+            frozen = round_context.frozen
+            task = round_context.task
             logits = learner.forward(frozen, server.params, trainable, batch, task, False).logits
             return cross_entropy(logits, batch.label, images.classes, batch.mask), logits
 
@@ -365,7 +371,8 @@ class Stored(NamedTuple):
 
 def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBuffer:
     """The current task's part of the pool, image by image."""
-    pool, task = pool_of(server), round_context.task
+    pool = pool_of(server)
+    task = round_context.task
 
     def flat(x: Array) -> Array:
         return x.reshape(-1, *x.shape[3:])
@@ -423,14 +430,17 @@ def reconstruct(
     key: PRNGKeyArray,
 ) -> Reconstruction:
     """What the server could rebuild of images (as the network reads them) if clients sent their tokens."""
-    pair, frozen = autoencoder_of(network), round_context.frozen
+    pair = autoencoder_of(network)
+    frozen = round_context.frozen
     own = between(network, pair, image)
     masking = random_mask(key, len(image), pair.patches, options.mask_ratio)
 
     def pixels(prompt: Array | None) -> Float[Array, "batch h w 3"]:
         return to_unit(pair, unpatchify(rebuilt(pair, frozen, own, masking, prompt), pair.patch))
 
-    prompt, plain = server.params.extra.get(RECONSTRUCTION), pixels(None)
-    original, hidden = to_unit(pair, own), hidden_pixels(masking.masked, pair.patch)
+    prompt = server.params.extra.get(RECONSTRUCTION)
+    plain = pixels(None)
+    original = to_unit(pair, own)
+    hidden = hidden_pixels(masking.masked, pair.patch)
     masked = jnp.where(hidden, 0.5, original)
     return Reconstruction(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)

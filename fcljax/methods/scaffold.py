@@ -104,7 +104,8 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
       InputError: for any other, such as Adam or momentum.
     """
     with jax.ensure_compile_time_eval():  # a method may be made inside of jit (`federated/rates.py`)
-        gradient, start = jnp.float32(2.0), jnp.zeros(())
+        gradient = jnp.float32(2.0)
+        start = jnp.zeros(())
         first, state = optimiser.update(gradient, optimiser.init(start), start)
         second, _ = optimiser.update(gradient, state, start)
     if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((first, second))):
@@ -143,7 +144,8 @@ def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientVariate:
 def _opened(context: ClientContext, kept: ClientVariate, key: PRNGKeyArray) -> ClientVariate:
     """c_i, or 0 in a new task."""
     del key
-    same, index = kept.task == context.task.index, context.task.index
+    same = kept.task == context.task.index
+    index = context.task.index
     return ClientVariate(jax.tree.map(lambda c: jnp.where(same, c, 0.0), kept.variate), index)
 
 

@@ -42,7 +42,9 @@ from fcljax.parts.task_start import distil_start, send_start_of_task
 from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
-MOMENTUM, DECAY = 0.9, 1e-4  # of the student's gradient descent
+# Of the student's gradient descent
+MOMENTUM = 0.9
+DECAY = 1e-4
 BETAS = (0.5, 0.999)  # of the generator's and the noise's Adam
 REPTILE = 67.0  # times the way that a generator went in a round is its gradient (release)
 
@@ -179,11 +181,15 @@ def synthesise(
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """New images of the classes that `params` has seen, and the mean of the rounds' lowest losses."""
-    learner, frozen, task = round.learner, round.frozen, round.task
+    learner = round.learner
+    frozen = round.frozen
+    task = round.task
     first, second, rest = jax.random.split(round.key, 3)
     cached = learner.init(second, frozen)
-    adam, sgd = _meta_optimiser(options), student_optimiser(options.student_lr, MOMENTUM, DECAY)
-    generator, own = init_image_generator(shape, first), learner.trainable(cached, task)
+    adam = _meta_optimiser(options)
+    sgd = student_optimiser(options.student_lr, MOMENTUM, DECAY)
+    generator = init_image_generator(shape, first)
+    own = learner.trainable(cached, task)
     made = MadeSoFar(jnp.zeros_like(images), jnp.int32(0))
     start = Making(generator, adam.init(generator), Student(own, sgd.init(own)), made)
     logits = functools.partial(_logits, round)
@@ -195,7 +201,8 @@ def synthesise(
     def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         made, total = carry
         draw, learn = jax.random.split(jax.random.fold_in(rest, r))
-        disputed, learns = r + 1 >= options.synthesis_warmup, r >= options.synthesis_warmup
+        disputed = r + 1 >= options.synthesis_warmup
+        learns = r >= options.synthesis_warmup
         rival = functools.partial(models.student, made.student.trainable)
         loss = functools.partial(synthesis_loss, options, models.teacher, rival, task, disputed)
         best = _best_of_round(options, shape, loss, made.generator, task, draw)
@@ -203,7 +210,8 @@ def synthesise(
         update, optimiser = adam.update(gradient, made.optimiser)
         images = added(made.made, best.image)
         steps = jnp.where(learns, options.student_steps, 0)
-        batch, padding = options.synthetic_batch, options.crop_padding
+        batch = options.synthetic_batch
+        padding = options.crop_padding
         student = taught(distil, sgd, made.student, images, batch, padding, steps, learn)
         generator = optax.apply_updates(made.generator, update)
         return Making(generator, optimiser, student, images), total + best.loss
@@ -284,5 +292,6 @@ def student_loss(
 ) -> Float[Array, ""]:
     """The student's distillation from the global model."""
     heat = options.student_temperature
-    theirs, own = models.teacher(pixels) / heat, models.student(trainable, pixels) / heat
+    theirs = models.teacher(pixels) / heat
+    own = models.student(trainable, pixels) / heat
     return heat**2 * jnp.mean(kl(theirs, own, task.seen))

@@ -20,7 +20,8 @@ from fcljax.models.shapes import ChipKind
 
 # Tokens. With fewer, scores are small; with more, those of a head do not fit into a TPU's vector memory, nor
 # the gradients of its keys and values into a GPU's registers.
-FEWEST, MOST = 16, {"tpu": 640, "gpu": 256}
+FEWEST = 16
+MOST = {"tpu": 640, "gpu": 256}
 QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
 # Of 32 threads, which share a GPU's registers. On an H200 the forward pass takes 0.17 ms with 4 of them and
 # 0.28 with 8, and the backward pass is faster with 8 (docs/accelerators.md).
@@ -85,7 +86,8 @@ def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tup
     """
     from jax.experimental import pallas as pl  # which takes its time to load
 
-    (batch, heads, queries, size), keys = arrays[0].shape, arrays[1].shape[2]
+    (batch, heads, queries, size) = arrays[0].shape
+    keys = arrays[1].shape[2]
     layout = attend.layout(arrays[0].shape, keys)
     given = [layout.to(x) for x in arrays]
     out = [jax.eval_shape(layout.to, x) for x in results]
@@ -218,13 +220,15 @@ def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any, *, queries: int, keys: int)
 def _attend_back_on_gpu(
     q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any, *, queries: int, keys: int
 ) -> None:
-    rows, scale = QUERIES["backward"], q.shape[-1] ** -0.5
+    rows = QUERIES["backward"]
+    scale = q.shape[-1] ** -0.5
     all_k, all_v = (_read(ref, 0, len(ref), keys) for ref in (k, v))
 
     def some_queries(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         own_q, own_gradient = (_read(ref, i * rows, rows, queries) for ref in (q, gradient))
         odds = _odds(own_q, all_k, keys)
-        wide, of_odds = odds.astype(jnp.float32), _product(own_gradient, all_v, 1, 1)
+        wide = odds.astype(jnp.float32)
+        of_odds = _product(own_gradient, all_v, 1, 1)
         row = jnp.sum(wide * of_odds, axis=-1, keepdims=True)
         of_score = (wide * (of_odds - row) * scale).astype(own_q.dtype)
         _write(of_q, i * rows, _product(of_score, all_k, 1, 0), queries)

@@ -33,7 +33,9 @@ class Depthwise(nn.Module):
         shape = (KERNEL, KERNEL, x.shape[-1])
         kernel = self.param("kernel", nn.initializers.normal(1 / KERNEL), shape)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
-        height, width, reach = x.shape[1], x.shape[2], KERNEL // 2
+        height = x.shape[1]
+        width = x.shape[2]
+        reach = KERNEL // 2
         padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
         result = bias + jnp.zeros_like(x)
         for i, j in itertools.product(range(KERNEL), repeat=2):

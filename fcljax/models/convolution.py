@@ -127,7 +127,8 @@ def conv_general_dilated(
     if special or not usual:
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **others)
     if isinstance(padding, str):
-        size, reach = lhs.shape[1:3], rhs.shape[:2]
+        size = lhs.shape[1:3]
+        reach = rhs.shape[:2]
         padding = lax.padtype_to_pads(size, reach, tuple(window_strides), padding)
     (above, below), (left, right) = padding
     stride = window_strides[0], window_strides[1]
@@ -155,7 +156,8 @@ def max_pool(
 
 
 def _largest(size: Pair, window: Window, x: Array) -> Array:
-    strides, pads = (1, *window.stride, 1), ((0, 0), *window.pads, (0, 0))
+    strides = (1, *window.stride, 1)
+    pads = ((0, 0), *window.pads, (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, *size, 1), strides, pads)
 
 
@@ -184,7 +186,8 @@ def _scattered_gradient(size: Pair, window: Window, x: Array, largest: Array, gr
 def _gradient_by_pixels(size: Pair, window: Window, x: Array, largest: Array, gradient: Array) -> Array:
     """Each pixel gets the gradients of those of its windows that have it as their largest: per axis of the
     last window that begins at the pixel or before, of the one before that, and so on."""
-    place, total = _first_places(size, window, x, largest), jnp.zeros_like(x)
+    place = _first_places(size, window, x, largest)
+    total = jnp.zeros_like(x)
     most = (-(-places // stride) for places, stride in zip(size, window.stride, strict=True))
     for back in np.ndindex(*most):  # the windows that a pixel can stand in
         (rows, row), (columns, column) = map(

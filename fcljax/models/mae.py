@@ -187,7 +187,9 @@ def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
 def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderConfig) -> Array:
     if name == "pos":
         return sincos_positions(config.grid, config.width)
-    zeros, ones, normal = nn.initializers.zeros, nn.initializers.ones, nn.initializers.normal
+    zeros = nn.initializers.zeros
+    ones = nn.initializers.ones
+    normal = nn.initializers.normal
     rules = {"kernel": nn.initializers.xavier_uniform(), "bias": zeros, "scale": ones, "mask": normal(0.02)}
     return rules[name](key, shape, jnp.float32)
 

@@ -64,7 +64,8 @@ class ResNet(nn.Module):
     def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
         c = self.config
         x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
-        taps, kind = {}, Bottleneck if c.bottleneck else BasicBlock
+        taps = {}
+        kind = Bottleneck if c.bottleneck else BasicBlock
         for stage, blocks in enumerate(c.stages):
             for i in range(blocks):
                 stride = 2 if stage and i == 0 else 1

@@ -73,7 +73,8 @@ def per_image(injection: Injection | None) -> Parts:
     own = [leaf is keep or (leaf.ndim == 3 and len(leaf) > 1) for leaf in leaves]
 
     def join(some: list[Array], rest: list[Array]) -> Injection | None:
-        given, shared = iter(some), iter(rest)
+        given = iter(some)
+        shared = iter(rest)
         return tree.unflatten([next(given) if mine else next(shared) for mine in own])
 
     some, rest = (
@@ -129,7 +130,8 @@ def _standard(x: Array, epsilon: float) -> tuple[Array, Array]:
 def _layer_norm_moved(epsilon: float, values: tuple, moves: tuple) -> tuple[Array, Array]:
     """The value, and how it moves: with x its standard form moves by what is left of the move without its
     mean and without its part along that form."""
-    (x, scale, bias), (of_x, of_scale, of_bias) = values, moves
+    (x, scale, bias) = values
+    (of_x, of_scale, of_bias) = moves
     centred, inverse = _standard(x, epsilon)
     standard = centred * inverse
     along = jnp.mean(standard * of_x, axis=-1, keepdims=True)
@@ -148,7 +150,8 @@ def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
     period = c.rotary_base ** (jnp.arange(quarter) / quarter)
     place = 2 * (jnp.arange(c.grid) + 0.5) / c.grid - 1  # of the patches' centres, from -1 to 1
     angle = 2 * jnp.pi * place[:, None] / period
-    rows, columns = jnp.repeat(angle, c.grid, axis=0), jnp.tile(angle, (c.grid, 1))
+    rows = jnp.repeat(angle, c.grid, axis=0)
+    columns = jnp.tile(angle, (c.grid, 1))
     return jnp.tile(jnp.concatenate([rows, columns], axis=-1), (1, 2))
 
 
@@ -179,7 +182,8 @@ class Attention(nn.Module):
         if lora is not None:
             q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)
             kv = kv.at[..., c.width :].add(low_rank(x, lora.a_v, lora.b_v))
-        q, kv = q.astype(c.dtype), kv.astype(c.dtype)
+        q = q.astype(c.dtype)
+        kv = kv.astype(c.dtype)
         if prompt is not None:
             extra = matmul(prompt, kernel[:, c.width :]) + bias[c.width :]
             extra = jnp.broadcast_to(extra, (x.shape[0], *extra.shape[-2:])).astype(c.dtype)
@@ -195,7 +199,8 @@ class Attention(nn.Module):
             k = jnp.concatenate([own, k[:, :, x.shape[1] :]], axis=2)
         if prefix is not None:
             key, value = (rearrange(x.astype(c.dtype), "b n (h d) -> b h n d", h=c.heads) for x in prefix)
-            k, v = jnp.concatenate([k, key], axis=2), jnp.concatenate([v, value], axis=2)
+            k = jnp.concatenate([k, key], axis=2)
+            v = jnp.concatenate([v, value], axis=2)
         chip = c.kernel.chip if by_itself() or not c.kernel.each else "none"
         return dense(c.width, c.dtype, "proj")(rearrange(attention(q, k, v, chip), "b h n d -> b n (h d)"))
 
@@ -284,9 +289,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, joins=NOTHING_JOINS, queries=None):
-        c, (prompt, prefix, lora, angle) = self.config, joins
+        c = self.config
+        (prompt, prefix, lora, angle) = joins
         queries = x.shape[1] if queries is None else queries
-        norm1, norm2 = _norm(c, "norm1", c.dtype), _norm(c, "norm2", c.dtype)
+        norm1 = _norm(c, "norm1", c.dtype)
+        norm2 = _norm(c, "norm2", c.dtype)
         if prompt is not None:
             prompt = norm1(prompt)
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)

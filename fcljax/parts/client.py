@@ -33,7 +33,9 @@ from fcljax.parts.learner import (
 from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
 from fcljax.types import Batch, ClientContext, LearningRate, Metrics, Phase, View, Weighted
 
-OWN, ADAPTER = "own", "adapter"  # terms of the loss: the clients' own, and the adapter's
+# Terms of the loss: the clients' own, and the adapter's
+OWN = "own"
+ADAPTER = "adapter"
 SHARE = "gradient_share_"  # what the names of the metrics of measured steps begin with
 
 
@@ -390,7 +392,9 @@ def _terms(
     drawn: Params,
 ) -> tuple[dict[str, Array | float], Output]:
     """The terms of the loss, and the output: the clients' own loss, the adapter's, and one for each rule."""
-    learner, own_loss, adapter_loss = work.learner, work.training.loss, work.learner.adapter.loss
+    learner = work.learner
+    own_loss = work.training.loss
+    adapter_loss = work.learner.adapter.loss
     assert own_loss is not None
     output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
     terms: dict[str, Array | float] = {OWN: own_loss.value(output, batch, context.task)}
@@ -519,7 +523,8 @@ def _descend(
     work: ClientWork, context: ClientContext, trainable: Params, direction: PyTree, steps: Int[Array, ""]
 ) -> Params:
     """trainable - learning rate * direction, and then the rules' projections."""
-    training, own = work.training, work.learner.adapter.rate
+    training = work.training
+    own = work.learner.adapter.rate
     epoch = steps // jnp.maximum(-(-context.client.examples // training.batch_size), 1)
     factor = training.factor(context.client.round, work.rounds, epoch) if training.factor else 1.0
     rates = (training.lr if own is None else own, training.lr, training.lr)

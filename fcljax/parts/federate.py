@@ -386,7 +386,9 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
 
 def _program(parts: _Parts) -> Program:
     """What participants do in a round: passes before training, training, passes after it, the upload."""
-    learner, training, reports = parts.learner, parts.training, reports_of(parts.each_round)
+    learner = parts.learner
+    training = parts.training
+    reports = reports_of(parts.each_round)
     work = parts.work(parts.rules, reports)
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
@@ -461,14 +463,16 @@ def _upload(
 ) -> Upload:
     """The trainable parameters, as a whole or divided into what is averaged and what is gathered, and the
     reports."""
-    gather, summed = _merged_as("gather", finalized), _merged_as("sum", finalized)
+    gather = _merged_as("gather", finalized)
+    summed = _merged_as("sum", finalized)
     examples = context.client.examples
     if parts.whole:
         return Upload((), summed, gather | {"trainable": trainable}, examples)
     mean = _averaged(parts, trainable)
     gather |= {name: getattr(trainable, name) for name in parts.merged_by_rules}
     if parts.run.aggregation.reduce:  # the aggregation rule needs all of them at once
-        gather["mean"], mean = mean, ()
+        gather["mean"] = mean
+        mean = ()
     return Upload(mean, summed, gather, examples)
 
 
@@ -525,7 +529,8 @@ def _server(parts: _Parts):
         reports = _reports(parts, aggregate)
         mean, aggregation = _aggregated(parts, round_context, state, aggregate, reports, key)
         params = _merged(parts, state.params, round_context.task, mean)
-        states, metrics = list(state.rules), {}
+        states = list(state.rules)
+        metrics = {}
         provisional = _trainable(parts, params, round_context.task) if parts.trains_on else ()
         for i, rule in enumerate(parts.each_round):
             rule_key = key if i == 0 else jax.random.fold_in(key, i)
@@ -541,7 +546,9 @@ def _round(
     parts: _Parts, round_context: RoundContext, aggregate: Aggregate, reports: dict, key: PRNGKeyArray
 ) -> ServerRound:
     frozen, task, index, last, previous = round_context
-    valid, ids, weight = aggregate.valid, aggregate.id, aggregate.weight
+    valid = aggregate.valid
+    ids = aggregate.id
+    weight = aggregate.weight
     return ServerRound(parts.learner, frozen, task, index, last, previous, reports, valid, ids, weight, key)
 
 
@@ -581,8 +588,11 @@ def _aggregated(
     key: PRNGKeyArray,
 ) -> tuple[Params, PyTree]:
     """The clients' parameters as one, and the state of the aggregation rule."""
-    rule, valid, weight = parts.run.aggregation, aggregate.valid, aggregate.weight
-    reference, mean = _averaged(parts, round_context.previous.payload.trainable), aggregate.mean
+    rule = parts.run.aggregation
+    valid = aggregate.valid
+    weight = aggregate.weight
+    reference = _averaged(parts, round_context.previous.payload.trainable)
+    mean = aggregate.mean
     if rule.reduce:
         mean = rule.reduce(
             reports["mean"], reference, weight, valid, jax.random.fold_in(key, ServerKey.REDUCE)
@@ -598,7 +608,8 @@ def _aggregated(
 
 def _report_round(parts: _Parts, number: int) -> Round:
     """A round of once per task: every client with examples reports under the current model."""
-    rule, place = parts.per_task[number], len(parts.each_round) + number
+    rule = parts.per_task[number]
+    place = len(parts.each_round) + number
     usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
     reports = tuple(_with_view(report, usual) for report in rule.reports if isinstance(report, Report))
     work = parts.work((), reports)
@@ -611,7 +622,8 @@ def _report_round(parts: _Parts, number: int) -> Round:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         end = ClientEnd(context, local.trainable, {})
         found = client.finalized(reports, end, local.totals)
-        gather, summed = _merged_as("gather", found), _merged_as("sum", found)
+        gather = _merged_as("gather", found)
+        summed = _merged_as("sum", found)
         return Upload(sum=summed, gather=gather, weight=context.client.examples), state
 
     def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):

@@ -25,7 +25,8 @@ def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
 
 
 def _freeze(context: ClientContext, trainable: Params) -> Params:
-    first, sent = context.task.index == 0, context.payload.trainable
+    first = context.task.index == 0
+    sent = context.payload.trainable
 
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(first, new, old)

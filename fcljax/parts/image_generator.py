@@ -50,7 +50,8 @@ def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
     """Of three rows (columns): two for even outputs, of which the second is the sum of those that read one
     pixel, and two for odd outputs."""
     before, here, after = jnp.split(kernel, 3, axis)
-    even, odd = (before, here + after), (before + here, after)
+    even = (before, here + after)
+    odd = (before + here, after)
     return jnp.concatenate(even, axis), jnp.concatenate(odd, axis)
 
 
@@ -75,7 +76,9 @@ class _ImageGenerator(nn.Module):
     @nn.compact
     def __call__(self, noise: Float[Array, "batch noise"]) -> Float[Array, "batch h w 3"]:
         c = self.config
-        h, w, wide = -(-c.height // 4), -(-c.width // 4), 2 * c.channels
+        h = -(-c.height // 4)
+        w = -(-c.width // 4)
+        wide = 2 * c.channels
 
         def norm(x: Array) -> Array:
             return nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)

@@ -429,7 +429,8 @@ def _features(
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
         return query, query, ()
-    params, own = frozen.network, trainable.adapter
+    params = frozen.network
+    own = trainable.adapter
     if adapter.network:
         weights = adapter.network(own)
         params = network.join(weights, trainable.stats) if network.join else weights

@@ -293,7 +293,8 @@ def herd(
     mine = group == jnp.arange(groups)[:, None]
     near = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
     mean = exact_matmul(mine.astype(jnp.float32), near) / jnp.maximum(jnp.sum(mine, axis=1), 1)[:, None]
-    own, half = jnp.maximum(group, 0), jnp.sum(near * near, axis=1) / 2
+    own = jnp.maximum(group, 0)
+    half = jnp.sum(near * near, axis=1) / 2
 
     def choose(carry: tuple, number: Array) -> tuple:
         total, free = carry

@@ -146,9 +146,12 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
       step: in a pass without training; pairs act as in training.
       blocks: how many have pairs.
     """
-    network, adapter, frozen = step.learner.network, step.learner.adapter, step.context.frozen
+    network = step.learner.network
+    adapter = step.learner.adapter
+    frozen = step.context.frozen
     assert adapter.inject is not None
-    cached, task = step.context.cached.adapter, step.context.task
+    cached = step.context.cached.adapter
+    task = step.context.task
     injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
 
     def of_image(image: Array) -> Float[Array, "blocks tokens width"]:

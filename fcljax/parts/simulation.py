@@ -234,7 +234,8 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: Any) -> Le
             raise
         except Exception as error:  # whatever a stranger's loss raises
             raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
-        shape, wanted = jnp.shape(found), (len(batch.mask),)
+        shape = jnp.shape(found)
+        wanted = (len(batch.mask),)
         if shape != wanted:
             hint = "; leave out the mean over examples" if shape == () else ""
             raise InputError(
@@ -377,7 +378,8 @@ def _rounds(
     """The server's state after all rounds, and what is known of each."""
     rounds, participation, seed, attack = played
     everyone, classes = partition.class_examples.shape
-    (task,), key = make_tasks(classes, 1), jax.random.key(seed)
+    (task,) = make_tasks(classes, 1)
+    key = jax.random.key(seed)
     # batched clients are slower on a CPU
     lanes = Lanes(1, "loop") if jax.default_backend() == "cpu" else Lanes(min(8, everyone), "vmap")
     room = capacities(method, [partition], lanes.count, everyone, participation)

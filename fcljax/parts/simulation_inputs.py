@@ -177,7 +177,8 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
         expected = "integers or text" if "U" in kinds else "numbers"
         raise InputError(f"{name}: {array.dtype} of shape {list(array.shape)}; expected {expected}")
     if array.dtype.kind in "iu" and array.dtype.itemsize > 4 and array.size:
-        low, high = int(array.min()), int(array.max())
+        low = int(array.min())
+        high = int(array.max())
         if (low < -(2**31) or high >= 2**31) and "U" not in kinds:
             wide = low if low < -(2**31) else high
             raise InputError(f"{name}: {wide} needs more than the 32 bits that devices compute with")

@@ -95,7 +95,8 @@ def best_images(
     def step(i: Array, best: Best) -> Best:
         (value, image), gradient = jax.value_and_grad(loss, has_aux=True)(best.fast, i)
         update, state = optimiser.update(gradient, best.optimiser, best.fast)
-        moved, total = jax.tree.map(jnp.add, best.fast, update), optax.tree.add(best.total, gradient)
+        moved = jax.tree.map(jnp.add, best.fast, update)
+        total = optax.tree.add(best.total, gradient)
         image = jnp.where(value < best.loss, image, best.image)
         return Best(moved, state, total, jnp.minimum(value, best.loss), image)
 

@@ -114,7 +114,8 @@ def distil_start(
       pixels: in [0, 1].
       temperature: of student and teacher.
     """
-    learner, context = step.learner, step.context
+    learner = step.learner
+    context = step.context
     batch = unlabelled(learner, pixels)
 
     def logits(trainable: Params) -> Float[Array, "images C"]:

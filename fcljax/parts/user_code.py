@@ -82,7 +82,8 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
     Raises:
       InputError: naming the part, the function, what it returned and what is needed.
     """
-    got, wanted = jax.tree.structure(value), jax.tree.structure(like)
+    got = jax.tree.structure(value)
+    wanted = jax.tree.structure(like)
     shapes = (
         [np.shape(leaf) for leaf in jax.tree.leaves(value)],
         [np.shape(leaf) for leaf in jax.tree.leaves(like)],

@@ -204,8 +204,10 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
     dataset = load_split(cfg, size)  # its test images are held-out training images
-    train, held_out = Shown(dataset.x_train, dataset.size_train), Shown(dataset.x_test, dataset.size_test)
-    count, batch = len(dataset.y_train), cfg.batch_size
+    train = Shown(dataset.x_train, dataset.size_train)
+    held_out = Shown(dataset.x_test, dataset.size_test)
+    count = len(dataset.y_train)
+    batch = cfg.batch_size
     if count < batch:
         raise InputError(f"batch_size: {batch} of {count} training images; nearest: {count}")
     some = np.linspace(0, len(dataset.y_test) - 1, min(cfg.validate, len(dataset.y_test))).astype(int)
@@ -279,7 +281,8 @@ def _step(
     plan: DecoderPlan, encoder: PyTree, state: DecoderState, shown: Shown, moment: Moment
 ) -> tuple[DecoderState, Float[Array, ""]]:
     """One update, and its loss on hidden patches."""
-    (image, size), (step, point, share) = shown, moment
+    (image, size) = shown
+    (step, point, share) = moment
     views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
     seen = clean_view(plan.preprocess, image, size)
     if plan.crops:
@@ -287,7 +290,8 @@ def _step(
     masking = random_mask(masks, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
 
     def objective(params: PyTree) -> tuple[Array, Array]:
-        patches, weight = _reconstruct(plan, encoder, params, seen, masking), plan.config.visible_weight
+        patches = _reconstruct(plan, encoder, params, seen, masking)
+        weight = plan.config.visible_weight
         hidden = reconstruction_loss(patches, seen, masking.masked)
         visible = reconstruction_loss(patches, seen, ~masking.masked) if weight else 0.0
         return hidden + weight * visible, hidden
@@ -417,10 +421,12 @@ def _train(
     state, done = _begin(plan, manager)
     points = np.arange(plan.steps) * state.curve.shape[1] // plan.steps
     share = 1 / np.bincount(points).astype(np.float32)
-    recent, validation = [], float("nan")
+    recent = []
+    validation = float("nan")
     with training_bar("pretrain-decoder", plan.steps, done, "loss", "validation") as show:
         for step in range(done, plan.steps):
-            point, last = points[step], step + 1 == plan.steps
+            point = points[step]
+            last = step + 1 == plan.steps
             moment = Moment(step, point, share[point])
             state, loss = _step(plan, encoder, state, images.batch(step), moment)
             recent = [*recent[-19:], loss]
@@ -456,7 +462,8 @@ def _check(cfg: PretrainDecoderConfig) -> None:
     """Check everything that needs no file of weights or images."""
     check_ranges(cfg)
     check_weights_file(cfg.out)
-    width, heads = cfg.decoder_width, cfg.decoder_heads
+    width = cfg.decoder_width
+    heads = cfg.decoder_heads
     if width % 4:  # of the fixed positions
         raise InputError(
             f"decoder_width: {width} is not a multiple of 4; nearest: {max(4, 4 * round(width / 4))}"
@@ -506,7 +513,8 @@ def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretraine
 
 def _draw(path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, held_out: Shown) -> None:
     """Draw the loss curve, and the decoder's predictions for some held-out images."""
-    points, count = state.curve.shape[1], len(held_out.image)
+    points = state.curve.shape[1]
+    count = len(held_out.image)
     ends = (np.arange(1, points + 1) * plan.steps + points - 1) // points
     some = np.linspace(0, count - 1, min(_PANEL, count)).astype(int)
     strips = _panel(plan, encoder, state.params, held_out.take(some))
@@ -521,7 +529,9 @@ def _draw(path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, h
 def _panel(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown) -> Strips:
     """Images and their predictions."""
     seen, masking = _held_out(plan, shown, jnp.int32(0))
-    patch, mean, std = plan.encoder.patch, jnp.array(plan.preprocess.mean), jnp.array(plan.preprocess.std)
+    patch = plan.encoder.patch
+    mean = jnp.array(plan.preprocess.mean)
+    std = jnp.array(plan.preprocess.std)
 
     def pixels(x: Array) -> Array:
         return (jnp.clip(x * std + mean, 0, 1) * 255).astype(jnp.uint8)
@@ -569,7 +579,8 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
         raise InputError(f"lr: {cfg.lr} made the training diverge; nearest to try: {cfg.lr / 10:g}")
     out = Path(cfg.out)
     save_native(out, {"decoder": stored}, _metadata(config, plan, backbone), "float16")
-    figure, state = out.with_suffix(".png"), state._replace(params=stored)
+    figure = out.with_suffix(".png")
+    state = state._replace(params=stored)
     _draw(figure, plan, backbone.params, state, images.held_out)
     shutil.rmtree(folder)
     return {

@@ -148,10 +148,8 @@ def _step(
     def objective(params):
         logits = _logits(vit, config.temperature, params, normalise(gray))
         target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), config.smoothing)
-        loss, accuracy = (
-            optax.softmax_cross_entropy(logits, target).mean(),
-            (logits.argmax(-1) == label).mean(),
-        )
+        loss = optax.softmax_cross_entropy(logits, target).mean()
+        accuracy = (logits.argmax(-1) == label).mean()
         return loss, jnp.stack([loss, accuracy])
 
     params, opt, metrics = optimiser_step(_optimiser(config), objective, *state)
@@ -208,7 +206,8 @@ def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np
 
 def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[float]]:
     """All steps. JAX computes a step in the background while the next batch is drawn."""
-    state, recent = _start(config, vit), []
+    state = _start(config, vit)
+    recent = []
     with training_bar("pretrain", config.steps, 0, "loss", "accuracy") as show:
         for step, (gray, label) in enumerate(_batches(config, vit.image_size), 1):
             state, metrics = _step(config, vit, state, gray, label)
@@ -248,7 +247,8 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     """
     check_ranges(config)
     check_weights_file(config.out)
-    began, vit = time.monotonic(), VITS[_BACKBONE]
+    began = time.monotonic()
+    vit = VITS[_BACKBONE]
     # static in jit: no new trace for another file
     state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
     stored = as_stored(state.params["vit"])

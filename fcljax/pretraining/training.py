@@ -112,7 +112,8 @@ def command_line(command: str, config: object, *without: str) -> str:
     """
     words = ["fcljax", command]
     for field in fields_of(type(config)):
-        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        name = field.name.replace("_", "-")
+        value = getattr(config, field.name)
         if field.name in without or value == field.default:
             continue
         if isinstance(value, bool):

@@ -119,7 +119,8 @@ def bars(rows: Mapping[str, Sequence[Number]], parts: Sequence[str], label: str,
     """A bar for each row, of parts one after the other."""
     figure, axes = _rows_figure(list(rows), unit)
     values = np.array(list(rows.values()), float).reshape(len(rows), len(parts))
-    begin, titles = np.zeros(len(rows)), {}
+    begin = np.zeros(len(rows))
+    titles = {}
     for j, part in enumerate(parts):
         axes.barh(np.arange(len(rows)), values[:, j], 0.4, left=begin, gid=f"part b{j}", **_filling(j))
         titles[f"part b{j}"] = [f"{name}, {part}: {row[j]:,.1f} {unit}" for name, row in rows.items()]
@@ -147,7 +148,8 @@ def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: st
 
 def reliability(calibration: Mapping, label: str) -> Markup:
     """The reliability diagram of a summary's calibration."""
-    examples, accuracy = calibration["examples"], calibration["accuracy"]
+    examples = calibration["examples"]
+    accuracy = calibration["accuracy"]
     said = [
         f"confidence {i / len(examples):.2f} to {(i + 1) / len(examples):.2f}: {count:g} images"
         for i, count in enumerate(examples)

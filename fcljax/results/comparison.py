@@ -166,7 +166,8 @@ def labels_of(summaries: list[Summary]) -> dict[int, str]:
     labels = {}
     for run in summaries:
         alike = [_deciding(other) for other in summaries if other["method"] == run["method"]]
-        mine, names = _deciding(run), sorted({name for settings in alike for name in settings} - set(SETUP))
+        mine = _deciding(run)
+        names = sorted({name for settings in alike for name in settings} - set(SETUP))
         differing = [name for name in names if any(other.get(name) != mine.get(name) for other in alike)]
         settings = ", ".join(f"{name} {_short(mine.get(name))}" for name in differing)
         labels[id(run)] = f"{run['method']} {settings}".strip()
@@ -215,7 +216,8 @@ def _names(labels: list[str], together: list[list[Summary]]) -> list[str]:
     for label, runs in zip(labels, together, strict=True):
         name = " / ".join((label, *(_short(runs[0][each]) for each in differing)))
         names.append(f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name)
-    seeds, numbers = [f"seed {run['seed']}" for run in first], [f"run {i + 1}" for i in range(len(first))]
+    seeds = [f"seed {run['seed']}" for run in first]
+    numbers = [f"run {i + 1}" for i in range(len(first))]
     for more in (seeds, numbers):
         names = [
             f"{name}, {each}" if names.count(name) > 1 else name

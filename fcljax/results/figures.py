@@ -90,7 +90,8 @@ def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = Tr
         (line,) = axes.plot(tasks, percent, label=words(name), gid=f"curve c{i}", **curve_style(i))
         if spread and name in spread:
             half = 100 * np.asarray(spread[name], float)
-            low, high = np.clip(percent - half, 0, 100), np.clip(percent + half, 0, 100)
+            low = np.clip(percent - half, 0, 100)
+            high = np.clip(percent + half, 0, 100)
             band = {"alpha": 0.18, "linewidth": 0, "gid": f"band c{i}"}
             axes.fill_between(tasks, low, high, color=line.get_color(), **band)
     axes.set(xlabel="Tasks learned", ylabel="Average accuracy $A_t$ (%)", xlim=(0.6, max(longest, 1) + 0.4))
@@ -177,7 +178,8 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
         below `shares`.
     """
     examples = np.array(calibration["examples"], float)
-    accuracy, edges = np.array(calibration["accuracy"], float), np.linspace(0, 1, len(examples) + 1)
+    accuracy = np.array(calibration["accuracy"], float)
+    edges = np.linspace(0, 1, len(examples) + 1)
     figure = new_figure(4.6, 5.2)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     known = examples > 0
@@ -218,7 +220,8 @@ def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | 
     else:
         _cells_map(figure, axes, counts)
         step = math.ceil(len(tasks) / 25)
-        middles, numbers = (edges[1:] + edges[:-1] - 1) / 2, range(1, len(tasks) + 1, step)
+        middles = (edges[1:] + edges[:-1] - 1) / 2
+        numbers = range(1, len(tasks) + 1, step)
         axes.set_xticks(middles[::step], [str(number) for number in numbers])
         axes.set_xlabel("Task, one column for each of its classes")
     axes.set_yticks(range(0, clients, math.ceil(clients / 25)))

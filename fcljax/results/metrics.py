@@ -66,7 +66,8 @@ def task_accuracy(
       Right predictions over examples, per task; NaN for a task without examples.
     """
     classes = [np.asarray(task)[np.asarray(task) >= 0] for task in tasks]
-    right, examples = np.diagonal(confusion), confusion.sum(1)
+    right = np.diagonal(confusion)
+    examples = confusion.sum(1)
     return _ratio(
         np.array([right[ids].sum() for ids in classes]), np.array([examples[ids].sum() for ids in classes])
     )
@@ -151,7 +152,8 @@ def calibration(
       bins: of equal width.
     """
     known = ~np.isnan(confidence)
-    right, confidence = right[known], confidence[known]
+    right = right[known]
+    confidence = confidence[known]
     bin_of = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
     examples = np.bincount(bin_of, minlength=bins)
     mean_confidence, accuracy = (
@@ -198,7 +200,8 @@ def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
     """
     a = _lower(matrix)
     images = np.asarray(images, float)[: len(a)]
-    right, seen = np.nan_to_num(a) * images, np.tri(len(a)) * images
+    right = np.nan_to_num(a) * images
+    seen = np.tri(len(a)) * images
     acc, lastacc = (_ratio(np.tril(right, k).sum(1), np.tril(seen, k).sum(1)) for k in (0, -1))
     return ByImage(acc, np.diagonal(a).copy(), lastacc)
 

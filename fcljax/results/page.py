@@ -78,7 +78,8 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[FinishedRun]:
     Raises:
       InputError: for a run that `load_summary` refuses.
     """
-    runs, left = [], MAX_PICTURES
+    runs = []
+    left = MAX_PICTURES
     for folder in (found for each in run_dirs for found in run_folders(each)):
         picture = _picture(folder / PICTURE, left)
         left -= len(picture or "")
@@ -93,7 +94,8 @@ def render(runs: Sequence[FinishedRun], run_dirs: Sequence[str | Path]) -> str:
     """The page of these runs as HTML. `run_dirs`: as the user named them, for the command that makes it."""
     from fcljax.results.page_parts import parts_of  # imports matplotlib, which takes a second
 
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css")
+    script = _asset("page.js")
     # a user's text is escaped, and what no file in UTF-8 can hold is written with backslashes
     environment = jinja2.Environment(
         autoescape=True,

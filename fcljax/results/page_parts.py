@@ -254,7 +254,8 @@ def _confusion(view: PageView) -> Section | None:
     }
     rows = []
     for name, shares in means.items():
-        old, new = shares[:-1].mean(0), shares[-1]
+        old = shares[:-1].mean(0)
+        new = shares[-1]
         cells = without_nan(np.array([old[:-1].sum(), old[-1], new[:-1].sum(), new[-1]]))
         rows.append([name, *map(share, cells)])
     text = (
@@ -346,7 +347,8 @@ def _partitions(view: PageView) -> Section:
     alike: dict[str, list[str]] = {}
     for name, run in having.items():
         alike.setdefault(str((run["holdings"], run.get("class_names"))), []).append(name)
-    tables, cells = [], 0
+    tables = []
+    cells = 0
     for names in alike.values():
         table = _partition(having[names[0]], names)
         cells += len(table.rows) * len(table.columns)
@@ -386,7 +388,8 @@ def _costs(view: PageView) -> Section:
         "Client state (MB)": "client_state.bytes",
         "Server state (MB)": "server_state.bytes",
     }
-    rows, points = [], {}
+    rows = []
+    points = {}
     for group in view.groups:
         runs = [run | {"besides": {way: _besides(run, way) for way in WAYS}} for run in group.runs]
         whole = group._replace(runs=runs)
@@ -509,7 +512,8 @@ def _times(view: PageView) -> Section:
 
 def _terms(view: PageView) -> Section | None:
     """Shares of the loss's terms, as clients measured them."""
-    rows, tasks = [], 0
+    rows = []
+    tasks = 0
     own = {id(run.summary): run.lines for run in view.runs}
     for name, run in view.names.items():
         lines = own[id(run)]
@@ -531,7 +535,8 @@ def _terms(view: PageView) -> Section | None:
 def _measured(view: PageView) -> Section | None:
     """What methods measure besides the loss, such as a server rule's choice: numbers of metrics.jsonl that no
     other part of the page shows."""
-    rows, tasks = [], 0
+    rows = []
+    tasks = 0
     lines = {id(run.summary): run.lines for run in view.runs}
     for name, run in view.names.items():
         own = lines[id(run)]

@@ -105,7 +105,8 @@ def is_plain(value: object, depth: int = DEPTH) -> bool:
 COUNTS = ("rejected", "rejected_besides", "participants", "upload_bytes", "download_bytes", CLASSES)
 LOSSES = ("loss", NOT_FINITE, CROSS_ENTROPY)
 
-_NUMBER, _SHARE = or_none(is_number), or_none(is_share)
+_NUMBER = or_none(is_number)
+_SHARE = or_none(is_share)
 _SIZE = mapping_of(_NUMBER)
 _TRAFFIC = having(upload_bytes=is_number, download_bytes=is_number)
 _FORGETTING = having(paper=_SHARE, released=_SHARE, diagonal=_SHARE)

@@ -110,7 +110,8 @@ def mlflow(run: Beginning) -> Tracker:
     $MLFLOW_TRACKING_URI names. Rounds that are repeated after a checkpoint are not logged again."""
     from mlflow import MlflowClient
 
-    client, name = MlflowClient(), run.id
+    client = MlflowClient()
+    name = run.id
     if not name:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fcljax")
         found = client.get_experiment_by_name(title)

@@ -99,7 +99,8 @@ def look(folder: Path) -> Watched:
     for name in ("metrics.jsonl", "config.yaml"):
         with contextlib.suppress(OSError):
             written = max(written or 0.0, (folder / name).stat().st_mtime)
-    lines, owned = read_lines(folder / "metrics.jsonl"), owned_here(folder / LOCK)
+    lines = read_lines(folder / "metrics.jsonl")
+    owned = owned_here(folder / LOCK)
     return Watched(folder, settings, lines, written, owned, (folder / "summary.json").exists())
 
 
@@ -221,7 +222,8 @@ def sparkline(values: Sequence[float | int], width: int) -> str:
     """A curve of at most `width` letters from the lowest to the highest value; of more values, evenly spaced
     ones are shown, the first and the last among them."""
     chosen = np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     steps = (len(BLOCKS) - 1) / ((high - low) or 1)
     return "".join(BLOCKS[round((values[i] - low) * steps)] for i in chosen)
 

@@ -160,7 +160,8 @@ def assemble(
     inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
     machine = machine or Machine(jax.default_backend(), None if single else device_mesh(settings.devices))
     network = network_of(inputs.backbone, inputs.preprocess, settings.remat, kernel_on(machine))
-    method, rates = make_method(settings, sizes, network), {}
+    method = make_method(settings, sizes, network)
+    rates = {}
     if settings.scale == "fit":
         rates = config.learning_rates(settings)
         method = with_rates(lambda rates: make_method(_with(settings, rates), sizes, network), rates)
@@ -169,10 +170,8 @@ def assemble(
     frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
     if settings.partition == "sampled":
         check_stateless(settings, method, frozen)
-    example, read = (
-        Example(frozen, train, scenario.tasks[0]),
-        partial(inputs_of, inputs.preprocess, inputs.augments),
-    )
+    example = Example(frozen, train, scenario.tasks[0])
+    read = partial(inputs_of, inputs.preprocess, inputs.augments)
     shares = parse_faults(settings.faults)
     names = {*shares, settings.attack} if settings.malicious else {*shares}
     if shares or names & CHECKED:
@@ -214,7 +213,8 @@ def _holds_kernel() -> bool:
 
 def sizes_of(scenario: Scenario) -> Sizes:
     """The static sizes of a run."""
-    first, partitions = scenario.tasks[0], scenario.partitions
+    first = scenario.tasks[0]
+    partitions = scenario.partitions
     counts = [partition.count for of_task in partitions for partition in of_task]
     counts += [partition.count for partition in scenario.whole]
     return Sizes(
@@ -274,7 +274,8 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     """
     if settings.rate_factor not in (0.0, 1.0):
         settings = _with(settings, config.learning_rates(settings))
-    entry, adapter_entry = find_method(settings.source), find_adapter(settings.adapter)
+    entry = find_method(settings.source)
+    adapter_entry = find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
             f"adapter: {settings.adapter!r} works inside attention, which the backbone does not have; "
@@ -342,7 +343,8 @@ def _engine(
     every: list[ClientPartition],
     participation: float,
 ) -> Engine:
-    shapes, lanes = check_method(method, compute.fetch, example), compute.lanes
+    shapes = check_method(method, compute.fetch, example)
+    lanes = compute.lanes
     most = max(int(partition.count.max()) for partition in every)
     devices = device_count(compute.mesh)
     slots = clients_per_chunk(method, shapes, most, image_bytes(example.data), lanes.count // devices)
@@ -392,7 +394,8 @@ def _with_widths(fit: Callable, compute: _Compute) -> tuple[Capacity, ...]:
 def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) -> Engine:
     """Of a client that works by itself: all clients have the shapes of the largest, so that those of one
     process share what was compiled."""
-    index, none = np.zeros(sizes.examples, np.int32), np.zeros((1, sizes.classes), np.int32)
+    index = np.zeros(sizes.examples, np.int32)
+    none = np.zeros((1, sizes.classes), np.int32)
     largest = ClientPartition(index, np.array([0, sizes.examples]), none)
     room = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
@@ -415,8 +418,10 @@ def shared_out(
     Raises:
       InputError: for lanes that the devices cannot share evenly, or devices that the batches cannot.
     """
-    devices, here = 1 if machine.mesh is None else machine.mesh.size, machine.backend == "cpu"
-    count, shared = settings.lanes, settings.batch_devices
+    devices = 1 if machine.mesh is None else machine.mesh.size
+    here = machine.backend == "cpu"
+    count = settings.lanes
+    shared = settings.batch_devices
     if shared and devices % shared:
         fitting = max(each for each in range(1, min(shared, devices) + 1) if devices % each == 0)
         raise InputError(
@@ -452,5 +457,6 @@ def placed(exp: Experiment) -> Experiment:
     """The experiment with everything that rounds and evaluations read on every device of the mesh, except for
     images on the host."""
     mesh = exp.engine.mesh
-    train, test = ready(exp.train, mesh), ready(exp.test, mesh)
+    train = ready(exp.train, mesh)
+    test = ready(exp.test, mesh)
     return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test)

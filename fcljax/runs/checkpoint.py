@@ -179,7 +179,8 @@ def _read_together(
 ) -> tuple[Snapshot, str]:
     """The snapshot of a step, as `newest` returns it, and why it is not intact; "" if it is."""
     zeros = () if hosts.first else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
-    found, why = Snapshot(step, zeros, {}), ""
+    found = Snapshot(step, zeros, {})
+    why = ""
     try:
         if hosts.first:
             found = _restore(folder, step, template)
@@ -330,14 +331,16 @@ def _read_shards(folder: Path, found: Snapshot, template: PyTree, index: np.ndar
     Raises:
       ValueError: if a file has another checksum, or a client or a leaf is in none.
     """
-    named, missing = _named(template), np.ones(len(index), bool)
+    named = _named(template)
+    missing = np.ones(len(index), bool)
     leaves = [np.empty((len(index), *like.shape[1:]), like.dtype) for _, like in named]
     for shard in found.shards:
         own = np.concatenate([np.arange(0), *(np.arange(*each) for each in shard["clients"])])
         _, to, at = np.intersect1d(index, own, return_indices=True)
         if not len(to):
             continue
-        path, missing[to] = _shards(folder, found.step) / shard["file"], False
+        path = _shards(folder, found.step) / shard["file"]
+        missing[to] = False
         _check_sha256(path, shard["sha256"])
         with np.load(path, allow_pickle=False) as file:
             for (name, like), leaf in zip(named, leaves, strict=True):
@@ -354,7 +357,8 @@ def _read_shards(folder: Path, found: Snapshot, template: PyTree, index: np.ndar
 def _forget_shards(folder: Path, *written: int) -> None:
     """Remove the files of clients' states that belong to no checkpoint, neither to a complete one nor to one
     that is being written."""
-    beside, needed = folder.parent / CLIENTS, {str(step) for step in (*steps(folder), *written)}
+    beside = folder.parent / CLIENTS
+    needed = {str(step) for step in (*steps(folder), *written)}
     for path in beside.iterdir() if beside.is_dir() else ():
         if path.name not in needed:
             shutil.rmtree(path, ignore_errors=True)
@@ -427,7 +431,8 @@ def _load_task(path: Path, sha256: str, template: ReplayBuffer) -> ReplayBuffer:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"resume: {str(path)!r} cannot be read: {error}") from None
     paths, structure = jax.tree_util.tree_flatten_with_path(template)
-    count, leaves = len(found.get(".label", ())), []
+    count = len(found.get(".label", ()))
+    leaves = []
     for key, like in paths:
         name = jax.tree_util.keystr(key)
         leaf = found.get(name)

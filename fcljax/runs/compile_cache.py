@@ -74,7 +74,8 @@ def asked_folders(option: str | None = None) -> list[Path]:
 def usual_folders() -> list[Path]:
     """The default folders: beside the data or, if that is shared or cannot be written, in the user's own
     cache."""
-    data, cache = os.environ.get("FCLJAX_DATA"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    data = os.environ.get("FCLJAX_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folders = [*([Path(data)] if data else []), Path(cache) / "fcljax"]
     return [in_home(folder / "compiled", "compile_cache") for folder in folders]
 
@@ -136,7 +137,8 @@ class CheckedCache:
     """
 
     def __init__(self, path: str, damaged: Callable[[str], None]):
-        self._path, self._damaged = Path(path), damaged
+        self._path = Path(path)
+        self._damaged = damaged
 
     def get(self, key: str) -> bytes | None:
         """The program; None: there is none. One that is not intact is removed."""
@@ -145,7 +147,8 @@ class CheckedCache:
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        digest, program = content[:DIGEST], content[DIGEST:]
+        digest = content[:DIGEST]
+        program = content[DIGEST:]
         if hashlib.sha256(program).digest() == digest:
             return program
         path.unlink(missing_ok=True)
@@ -200,7 +203,8 @@ def oldest_beyond(entries: Sequence[CachedProgram], most: int) -> list[CachedPro
     """The least recently used programs, without which the others have at most `most` bytes. jax has a limit
     of its own, but with it every look-up of every process waits for one lock, and a process that is killed
     while it writes breaks the limit for all later ones."""
-    kept, gone = 0, []
+    kept = 0
+    gone = []
     for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
         kept += entry.size
         if kept > most:

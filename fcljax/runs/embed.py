@@ -49,17 +49,20 @@ def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> 
     Raises:
       InputError: for bad settings or files, or if `out` exists.
     """
-    out, console = Path(out), console or Console(stderr=True)
+    out = Path(out)
+    console = console or Console(stderr=True)
     if out.exists():
         raise InputError(f"out: {str(out)!r} exists already; give the name of a new file")
     if not out.absolute().parent.is_dir():
         raise InputError(f"out: no folder {str(out.absolute().parent)!r}")
     check_folder(out.absolute().parent)
-    mesh, inputs = device_mesh(cfg.devices), load_inputs(cfg)
+    mesh = device_mesh(cfg.devices)
+    inputs = load_inputs(cfg)
     if cfg.keep_head and inputs.backbone.head is None:
         raise InputError("keep_head: the checkpoint has no classification head; leave out --keep-head")
     report_notes(inputs.backbone, console)
-    dataset, start = inputs.dataset, time.perf_counter()
+    dataset = inputs.dataset
+    start = time.perf_counter()
     labels = (dataset.y_train.astype(np.int64), dataset.y_test.astype(np.int64))
     with progress_bar("{task.description}", console=console) as bar:
         shown = bar.add_task("images", total=sum(map(len, labels)))

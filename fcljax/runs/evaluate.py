@@ -30,13 +30,17 @@ def make_evaluate(exp: Experiment) -> Evaluate:
 
 
 def _evaluate_server(exp: Experiment) -> Evaluate:
-    scenario, label, classes = exp.scenario, exp.scenario.test_label, exp.sizes.classes
+    scenario = exp.scenario
+    label = exp.scenario.test_label
+    classes = exp.sizes.classes
     predict = predictor(exp, exp.method.predict)
     provisional = exp.method.predict_provisional and predictor(exp, exp.method.predict_provisional)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        index, tasks = np.flatnonzero(scenario.tests_seen(t)), range(t + 1)
-        truth, task_of = label[index], _task_of([scenario.current(task) for task in tasks])
+        index = np.flatnonzero(scenario.tests_seen(t))
+        tasks = range(t + 1)
+        truth = label[index]
+        task_of = _task_of([scenario.current(task) for task in tasks])
         of_task = [scenario.tests(task)[index] for task in tasks]
 
         def predicted_by(predict: Callable) -> Predicted:
@@ -55,10 +59,15 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
 
 
 def _evaluate_clients(exp: Experiment) -> Evaluate:
-    label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
+    label = exp.scenario.test_label
+    predict = _predict_by_client(exp, exp.method.predict_client)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        predicted, truths, accuracy, task_il, personal = [], [], [], [], []
+        predicted = []
+        truths = []
+        accuracy = []
+        task_il = []
+        personal = []
         for client, (index, found) in enumerate(predict(test, state, t)):
             records.add(evaluated_images=len(index))
             truth = label[index]
@@ -87,7 +96,8 @@ def personal_accuracy(exp: Experiment, state: State, records: Records) -> list[f
         return records.personal[-1]
     if exp.method.predict_client is None:
         return None
-    label, predict = exp.scenario.test_label, _predict_by_client(exp, exp.method.predict_client)
+    label = exp.scenario.test_label
+    predict = _predict_by_client(exp, exp.method.predict_client)
     predicted = predict(exp.test, state, len(exp.scenario.tasks) - 1)
     return [_share(found.label == label[index]) for index, found in predicted]
 
@@ -140,7 +150,8 @@ def _own_tests(
 
 def evaluated_images(exp: Experiment) -> int:
     """The images of all evaluations of a run together."""
-    scenario, tasks = exp.scenario, range(len(exp.scenario.tasks))
+    scenario = exp.scenario
+    tasks = range(len(exp.scenario.tasks))
     if not exp.method.personal:
         return sum(int(scenario.tests_seen(t).sum()) for t in tasks)
     each = ((t, client, own) for t in tasks for client, own in enumerate(scenario.learned(t)))
@@ -174,7 +185,8 @@ def _task_of(current: Sequence) -> Int[np.ndarray, " C"]:
 
 def _describe(records: Records, predicted: list[Predicted], truths: list[np.ndarray], classes: int) -> None:
     """Record the confusion matrix and the calibration of all predictions together."""
-    found, truth = _joined(predicted), np.concatenate(truths)
+    found = _joined(predicted)
+    truth = np.concatenate(truths)
     records.confusion = metrics.confusion_matrix(truth, found.label, classes).tolist()
     records.calibration = metrics.calibration(found.label == truth, found.confidence).to_json()
 

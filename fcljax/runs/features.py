@@ -56,7 +56,8 @@ def frozen_features(
 
 def _of_batch(inputs: Inputs) -> tuple[Callable[[Frozen, Array], Array], Callable[[Split, Array], Array]]:
     """The class token of images, and how these are read."""
-    network, preprocess = network_of(inputs.backbone, inputs.preprocess), inputs.preprocess
+    network = network_of(inputs.backbone, inputs.preprocess)
+    preprocess = inputs.preprocess
 
     def class_token(frozen: Frozen, image: Array) -> Array:
         return network.apply(frozen.network, image, None, False)[0].cls
@@ -85,7 +86,8 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
     compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
     def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
-        split, known = getattr(exp, part), whole(getattr(exp, part)).query
+        split = getattr(exp, part)
+        known = whole(getattr(exp, part)).query
         index = (newly_assigned if part == "train" else newly_evaluated)(exp.scenario, t)
         if not len(index) and known is not None:
             return known
@@ -209,7 +211,8 @@ def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np
     count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
     try:
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
-            features, sha256 = file["features"], str(file["sha256"])
+            features = file["features"]
+            sha256 = str(file["sha256"])
     except Exception:  # a damaged file may raise anything in the parsers of zip and npy
         return None
     fits = features.shape == (count, inputs.backbone.config.width) and features.dtype == np.float32

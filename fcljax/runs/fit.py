@@ -77,8 +77,10 @@ def fit_memory(
       InputError: if nothing that may be changed is left: what is needed, what there is, the nearest settings.
     """
     need_of = need_of or largest_need
-    asked, first = exp.settings, need_of(exp)
-    need, changed = first, exp
+    asked = exp.settings
+    first = need_of(exp)
+    need = first
+    changed = exp
     for _ in range(TRIALS):
         if need.total <= USABLE * room:
             break
@@ -106,9 +108,12 @@ def largest_need(exp: Experiment) -> Need:
     All programs of a round and of an evaluation are compiled, at the same time: the run, which finds them
     compiled, waits for the longest and not for one after the other.
     """
-    of_round, beside, evaluations = list(programs_of(exp)), 0, ()
+    of_round = list(programs_of(exp))
+    beside = 0
+    evaluations = ()
     if isinstance(exp.test, Split):
-        beside, evaluations = exp.test.image.nbytes, evaluations_of(exp)
+        beside = exp.test.image.nbytes
+        evaluations = evaluations_of(exp)
     loops = [program for program in of_round if program.steps]
     others = [program for program in of_round if not program.steps]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -149,7 +154,8 @@ def exhausted(error: Exception) -> int | None:
 def _smaller(exp: Experiment, asked: RunConfig, need: Need, room: int) -> RunConfig | None:
     """Settings with which a step should need `room`, as far as temporaries grow with its examples; None: none
     are left."""
-    devices, lanes = device_count(exp.engine.mesh), exp.engine.lanes.count
+    devices = device_count(exp.engine.mesh)
+    lanes = exp.engine.lanes.count
     share = max(0.0, (room - need.total + need.temporary) / max(1, need.temporary))
     if not asked.lanes and lanes > devices:
         fewer = max(1, min(int(share * lanes), lanes - 1) // devices)
@@ -168,8 +174,10 @@ def divisible(exp: Experiment) -> bool:
 
 def explanation(exp: Experiment, need: int, room: int) -> str:
     """One line: what is needed, what there is, the nearest settings."""
-    settings, devices = exp.settings, device_count(exp.engine.mesh)
-    size, nearest = settings.microbatch or settings.batch_size, []
+    settings = exp.settings
+    devices = device_count(exp.engine.mesh)
+    size = settings.microbatch or settings.batch_size
+    nearest = []
     if exp.engine.lanes.count > devices:
         nearest.append(f"--lanes {max(1, exp.engine.lanes.count // devices // 2) * devices}")
     if size > 1:

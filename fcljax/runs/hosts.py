@@ -32,7 +32,9 @@ Value = TypeVar("Value")
 LOST = 75  # exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
 # words in the errors of jax's collectives and of its coordination service when a process is lost
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
-_JOINED, _OUT = "fcljax-joined", "fcljax-out "  # lines of the child's log
+# Lines of the child's log
+_JOINED = "fcljax-joined"
+_OUT = "fcljax-out "
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -118,7 +120,8 @@ class Hosts:
         """
         if self.count == 1:
             return function()
-        result, error = None, ""
+        result = None
+        error = ""
         try:
             result = function()
         except InputError as raised:
@@ -313,9 +316,11 @@ def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | N
         )
     out = next((json.loads(line[len(_OUT) :]) for line in lines if line.startswith(_OUT)), None)
     if code == LOST or any(sign in said for sign in _SIGNS[2:]):
-        what, code = "another process of the run has ended", LOST
+        what = "another process of the run has ended"
+        code = LOST
     else:
-        what, code = f"stopped by {signal.Signals(-code).name}", 128 - code
+        what = f"stopped by {signal.Signals(-code).name}"
+        code = 128 - code
     print(f"fcljax: {one_line(f'{what}; {advice(out)}')}", file=sys.stderr)
     return code
 

@@ -82,7 +82,8 @@ def load_network(
     Raises:
       InputError: as `load_backbone`, and for the name of weights that are not here.
     """
-    name, checkpoint = None if cfg.backbone == "auto" else cfg.backbone, cfg.checkpoint
+    name = None if cfg.backbone == "auto" else cfg.backbone
+    checkpoint = cfg.checkpoint
     if name is not None and is_hub_name(name):
         if checkpoint is not None:
             raise InputError(f"backbone: {name!r} names weights, and --checkpoint others; leave one out")
@@ -125,7 +126,9 @@ def network_of(
       remat: as of `make_network`.
       kernel: as of `ViTConfig`.
     """
-    pixels, pair, shape = backbone if preprocess is None else preprocess, None, backbone.config
+    pixels = backbone if preprocess is None else preprocess
+    pair = None
+    shape = backbone.config
     if isinstance(shape, ViTConfig):
         shape = dataclasses.replace(shape, kernel=kernel)
         if decoder := backbone.decoder:
@@ -295,7 +298,8 @@ def _host(split: Split, window: float) -> Host:
 
 def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtypeStruct]:
     """The forward pass of one image, traced but not compiled, and the image's shape."""
-    network, side = network_of(backbone), backbone.config.image_size
+    network = network_of(backbone)
+    side = backbone.config.image_size
     image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
     apply = jax.jit(lambda params, image: network.apply(params, image, None, False))
     return apply.trace(backbone.params, image), image

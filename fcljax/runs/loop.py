@@ -124,7 +124,8 @@ def run(
       InputError: for bad settings or files, if `out` cannot be written or another process works in it, or if
         it holds another run.
     """
-    observer, hosts = observer or Observer(), Hosts.connected()
+    observer = observer or Observer()
+    hosts = Hosts.connected()
     if not hosts.first:
         observer = dataclasses.replace(observer, console=Console(quiet=True))
     session = Session(settings, Path(out), observer, hosts, supplied)
@@ -157,7 +158,9 @@ def _build(session: Session) -> Experiment:
 
 def _resume(session: Session) -> dict[str, Any]:
     """Resume the run, if it is this one. Nothing is written before that is known."""
-    out, observer, hosts = session.out, session.observer, session.hosts
+    out = session.out
+    observer = session.observer
+    hosts = session.hosts
     chosen = hosts.from_first(lambda: resume.chosen_before(out, session.settings))
     settings = dataclasses.replace(session.settings, **chosen)
     session = session._replace(settings=settings)
@@ -261,7 +264,9 @@ def _complete(
 def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
     """The experiment with the learning rates that --scale fit chooses, which config.yaml gets too, and the
     seconds that it took. A search that is stopped is made again when the run is resumed."""
-    out, observer, hosts = session.out, session.observer, session.hosts
+    out = session.out
+    observer = session.observer
+    hosts = session.hosts
 
     def check() -> None:
         stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
@@ -282,7 +287,8 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
 def _write_results(
     session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
 ) -> None:
-    out, say_line = session.out, session.observer.say
+    out = session.out
+    say_line = session.observer.say
     draw_figures(exp, summary, rebuilt, out / "figures", say_line)
     page.try_report([out], out / page.NAME, say_line)
 
@@ -295,7 +301,8 @@ def final_state(
     Raises:
       InputError: as `build`, or if there is no checkpoint, or it is of other images or weights.
     """
-    folder, exp = Path(out) / CHECKPOINTS, build(settings, supplied)
+    folder = Path(out) / CHECKPOINTS
+    exp = build(settings, supplied)
     before = checkpoint.origin_of(folder) if folder.exists() else None
     if before is None:
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
@@ -317,9 +324,13 @@ def _checkpoints(session: Session) -> contextlib.AbstractContextManager[Checkpoi
 def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None) -> Progress:
     """The newest intact checkpoint of the first process, in all processes; without one, the state before the
     first round."""
-    hosts, say_line, engine = session.hosts, session.observer.say, exp.engine
-    shapes, check = state_shapes(exp), intact_files(session.out / KEPT)
-    folder, index = session.out / CHECKPOINTS, own_rows(engine.mesh, exp.sizes.clients)
+    hosts = session.hosts
+    say_line = session.observer.say
+    engine = exp.engine
+    shapes = state_shapes(exp)
+    check = intact_files(session.out / KEPT)
+    folder = session.out / CHECKPOINTS
+    index = own_rows(engine.mesh, exp.sizes.clients)
     found = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
     if manager:
         manager.reload()  # some may have been set aside
@@ -347,19 +358,23 @@ def _play(
     """Play all remaining rounds. Returns the experiment with the query features that were cached on the way,
     and the state after the last round; `progress.records` are updated."""
     settings, out, observer, hosts, _ = session
-    (state, records, done), tasks = progress, len(exp.scenario.tasks)
-    steps, filled = tasks * settings.rounds, 0
+    (state, records, done) = progress
+    tasks = len(exp.scenario.tasks)
+    steps = tasks * settings.rounds
+    filled = 0
     if journal.manager:
         # A run that was killed may have logged rounds that no checkpoint holds: they will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
     past = _past(exp, state, out / KEPT, records.kept)
     shared = hosts.share(out)
     with Clock(records.seconds) as clock, rounds_bar(observer.console) as bar:
-        play_round, fill = make_play_round(exp, records, clock), make_fill(exp)
+        play_round = make_play_round(exp, records, clock)
+        fill = make_fill(exp)
         shown = bar.add_task("", total=steps, completed=done, **last_round(records))
         for step in range(done, steps):
             t = step // settings.rounds
-            exp, filled = fill(exp, range(filled, t + 1), clock), t + 1
+            exp = fill(exp, range(filled, t + 1), clock)
+            filled = t + 1
             state, kept, line = play_round(exp, state, past, step)
             if kept is not None:
                 past += (kept,)
@@ -386,7 +401,8 @@ def _saved(
 ) -> tuple[State, list[dict[str, Any]]]:
     """A run's state on the host, as checkpoints have it, and the shards that have the states of clients. All
     processes call this together; where they share the run's folder, each writes its own clients' states."""
-    hosts, count = session.hosts, exp.sizes.clients
+    hosts = session.hosts
+    count = exp.sizes.clients
     if not shared or not jax.tree.leaves(state.clients):
         return saved_state(exp, state), []
     index, clients = own_part(state.clients, count)

@@ -30,7 +30,8 @@ def check_memory(exp: Experiment) -> None:
     Raises:
       InputError: naming the least that it needs, what there is, and the setting to lower.
     """
-    parts, room = least(exp), device_memory()
+    parts = least(exp)
+    room = device_memory()
     need = sum(size for size, _ in parts.values())
     if need <= room:
         return
@@ -49,7 +50,8 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
-    one, devices = _forward(exp), device_count(exp.engine.mesh)
+    one = _forward(exp)
+    devices = device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
     if jax.default_backend() != "cpu" and not exp.settings.microbatch:
         batch = 1  # `fit` chooses lanes and microbatches

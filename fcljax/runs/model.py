@@ -76,7 +76,8 @@ class Model:
 
     def _scores(self, images: UInt8[np.ndarray, "n H W 3"]) -> Float[np.ndarray, "n C"]:
         """The logits of at most a batch of images, padded to one."""
-        size, count = self.image[0], len(images)
+        size = self.image[0]
+        count = len(images)
         padded = np.pad(images, [(0, size - count), (0, 0), (0, 0), (0, 0)])
         mask = jnp.arange(size) < count
         return np.asarray(self.logits(self.arrays, jnp.asarray(padded), mask))[:count]
@@ -108,7 +109,8 @@ class Model:
         """
         try:
             file = read_npz(Path(path), machine_memory())
-            about, labels = json.loads(str(file["about"])), file["labels"]
+            about = json.loads(str(file["about"]))
+            labels = file["labels"]
             _check_format(about["format"])
             program = export.deserialize(bytearray(file["program"].tobytes()))
             *kinds, _image, _mask = jax.tree.leaves(program.in_avals)
@@ -173,7 +175,8 @@ def model_of_run(
         raise InputError(f"client: {client}: {settings.method}: {why}")
     if client is not None and not 0 <= client < exp.sizes.clients:
         raise InputError(f"client: {client}; nearest: {min(max(client, 0), exp.sizes.clients - 1)}")
-    dataset, order = exp.inputs.dataset, np.zeros(exp.sizes.classes, int)
+    dataset = exp.inputs.dataset
+    order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.train_label] = dataset.y_train
     values, rebuilt = jax.tree.flatten(_model(exp, state, client))
     own = np.arange(exp.sizes.classes) if labels is None else np.asarray(labels)
@@ -191,7 +194,9 @@ def _logits(
     exp: Experiment, rebuilt: Any, client: int | None
 ) -> Callable[[list[Array], Array, Array], Array]:
     """The method's prediction after the last task."""
-    method, task, rounds = exp.method, exp.scenario.tasks[-1], exp.sizes.rounds
+    method = exp.method
+    task = exp.scenario.tasks[-1]
+    rounds = exp.sizes.rounds
 
     def logits(arrays: list[Array], image: Array, mask: Array) -> Array:
         frozen, server, own = jax.tree.unflatten(rebuilt, arrays)

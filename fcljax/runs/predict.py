@@ -198,10 +198,14 @@ class _Loops(NamedTuple):
         A call has whole batches, of which the devices take turns. Calls of a `Host`, or with `windows` of any
         split, get a window of the images that each device reads, in order.
         """
-        mesh, batch_size, devices = self.mesh, self.batch_size, device_count(self.mesh)
-        windows, steps = windows or isinstance(split, Host), self.steps(capacity)
+        mesh = self.mesh
+        batch_size = self.batch_size
+        devices = device_count(self.mesh)
+        windows = windows or isinstance(split, Host)
+        steps = self.steps(capacity)
         steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
-        width, order = steps * devices * batch_size, by_device(steps, devices, batch_size)
+        width = steps * devices * batch_size
+        order = by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
         padded = [np.pad(part, (0, width - len(part)), constant_values=-1)[order] for part in parts]
         in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
@@ -212,9 +216,11 @@ class _Loops(NamedTuple):
             jax.block_until_ready(done)
             if done:
                 on_progress(len(parts[i - 1]))
-            function, mine = self.resident, padded[i]
+            function = self.resident
+            mine = padded[i]
             if windows:
-                function, mine = self.window, np.where(mine < 0, -1, in_window)
+                function = self.window
+                mine = np.where(mine < 0, -1, in_window)
             return [*done, function(arguments, window, put(mine, mesh, parted()), batches)]
 
         def load(i: int) -> Split:

@@ -89,7 +89,8 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
     exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
     engine = exp.engine
     server, states, context, broadcast = _round_of(exp)
-    place, server = placement.of(), placement.of(server_specs(server, engine.mesh))(server)
+    place = placement.of()
+    server = placement.of(server_specs(server, engine.mesh))(server)
     yield RoundProgram("broadcast", engine.broadcast, (place(context), server))
     for index, player in enumerate(engine.players):
         name = f"{player.round.when} {index}"
@@ -106,7 +107,8 @@ def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[
     provisional one. Arguments as of `programs_of`."""
     exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
     server, states, context, _ = _round_of(exp)
-    task_of, test = np.zeros(exp.sizes.classes, np.int32), whole(exp.test)
+    task_of = np.zeros(exp.sizes.classes, np.int32)
+    test = whole(exp.test)
     own = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
     functions = {
         "evaluation": exp.method.predict_client if exp.method.personal else exp.method.predict,
@@ -115,9 +117,11 @@ def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[
     for name, function in functions.items():
         if function:
             model = (server, own) if function is exp.method.predict_client else (server,)
-            predict, devices = predictor(exp, function), device_count(exp.engine.mesh)
+            predict = predictor(exp, function)
+            devices = device_count(exp.engine.mesh)
             index = np.zeros(predict.steps * devices * exp.settings.eval_batch_size, np.int32)
-            place, apart = placement.of(), placement.of(split())
+            place = placement.of()
+            apart = placement.of(split())
             arguments = place((context, model, task_of)), place(test), apart(index), place(np.int32(0))
             yield RoundProgram(name, predict.function, arguments, predict.steps)
 
@@ -126,7 +130,8 @@ def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
 ) -> Iterator[RoundProgram]:
     """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
-    (broadcast, states), place = given, placement.of()
+    (broadcast, states) = given
+    place = placement.of()
     accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
     yield RoundProgram(f"{name} indices", player.indices, (chunk, place(exp.key)))
     yield RoundProgram(f"{name} open", player.open, (accumulator, states, chunk))
@@ -157,8 +162,10 @@ class _OfChunk(NamedTuple):
 
 def _of_chunk(exp: Experiment, player: Player, states: PyTree, placement: Placement) -> _OfChunk:
     first, steps = _first_chunk(exp, player)
-    apart, chunk = placement.of(split()), placement.of(OF_DEVICES)(first)
-    accumulator, states = placement.of(ON_DEVICES)(jax.eval_shape(player.empty)), apart(states)
+    apart = placement.of(split())
+    chunk = placement.of(OF_DEVICES)(first)
+    accumulator = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
+    states = apart(states)
     carry = apart(jax.eval_shape(player.open, accumulator, states, chunk))
     indices = placement.of(split(1))(jax.eval_shape(player.indices, chunk, exp.key))
     may_replay = np.zeros((len(chunk.id), 0), np.int32)
@@ -174,7 +181,8 @@ def _on_mesh(exp: Experiment, placement: Placement) -> Placement:
 def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]:
     """Shapes of the server's state and of those of all clients, the context of the first task's first round,
     and the shapes of what is broadcast."""
-    method, clients = exp.method, rows_on(exp.engine.mesh, exp.sizes.clients)
+    method = exp.method
+    clients = rows_on(exp.engine.mesh, exp.sizes.clients)
     server = jax.eval_shape(method.init, exp.key, exp.frozen)
     states = jax.eval_shape(lambda server, key: init_clients(method, server, clients, key), server, exp.key)
     context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, False)

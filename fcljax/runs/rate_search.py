@@ -154,7 +154,9 @@ def search(
     Returns:
       The settings with what was chosen; their rates belong into `exp.frozen` (`with_choice`).
     """
-    began, settings, total = time.perf_counter(), exp.settings, run_steps(exp)
+    began = time.perf_counter()
+    settings = exp.settings
+    total = run_steps(exp)
     if not config.learning_rates(settings):
         line = f"learning rates: {settings.method} has none, so --scale fit searches nothing"
         return ChosenRates(replaced(settings, rate_factor=1.0), line, [], 0, total, 0.0)
@@ -264,7 +266,8 @@ def steps_of(
     """Training steps of these clients, or of all, in a round; with `most` of their examples."""
     count = partition.count if clients is None else partition.count[clients]
     count = count if most is None else np.minimum(count, most)
-    epochs, size = exp.settings.epochs, exp.settings.batch_size
+    epochs = exp.settings.epochs
+    size = exp.settings.batch_size
     return int(np.sum(epochs * -(-count // size)))
 
 
@@ -275,7 +278,8 @@ def run_steps(exp: Experiment) -> int:
 
 def task_steps(exp: Experiment, t: int, clients: np.ndarray | None = None) -> int:
     """Training steps of these clients, or of all, in a task."""
-    part, partitions = exp.settings.participation, exp.scenario.partitions[t]
+    part = exp.settings.participation
+    partitions = exp.scenario.partitions[t]
     eligible = [int(np.sum(partition.count > 0)) for partition in partitions]
     shares = [part if part <= 1 else min(1.0, part / max(1, count)) for count in eligible]
     steps = [steps_of(exp, partition, clients) for partition in partitions]
@@ -284,7 +288,8 @@ def task_steps(exp: Experiment, t: int, clients: np.ndarray | None = None) -> in
 
 def design_of(exp: Experiment, total: int) -> Design | None:
     """What a search plays within its budget; None: nothing fits into it."""
-    budget, first = BUDGET * total, exp.scenario.partitions[0][0]
+    budget = BUDGET * total
+    first = exp.scenario.partitions[0][0]
     order = spread(first)
     most = range_examples(exp.settings)
     affordable = [
@@ -321,7 +326,8 @@ def _trials_within(
     """How many candidates play how many tasks with which clients, within so many training steps."""
     last = len(exp.scenario.tasks)
     for begin, tasks, share in DESIGNS:
-        begin, tasks = min(begin, candidates), min(tasks, last)
+        begin = min(begin, candidates)
+        tasks = min(tasks, last)
         for n in range(len(order), max(1, math.ceil(share * len(order))) - 1, -1):
             if sum(_playing(begin, t) * task_steps(exp, t, order[:n]) for t in range(tasks)) <= budget:
                 return begin, tasks, order[:n]
@@ -331,8 +337,10 @@ def _trials_within(
 def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
     """The clients with examples, in an order in which each adds most to the classes of those before it; of
     equal ones, the one with most examples comes first."""
-    has, count = partition.class_examples > 0, partition.count
-    left, order = np.flatnonzero(count).tolist(), []
+    has = partition.class_examples > 0
+    count = partition.count
+    left: list[int] = np.flatnonzero(count).tolist()
+    order: list[int] = []
     while left:
         missing = ~np.any(has[order], axis=0)
         gain = [(int(np.sum(has[client] & missing)), int(count[client]), -client) for client in left]
@@ -344,7 +352,8 @@ def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
 def hold_out_examples(scenario: Scenario, tasks: int, seed: int) -> Int[np.ndarray, " N"]:
     """The task of each training example of the first tasks that is held out, -1 of the others: a share of
     each class's, at least one of several, and never the last one of a client."""
-    held, rng = np.full(len(scenario.train_label), -1), np.random.default_rng([seed, PURPOSE])
+    held = np.full(len(scenario.train_label), -1)
+    rng = np.random.default_rng([seed, PURPOSE])
     earlier = np.zeros(len(held), bool)
     for t, partitions in enumerate(scenario.partitions[:tasks]):
         examples = np.unique(np.concatenate([each.indices for each in partitions]))
@@ -361,7 +370,8 @@ def _held_out(
     owner = np.full(len(label), -1)
     owner[partition.indices] = np.repeat(np.arange(len(partition.count)), partition.count)
     left = np.append(partition.count, len(label))  # the last: of examples that nobody has in the first round
-    share, held = min(HELD_OUT, MOST_IMAGES / max(1, len(examples))), []
+    share = min(HELD_OUT, MOST_IMAGES / max(1, len(examples)))
+    held = []
     for each in np.unique(label[examples]):
         of_class = rng.permutation(examples[label[examples] == each])
         wanted = max(int(share * len(of_class)), int(len(of_class) > 1))
@@ -396,7 +406,8 @@ def without(
         rank = np.arange(left.sum()) - np.repeat(np.cumsum(left) - left, left)
         share = most / left[owner[stays]]
         stays[stays] = np.floor(rank * share) != np.floor((rank - 1) * share)
-    owner, indices = owner[stays], partition.indices[stays]
+    owner = owner[stays]
+    indices = partition.indices[stays]
     count = np.bincount(owner, minlength=len(partition.count))
     of_class = np.zeros_like(partition.class_examples)
     np.add.at(of_class, (owner, label[indices]), 1)
@@ -409,7 +420,9 @@ def scenario_without(
 ) -> Scenario:
     """The scenario of these clients, each with at most `most` examples in a round. Its test examples are
     training examples that nobody trains on: those that are held out, and those of other clients."""
-    label, held, tasks = scenario.train_label, design.held_out >= 0, max(1, design.tasks)
+    label = scenario.train_label
+    held = design.held_out >= 0
+    tasks = max(1, design.tasks)
 
     def part(partition: ClientPartition) -> ClientPartition:
         return without(partition, label, held, clients, most)
@@ -428,7 +441,8 @@ def scenario_without(
 def _evaluated(scenario: Scenario, design: Design, trained: np.ndarray, seed: int) -> Int[np.ndarray, " N"]:
     """The task of each training example that candidates are evaluated on, -1 of the others: what is held out
     first, then other examples that nobody trains on, up to `MOST_IMAGES` of a task."""
-    found, rng = np.full(len(scenario.train_label), -1), np.random.default_rng([seed, PURPOSE + 1])
+    found = np.full(len(scenario.train_label), -1)
+    rng = np.random.default_rng([seed, PURPOSE + 1])
     free = np.ones(len(found), bool)
     free[trained] = False
     for t, of_task in enumerate(scenario.partitions[: max(1, design.tasks)]):
@@ -452,7 +466,8 @@ class _Stage:
 
     def __init__(self, exp: Experiment, clients: np.ndarray, design: Design, short: bool):
         """`short`: a task has one round of a few steps, in which all of the clients take part."""
-        settings, most = exp.settings, None
+        settings = exp.settings
+        most = None
         if short:
             most = range_examples(settings)
             settings = dataclasses.replace(settings, rounds=1, participation=1.0)
@@ -485,7 +500,8 @@ def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) ->
     """Play the range test, then the trials; each trial once it is over."""
     tasks = max(1, design.tasks)
     exp = with_queries(exp, ("train",), range(tasks))
-    settings, start = exp.settings, first_state(exp)
+    settings = exp.settings
+    start = first_state(exp)
     few = _Stage(exp, design.range_clients, design, short=True)
     found: dict[Candidate, float | None] = {}
     for candidate in design.candidates:
@@ -502,7 +518,8 @@ def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) ->
         stay = promising(found, _playing(design.begin, t))
         running = {candidate: running[candidate] for candidate in stay}
         for candidate in running:
-            rates, told = candidate.rates(settings), functools.partial(on_round, f"task {t + 1}")
+            rates = candidate.rates(settings)
+            told = functools.partial(on_round, f"task {t + 1}")
             running[candidate] = stage.task(rates, running[candidate], t, told)
             tried = stage.tried(candidate, "tasks", running[candidate], t)
             found[candidate] = tried.accuracy
@@ -531,8 +548,10 @@ def _compared(trials: Sequence[Tried]) -> list[Tried]:
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
     """The best of those that were compared last; mini's rates unless it is better by a standard error."""
     last = {each.candidate: each.accuracy for each in _compared(trials)}
-    first, mini = best(last, _size), Candidate("mini", 1.0)
-    usual, top = last.get(mini), None if first is None else last[first]
+    first = best(last, _size)
+    mini = Candidate("mini", 1.0)
+    usual = last.get(mini)
+    top = None if first is None else last[first]
     if usual is None or top is None or not math.isfinite(usual):
         return first
     mean = (usual + top) / 2

@@ -20,7 +20,9 @@ from fcljax.mesh import AnyMesh
 from fcljax.runs.build import Experiment
 from fcljax.types import Reconstruction, RoundContext
 
-MOST_IMAGES, SHOWN, BATCH = 512, 8, 64
+MOST_IMAGES = 512
+SHOWN = 8
+BATCH = 64
 
 
 class Rebuilt(NamedTuple):
@@ -52,7 +54,9 @@ def _of_split(
     task = exp.scenario.tasks[-1]
     index = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
     round_context = RoundContext.on_host(exp.frozen, task, exp.sizes.rounds - 1, True)
-    key, read, found = jax.random.fold_in(exp.key, RunKey.RECONSTRUCTION), jax.jit(exp.read), []
+    key = jax.random.fold_in(exp.key, RunKey.RECONSTRUCTION)
+    read = jax.jit(exp.read)
+    found = []
     for first in range(0, len(index), BATCH):
         some = np.resize(index[first : first + BATCH], BATCH)
         image = _read(read, split, some, exp.engine.mesh)
@@ -118,9 +122,11 @@ def identification(
     def flat(x: np.ndarray) -> np.ndarray:
         return np.clip(x, 0, 1).reshape(len(x), -1).astype(np.float64)
 
-    right, classes = 0, np.unique(label)
+    right = 0
+    classes = np.unique(label)
     for c in classes:
-        a, b = flat(pixels[label == c]), flat(original[label == c])
+        a = flat(pixels[label == c])
+        b = flat(original[label == c])
         apart = (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)
         right += int(np.sum(np.argmin(apart, axis=1) == np.arange(len(a))))
     return right / len(label), len(classes) / len(label)  # each of a class's n images is guessed with 1 / n

@@ -167,7 +167,8 @@ class Clock:
     """Seconds per section, with compilation apart: JAX reports how long it traced and compiled."""
 
     def __init__(self, seconds: dict[str, float]):
-        self.seconds, self.compiling = seconds, 0.0
+        self.seconds = seconds
+        self.compiling = 0.0
 
     def __enter__(self) -> "Clock":
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
@@ -182,7 +183,8 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        start, compiled = time.perf_counter(), self.compiling
+        start = time.perf_counter()
+        compiled = self.compiling
         yield
         compiled = self.compiling - compiled
         spent = max(0.0, time.perf_counter() - start - compiled)

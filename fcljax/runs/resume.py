@@ -50,8 +50,12 @@ def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
 def hardware(exp: Experiment) -> dict[str, Any]:
     """What decides about the rounding of a run: plain JSON values by name. On a CPU the number of processes
     does not."""
-    mesh, device, lanes, settings = exp.engine.mesh, jax.devices()[0], exp.engine.lanes, exp.settings
-    on_cpu, devices = device.platform == "cpu", 1 if mesh is None else mesh.size
+    mesh = exp.engine.mesh
+    device = jax.devices()[0]
+    lanes = exp.engine.lanes
+    settings = exp.settings
+    on_cpu = device.platform == "cpu"
+    devices = 1 if mesh is None else mesh.size
     return {
         "devices": devices,
         "kind": f"cpu {compile_cache.cpu_type()}" if on_cpu else device.device_kind,

@@ -87,13 +87,16 @@ def make_play_round(
       clients: plays the clients' part, if the engine does not: clients on other machines. A server that does
         not have the personal models that count evaluates nothing then.
     """
-    play, settings = make_play(exp, records, clock, clients), exp.settings
+    play = make_play(exp, records, clock, clients)
+    settings = exp.settings
     evaluates = clients is None or not exp.method.personal
-    evaluate, counted = make_evaluate(exp) if evaluates else None, Counted.of(exp)
+    evaluate = make_evaluate(exp) if evaluates else None
+    counted = Counted.of(exp)
 
     def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> RoundResult:
         t, r = divmod(step, settings.rounds)
-        last, evaluated = r == settings.rounds - 1, NOT_EVALUATED
+        last = r == settings.rounds - 1
+        evaluated = NOT_EVALUATED
         state, kept, report, besides = play(exp, state, past, t, r)
         uploads = np.sum([each.uploads for each in (*besides, report)], axis=0, dtype=int).tolist()
         if kept is not None:
@@ -115,25 +118,33 @@ def make_play(
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
     """play(exp, state, past, task, round) -> (state, kept, report, besides): a round, and the reports of what
     comes before the first and after the last one of a task."""
-    begin_task, settings = jit(exp.method.begin_task, None, donate_argnums=1), exp.settings
-    shares, partitions = parse_faults(settings.faults), exp.scenario.partitions
+    begin_task = jit(exp.method.begin_task, None, donate_argnums=1)
+    settings = exp.settings
+    shares = parse_faults(settings.faults)
+    partitions = exp.scenario.partitions
     # a static population has the same eligible clients in all rounds of a task
     eligible = functools.lru_cache(maxsize=1)(lambda t, r: np.flatnonzero(partitions[t][r].count))
     static = settings.population == "static"
 
     def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
-        (server, states, key), task, last = state, exp.scenario.tasks[t], r == settings.rounds - 1
-        partition, whole = partitions[t][r], exp.scenario.whole
+        (server, states, key) = state
+        task = exp.scenario.tasks[t]
+        last = r == settings.rounds - 1
+        partition = partitions[t][r]
+        whole = exp.scenario.whole
         everyone = eligible(t, 0 if static else r)
         sampled = participants(settings.seed, t, r, everyone, settings.participation)
         sampled = reached(shares, settings.seed, t, r, sampled)
 
         def stage(when: When) -> RoundReport:
             nonlocal server, states
-            ids, number, mine = sampled, r, partition
+            ids = sampled
+            number = r
+            mine = partition
             if when != "round":
                 mine = whole[t] if whole else partition
-                ids, number = np.flatnonzero(mine.count), 0
+                ids = np.flatnonzero(mine.count)
+                number = 0
             key = jax.random.fold_in(exp.key, _PURPOSE[when])
             inputs = RoundInputs(exp.frozen, exp.train, mine, ids, task, number, key, when, last, past)
             guarded = records.counts.get("rejected", 0) > 0
@@ -148,7 +159,8 @@ def make_play(
             return report
 
         round_context = RoundContext.on_host(exp.frozen, task, r, last)
-        kept, besides = None, []
+        kept = None
+        besides = []
         if r == 0:
             begin_key = jax.random.fold_in(jax.random.fold_in(exp.key, RunKey.BEGIN_TASK), t)
             server = begin_task(round_context, server, begin_key)

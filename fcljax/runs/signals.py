@@ -27,7 +27,8 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, number: int, advice: str = ""):
         super().__init__(number)
-        self.number, self.advice = number, advice
+        self.number = number
+        self.advice = advice
 
 
 def number_of(stop: KeyboardInterrupt) -> int:
@@ -57,7 +58,8 @@ class _Flag:
 
     def watch(self, pipe: int) -> None:
         """Read the signals from a pipe, in a thread: the main one may be inside of compiled code for long."""
-        first, deadline = True, float("inf")
+        first = True
+        deadline = float("inf")
         while True:
             left = None if first else max(0.0, deadline - time.monotonic())
             if not select.select([pipe], [], [], left)[0]:
@@ -75,7 +77,8 @@ class _Flag:
                     return self.end(number)
                 self.number = self.number or number
                 self.came.set()
-                first, deadline = False, time.monotonic() + GRACE
+                first = False
+                deadline = time.monotonic() + GRACE
 
     def end(self, number: int | None) -> None:
         """End the process, whatever it does."""

@@ -38,7 +38,8 @@ PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
 # training has not arrived if its loss still falls by such a share in a task's last round, and fewer of its
 # examples are right than this
-STEEP, ARRIVED = 0.1, 0.8
+STEEP = 0.1
+ARRIVED = 0.8
 OF_TRAINING = ("_epochs", "_lr")  # the options of a training at the server, behind its name
 FEW_STEPS = 100  # of a client in a task: the presets `improved` were chosen with a dozen to a hundred
 FAR = 1.0  # from prototypes to the means of their classes, over the distance between the means
@@ -55,11 +56,14 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
       records: its history.
       personal: `evaluate.personal_accuracy`.
     """
-    settings, payloads = exp.settings, payload_shapes(exp)
+    settings = exp.settings
+    payloads = payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
-    counts, confusion = records.counts, np.asarray(records.confusion)
+    counts = records.counts
+    confusion = np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
-    method, every_setting = short_name(settings.source), dataclasses.asdict(settings)
+    method = short_name(settings.source)
+    every_setting = dataclasses.asdict(settings)
     return {
         "method": method,
         "dataset": settings.dataset,
@@ -114,7 +118,8 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
 
 def _class_names(exp: Experiment) -> list[str]:
     """The data set's names of the classes, in the class order of the run."""
-    dataset, order = exp.inputs.dataset, np.zeros(exp.sizes.classes, int)
+    dataset = exp.inputs.dataset
+    order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.test_label] = dataset.y_test
     order[exp.scenario.train_label] = dataset.y_train
     return [str(dataset.class_names[label]) for label in order]
@@ -171,7 +176,8 @@ def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dic
     kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
     capacity = len(kept.label)
     each = communication.num_bytes(kept.examples) // capacity
-    count, side = int(records.counts["replay_examples"]), exp.inputs.backbone.config.image_size
+    count = int(records.counts["replay_examples"])
+    side = exp.inputs.backbone.config.image_size
     sent = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
         "examples": count,
@@ -189,8 +195,10 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
     `handover` is per client and task: what every client downloads of a finished task when the next one
     begins.
     """
-    by_round, handover = traffic_by_round(exp, payloads), handover_traffic(payloads)
-    usual, extra = NO_TRAFFIC, {}
+    by_round = traffic_by_round(exp, payloads)
+    handover = handover_traffic(payloads)
+    usual = NO_TRAFFIC
+    extra: dict[str, Any] = {}
     for each, traffic in zip(exp.method.rounds, by_round, strict=True):
         if each.when == "round":
             usual = Traffic(*map(sum, zip(usual, traffic, strict=True)))
@@ -209,10 +217,12 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
 def _privacy(exp: Experiment) -> dict[str, Any] | None:
     """The guarantee of central differential privacy after all rounds, and [round, epsilon] at up to 50 of
     them; None without noise or delta."""
-    noise, delta = exp.settings.noise_multiplier, exp.settings.dp_delta
+    noise = exp.settings.noise_multiplier
+    delta = exp.settings.dp_delta
     if not noise or not delta:
         return None
-    rounds, participation = len(exp.scenario.tasks) * exp.sizes.rounds, _largest_share(exp)
+    rounds = len(exp.scenario.tasks) * exp.sizes.rounds
+    participation = _largest_share(exp)
     spent = privacy.epsilon(noise, participation, rounds, delta)
     some = np.unique(np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)).tolist()
     curve = privacy.by_round(noise, participation, some, delta)
@@ -249,7 +259,8 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     """Warnings about a finished run, in lines: uploads that were left out, losses that are not finite or
     above those of guessing, rounds whose result was rejected, test images without a prediction, terms that
     do nothing, and training that has not arrived."""
-    lines, counts = [], records.counts
+    lines = []
+    counts = records.counts
     if counts["rejected"]:
         rounds = sum(rejected_uploads([line]) > 0 for line in records.rounds)
         lines.append(
@@ -320,7 +331,8 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
 def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, float] | None:
     """By which share a loss falls in a task's last round, and the accuracy there, in the median task; None:
     it falls little, or much has been learned."""
-    falls, right = [], []
+    falls = []
+    right = []
     for task in sorted({line["task"] for line in records.rounds}):
         of_task = [line for line in records.rounds if line["task"] == task and line.get(loss) is not None]
         if len(of_task) < 2 or not of_task[-2][loss] > 0:
@@ -391,7 +403,8 @@ def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[
     from fcljax.results import figures
 
     name = f"{summary['method']} on {summary['dataset']}"
-    holdings, classes = _holdings(exp), [task.classes for task in exp.scenario.tasks]
+    holdings = _holdings(exp)
+    classes = [task.classes for task in exp.scenario.tasks]
     draw = (
         lambda path: figures.save(path, figures.accuracy_curve({name: summary["A"]})),
         lambda path: figures.save(path, figures.accuracy_matrix(summary["accuracy"])),

@@ -25,7 +25,8 @@ class Payloads(NamedTuple):
 
 def payload_shapes(exp: Experiment) -> Payloads:
     """The shapes, without computing anything."""
-    method, task = exp.method, exp.scenario.tasks[0]
+    method = exp.method
+    task = exp.scenario.tasks[0]
     info = ClientInfo.example(exp.sizes.classes)
 
     def upload(each: Round, context: ClientContext, state: PyTree, key: jax.Array) -> Upload:
@@ -35,7 +36,8 @@ def payload_shapes(exp: Experiment) -> Payloads:
     def everything(key, frozen, task, info):
         server = method.init(key, frozen)
         round_context = RoundContext.on_host(frozen, task, 0, False)
-        broadcast, state = method.broadcast(round_context, server), method.init_client(key, server)
+        broadcast = method.broadcast(round_context, server)
+        state = method.init_client(key, server)
         context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
         uploads = tuple(upload(each, context, state, key) for each in method.rounds)
         named = method.trainable(round_context, server) if method.trainable else {"upload": uploads[0].mean}

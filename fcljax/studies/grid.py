@@ -34,7 +34,9 @@ from fcljax.studies import typed
 from fcljax.studies.seeds import parse_seeds
 
 MOST_RUNS = 10_000  # more are probably a mistake
-MOST_OF_PART, MOST_OF_NAME = 40, 120  # characters of a value in a folder's name, and of the name
+# Characters of a value in a folder's name, and of the name
+MOST_OF_PART = 40
+MOST_OF_NAME = 120
 PLAIN = re.compile(rf"[A-Za-z0-9+-][A-Za-z0-9.+-]{{0,{MOST_OF_PART - 1}}}")
 
 

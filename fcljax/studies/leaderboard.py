@@ -45,7 +45,10 @@ from fcljax.studies.seeds import folder_of_runs
 from fcljax.studies.sweeps import Outcome, Ways
 from fcljax.terminal import add_row, say
 
-PLAN, TEXT, DATA, FIGURE = "leaderboard.yaml", "leaderboard.md", "leaderboard.json", "leaderboard.png"
+PLAN = "leaderboard.yaml"
+TEXT = "leaderboard.md"
+DATA = "leaderboard.json"
+FIGURE = "leaderboard.png"
 SEARCH = "search"
 PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
@@ -271,7 +274,8 @@ def _check_folder(out: Path) -> None:
 
 def _row(entry: Contender, out: Path, make: Make) -> Standing:
     """The result of a method, after `make` has made its trials and its runs."""
-    trials, factor = {}, 1.0
+    trials = {}
+    factor = 1.0
     if entry.trials:
         outcomes = make(list(entry.trials.values()), out / SEARCH / entry.name)
         trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}

@@ -10,9 +10,12 @@ from fcljax.config import RunConfig
 from fcljax.methods.mini import MINI
 
 CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets with the partition `quantity`
-GLYPHS, TASKS = 100, 5  # classes of the data set `glyphs`, and the largest number of tasks
+# Classes of the data set `glyphs`, and the largest number of tasks
+GLYPHS = 100
+TASKS = 5
 # training images per class; sampled clients draw a tenth of them
-IMAGES, IMAGES_SAMPLED = 20, 100
+IMAGES = 20
+IMAGES_SAMPLED = 100
 
 VALUES: dict[str, Any] = {
     # what the packaged network expects of glyphs

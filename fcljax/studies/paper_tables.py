@@ -23,7 +23,9 @@ from fcljax.results.metrics import over_seeds, paired_difference
 from fcljax.studies.papers import Column, Number, Row
 
 MIN_SEEDS = 3  # of a row that is reproduced, where the paper had several runs
-POINTS, SHARE = 1.0, 0.02  # the tolerance, in points and as a share of a size
+# The tolerance, in points and as a share of a size
+POINTS = 1.0
+SHARE = 0.02
 
 
 class Compared(NamedTuple):

@@ -21,7 +21,8 @@ from fcljax.options import flag
 from fcljax.studies import typed
 
 Status = Literal["unverified", "reproduced", "not reproduced"]
-MARK, VERIFIED = "\ntables:", "\nverified:"
+MARK = "\ntables:"
+VERIFIED = "\nverified:"
 
 
 class Number(NamedTuple):

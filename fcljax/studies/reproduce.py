@@ -30,7 +30,10 @@ from fcljax.studies.sweeps import Outcome
 from fcljax.terminal import add_row
 
 Scale = Literal["mini", "paper"]
-TEXT, DATA, FIGURE, DRAWN = "table.md", "table.json", "accuracy.png", "figure.png"
+TEXT = "table.md"
+DATA = "table.json"
+FIGURE = "accuracy.png"
+DRAWN = "figure.png"
 
 
 class Part(NamedTuple):
@@ -74,7 +77,8 @@ def settings_of(column: Column, row: Row) -> RunConfig:
     Raises:
       InputError: naming the file, the row and what is wrong.
     """
-    values, given = dict(column.settings), dict(row.options)
+    values = dict(column.settings)
+    given = dict(row.options)
     try:
         adapter = given.get("adapter") or values.get("adapter")
         foreign = _fields(column.paper.method, values.get("adapter")) - _fields(row.method, adapter)
@@ -109,7 +113,8 @@ def plan(found: Sequence[Column], scale: Scale, seeds: int | None, row: str | No
         if not any(row in each for each in names):
             choose("row", row, [label if "[" in row else words for label, words in names])
     varied = _varied(found)
-    parts, runs = [], {}
+    parts = []
+    runs = {}
     for column in found:
         for each, cfg, why in _settings(column, scale, varied):
             if row is not None and row not in _names(column, each):
@@ -199,7 +204,8 @@ def _result(part: Part, outcomes: Mapping[str, Outcome], out: Path) -> RowResult
     finished = {
         name: each.summary for name, each in outcomes.items() if each.state == "finished" and each.summary
     }
-    good, figure = list(finished.values()), part.column.entry.figure
+    good = list(finished.values())
+    figure = part.column.entry.figure
     bad = next((each for each in outcomes.values() if each.state != "finished"), None)
     found = [[tables.value_of(summary, metric) for summary in good] for metric in part.column.metrics]
     values = tuple(tuple(value for value in each if value is not None) for each in found)
@@ -227,7 +233,8 @@ def title_of(made: Plan) -> str:
 
 def notes_of(made: Plan) -> list[str]:
     """What a reader of a table must know."""
-    paper, entry = made.column.paper, made.column.entry
+    paper = made.column.paper
+    entry = made.column.entry
     notes = [
         f"Paper: {paper.paper}, {entry.source}. Ours: mean and population standard deviation over the seeds."
     ]
@@ -256,7 +263,8 @@ def write(
     """Write table.md, table.json, the figure of `compare`, the paper's figure if the table is one, and the
     report page into the folder of the sweep. `tell` gets the reason if there is no page."""
     figure = made.column.entry.figure
-    pairs, claims = tables.orderings(found), made.column.entry.claims
+    pairs = tables.orderings(found)
+    claims = made.column.entry.claims
     write_text(out / TEXT, tables.markdown(title_of(made), notes_of(made), found, claims))
     write_json(
         out / DATA,
@@ -304,7 +312,8 @@ def record_paper_runs(
     Returns:
       A line for each column: its new status, or why it stays as it was.
     """
-    said, verified = [], {}
+    said = []
+    verified = {}
     for key in dict.fromkeys(each.column.key for each in found):
         status = tables.status_of([each for each in found if each.column.key == key])
         if status is None:

@@ -79,7 +79,8 @@ def run_seeds(
     Raises:
       InputError: as `loop.run`.
     """
-    out, summaries = Path(out), []
+    out = Path(out)
+    summaries = []
     check = (lambda: check_file(out, cfg, ROUNDING)) if resume else None
     with folder_of_runs(out, check):
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))

@@ -32,7 +32,10 @@ from fcljax.studies.jobs import Job, carried
 from fcljax.studies.seeds import folder_of_runs
 from fcljax.terminal import add_row, say
 
-PLAN, SETTINGS, LOGS, RESULT = "plan.yaml", "settings", "logs", "sweep.json"
+PLAN = "plan.yaml"
+SETTINGS = "settings"
+LOGS = "logs"
+RESULT = "sweep.json"
 SECONDS = 0.2  # between two checks of the running processes
 
 
@@ -141,7 +144,8 @@ def _settings(run: Planned, out: Path) -> Path:
 
 def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
     """The process that makes a run in the sweep's folder."""
-    settings, log = _settings(run, out).absolute(), (out / LOGS / f"{run.name}.log").absolute()
+    settings = _settings(run, out).absolute()
+    log = (out / LOGS / f"{run.name}.log").absolute()
     return Job(
         run.name,
         run.method,
@@ -209,11 +213,14 @@ def run_all(
 ) -> None:
     """Make runs, at most `len(slots)` at a time, and write their exit codes into `codes`. A signal that ends
     this process is passed on to the running ones, which it waits for."""
-    waiting, free, running = deque(jobs), list(slots), {}
+    waiting = deque(jobs)
+    free = list(slots)
+    running = {}
     try:
         while waiting or running:
             while waiting and free:
-                job, slot = waiting.popleft(), free.pop(0)
+                job = waiting.popleft()
+                slot = free.pop(0)
                 running[job.name] = (start(on_device(job, slot)), slot)
             for name, code in _ended(running).items():
                 codes[name] = code

@@ -162,7 +162,8 @@ def stored(folder: Path, method: str) -> Wanted:
     try:
         if found["method"] != method:
             raise InputError(f"resume: {str(path)!r} is for method {found['method']!r}, not {method!r}")
-        given, numbers = dict(found["given"]), (str(found["metric"]), int(found["trials"]))
+        given = dict(found["given"])
+        numbers = (str(found["metric"]), int(found["trials"]))
         ranges = {
             name: parse_range(method, given, name, str(text)) for name, text in dict(found["ranges"]).items()
         }
@@ -248,7 +249,8 @@ def _play(study: Any, trial: Any, wanted: Wanted, out: Path, observer: loop.Obse
             if wanted.prune and trial.should_prune():
                 raise _Pruned
 
-    folder, states = out / f"trial-{trial.number:03d}", optuna.trial.TrialState
+    folder = out / f"trial-{trial.number:03d}"
+    states = optuna.trial.TrialState
     try:
         settings = wanted.settings(trial.params)
         begun = (folder / "config.yaml").exists()

@@ -106,7 +106,8 @@ def _split(
 def _cifar_batch(
     path: Path, classes: int, label_bytes: int
 ) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int64[np.ndarray, " N"]]:
-    data, size = np.frombuffer(content(path), np.uint8), label_bytes + 3072
+    data = np.frombuffer(content(path), np.uint8)
+    size = label_bytes + 3072
     if len(data) == 0 or len(data) % size:
         raise InputError(
             f"dataset: {str(path)!r} has {len(data)} bytes, no multiple of {size}; it is truncated"
@@ -122,7 +123,8 @@ def _cifar_batch(
 
 
 def _idx(images: Path, labels: Path, classes: tuple[str, ...]) -> UndecodedSplit:
-    x, y = read_idx(images, 3), read_idx(labels, 1).astype(np.int64)
+    x = read_idx(images, 3)
+    y = read_idx(labels, 1).astype(np.int64)
     if len(x) != len(y):
         raise InputError(
             f"dataset: {str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels; "

@@ -59,7 +59,8 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     names = tuple(map(str, labels if class_names is None else class_names))
     if len(names) != len(labels):
         raise InputError(f"class_names: {len(names)} names for {len(labels)} classes")
-    y, y_test = y.astype(np.int64), np.searchsorted(labels, y_test)
+    y = y.astype(np.int64)
+    y_test = np.searchsorted(labels, y_test)
     sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
     return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
 
@@ -314,7 +315,8 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
         raise InputError(
             f"{where}: {key} has {wrong:,} values that are NaN or infinite; {_LEVELS}; leave these images out"
         )
-    low, high = float(images.min()), float(images.max())
+    low = float(images.min())
+    high = float(images.max())
     if images.dtype.kind == "f" and low >= 0 and high <= 1:
         return np.rint(images * np.float32(255)).astype(np.uint8)
     what = f"has values from {low:g} to {high:g}" if images.dtype.kind == "f" else f"is {images.dtype}"

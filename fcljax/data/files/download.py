@@ -75,7 +75,8 @@ def _official() -> dict[str, tuple[Archive, ...]]:
     archives: dict[str, tuple[Archive, ...]] = {}
     text = (resources.files("fcljax") / "assets" / "archives.tsv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines(), delimiter="\t"):
-        name, size = row.pop("dataset"), int(row.pop("bytes"))
+        name = row.pop("dataset")
+        size = int(row.pop("bytes"))
         archives[name] = (*archives.get(name, ()), Archive(bytes=size, **row))
     return archives
 
@@ -150,7 +151,8 @@ def fetch_file(
     Raises:
       InputError: naming the file and the failure.
     """
-    console, part = console or Console(stderr=True), target.with_name(f"{target.name}.part")
+    console = console or Console(stderr=True)
+    part = target.with_name(f"{target.name}.part")
     try:
         with prepared.one_process(target, console):
             if not target.exists():

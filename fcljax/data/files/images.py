@@ -81,11 +81,14 @@ def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resam
     short, long = sorted(image.size)
     length = int(side * long / short)
     columns, rows = (side, length) if image.width <= image.height else (length, side)
-    left, top = int(round((columns - side) / 2.0)), int(round((rows - side) / 2.0))
+    left = int(round((columns - side) / 2.0))
+    top = int(round((rows - side) / 2.0))
     if columns * rows < MAX_PIXELS:
         return image.resize((columns, rows), kernel).crop((left, top, left + side, top + side))
-    x, y = image.width / columns, image.height / rows
-    right, bottom = min((left + side) * x, image.width), min((top + side) * y, image.height)
+    x = image.width / columns
+    y = image.height / rows
+    right = min((left + side) * x, image.width)
+    bottom = min((top + side) * y, image.height)
     return image.resize((side, side), kernel, box=(left * x, top * y, right, bottom))
 
 

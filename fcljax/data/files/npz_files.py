@@ -57,7 +57,8 @@ def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], 
     Raises:
       InputError: naming what is wrong with the file.
     """
-    where, names = f"dataset: {str(path)!r}", _names(path, "dataset")
+    where = f"dataset: {str(path)!r}"
+    names = _names(path, "dataset")
     keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
     tested = "test" if keys["test"] or not keys["val"] else "val"
     splits = {split: _required(where, names, keys[split], split) for split in ("train", tested)}
@@ -98,7 +99,8 @@ def load_part(
       InputError: naming what is wrong with the file.
     """
     path = in_home(path, "data")
-    where, names = f"data: {str(path)!r}", _names(path, "data")
+    where = f"data: {str(path)!r}"
+    names = _names(path, "data")
     keys = _required(where, names, _keys(where, names, split), split)
     arrays = _read(path, [*keys, CLASS_NAMES])
     x = checked_images(where, keys.images, arrays[keys.images])

@@ -369,7 +369,8 @@ def _no_label(images: UndecodedSplit, index: int) -> str:
 
 def _labelled(listing: Listing) -> tuple[Listing, list[dict[str, str]]]:
     """The images that have a label, and what the manifest says of the others."""
-    splits, left_out = [], []
+    splits = []
+    left_out = []
     for images in (listing.train, listing.test):
         missing = np.flatnonzero(images.labels < 0)
         left_out += [{"file": images.names[i], "reason": _no_label(images, i)} for i in missing.tolist()]
@@ -483,8 +484,13 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
 
 def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[str, dict], list[dict]]:
     """Write the arrays of a split; what the manifest says of each, and which images were skipped."""
-    shape, path, sums = _shape(work, split), work.folder / f"x_{split}.npy", hashlib.sha256()
-    kept, sizes, skipped, done = [], [], [], 0
+    shape = _shape(work, split)
+    path = work.folder / f"x_{split}.npy"
+    sums = hashlib.sha256()
+    kept = []
+    sizes = []
+    skipped = []
+    done = 0
     _allocate(path, (len(images.names), *shape, 3))
     for pictures, names in _blocks_of(images):
         results = list(work.pool.map(partial(_decode, work, split), pictures, names))
@@ -520,7 +526,8 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> None:
 
 
 def _shorten(path: Path, length: int) -> None:
-    full, part = np.load(path, mmap_mode="r"), path.with_name(f"part_{path.name}")
+    full = np.load(path, mmap_mode="r")
+    part = path.with_name(f"part_{path.name}")
     target = np.lib.format.open_memmap(part, mode="w+", dtype=full.dtype, shape=(length, *full.shape[1:]))
     start = 0
     for block in _blocks(full[:length]):

@@ -46,7 +46,8 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
     Raises:
       InputError: if the share is too small to hold out an image of every class.
     """
-    kept, size = first_share(dataset.y_train, 1 - share), dataset.size_train
+    kept = first_share(dataset.y_train, 1 - share)
+    size = dataset.size_train
     away = np.setdiff1d(np.arange(len(dataset.y_train)), kept)
     if len(np.unique(dataset.y_train[away])) < len(np.unique(dataset.y_train)):
         fewest = int(np.unique(dataset.y_train, return_counts=True)[1].min())
@@ -283,10 +284,8 @@ def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: boo
         listing = scan.listing()
         for note in listing.notes:
             options.say(f"{name}: {note}")
-        count, official = (
-            len(listing.train.names) + len(listing.test.names),
-            NAMED[name].images if name in NAMED else None,
-        )
+        count = len(listing.train.names) + len(listing.test.names)
+        official = NAMED[name].images if name in NAMED else None
         if official and count != official:
             options.say(f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
         facts = {
@@ -340,7 +339,8 @@ def _digits() -> Dataset:
     from sklearn.datasets import load_digits
 
     pixels, target = load_digits(return_X_y=True)
-    labels, grey = np.asarray(target).astype(np.int64), np.asarray(pixels).reshape(-1, 8, 8)
+    labels = np.asarray(target).astype(np.int64)
+    grey = np.asarray(pixels).reshape(-1, 8, 8)
     images = _enlarged(np.rint(grey * (255 / 16)).astype(np.uint8))
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
@@ -349,7 +349,8 @@ def _digits() -> Dataset:
 
 
 def _shifted_digits() -> Dataset:
-    digits, names = _digits(), list(SHIFTS)
+    digits = _digits()
+    names = list(SHIFTS)
     return digits._replace(
         name="shifted_digits",
         x_train=shifted(digits.x_train),
@@ -362,7 +363,8 @@ def _shifted_digits() -> Dataset:
 
 
 def _enlarged(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
-    size, bicubic = (_SIDE, _SIDE), Image.Resampling.BICUBIC
+    size = (_SIDE, _SIDE)
+    bicubic = Image.Resampling.BICUBIC
     enlarged = np.stack([np.asarray(Image.fromarray(image).resize(size, bicubic)) for image in grey])
     return np.repeat(enlarged[..., None], 3, axis=-1)
 

@@ -113,7 +113,8 @@ def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: s
     `field` holds a path that ends in CLASS/FILE; without it the label gives the class.
     """
     records = _records(versions, splits)
-    names, tree = [features["label"].names for features in records.features], {}
+    names = [features["label"].names for features in records.features]
+    tree = {}
     for row in _fields(records, ["label", *([field] if field else [])]):
         # each builder has names of its own
         if not field and row[2] < 0:
@@ -129,7 +130,8 @@ def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: s
 def omniglot(versions: Sequence[Path]) -> Listing:
     """Characters of all alphabets; the last 5 drawings of each are for testing."""
     records = _records(versions, ("train", "test"))
-    alphabets, tree = records.features[0]["alphabet"].names, {}
+    alphabets = records.features[0]["alphabet"].names
+    tree = {}
     for row in _fields(records, ["alphabet", "alphabet_char_id"]):
         tree.setdefault(f"{alphabets[row[2]]}/character{row[3] + 1:02d}", []).append(row)
     return _listing(versions, records, sorted(tree), *last_drawings(tree))
@@ -179,7 +181,9 @@ def _checked(read: Read, versions: Sequence[Path]) -> Listing:
 def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     import tensorflow_datasets as tfds
 
-    sources, names, features = [], [], []
+    sources = []
+    names = []
+    features = []
     for version in versions:
         builder = tfds.builder_from_directory(version)
         # images as files, for our own decoder

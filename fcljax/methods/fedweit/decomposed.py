@@ -98,10 +98,12 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     Raises:
       InputError: for an adapter that has parameters for each task.
     """
-    arrays, head = arrays_of(inner, sizes), _own_classifier(inner.classifier, shape)
+    arrays = arrays_of(inner, sizes)
+    head = _own_classifier(inner.classifier, shape)
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
-        params, tasks = inner.init(key, frozen), sizes.tasks
+        params = inner.init(key, frozen)
+        tasks = sizes.tasks
         base = arrays.flat(inner.adapter.trainable(params.adapter, make_tasks(sizes.classes, tasks)[0]))
         stats = jax.tree.map(lambda x: jnp.broadcast_to(x, (tasks, *x.shape)), params.stats)
         own = first_own(params.classifier, base, arrays, sizes, shape)
@@ -118,7 +120,8 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         return Params(params.adapter.base, own, params.extra, params.stats)
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
-        base, own = trainable.adapter, head.merge(params.classifier, task, trainable.classifier)
+        base = trainable.adapter
+        own = head.merge(params.classifier, task, trainable.classifier)
         base = filled(arrays, base, params.adapter.base) if isinstance(base, Sparse) else base
         shared = params.adapter._replace(base=base)
         return params._replace(adapter=shared, classifier=own, stats=trainable.stats)
@@ -129,7 +132,8 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     def forward(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> Output:
-        own, now = trainable.classifier, task.index
+        own = trainable.classifier
+        now = task.index
         own = own._replace(adaptive=own.adaptive[now]) if shape.retroactive else own
         theta = compose(arrays, trainable.adapter, own, cached.adapter.values[now])
         stats = at(trainable.stats, now)
@@ -237,7 +241,9 @@ class Arrays(NamedTuple):
     def _spread(self, values: Array, spread: Callable, width: Callable) -> Float[Array, "*lead N"]:
         """spread(values of an array, its shape) for all arrays; each has width(shape) values. Equal blocks
         of arrays are done at once: each array by itself would be compiled by itself."""
-        lead, done, found = values.shape[:-1], 0, []
+        lead = values.shape[:-1]
+        done = 0
+        found = []
         for shapes, times in runs(self.shapes):
             ends = np.cumsum([width(shape) for shape in shapes])
             part = values[..., done : done + times * ends[-1]].reshape(*lead, times, ends[-1])
@@ -250,7 +256,9 @@ class Arrays(NamedTuple):
 def runs(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[tuple[int, ...], ...], int]]:
     """The shapes as patterns and how often each comes in a row: a network's equal blocks, and the rest
     between them once."""
-    found, alone, i = [], [], 0
+    found = []
+    alone = []
+    i = 0
     while i < len(shapes):
         width, times = max(
             ((width, _repeats(shapes, i, width)) for width in range(1, (len(shapes) - i) // 2 + 1)),
@@ -260,7 +268,8 @@ def runs(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[tuple[int, ...
         if times > 1:
             found += [(tuple(alone), 1)] if alone else []
             found.append((shapes[i : i + width], times))
-            alone, i = [], i + width * times
+            alone = []
+            i = i + width * times
         else:
             alone.append(shapes[i])
             i += 1
@@ -269,7 +278,8 @@ def runs(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[tuple[int, ...
 
 def _repeats(shapes: tuple, first: int, width: int) -> int:
     """How often the `width` shapes from `first` on come in a row."""
-    pattern, times = shapes[first : first + width], 1
+    pattern = shapes[first : first + width]
+    times = 1
     while shapes[first + times * width : first + (times + 1) * width] == pattern:
         times += 1
     return times
@@ -317,7 +327,8 @@ def pruned(adaptive: Float[Array, "..."], prune_threshold: float) -> Float[Array
 
 def first_own(head: PyTree, base: Array, arrays: Arrays, sizes: Sizes, shape: Shape) -> Own:
     """What a client has before it ever trains: all tasks alike, no attention to anybody."""
-    tasks, raw = sizes.tasks, math.log(shape.mask / (1 - shape.mask))
+    tasks = sizes.tasks
+    raw = math.log(shape.mask / (1 - shape.mask))
     return Own(
         head,
         mask=jnp.full((tasks, sum(arrays.outputs)), raw, jnp.float32),

@@ -85,7 +85,8 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
         parameters for each task.
     """
     _check_rule(options, run.aggregation)
-    plain, retroactive = linear_learner(run), options.retroactive
+    plain = linear_learner(run)
+    retroactive = options.retroactive
     shape = Shape(
         options.kb_samples,
         options.mask_start,
@@ -192,7 +193,8 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
         return of_task_before(state, context.task)
 
     def loss(step: ClientStep, before: Before) -> Float[Array, ""]:
-        task, moved = step.context.task.index, step.trainable.adapter - before.base
+        task = step.context.task.index
+        moved = step.trainable.adapter - before.base
         old = jnp.where(_first(before.mask, task), before.mask, 0.0)
         if not retroactive:  # the masks of all tasks at once: nothing has an axis T and N
             return weight / 2 * jnp.sum(moved**2 * arrays.of_outputs(jnp.sum(old**2, axis=0)))
@@ -277,7 +279,8 @@ def store_uploads(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Know
 
 def hand_out(state: Knowledge, received: Received, task: ArrayLike, key: PRNGKeyArray) -> Received:
     """What was handed out, with R of all that is known for one task; after the last task nothing changes."""
-    known, count = state.known.reshape(-1), received.client.shape[1]
+    known = state.known.reshape(-1)
+    count = received.client.shape[1]
     priority = jnp.where(known, jax.random.uniform(key, known.shape), -1.0)
     order = jnp.argsort(-priority)[:count]
     order = jnp.pad(order, (0, count - len(order)), constant_values=len(known))  # where R is more than all

@@ -234,8 +234,10 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
       run: the run's.
       weights: how the loss is put together.
     """
-    sizes, batch_size = run.sizes, run.training.batch_size
-    budget, view = Budget(options.memory_size, "client", options.memory_repeats), pass_over(batch_size)
+    sizes = run.sizes
+    batch_size = run.training.batch_size
+    budget = Budget(options.memory_size, "client", options.memory_repeats)
+    view = pass_over(batch_size)
 
     def init(key: PRNGKeyArray, trainable: Params) -> Known:
         del key, trainable
@@ -245,7 +247,9 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
 
     def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> LocalState:
         del context, key
-        count, width, zero = sizes.task_classes, run.network.width, jnp.zeros(())
+        count = sizes.task_classes
+        width = run.network.width
+        zero = jnp.zeros(())
         sums = FeatureSums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
         image = jnp.zeros((count, *run.network.image))
         return LocalState(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
@@ -315,7 +319,8 @@ def if_changed(options: GLFCOptions, then: StepMemory) -> StepMemory:
 
 def measure_entropy(step: ClientStep, work: LocalState) -> LocalState:
     """Before training: the entropy of a batch under the model that was sent."""
-    logits, mask = step.forward(step.trainable, train=False).logits, step.batch.mask
+    logits = step.forward(step.trainable, train=False).logits
+    mask = step.batch.mask
     entropy = jnp.where(mask, entropy_of(logits, step.context.task.seen), 0.0)
     return work._replace(entropy=work.entropy + jnp.sum(entropy), examples=work.examples + jnp.sum(mask))
 
@@ -352,7 +357,9 @@ def old_model(context: ClientContext, changed: Bool[Array, ""]) -> Old:
 def weighted_loss(weights: LossWeights, step: ClientStep, known: Known, old: Old) -> Float[Array, ""]:
     """The whole loss: binary cross-entropy of the labels, and of an old model's answers where there is one;
     for classes that it does not know, its answers are the labels."""
-    context, batch, logits = step.context, step.batch, step.output.logits
+    context = step.context
+    batch = step.batch
+    logits = step.output.logits
     label = jax.nn.one_hot(batch.label, logits.shape[-1])
     weight = weights.weigh(gap_of(logits, batch.label), batch, known, context.task)
     binary = functools.partial(weighted_binary_loss, logits, seen=context.task.seen, mask=batch.mask)
@@ -409,13 +416,16 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
 
 def add_statistics(step: ClientStep, work: LocalState) -> LocalState:
     """After training: adds the features of a batch by class, under the client's own model."""
-    batch, classes, own = step.batch, step.context.task.classes, work.sums
+    batch = step.batch
+    classes = step.context.task.classes
+    own = work.sums
     feature = step.forward(step.trainable, train=False).feature
 
     def add(values: Array) -> tuple[Array, Array]:
         return sum_by_class(values, batch.label, classes, batch.mask)
 
-    (near, examples), (plain, _) = add(unit(feature)), add(feature)
+    (near, examples) = add(unit(feature))
+    (plain, _) = add(feature)
     (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
     new = FeatureSums(
         own.near + near, own.feature + plain, own.square + square[:, 0], own.examples + examples
@@ -425,7 +435,8 @@ def add_statistics(step: ClientStep, work: LocalState) -> LocalState:
 
 def find_nearest(step: ClientStep, work: LocalState) -> LocalState:
     """In a second pass: of each class the image whose features are nearest to the class mean so far."""
-    batch, mean = step.batch, work.sums.near / jnp.maximum(work.sums.examples, 1)[:, None]
+    batch = step.batch
+    mean = work.sums.near / jnp.maximum(work.sums.examples, 1)[:, None]
     feature = step.forward(step.trainable, train=False).feature
     gap = jnp.sum((unit(feature) - mean[:, None]) ** 2, axis=-1)
     mine = (batch.label == step.context.task.classes[:, None]) & batch.mask
@@ -442,7 +453,8 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
 
     def finalize(end: ClientEnd, total: tuple) -> Sent:
         del total
-        context, work = end.context, end.memories[NAME]
+        context = end.context
+        work = end.memories[NAME]
         changed = task_changed(options, work, context.task)
         encoded = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded, work))
@@ -497,7 +509,8 @@ def perturb(
 
 def spread_of(sums: FeatureSums) -> Float[Array, ""]:
     """The mean variance of a feature's entries within a class, over the classes there are."""
-    examples, there = jnp.maximum(sums.examples, 1), sums.examples > 0
+    examples = jnp.maximum(sums.examples, 1)
+    there = sums.examples > 0
     trace = sums.square / examples - jnp.sum((sums.feature / examples[:, None]) ** 2, axis=-1)
     mean = jnp.sum(jnp.where(there, trace, 0.0)) / jnp.maximum(jnp.sum(there), 1)
     return jnp.maximum(mean, 0.0) / sums.feature.shape[-1]

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-CHANNELS, SIDE, STRIDES, BOUND = 12, 5, (2, 2, 1), 0.5
+CHANNELS = 12
+SIDE = 5
+STRIDES = (2, 2, 1)
+BOUND = 0.5
 
 
 class Conv(NamedTuple):
@@ -31,7 +34,8 @@ class LeNet(NamedTuple):
 def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNet:
     """A network for images of height x width x 3."""
     for stride in STRIDES:
-        height, width = -(-height // stride), -(-width // stride)
+        height = -(-height // stride)
+        width = -(-width // stride)
 
     def conv(channels: int) -> Conv:
         return Conv(jnp.zeros((SIDE * SIDE * channels, CHANNELS)), jnp.zeros(CHANNELS))
@@ -65,7 +69,8 @@ def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " c
 def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch"]:
     """The 5x5 surroundings of every stride-th pixel, zeros outside: products of matrices have fast second
     derivatives everywhere, which convolutions in a loop have not."""
-    (h, w, _), edge = x.shape, SIDE // 2
+    (h, w, _) = x.shape
+    edge = SIDE // 2
     padded = jnp.pad(x, ((edge, edge), (edge, edge), (0, 0)))
     rows = jnp.concatenate([padded[i : i + h : stride] for i in range(SIDE)], axis=-1)
     return jnp.concatenate([rows[:, j : j + w : stride] for j in range(SIDE)], axis=-1)

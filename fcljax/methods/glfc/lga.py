@@ -22,9 +22,13 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import unlabelled
 from fcljax.types import Batch, Method, Task
 
-LEAST, MOST = 0.5, 5.0  # of a row's weight
+# Of a row's weight
+LEAST = 0.5
+MOST = 5.0
 NEAR = 0.1  # the squared length of a perturbation over that of its feature, at the most
-PERTURBED, TRIED = 5, 20  # perturbations of each feature that count, and that are drawn
+# Perturbations of each feature that count, and that are drawn
+PERTURBED = 5
+TRIED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,8 @@ def lga(options: LGAOptions, run: Run) -> Method:
 def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
     """Category-balanced weights: gaps to the power t / (t + 1), over the mean of the new rows; and for every
     earlier task over the mean of the rows that the client had learned by then, all of which add up."""
-    learned, index = known.now.learned, task.index
+    learned = known.now.learned
+    index = task.index
     gap = jnp.where(index > 0, gap ** (index / (index + 1)), gap)
     old = learned[batch.label]
     weight = jnp.where(old, 0.0, over_mean(gap, ~old & batch.mask))
@@ -86,7 +91,9 @@ def _accuracy(
     view: PRNGKeyArray,
     draw: PRNGKeyArray,
 ) -> Float[Array, ""]:
-    learner, monitor, task = round.learner, proxy.monitor, round.task
+    learner = round.learner
+    monitor = proxy.monitor
+    task = round.task
     trainable = learner.trainable(params, task)
 
     def features(pixels: Array) -> Float[Array, "states D"]:

@@ -158,7 +158,8 @@ def proxy_server(options: ProxyOptions, run: Run, judge: Judge, gradients: Repor
         return _new(options, run, trainable)
 
     def update(round: ServerRound, params: Params, proxy: Proxy) -> ServerUpdate:
-        sent, (build, score_key) = round.reports[REPORT], jax.random.split(round.key)
+        sent = round.reports[REPORT]
+        (build, score_key) = jax.random.split(round.key)
         there = sent.there & round.valid[:, None]
         arrive = functools.partial(_arrive, options, run, round, sent, there, build)
         arrived = jnp.any(there)
@@ -169,7 +170,8 @@ def proxy_server(options: ProxyOptions, run: Run, judge: Judge, gradients: Repor
         score = judge(round, params, proxy, score_key)
         current = one_of(score >= best, _now(round, params), proxy.choice.current)
         proxy = proxy._replace(choice=proxy.choice._replace(current=current), best=jnp.maximum(score, best))
-        senders, one = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32), jnp.ones(())
+        senders = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32)
+        one = jnp.ones(())
         metrics = {"score": Weighted(score, one), "senders": Weighted(senders, one)}
         return ServerUpdate(params, proxy, metrics)
 
@@ -194,7 +196,8 @@ def _new(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
 
 def _now(round: ServerRound, params: Params) -> Old:
     task = jax.tree.map(jnp.asarray, round.task)
-    index, classes = task.index.astype(jnp.int32), task.classes.astype(jnp.int32)
+    index = task.index.astype(jnp.int32)
+    classes = task.classes.astype(jnp.int32)
     trainable = round.learner.trainable(params, round.task)
     return Old(trainable, task._replace(index=index, classes=classes))
 
@@ -263,7 +266,8 @@ def rebuild(
         gap = jax.tree.map(jnp.subtract, gradient_of(lenet, image, target), gradient)
         return optax.tree.norm(gap, squared=True)
 
-    noise, count = jax.random.normal(key, (*side, 3)), options.monitor_images
+    noise = jax.random.normal(key, (*side, 3))
+    count = options.monitor_images
     start = 0.5 + 0.1 * noise if options.match_start == "grey" else noise
     lbfgs = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(LINE_SEARCH))
 
@@ -296,7 +300,9 @@ def share_correct(
     options: ProxyOptions, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
 ) -> Float[Array, ""]:
     """GLFC's judge: the accuracy on the images among the seen classes; 0 if there are none."""
-    learner, task, monitor = round.learner, round.task, proxy.monitor
+    learner = round.learner
+    task = round.task
+    monitor = proxy.monitor
     trainable = learner.trainable(params, task)
 
     def share(args: tuple) -> Array:

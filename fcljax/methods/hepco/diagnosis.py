@@ -79,11 +79,13 @@ def compare(
       distance: from the latents' mean to the real one, in standard deviations of the class's real features.
       spread: the standard deviation of a class's latents over that of its real features.
     """
-    every, all_of_them = jnp.arange(len(drawn)), jnp.ones(len(label), bool)
+    every = jnp.arange(len(drawn))
+    all_of_them = jnp.ones(len(label), bool)
     right = jnp.argmax(mask_logits(logits, seen), axis=1) == label
     count, of_class = sum_by_class(right[:, None].astype(jnp.float32), label, every, all_of_them)
     share = count[:, 0] / of_class
-    made, truth = class_spread(moments_of(latent, label, every, all_of_them)), class_spread(real)
+    made = class_spread(moments_of(latent, label, every, all_of_them))
+    truth = class_spread(real)
     known = drawn & truth.present
     deviation = jnp.sqrt(jnp.where(known, truth.variance, 1))
     away = jnp.sqrt(jnp.sum((made.mean - truth.mean) ** 2, axis=1)) / deviation

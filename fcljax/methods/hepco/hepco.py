@@ -194,7 +194,8 @@ class Composite(NamedTuple):
 def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     """From the averaged model to one that also fits the clients' models on latents of the task's classes, and
     the model before the task on latents of older classes."""
-    sizes, width = run.sizes, feature_width(run, options.features)
+    sizes = run.sizes
+    width = feature_width(run, options.features)
     shape = GeneratorConfig(
         sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
     )
@@ -205,7 +206,9 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
 
     def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
-        task, keys, anybody = round.task, jax.random.split(round.key, 3), jnp.any(round.valid)
+        task = round.task
+        keys = jax.random.split(round.key, 3)
+        anybody = jnp.any(round.valid)
         sent = round.reports["class_examples"]
         examples = jnp.where(round.valid[:, None], sent, 0).astype(jnp.float32)
         past = Past(began_with(round, past.start), past.examples + examples.sum(0), past.real)
@@ -334,9 +337,12 @@ def generator_loss(
 ) -> Float[Array, ""]:
     """L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5): latents that the teachers recognise, and of which
     the averaged model thinks otherwise. `gaps` are those of its prompts and the teachers'."""
-    options, task, trainable = study.options, study.task, study.trainable
+    options = study.options
+    task = study.task
+    trainable = study.trainable
     weight = teachers.weight[:, label]
-    theirs, own = study.teachers_logits(teachers, latent), study.logits(study.params, trainable, latent)
+    theirs = study.teachers_logits(teachers, latent)
+    own = study.logits(study.params, trainable, latent)
     known = mask_logits(theirs, task.seen)
     right = optax.softmax_cross_entropy_with_integer_labels(known, jnp.broadcast_to(label, weight.shape))
     loss = jnp.sum(weight * right)
@@ -373,7 +379,9 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
     Prompts that are sums w P of a basis P with weights w are compared without being made: w_s P_s - w_j P_j
     is (w_s - w_j) P_j + w_s (P_s - P_j), whose square needs no more than the products of these bases.
     """
-    params, own, mixture = study.params, study.trainable, study.learner.adapter.mixture
+    params = study.params
+    own = study.trainable
+    mixture = study.learner.adapter.mixture
     if mixture is None:
         return functools.partial(prompt_gap, study, own, teachers)
     nowhere = jnp.ones((1, study.learner.network.width))  # a basis does not depend on the latent
@@ -382,7 +390,8 @@ def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
         return mixture(params.adapter, trainable.adapter, latent, study.task)
 
     def products(theirs: Params) -> Float[Array, "groups both both"]:
-        basis, own_basis = mixed(theirs, nowhere).basis, mixed(own, nowhere).basis
+        basis = mixed(theirs, nowhere).basis
+        own_basis = mixed(own, nowhere).basis
         both = jnp.concatenate([basis, own_basis - basis], axis=1)
         return exact_einsum("gmn,gkn->gmk", both, both)
 
@@ -431,7 +440,8 @@ def train_generator(
     odds: Float[Array, " C"],
 ) -> tuple[Generator, Weighted]:
     """A new generator after so many steps of Adam on its loss under these teachers, and the mean loss."""
-    options, gaps = study.options, prompt_gaps(study, teachers)
+    options = study.options
+    gaps = prompt_gaps(study, teachers)
     adam = optax.adam(options.generator_lr)
     generator = init_generator(shape, jax.random.fold_in(key, 0))
 
@@ -507,7 +517,8 @@ def draw_latents(
             return normal_latents(past.real, key, number, _odds(examples))
         # the first of as many as are drawn of either kind: one size is compiled, not two
         noise, label = _conditions(key, max(count, replay), shape, _odds(examples))
-        noise, label = noise[:number], label[:number]
+        noise = noise[:number]
+        label = label[:number]
         return Latents(generate(shape, generator, noise, label, False)[0], label)
 
     keys = jax.random.split(key)
@@ -534,13 +545,15 @@ def distil(
 ) -> tuple[Params, dict[str, Weighted]]:
     """The averaged model's trainable parameters after distilling prompts (eq. 6) and classifier (section
     5.3)."""
-    options, losses = study.options, dict[str, Callable]()
+    options = study.options
+    losses = dict[str, Callable]()
     if study.learner.adapter.prompt and not options.wo_prompt_distillation:
         losses["adapter"] = functools.partial(prompt_loss, study, clients, previous)
     if not options.wo_classifier_distillation:
         losses["classifier"] = functools.partial(label_loss, study, previous)
     together = [losses] if options.distill_phases == "shared" else [{name: losses[name]} for name in losses]
-    trainable, found = study.trainable, {}
+    trainable = study.trainable
+    found = {}
     steps = jnp.where(anybody, options.distill_steps, 0)
     for i, each in enumerate(together):
         own = jax.random.fold_in(key, i)
@@ -571,7 +584,8 @@ def _descend(
             update, optimiser = adam.update(gradient, optimisers[name])
             part = optax.apply_updates(getattr(trainable, name), update)
             trainable = trainable._replace(**{name: part})
-            optimisers, totals = optimisers | {name: optimiser}, totals | {name: totals[name] + value}
+            optimisers = optimisers | {name: optimiser}
+            totals = totals | {name: totals[name] + value}
         return trainable, optimisers, totals
 
     optimisers = {name: adam.init(getattr(trainable, name)) for name in losses}

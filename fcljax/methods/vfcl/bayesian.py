@@ -79,7 +79,8 @@ def means(params: Params) -> Params:
 def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
     """Parameters drawn from their posteriors; the adapter's are one vector."""
     first, second = jax.random.split(key)
-    adapter, classifier = sample(first, trainable.adapter), sample(second, trainable.classifier)
+    adapter = sample(first, trainable.adapter)
+    classifier = sample(second, trainable.classifier)
     return trainable._replace(adapter=adapter, classifier=classifier)
 
 

@@ -175,7 +175,9 @@ def log_posterior_ratio(step: ClientStep, prior: OwnPrior, share: Float[Array, "
 
 def classifier_ratio(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
     """The same of the classifier, over the classes that the client has seen: the last axis of every leaf."""
-    drawn, mine, seen = step.drawn.classifier, step.trainable.classifier, step.context.task.seen
+    drawn = step.drawn.classifier
+    mine = step.trainable.classifier
+    seen = step.context.task.seen
 
     def known_or(new: float):
         return lambda own: jnp.where(prior.known, own, new)

@@ -103,7 +103,8 @@ def _target(source: str, target: str | None) -> Path:
 
 
 def _metadata(found: Loaded) -> dict[str, str]:
-    file, network = found.source, found.network
+    file = found.source
+    network = found.network
     metadata = {"format": FORMAT, "source": file.source, "sha256": file.digest, "mapping": network.mapping}
     metadata["config"] = shape_text(network.config)
     metadata |= {"mean": json.dumps(found.mean), "std": json.dumps(found.std)}
@@ -112,7 +113,9 @@ def _metadata(found: Loaded) -> dict[str, str]:
 
 
 def _rows(found: Loaded, keep_head: bool) -> list[tuple[str, str]]:
-    network, head, decoder = found.network, "none", "none"
+    network = found.network
+    head = "none"
+    decoder = "none"
     config = network.config
     if network.head:
         head = f"{network.head['bias'].size} classes, {'kept' if keep_head else 'dropped'}"

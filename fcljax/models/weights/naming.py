@@ -203,7 +203,8 @@ def sizes(network: NamedViT) -> ViTSizes:
     Raises:
       InputError: if the embedding is none of square patches of 3 channels.
     """
-    naming, tensors = network.naming, network.tensors
+    naming = network.naming
+    tensors = network.tensors
     patch, width = _patches(naming, tensors)
     return ViTSizes(width, _blocks(naming, tensors), _mlp(naming, tensors, width), patch)
 
@@ -220,7 +221,9 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
       InputError: if it is of a kind that is not supported, or tensors are missing, unexpected, misshaped or
         not finite.
     """
-    naming, tensors, dialect = network.naming, network.tensors, network.dialect
+    naming = network.naming
+    tensors = network.tensors
+    dialect = network.dialect
     if dialect.rotary and not facts.rotary_base:
         facts = facts._replace(rotary_base=DINOV3_BASE)
     if not dialect.rotary and naming.layout != "ours":
@@ -380,10 +383,13 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
 
 def _architecture(network: NamedViT, name: str | None, facts: TensorFacts) -> tuple[ViTConfig, list[str]]:
     """The static shape of the tensors, or that of `name`, and what had to be assumed."""
-    naming, tensors = network.naming, network.tensors
+    naming = network.naming
+    tensors = network.tensors
     width, depth, mlp, patch = sizes(network)
-    grid, norm = _grid(naming, tensors), {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
-    first, pre = naming.block % 0, _leaf(naming, NORM_PRE, "scale")
+    grid = _grid(naming, tensors)
+    norm = {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
+    first = naming.block % 0
+    pre = _leaf(naming, NORM_PRE, "scale")
     config = ViTConfig(grid * patch, patch, width, depth, 1, mlp, final_norm=not norm.isdisjoint(tensors))
     config = dataclasses.replace(
         config,
@@ -452,10 +458,12 @@ def _registers(naming: Naming) -> str:
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     """Side of the patches and width, from the patch embedding."""
     shape = tensors[_leaf(naming, naming.embed, "kernel")].shape
-    channels, square = None, (0, 0)
+    channels = None
+    square = (0, 0)
     if naming.layout == "ours" and len(shape) == 2:
         side = math.isqrt(shape[0] // 3)
-        channels, square = 3 if shape[0] == 3 * side**2 else None, (side, side)
+        channels = 3 if shape[0] == 3 * side**2 else None
+        square = (side, side)
     elif len(shape) == 4:
         channels, square = (shape[1], shape[2:]) if naming.layout == "torch" else (shape[2], shape[:2])
     if channels != 3 or square[0] != square[1] or not math.prod(shape):
@@ -507,9 +515,11 @@ def _decoder(
     network: NamedViT, config: ViTConfig, facts: TensorFacts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
     """A masked autoencoder's decoder: its static shape, what had to be assumed, and where its tensors are."""
-    tensors, notes = network.tensors, []
+    tensors = network.tensors
+    notes = []
     naming = _variant(DECODERS, network.naming.mapping, tensors)
-    width, heads = _extent(tensors, naming.token, -1, 512), facts.decoder_heads
+    width = _extent(tensors, naming.token, -1, 512)
+    heads = facts.decoder_heads
     if heads is None:
         heads = 16 if width % 16 == 0 else config.heads  # MAE's are 16, whatever the encoder has
         notes = [f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"]
@@ -517,7 +527,8 @@ def _decoder(
         raise InputError(
             f"decoder_heads: {heads} does not divide the decoder's width {width}; give --decoder-heads"
         )
-    depth, mlp = _blocks(naming, tensors), _mlp(naming, tensors, width)
+    depth = _blocks(naming, tensors)
+    mlp = _mlp(naming, tensors, width)
     decoder = DecoderConfig(config.image_size, config.patch, config.width, width, depth, heads, mlp)
     shapes = _shapes(decoder_shapes(dataclasses.replace(decoder, depth=1)))
     return decoder, notes, _recipes(naming, _OUR_DECODER, shapes, decoder)
@@ -553,7 +564,8 @@ def _recipes(
       shapes: of our tensors, for a network of one block.
       config: the network's own shape.
     """
-    recipes, first = {}, ours.block % 0
+    recipes = {}
+    first = ours.block % 0
     single = {ours.token: theirs.token, ours.pos: theirs.pos, "registers": _registers(theirs)}
     outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out, NORM_PRE: NORM_PRE}
     for name, shape in shapes.items():
@@ -581,7 +593,9 @@ def _their_shape(
     layout: str, module: str, shape: tuple[int, ...], config: ViTConfig | DecoderConfig
 ) -> tuple[int, ...]:
     """The shape, in their layout, of a tensor that has `shape` in ours."""
-    patch, width, heads = config.patch, config.width, config.heads
+    patch = config.patch
+    width = config.width
+    heads = config.heads
     if layout == "ours":
         return shape
     if module == _OUR_ENCODER.embed and len(shape) == 2:

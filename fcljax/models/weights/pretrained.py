@@ -157,7 +157,8 @@ def load_backbone(
         file = checkpoints.read_checkpoint(packaged(name))
         network = find(file, options.part)
     found = loaded(file, network, name, image_size, options)
-    joined, notes = _own_decoder(found), []
+    joined = _own_decoder(found)
+    notes = []
     if decoder is not None:
         joined, notes = _other_decoder(found, decoder, options.decoder_heads)
     if joined:
@@ -226,7 +227,8 @@ def convolutional(
 
 def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
     """Values that depend on the seed alone; pixels between -1 and 1."""
-    config, seed = CONVNETS[name], options.seed
+    config = CONVNETS[name]
+    seed = options.seed
     if isinstance(config, ConvNeXtConfig):
         if options.stem != "auto":
             raise InputError(
@@ -348,7 +350,8 @@ def interpolate_positions(
       how: "antialiased" is what timm 1.0 and Pillow do (a = -0.5, a kernel as wide as the new patches);
         "plain" what timm 0.6 and most releases did, torch's `interpolate` (a = -0.75, always four values).
     """
-    cls, patches = position[:1], position[1:]
+    cls = position[:1]
+    patches = position[1:]
     side = round(patches.shape[0] ** 0.5)
     if side == grid:
         return position
@@ -428,12 +431,14 @@ def _with_epsilon(network: naming.Interpreted, said: float | None) -> naming.Int
 
 def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.TensorFacts:
     for field in ("heads", "decoder_heads"):
-        ours, theirs = getattr(asked, field), getattr(said, field)
+        ours = getattr(asked, field)
+        theirs = getattr(said, field)
         if ours is not None and ours < 1:
             raise InputError(f"{field}: {ours} is not positive")
         if None not in (ours, theirs) and ours != theirs:
             raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
-    heads, decoder_heads = asked.heads or said.heads, asked.decoder_heads or said.decoder_heads
+    heads = asked.heads or said.heads
+    decoder_heads = asked.decoder_heads or said.decoder_heads
     return said._replace(heads=heads, decoder_heads=decoder_heads)
 
 
@@ -443,7 +448,8 @@ def _resized(
     """The network at another image size."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
-    old, config = network.config.grid, dataclasses.replace(network.config, image_size=image_size)
+    old = network.config.grid
+    config = dataclasses.replace(network.config, image_size=image_size)
     position = interpolate_positions(jnp.asarray(network.params["pos"]), config.grid, positions)
     params = network.params | {"pos": np.asarray(position)}
     decoder = network.decoder
@@ -520,7 +526,8 @@ def _other_decoder(encoder: Loaded, source: str, heads: int | None) -> tuple[Pre
         file, decoder, notes = _read_decoder(encoder, source, heads)
     except InputError as error:  # what reads any file says checkpoint
         raise InputError(f"decoder: {str(error).removeprefix('checkpoint: ')}") from None
-    mine, theirs = encoder.network.config, decoder.config
+    mine = encoder.network.config
+    theirs = decoder.config
     for what, needs, has in (
         ("tokens of width", theirs.encoder_width, mine.width),
         ("patches of side", theirs.patch, mine.patch),

@@ -139,7 +139,8 @@ def _tower(open_clip: dict[str, Any]) -> dict[str, Any]:
 
 def _heads_of_tower(open_clip: dict[str, Any]) -> int | None:
     tower = _tower(open_clip)
-    width, head = tower.get("width"), tower.get("head_width", 64)
+    width = tower.get("width")
+    head = tower.get("head_width", 64)
     if not isinstance(width, int) or not isinstance(head, int) or head < 1 or width % head:
         return None
     return width // head

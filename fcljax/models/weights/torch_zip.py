@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-MOST_NODES, MOST_DEPTH = 100_000, 32  # of nested dicts
+# Of nested dicts
+MOST_NODES = 100_000
+MOST_DEPTH = 32
 MOST_UNPACKED = 16  # times the bytes of a file; torch packs nothing, but tensors may share a storage
 
 # torch's names of types -> numpy's; a type that is not here is refused
@@ -239,7 +241,8 @@ def tensors_in(prefix: str, content: object, tensor: type, separator: str = ".")
       ValueError: for dicts too deep, or with too much in them: a few that hold each other many times over
         would take for ever.
     """
-    waiting, seen = [(prefix, content, 0)], 0
+    waiting = [(prefix, content, 0)]
+    seen = 0
     while waiting:
         name, value, depth = waiting.pop()
         seen += 1

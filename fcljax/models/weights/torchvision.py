@@ -122,7 +122,8 @@ def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
     first = tensors.get("features.conv0.weight" if dense else "conv1.weight")
     if first is None or first.ndim != 4 or first.shape[2] not in _STEMS:
         raise InputError("checkpoint: its first convolution is missing, or neither 7 x 7 nor 3 x 3")
-    stem, channels = _STEMS[first.shape[2]], first.shape[0]
+    stem = _STEMS[first.shape[2]]
+    channels = first.shape[0]
     size = 224 if stem == "imagenet" else 32
     if not dense:
         bottleneck = "layer1.0.conv3.weight" in tensors
