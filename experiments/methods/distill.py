@@ -24,19 +24,17 @@ class DistillOptions:
 
 def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
     """Gathers class means and classifiers, draws features, distils the mean of the clients' answers."""
-    width = run.network.width
-    batch_size = run.training.batch_size
 
     def update(round: ServerRound, params, state) -> ServerUpdate:
+        valid = round.valid
         means = round.reports["prototypes"]
         heads = round.reports["trainable"].classifier
-        valid = round.valid
         log_odds = jnp.where(means.present & valid[:, None], 0.0, -jnp.inf).reshape(-1)
 
         def loss(head, i):
             choose, move = jax.random.split(jax.random.fold_in(round.key, i))
-            chosen = jax.random.categorical(choose, log_odds, shape=(batch_size,))
-            feature = means.vector.reshape(-1, width)[chosen]
+            chosen = jax.random.categorical(choose, log_odds, shape=(run.training.batch_size,))
+            feature = means.vector.reshape(-1, means.vector.shape[-1])[chosen]
             feature += options.spread * jax.random.normal(move, feature.shape)
             answers = jax.vmap(fcljax.apply_head, (0, None))(heads, feature)
             mean = jnp.sum(jnp.where(valid[:, None, None], answers, 0), 0) / jnp.maximum(valid.sum(), 1)
@@ -46,8 +44,8 @@ def distil_on_drawn_features(options: DistillOptions, run: Run) -> ServerRule:
         head, mean_loss = fcljax.optimise(loss, params.classifier, adam, options.distill_steps)
         return ServerUpdate(params._replace(classifier=head), state, {"loss": mean_loss})
 
-    clean = View(1, batch_size, augment=False)
-    means = fcljax.class_prototypes("prototypes", run.sizes.task_classes, width, clean)
+    clean = View(1, run.training.batch_size, augment=False)
+    means = fcljax.class_prototypes("prototypes", run.sizes.task_classes, run.network.width, clean)
     return ServerRule("distill", update, reports=(means, OfEachClient("trainable")))
 
 
