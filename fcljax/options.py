@@ -128,15 +128,20 @@ def check_read(options: object, usual: object | None = None, given: Collection[s
     """
     usual = type(options)() if usual is None else usual
     for field in fields_of(type(options)):
-        decider, *readers = field.metadata.get("only") or ("",)
-        unread = bool(decider) and getattr(options, decider) not in readers
         changed = getattr(options, field.name) != getattr(usual, field.name)
-        if unread and (changed or field.name in given):
+        if not is_read(field, options) and (changed or field.name in given):
+            decider, *readers = field.metadata["only"]
             names = " and ".join(", ".join(readers).rsplit(", ", 1))
             raise InputError(
                 f"{field.name}: only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "
                 f"{getattr(options, decider)!r}; nearest: {flag(decider)} {readers[0]}"
             )
+
+
+def is_read(field: dataclasses.Field, options: object) -> bool:
+    """Check whether the option that decides about a field has a value with which the field is read."""
+    decider, *readers = field.metadata.get("only") or ("",)
+    return not decider or getattr(options, decider) in readers
 
 
 def check_value(field: dataclasses.Field, value: object) -> None:

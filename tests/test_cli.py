@@ -29,6 +29,7 @@ from fcljax.methods import METHODS, find_method
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import init_vit
 from fcljax.models.weights.pretrained import save_native
+from fcljax.options import is_read
 from fcljax.runs.build import make_method
 from fcljax.types import Sizes
 
@@ -341,13 +342,28 @@ def test_version_and_usage(capsys):
         assert all(f"fcljax {command}" in usage for command in ("run", "list", "compare", "pretrain"))
 
 
-@pytest.mark.parametrize("method", small_runs.some(METHODS, ("fppl", "vfcl")))
-def test_help_of_a_method_names_every_option(method, capsys):
+def names_in_help(capsys, *arguments):
+    """The options that the help of a run shows."""
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["run", method, "--help"])
-    text = capsys.readouterr().out
-    for field in dataclasses.fields(config.run_class(method)):
-        assert field.name == "method" or f"--{field.name.replace('_', '-')}" in text
+        cli.main(["run", *arguments, "--help"])
+    return set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize("method", small_runs.some(METHODS, ("fppl", "vfcl")))
+def test_help_of_a_method_names_every_option_that_it_reads_and_no_other(method, capsys):
+    preset = config.preset(method)
+    shown = names_in_help(capsys, method)
+    for field in dataclasses.fields(preset):
+        named = f"--{field.name.replace('_', '-')}" in shown
+        assert named == (field.name != "method" and is_read(field, preset)), field.name
+
+
+def test_help_shows_what_the_options_beside_it_read(capsys):
+    sampled = names_in_help(capsys, "pilora", "--partition", "sampled", "--aggregator", "krum")
+    assert {"--split-ratio", "--long-tail", "--malicious-bound"} <= sampled
+    usual = names_in_help(capsys, "pilora", "--server-optimiser", "adam", "--optimiser", "sgd")
+    assert {"--server-adaptivity", "--momentum"} <= usual
+    assert not {"--split-ratio", "--malicious-bound"} & usual
 
 
 def test_list_names_methods_data_sets_and_backbones(capsys):

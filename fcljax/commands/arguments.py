@@ -17,7 +17,16 @@ from typing import Any, Literal, NamedTuple
 
 from fcljax import config
 from fcljax.errors import InputError, Value, nearest
-from fcljax.options import check_ranges, fields_of, flag, help_of, option, replaced, shown_default
+from fcljax.options import (
+    check_ranges,
+    fields_of,
+    flag,
+    help_of,
+    is_read,
+    option,
+    replaced,
+    shown_default,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,20 +182,24 @@ def _parser(
         texts = help_of(type(options))
         for field in fields_of(type(options)):
             if field.name != "method":  # which is named before the options
-                _add(group, field, getattr(options, field.name), texts.get(field.name, ""))
+                # what nothing reads is parsed all the same, so that an error can say what would read it
+                text = texts.get(field.name, "") if is_read(field, options) else argparse.SUPPRESS
+                _add(group, field, getattr(options, field.name), text)
     return parser
 
 
 def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: object, text: str) -> None:
     name = field.name
-    if field.type is bool:
-        text += f" [default: {'on' if default else 'off'}]"
-        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=_escaped(text))
+    switch = field.type is bool
+    if text != argparse.SUPPRESS:
+        shown = ("on" if default else "off") if switch else shown_default(field, default)
+        text = _escaped(f"{text} [default: {shown}]")
+    if switch:
+        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         return
     choices = choices_of(field)
     metavar = "{" + ",".join(choices) + "}" if choices else METAVARS[_kind(field)]
-    text += f" [default: {shown_default(field, default)}]"
-    action = group.add_argument(flag(name), dest=name, metavar=metavar, help=_escaped(text))
+    action = group.add_argument(flag(name), dest=name, metavar=metavar, help=text)
     files = _kind(field) in (str, Path) and name not in _NAMED and not choices
     action.completer = _completer(_NAMED.get(name, lambda: choices), files)  # pyrefly: ignore[missing-attribute]
 

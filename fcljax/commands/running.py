@@ -226,7 +226,18 @@ def parse_run(
     typed = _typed(arguments)
     source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
     values = config.load_yaml(source) if source and Path(source).is_file() else {}
-    deciding = ("adapter", "fidelity", "scale", "backbone", "checkpoint")
+    deciding = (
+        "adapter",
+        "fidelity",
+        "scale",
+        "backbone",
+        "checkpoint",
+        "partition",
+        "task_pool",
+        "aggregator",
+        "optimiser",
+        "server_optimiser",
+    )
     chosen = {name: typed[name] for name in deciding if name in typed}
     adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
     groups = config.option_groups(method, adapter)
