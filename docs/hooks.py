@@ -1,8 +1,10 @@
 """What MkDocs does to the pages of the site.
 
 - `<!-- options: MODULE.CLASS of METHOD -->` becomes a table of that dataclass, read from the code.
-- Links to lines of the code (`links.py` writes them) become links to the API pages; links to files, which
-  are not on the site, become plain text.
+- A dotted name in backticks, such as `fcljax.methods.pilora.pl_loss`, becomes a link to its anchor on an API
+  page. A page names the function alone, so no link breaks when its lines move.
+- A link to a module's file, which works on GitHub, becomes a link to that module's anchor. Links to other
+  files of the repository, which are not on the site, become plain text.
 - Formulas become MathML, which browsers draw by themselves: the site ships no scripts or fonts for them.
 """
 
@@ -19,15 +21,18 @@ from latex2mathml.converter import convert
 from fcljax import config
 from fcljax.options import flag, help_of
 
-CODE_LINK = re.compile(r"\[`(fcljax(?:\.\w+)+)`\]\([./]*fcljax/[^)]*\)")
-PATH_LINK = re.compile(r"\[(`(?:fcljax|experiments|tests)/[^`]*`)\]\([^)]*\)")
+# outside of code blocks; `[` before the backtick: a link already
+NAME = re.compile(r"(?<!\[)`(fcljax(?:\.\w+)+)`")
+PATH_LINK = re.compile(r"\[`((?:fcljax|experiments|tests)/[^`]*)`\]\([^)]*\)")
+BLOCKS = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: ([\w.]+)\.(\w+)(?: of ([\w-]+))? -->")
 
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Called by MkDocs for every page, before its Markdown is rendered."""
-    return PATH_LINK.sub(r"\1", CODE_LINK.sub(_api_link, OPTIONS.sub(_options, markdown)))
+    pieces = BLOCKS.split(OPTIONS.sub(_options, markdown))
+    return "".join(piece if piece.startswith("```") else _linked(piece) for piece in pieces)
 
 
 def on_page_content(content: str, **_) -> str:
@@ -47,10 +52,22 @@ def mathml(formula: str, display: str) -> str:
     return convert(formula, display=display)
 
 
-def _api_link(found: re.Match) -> str:
-    """A cross-reference if an API page documents the name, else the name alone."""
-    documented = any(found[1] == name or found[1].startswith(f"{name}.") for name in api_modules())
-    return f"[`{found[1]}`][{found[1]}]" if documented else f"`{found[1]}`"
+def _linked(markdown: str) -> str:
+    return PATH_LINK.sub(_path_link, NAME.sub(_name_link, markdown))
+
+
+def _name_link(found: re.Match) -> str:
+    return f"[`{found[1]}`][{found[1]}]" if is_documented(found[1]) else found[0]
+
+
+def _path_link(found: re.Match) -> str:
+    name = found[1].removesuffix(".py").replace("/", ".")
+    return f"[`{found[1]}`][{name}]" if name in api_modules() else f"`{found[1]}`"
+
+
+def is_documented(name: str) -> bool:
+    """Return whether an API page has an anchor for a dotted name: of a module, or of something in it."""
+    return any(name == module or name.startswith(f"{module}.") for module in api_modules())
 
 
 @functools.cache

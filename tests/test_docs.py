@@ -123,11 +123,59 @@ def test_every_formula_becomes_mathml(page):
             assert "\\" not in texts, formula  # an unknown command stays as its text
 
 
-def test_links_to_code_are_up_to_date():
-    links = module("links")
-    for page in links.pages():
-        text = page.read_text()
-        assert links.linked(text, page) == text, f"{page}: run `python docs/links.py`"
+def test_no_page_links_to_a_line_of_code():
+    """Lines move; the site links each dotted name to its API anchor."""
+    pages = [*PAGES, small_runs.ROOT / "README.md"]
+    assert {page.name: found for page in pages if (found := re.findall(r"\.py#L\d+", page.read_text()))} == {}
+
+
+def test_each_dotted_name_has_an_api_anchor():
+    """API pages show what a module defines; names of the package, such as `fcljax.run`, have no anchor."""
+    api = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", api, re.MULTILINE))
+    names = {name for page in PAGES for name in re.findall(r"`(fcljax(?:\.\w+){2,})`", page.read_text())}
+    without = {name for name in names if not has_anchor(name, documented)}
+    assert len(names) > 100 and without == set()
+
+
+def has_anchor(name, documented):
+    modules = [module for module in documented if f"{name}.".startswith(f"{module}.")]
+    if not modules:
+        return False
+    module = max(modules, key=len)
+    return name == module or (found(name).__module__ == module and "._" not in name)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as Python-Markdown's toc and GitHub name them."""
+    plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, small_runs.ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_to_headings_lead_to_headings(page):
+    links = re.findall(r"\]\((?!http)([^)\s#]*)#([^)\s]+)\)", page.read_text())
+    targets = [((page.parent / path) if path else page, anchor) for path, anchor in links]
+    assert [anchor for file, anchor in targets if anchor not in anchors(file.read_text())] == []
+
+
+def test_no_docstring_has_brackets_that_the_site_reads_as_a_link():
+    """`[A] [B]` is a reference in Markdown; code in backticks and indented blocks are none."""
+    reference = re.compile(r"\[[^\]\n]+\] ?\[[^\]\n]*\]")
+    links = {}
+    for file in (small_runs.ROOT / "fcljax").rglob("*.py"):
+        for text in docstrings(file):
+            lines = [line for line in text.splitlines() if not line.startswith("    ")]
+            if references := reference.findall(re.sub(r"`[^`]*`", "", "\n".join(lines))):
+                links[file.name] = references
+    assert links == {}
+
+
+def docstrings(file):
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
 
 
 def fields_on_the_page(heading):

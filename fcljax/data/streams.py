@@ -163,7 +163,7 @@ def _drawn_classes(
 def _streams(
     owned: Sequence[Sequence[np.ndarray]], labels: np.ndarray, rng: np.random.RandomState
 ) -> list[Stream]:
-    """The streams of clients that own these classes [client][task], each at most once."""
+    """Return the streams of clients that own these classes, `[client][task]`, each at most once."""
     all_classes = np.arange(labels.max() + 1)
     owns = np.array([np.isin(all_classes, np.concatenate(mine)) for mine in owned])
     parts = {}

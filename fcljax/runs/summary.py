@@ -132,9 +132,10 @@ def _holdings(exp: Experiment) -> np.ndarray:
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
-    """Of clients that are evaluated with models of their own: Class-IL and Task-IL accuracies [task
-    learned][client][task], and after each task the mean over clients of their mean over tasks, its population
-    standard deviation, minimum and maximum. None for other methods."""
+    """Return the accuracies of clients' personal models; None for a method without such models.
+
+    They are Class-IL and Task-IL accuracies, `[task learned][client][task]`; after each task summarised
+    over clients: mean of the means over tasks, population standard deviation, minimum and maximum."""
     if not records.clients:
         return None
     # of the clients that have learned something
