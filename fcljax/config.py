@@ -277,7 +277,7 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
         return settings
     source = settings.source or settings.method
     usual = preset(source, settings.adapter, settings.fidelity, settings.scale)
-    share = steps_of_task(settings, examples) / steps_of_task(usual, PAPER_EXAMPLES)
+    share = share_of_schedule(settings, settings.scale, examples)
     if 1 / NEAR < share < NEAR or not learning_rates(settings):
         return dataclasses.replace(settings, rate_factor=1.0)
     values = dict(_fit_values(source, settings.adapter))
@@ -285,6 +285,18 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
         values = {name: getattr(usual, name) for name in values}
     fidelity = "improved" if "improved" in find_method(source).presets and share < 1 else settings.fidelity
     return dataclasses.replace(settings, **values, fidelity=fidelity, scale="fit")
+
+
+def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> float:
+    """Return the training steps of a client in a task, over those of the method's preset at a scale.
+
+    Args:
+      settings: resolved.
+      scale: of the preset.
+      examples: of a client in a task, on average.
+    """
+    usual = preset(settings.source or settings.method, settings.adapter, settings.fidelity, scale)
+    return steps_of_task(settings, examples) / steps_of_task(usual, PAPER_EXAMPLES)
 
 
 def steps_of_task(settings: TrainConfig, examples: float) -> float:

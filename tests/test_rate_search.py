@@ -187,10 +187,14 @@ def test_a_search_takes_at_most_half_of_the_run_s_training_steps(given):
     assert set(np.flatnonzero(design.held_out >= 0)) <= set(np.flatnonzero(left.test_task >= 0))
 
 
-def test_the_settings_are_those_of_the_paper_where_no_half_is_long_enough():
-    exp = build(settings_of(tasks=2, clients=1, rounds=1, epochs=1, batch_size=512, partition="iid"))
+@pytest.mark.parametrize("given, whose, rate", [({}, "mini's", 1e-2), ({"lr": 0.3}, "those given", 0.3)])
+def test_a_run_too_short_for_a_search_takes_the_rates_for_short_schedules(given, whose, rate):
+    few = dict(tasks=2, clients=1, rounds=1, epochs=1, batch_size=512, partition="iid")
+    exp = build(settings_of(**few, **given))
     choice = rate_search.search(exp, loop.QUIET, lambda line: None)
-    assert choice.settings.rate_factor == 1 and "too short" in choice.line
+    assert choice.settings.rate_factor == 1
+    assert choice.line.startswith(f"learning rates: {whose}, because the run is too short")
+    assert choice.settings.lr == rate
 
 
 # ---- the scale -----------------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def search(
         return ChosenRates(replaced(settings, rate_factor=1.0), line, [], 0, total, 0.0)
     design = design_of(exp, total)
     if design is None:
-        line = "learning rates: the paper's, because the run is too short for a search on half of its steps"
-        return ChosenRates(replaced(settings, rate_factor=1.0), line, [], 0, total, 0.0)
+        why = "the run is too short for a search on half of its steps"
+        return ChosenRates(*_usual(exp, why), [], 0, total, 0.0)
     say_line(_estimate(exp, design, total))
     with progress_bar("learning rates: {task.description}", "", console) as bar:
         shown = bar.add_task("range test", total=design.rounds)
@@ -176,10 +176,8 @@ def search(
     seconds = time.perf_counter() - began
     chosen = _chosen(trials)
     if chosen is None or _guessing(exp, trials):
-        how = f"no factor ended above guessing ({_counts(trials, seconds)})"
-        line = f"learning rates: the paper's, because {how}"
-        changed = replaced(settings, rate_factor=1.0)
-        return ChosenRates(changed, line, trials, design.steps, total, seconds)
+        why = f"no factor ended above guessing ({_counts(trials, seconds)})"
+        return ChosenRates(*_usual(exp, why), trials, design.steps, total, seconds)
     rates = base_rates(settings, chosen.scale)
     changed = replaced(settings, **rates, rate_factor=chosen.factor)
     whose = _whose(settings, chosen)
@@ -215,6 +213,24 @@ def candidates_of(settings: RunConfig, every: int = 1) -> list[Candidate]:
 def _is_usual(settings: RunConfig) -> bool:
     """Whether no learning rate was given."""
     return base_rates(settings, "paper") == config.rates_of_scale(settings, "paper")
+
+
+def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
+    """Return the settings for a search that decides nothing, and a line for the user.
+
+    The rates are those of the scale whose schedule is nearer: mini's for a run that is shorter than the
+    method's paper, else the paper's, or those that were given.
+    """
+    settings = exp.settings
+    examples = examples_of_task(exp.scenario)
+    short = config.share_of_schedule(settings, "paper", examples) < 1
+    if short and _is_usual(settings):
+        rates = base_rates(settings, "mini")
+        whose = "mini's"
+    else:
+        rates = {}
+        whose = "the paper's" if _is_usual(settings) else "those given"
+    return replaced(settings, **rates, rate_factor=1.0), f"learning rates: {whose}, because {why}"
 
 
 def _same_rates(one: Candidate, other: Candidate, settings: RunConfig) -> bool:
