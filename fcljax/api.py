@@ -101,9 +101,9 @@ class Result:
         """
         return model_of_run(self.settings, self.folder, self.supplied, self.labels, client)
 
-    def predict(self, images: Any) -> np.ndarray:
+    def predict(self, images: Any, preprocess: bool = False) -> np.ndarray:
         """The final model's labels of images, see `Model.predict`."""
-        return self.model.predict(images)
+        return self.model.predict(images, preprocess)
 
     def save(self, path: str | Path) -> Path:
         """Write the final model as one file, for `Model.load`."""

@@ -87,7 +87,9 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
     again = fcljax.Model.load(file)
     np.testing.assert_allclose(again.scores(X[:70]), scores, rtol=1e-6)
     np.testing.assert_array_equal(again.predict(X[:70]), result.predict(X[:70]))
-    with pytest.raises(InputError, match="images: 4x4; the model was trained on 8x8"):
+    enlarged = np.kron(X[:3], np.ones((1, 2, 2), np.float32))
+    np.testing.assert_array_equal(again.predict([*enlarged], preprocess=True), result.predict(X[:3]))
+    with pytest.raises(InputError, match="images: 4x4; the model takes 8x8; nearest: preprocess=True"):
         again.predict(X[:3, :4, :4])
     (tmp_path / "broken.npz").write_bytes(file.read_bytes()[:1000])
     with pytest.raises(InputError, match="is no saved model"):
@@ -96,6 +98,13 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
     np.savez(tmp_path / "before.npz", **before)
     with pytest.raises(InputError, match="older version wrote it, .* save it again"):
         fcljax.Model.load(tmp_path / "before.npz")
+    about = '{"format": "fcljax-model-2", "image": [64, 8, 8]%s}'
+    np.savez(tmp_path / "before.npz", **before | {"about": np.array(about % "")})
+    with pytest.raises(InputError, match="does not say how its images were prepared: save it again"):
+        fcljax.Model.load(tmp_path / "before.npz").predict(X[:3], preprocess=True)
+    np.savez(tmp_path / "bad.npz", **before | {"about": np.array(about % ', "geometry": {"kernel": "box"}')})
+    with pytest.raises(InputError, match="is no saved model .* resizes with 'box'"):
+        fcljax.Model.load(tmp_path / "bad.npz")
 
 
 def test_a_model_says_which_images_are_padding(tmp_path):

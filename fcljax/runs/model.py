@@ -7,18 +7,21 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jaxtyping import Array, Float, PyTree, UInt8
+from PIL import Image
 
 from fcljax.archives import read_npz
 from fcljax.config import RunConfig
 from fcljax.data.augment import clean_view
-from fcljax.data.files.arrays import checked_images
+from fcljax.data.files.arrays import as_array, checked_image, checked_images, sides
+from fcljax.data.files.images import fit_to
+from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, machine_memory
 from fcljax.runs.build import NOTHING, Experiment, Supplied
@@ -44,6 +47,8 @@ class Model:
     """B, H, W: images of a call, and their size."""
     labels: np.ndarray
     """The label of each class, as the data have it; in the order of the logits."""
+    geometry: Geometry | None = None
+    """How the run brings images to one size; None: not known, so only images of H x W pixels are taken."""
 
     def __repr__(self) -> str:
         """The model's sizes in one line, without its parameters."""
@@ -51,28 +56,76 @@ class Model:
         count = sum(array.size for array in self.arrays)
         return f"Model({len(self.labels)} classes, images of {height}x{width}, {count:,} parameters)"
 
-    def predict(self, images: Any) -> np.ndarray:
-        """The labels of images [N, H, W, 3], uint8 or float in [0, 1].
+    def predict(self, images: Any, preprocess: bool = False) -> np.ndarray:
+        """Return the labels of images.
+
+        Args:
+          images: [N, H, W, 3], uint8 or float in [0, 1]; a list may have arrays or images of Pillow.
+          preprocess: whether images of any size, and lists of several sizes, are brought to the size of the
+            run's images, as the run prepares those of its test set.
 
         Raises:
-          InputError: for images of another size.
+          InputError: for anything else.
         """
-        return self.labels[np.argmax(self.scores(images), axis=-1)]
+        return self.labels[np.argmax(self.scores(images, preprocess), axis=-1)]
 
-    def scores(self, images: Any) -> Float[np.ndarray, "N C"]:
-        """The logits of images, as `predict` takes them.
+    def scores(self, images: Any, preprocess: bool = False) -> Float[np.ndarray, "N C"]:
+        """Return the logits of images, as `predict` takes them.
 
         Raises:
-          InputError: for images of another size.
+          InputError: as `predict`.
         """
-        x = checked_images("images", "x", _one_array(images))
-        size, height, width = self.image
-        if x.shape[1:3] != (height, width):
-            raise InputError(
-                f"images: {x.shape[1]}x{x.shape[2]}; the model was trained on {height}x{width}: resize them"
-            )
+        if preprocess:
+            x = self._prepared(images)
+        else:
+            x = self._checked(images)
+        size = self.image[0]
         batches = [self._scores(x[start : start + size]) for start in range(0, len(x), size)]
         return np.concatenate(batches)
+
+    def _checked(self, images: Any) -> UInt8[np.ndarray, "N H W 3"]:
+        """Return images of the run's size.
+
+        Raises:
+          InputError: for other sizes, with the way to prepare them.
+        """
+        if isinstance(images, list | tuple) and len(set(map(_sides, images))) > 1:
+            raise InputError(f"images: they are of several sizes; {self._way()}")
+        x = checked_images("images", "x", as_array("images", "x", images))
+        _, height, width = self.image
+        if x.shape[1:3] != (height, width):
+            raise InputError(f"images: {sides(x)}; the model takes {height}x{width}; {self._way()}")
+        return x
+
+    def _way(self) -> str:
+        """Return what to do about images of other sizes."""
+        _, height, width = self.image
+        if self.geometry is None:
+            return f"resize them to {height}x{width}"
+        return "nearest: preprocess=True, which prepares them as the run did"
+
+    def _prepared(self, images: Any) -> UInt8[np.ndarray, "N H W 3"]:
+        """Return images of any sizes, prepared as the run's test images.
+
+        Raises:
+          InputError: for what is no image, and for a model that does not know how.
+        """
+        _, height, width = self.image
+        if self.geometry is None:
+            raise InputError(
+                "preprocess: True; the model's file does not say how its images were prepared: save it again"
+            )
+        if not isinstance(images, list | tuple):
+            images = _several(as_array("images", "x", images))
+        if not len(images):
+            raise InputError("images: there are none")
+        fit = fit_to(self.geometry, height, width)
+        pixels = np.empty((len(images), height, width, 3), np.uint8)
+        for i, image in enumerate(images):
+            name = f"x[{i}]"
+            image = checked_image("images", name, as_array("images", name, image))
+            pixels[i] = np.asarray(fit(Image.fromarray(image)))
+        return pixels
 
     def _scores(self, images: UInt8[np.ndarray, "n H W 3"]) -> Float[np.ndarray, "n C"]:
         """The logits of at most a batch of images, padded to one."""
@@ -87,7 +140,9 @@ class Model:
         image = jax.ShapeDtypeStruct((*self.image, 3), jnp.uint8)
         mask = jax.ShapeDtypeStruct(self.image[:1], jnp.bool_)
         exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image, mask)
-        about = {"format": FORMAT, "image": self.image}
+        about: dict[str, Any] = {"format": FORMAT, "image": self.image}
+        if self.geometry is not None:
+            about["geometry"] = self.geometry._asdict()
         # numpy's files have no bfloat16
         plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
         arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
@@ -116,23 +171,42 @@ class Model:
             *kinds, _image, _mask = jax.tree.leaves(program.in_avals)
             arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
             side = tuple(map(int, about["image"]))
+            # models of earlier versions do not say
+            geometry = _geometry(about["geometry"]) if "geometry" in about else None
         except Exception as error:  # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
-        return cls(program.call, arrays, side, labels)  # pyrefly: ignore[bad-argument-type]
+        return cls(program.call, arrays, side, labels, geometry)  # pyrefly: ignore[bad-argument-type]
 
 
-def _one_array(images: Any) -> np.ndarray:
-    """Images as one array.
+def _geometry(values: dict[str, Any]) -> Geometry:
+    """Return the geometry that a model's file describes.
 
     Raises:
-      InputError: for images of several sizes, and for a masked array.
+      TypeError, ValueError: for values that it cannot have.
     """
-    if isinstance(images, np.ma.MaskedArray):
-        raise InputError("images: a masked array, whose mask nothing reads; give images without gaps")
-    try:
-        return np.asarray(images)
-    except ValueError as error:
-        raise InputError(f"images: they are not of one size; resize them ({reason(error)})") from None
+    geometry = Geometry(**values)
+    if geometry.kernel not in get_args(get_type_hints(Geometry)["kernel"]):
+        raise ValueError(f"it resizes with {geometry.kernel!r}")
+    return geometry
+
+
+def _sides(image: Any) -> tuple[int, ...] | None:
+    """Return height and width of an image; None for nested lists."""
+    if isinstance(image, Image.Image):
+        return image.height, image.width
+    shape = getattr(image, "shape", None)
+    return None if shape is None else shape[:2]
+
+
+def _several(images: np.ndarray) -> np.ndarray:
+    """Return an array of images.
+
+    Raises:
+      InputError: for one image, whose rows would be taken for images.
+    """
+    if images.ndim == 3 and images.shape[-1] in (1, 3, 4):
+        raise InputError(f"images: shape {images.shape} is one image; nearest: images[None]")
+    return checked_images("images", "x", images)
 
 
 def _check_format(name: str) -> None:
@@ -181,7 +255,8 @@ def model_of_run(
     values, rebuilt = jax.tree.flatten(_model(exp, state, client))
     own = np.arange(exp.sizes.classes) if labels is None else np.asarray(labels)
     shape = (settings.eval_batch_size, *dataset.x_test.shape[1:3])
-    return Model(jax.jit(_logits(exp, rebuilt, client)), values, shape, own[order])
+    geometry = exp.inputs.preprocess.geometry
+    return Model(jax.jit(_logits(exp, rebuilt, client)), values, shape, own[order], geometry)
 
 
 def _model(exp: Experiment, state: State, client: int | None) -> PyTree:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, UInt8
+from PIL import Image
 
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.images import pixels_of
 from fcljax.data.files.prepared import digest_of_arrays
 from fcljax.errors import InputError, reason
 
@@ -69,13 +71,16 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
     """What numpy makes of the caller's values.
 
     Raises:
-      InputError: for a masked array, whose mask would be lost, and for values of several shapes.
+      InputError: for masked arrays, whose masks would be lost, and for values of several shapes.
     """
-    if isinstance(values, np.ma.MaskedArray):
+    listed = values if isinstance(values, list | tuple) else ()
+    if any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed)):
         raise InputError(
             f"{where}: {key} is a masked array, and masks are not read; nearest: {key}.filled(0), or leave "
             "out what is masked"
         )
+    if any(isinstance(value, Image.Image) for value in (values, *listed)):
+        values = _pillow_pixels(where, key, values)
     try:
         return np.asarray(values)
     except ValueError as error:
@@ -84,6 +89,22 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         ) from None
     except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
         raise InputError(f"{where}: {key} is no array that numpy reads ({reason(error)})") from None
+
+
+def _pillow_pixels(where: str, key: str, values: Any) -> Any:
+    """Values in which images of Pillow are pixels in RGB. numpy would take a palette's entries for grey levels.
+
+    Raises:
+      InputError: for an image of more than 8 bits a channel.
+    """
+    if isinstance(values, list | tuple):
+        return [_pillow_pixels(where, f"{key}[{i}]", value) for i, value in enumerate(values)]
+    if not isinstance(values, Image.Image):
+        return values
+    try:
+        return pixels_of(values, key)
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).removeprefix('dataset: ')}") from None
 
 
 def check_lengths(where: str, x: str, images: np.ndarray, y: str, labels: np.ndarray) -> None:

@@ -65,6 +65,26 @@ def fits(geometry: Geometry) -> tuple[Fit, Fit]:
     return partial(resize_whole, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
 
 
+def fit_to(geometry: Geometry, height: int, width: int) -> Fit:
+    """The function that brings images to height x width as `geometry` brings test images to a square: resized
+    as a whole with `squash`, otherwise the largest central part of this shape."""
+    kernel = _KERNELS[geometry.kernel]
+    if geometry.squash:
+        return lambda image: image.resize((width, height), kernel)
+    if height == width:
+        return partial(centre, side=height, kernel=kernel)
+    return partial(_central_part, height=height, width=width, kernel=kernel)
+
+
+def _central_part(image: Image.Image, height: int, width: int, kernel: Image.Resampling) -> Image.Image:
+    """The largest central part of the shape height x width, resized to it."""
+    scale = min(image.height / height, image.width / width)
+    left = (image.width - scale * width) / 2
+    top = (image.height - scale * height) / 2
+    box = (left, top, left + scale * width, top + scale * height)
+    return image.resize((width, height), kernel, box=box)
+
+
 def resize_whole(
     image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC
 ) -> Image.Image:
@@ -123,6 +143,16 @@ def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
         pixels = np.ascontiguousarray(np.broadcast_to(picture, (height, width, 3)))
         return Decoded(pixels if fit is None else np.asarray(fit(Image.fromarray(pixels))), height, width)
     return _open(picture, name, partial(_decoded, fit=fit))
+
+
+def pixels_of(image: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
+    """The pixels of an opened image in RGB, as `decode` reads them from files.
+
+    Raises:
+      InputError: for a side of one pixel, 40 megapixels or more, and more than 8 bits per channel.
+    """
+    _check_header(image, name)
+    return _decoded(image, None).pixels
 
 
 def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
