@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.data.files.arrays import NAME, Labelled, dataset_of_arrays
+from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.owners import OWNER
 from fcljax.errors import InputError
@@ -210,7 +210,9 @@ def run(
     if "dataset" in options:
         raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
     images, labels = _images(data)
-    owners = None if partition is None or isinstance(partition, str) else np.asarray(partition)
+    owners = None
+    if partition is not None and not isinstance(partition, str):
+        owners = as_array("partition", "owners", partition)
     supplied = Supplied(images, _network(backbone), owners)
     options |= _tasks(tasks, options)
     given = {name: _listed(value) for name, value in options.items()} | {
@@ -273,7 +275,9 @@ def _images(data: Data) -> tuple[Dataset | None, np.ndarray | None]:
     """The images in memory, and the caller's own labels."""
     if isinstance(data, str):
         return None, None
-    return (data, None) if isinstance(data, Dataset) else Labelled(*dataset_of_arrays(data))
+    if isinstance(data, Dataset):
+        return checked_dataset(data), None
+    return dataset_of_arrays(data)
 
 
 def _network(backbone: Any) -> Pretrained | None:

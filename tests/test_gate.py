@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from fcljax import cli
-from fcljax.data.files.arrays import checked_image, checked_images, checked_labels, dataset_of_arrays
+from fcljax.data.files.arrays import (
+    checked_dataset,
+    checked_image,
+    checked_images,
+    checked_labels,
+    dataset_of_arrays,
+)
+from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DATASETS, FORMS, DataOptions, load_dataset
 from fcljax.errors import InputError
 
@@ -232,3 +239,35 @@ def test_every_form_has_a_row_in_the_documentation():
     for form in FORMS:
         assert any(f"`{form}:" in row for row in rows), form
         assert any(name.startswith(f"{form}:") for name in DATASETS), form
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 3), np.uint8)
+GOOD = Dataset("mine", IMAGES, np.arange(8) % 2, IMAGES[:4], np.arange(4) % 2, ("cat", "dog"))
+
+
+def test_a_data_set_in_memory_passes_the_gate_of_all_others():
+    given = GOOD._replace(x_train=IMAGES / 255, y_train=GOOD.y_train[:, None].tolist())
+    checked = checked_dataset(given)
+    np.testing.assert_array_equal(checked.x_train, IMAGES)
+    np.testing.assert_array_equal(checked.y_train, GOOD.y_train)
+    assert checked.digest == checked_dataset(GOOD).digest
+    assert checked.digest != checked_dataset(GOOD._replace(x_test=IMAGES[4:])).digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"x_train": np.ma.masked_array(IMAGES)}, "data: x_train is a masked array"),
+        ({"x_test": [np.ma.masked_array(image) for image in IMAGES[:4]]}, "data: x_test is a masked array"),
+        ({"y_train": GOOD.y_train[:-1]}, "x_train has 8 examples but y_train has 7"),
+        ({"y_train": GOOD.y_train + 1}, "y_train has the label 2, but class_names has 2 names"),
+        ({"y_train": np.zeros(8, int)}, "y_train has no example of class 'dog' .label 1."),
+        ({"y_train": ["a"] * 8, "y_test": ["a"] * 4}, "y_train is text; a Dataset has integers"),
+        ({"class_names": "ab"}, "class_names: 'ab'; expected a tuple of text"),
+        ({"columns": {"site": np.arange(3)}}, r"columns\['site'\] is int64 of shape .3,.; expected"),
+        ({"size_train": np.zeros((8, 2), int)}, "size_train .* expected height and width"),
+    ],
+)
+def test_fields_of_a_data_set_that_do_not_fit_are_refused_by_name(fields, says):
+    with pytest.raises(InputError, match=says):
+        checked_dataset(GOOD._replace(**fields))

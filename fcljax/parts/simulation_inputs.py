@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from fcljax.data.files.arrays import is_masked
 from fcljax.errors import InputError, choose, nearest, reason
 from fcljax.options import check_ranges, check_read, replaced
 from fcljax.settings import MOST_ROUNDS, AggregationOptions
@@ -166,7 +167,7 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
     Raises:
       InputError: for anything else.
     """
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise InputError(f"{name}: a masked array, whose mask nothing reads; leave out what is masked")
     try:
         array = np.asarray(value)

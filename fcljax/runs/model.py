@@ -75,10 +75,7 @@ class Model:
         Raises:
           InputError: as `predict`.
         """
-        if preprocess:
-            x = self._prepared(images)
-        else:
-            x = self._checked(images)
+        x = self._prepared(images) if preprocess else self._checked(images)
         size = self.image[0]
         batches = [self._scores(x[start : start + size]) for start in range(0, len(x), size)]
         return np.concatenate(batches)

@@ -1,7 +1,7 @@
 """The gate for labelled images: `checked_images` and `checked_labels`, through which arrays, `.npz` files,
 tables and lists pass. What is plainly meant is converted, what is wrong is one line that names the array."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,20 +67,94 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
 
 
+def checked_dataset(dataset: Dataset) -> Dataset:
+    """Return a data set whose arrays are as `Dataset` has them, with a digest.
+
+    Raises:
+      InputError: naming the field that does not fit.
+    """
+    names = dataset.class_names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"class_names: {names!r:.80}; expected a tuple of text, the name of each label")
+    if len(names) < 2:
+        raise InputError(f"class_names: {len(names)} classes; two are needed")
+    if not isinstance(dataset.name, str) or not dataset.name:
+        raise InputError(f"data: the data set's name is {dataset.name!r:.80}; expected text")
+    arrays = {key: as_array("data", key, getattr(dataset, key)) for key in ARRAYS}
+    labels = checked_splits("data", {key: arrays[key] for key in ("y_train", "y_test")})
+    checked: dict[str, Any] = {"class_names": tuple(names)}
+    for split, y in zip(("train", "test"), labels, strict=True):
+        x = checked_images("data", f"x_{split}", arrays[f"x_{split}"])
+        check_lengths("data", f"x_{split}", x, f"y_{split}", y)
+        _check_class_numbers(f"y_{split}", y, names)
+        _check_sizes(f"size_{split}", getattr(dataset, f"size_{split}"), len(y))
+        checked |= {f"x_{split}": x, f"y_{split}": y}
+    absent = np.setdiff1d(np.arange(len(names)), checked["y_train"])
+    if len(absent):
+        raise InputError(f"data: y_train has no example of class {names[absent[0]]!r} (label {absent[0]})")
+    checked["columns"] = _checked_columns("columns", dataset.columns, len(checked["y_train"]))
+    checked["columns_test"] = _checked_columns("columns_test", dataset.columns_test, len(checked["y_test"]))
+    if not dataset.digest:
+        checked["digest"] = digest_of_arrays({key: checked[key] for key in ARRAYS})
+    return dataset._replace(**checked)
+
+
+def _check_class_numbers(key: str, labels: np.ndarray, names: Sequence[str]) -> None:
+    """Check that labels are numbers of classes.
+
+    Raises:
+      InputError: for text, and for a number that has no name.
+    """
+    if labels.dtype.kind == "U":
+        raise InputError(f"data: {key} is text; a Dataset has integers, the places in class_names")
+    if len(labels) and labels.max() >= len(names):
+        raise InputError(f"data: {key} has the label {labels.max()}, but class_names has {len(names)} names")
+
+
+def _check_sizes(key: str, sizes: Any, count: int) -> None:
+    """Check the original sizes of images, where they are given.
+
+    Raises:
+      InputError: for anything but a height and a width for each image.
+    """
+    if sizes is None:
+        return
+    array = as_array("data", key, sizes)
+    if array.shape != (count, 2) or array.dtype.kind not in "iu" or (array < 1).any():
+        raise InputError(
+            f"data: {_described(key, array)}; expected height and width of each image, [{count}, 2]"
+        )
+
+
+def _checked_columns(field: str, columns: Any, count: int) -> dict[str, np.ndarray]:
+    """Return the columns of a split.
+
+    Raises:
+      InputError: for a column that does not have one value for each example.
+    """
+    if not isinstance(columns, Mapping):
+        raise InputError(f"data: {field} is a {type(columns).__name__}; expected name -> array")
+    checked = {}
+    for name, values in columns.items():
+        array = as_array("data", f"{field}[{name!r:.80}]", values)
+        if array.shape != (count,) or array.dtype.kind not in "biufU":
+            described = _described(f"{field}[{name!r:.80}]", array)
+            raise InputError(f"data: {described}; expected a number or text for each example, [{count}]")
+        checked[name] = array
+    return checked
+
+
 def as_array(where: str, key: str, values: Any) -> np.ndarray:
     """What numpy makes of the caller's values.
 
     Raises:
       InputError: for masked arrays, whose masks would be lost, and for values of several shapes.
     """
-    listed = values if isinstance(values, list | tuple) else ()
-    if any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed)):
+    if is_masked(values):
         raise InputError(
-            f"{where}: {key} is a masked array, and masks are not read; nearest: {key}.filled(0), or leave "
-            "out what is masked"
+            f"{where}: {key} is a masked array, and masks are not read; leave out what is masked"
         )
-    if any(isinstance(value, Image.Image) for value in (values, *listed)):
-        values = _pillow_pixels(where, key, values)
+    values = _pillow_pixels(where, key, values)
     try:
         return np.asarray(values)
     except ValueError as error:
@@ -91,13 +165,21 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         raise InputError(f"{where}: {key} is no array that numpy reads ({reason(error)})") from None
 
 
+def is_masked(values: Any) -> bool:
+    """Return whether values, or some in a list, are masked arrays. numpy forgets the masks of those in a list."""
+    listed = values if isinstance(values, list | tuple) else ()
+    return any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed))
+
+
 def _pillow_pixels(where: str, key: str, values: Any) -> Any:
-    """Values in which images of Pillow are pixels in RGB. numpy would take a palette's entries for grey levels.
+    """Values in which images of Pillow are pixels in RGB.
+
+    numpy would take a palette's entries for grey levels.
 
     Raises:
       InputError: for an image of more than 8 bits a channel.
     """
-    if isinstance(values, list | tuple):
+    if isinstance(values, list | tuple) and any(isinstance(value, Image.Image) for value in values):
         return [_pillow_pixels(where, f"{key}[{i}]", value) for i, value in enumerate(values)]
     if not isinstance(values, Image.Image):
         return values
