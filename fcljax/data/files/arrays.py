@@ -166,7 +166,7 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
 
 
 def is_masked(values: Any) -> bool:
-    """Return whether values, or some in a list, are masked arrays. numpy forgets the masks of those in a list."""
+    """Return whether values, or some in a list, are masked arrays: numpy forgets the masks of a list."""
     listed = values if isinstance(values, list | tuple) else ()
     return any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed))
 
