@@ -43,20 +43,20 @@ Aggregator = Literal[
 
 
 def is_owned(partition: str) -> bool:
-    """Whether the user says who has which example: by a file or a column."""
+    """Return whether a file or a column of the user assigns each example to a client."""
     return partition.startswith(("file:", "column:"))
 
 
 ATTACKS = {
-    "sign_flip": "all floating parameters of an upload are negated",
-    "scale": "all floating parameters of an upload are multiplied by 1e6",
-    "label_flip": "labels are mirrored within the client's task: class a of n becomes class n - 1 - a",
-    "nan": "all floating parameters of an upload are NaN",
-    "weight": "the client claims a weight of 1e30",
-    "counts": "integers and numbers of examples in an upload are the largest that there are, and standard "
-    "deviations are 1e-10",
-    "certain": "standard deviations in an upload are a tenth of the client's own, and normal noise is added "
-    "to each other array, as large as its root mean square",
+    "sign_flip": "negate all floating-point parameters of the upload",
+    "scale": "multiply all floating-point parameters of the upload by 1e6",
+    "label_flip": "mirror the labels of the client's task: class a of n becomes class n - 1 - a",
+    "nan": "send NaN for all floating-point parameters",
+    "weight": "claim a weight of 1e30",
+    "counts": "send the largest value for all integers and numbers of examples, and 1e-10 for standard "
+    "deviations",
+    "certain": "send a tenth of the client's standard deviations, and add normal noise to all other arrays, "
+    "with the root mean square of each array",
 }
 
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
@@ -76,21 +76,21 @@ class ImageConfig:
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
     class_list: str = option("none", unset="none")
-    """File with a WordNet id per line, for imagenet100 and imagenet200."""
+    """File with one WordNet id per line, for imagenet100 and imagenet200."""
     skip_corrupt: bool = False
-    """Leave out images that cannot be decoded or have no label, and list them."""
+    """Skip and list images that cannot be decoded or have no label."""
     store_size: int | None = option(None, most=MOST_SIDE, unset="256/224 of the image size")
-    """Side in pixels at which training images of many sizes are stored."""
+    """Side in pixels at which training images of mixed sizes are stored."""
     image_size: int | None = option(None, most=MOST_SIDE, unset="the backbone's own")
-    """Side in pixels of the images that the network sees."""
+    """Side in pixels of the network's input."""
     preprocess: Pipeline = "fppl"
-    """Release whose resizing, cropping and flipping of images is used."""
+    """Release whose resizing, cropping and flipping of images are used."""
     glyph_train: int = option(100, most=MOST_GLYPHS)
     """Training images per class of the data set glyphs."""
     glyph_test: int = option(20, most=MOST_GLYPHS)
     """Test images per class of the data set glyphs."""
     seed: int = option(2023, least=0, most=2**32 - 1)
-    """Seed of the class order, the partition, the initial values and all random draws."""
+    """Seed of the class order, the partition, the initial weights and all random draws."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +98,10 @@ class SplitConfig(ImageConfig):
     """Which of the images are trained on."""
 
     holdout: float = option(0.0, least=0.0, below=1.0)
-    """Share of each class's training images to evaluate on in place of the test images, for choosing
-    settings."""
+    """Fraction of each class's training images to evaluate on instead of the test images,
+    for choosing settings."""
     verify: bool = False
-    """Compare prepared images with their checksums even if their files look untouched."""
+    """Verify the checksums of prepared images even if the files look unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +109,25 @@ class BackboneConfig:
     """The network, and the range of pixels that it gets."""
 
     backbone: str = "auto"
-    """Network: a backbone of `fcljax list`; auto for the checkpoint's, and vit_micro without one; or weights
-    that are here, by timm's name (vit_base_patch16_224.augreg_in21k) or the hub's (facebook/dinov2-base)."""
+    """Network: a backbone of `fcljax list`; downloaded weights by timm's name
+    (vit_base_patch16_224.augreg_in21k) or the hub's (facebook/dinov2-base); or auto, the
+    checkpoint's network, without a checkpoint vit_micro."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
     """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or hf:OWNER/NAME."""
-    stem: StemChoice = option("auto", unset="cifar under 64 pixels, else imagenet")
-    """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling, or 3 x 3."""
+    stem: StemChoice = option("auto", unset="cifar below 64 pixels, else imagenet")
+    """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling
+    (imagenet), or 3 x 3 (cifar)."""
     heads: int | None = option(None, unset="width / 64")
-    """Attention heads of a checkpoint that does not state them."""
+    """Attention heads, for a checkpoint that does not state them."""
     normalise: Pixels = "checkpoint"
-    """Pixel range: the one the weights expect, the one of the paper's release, or a named one."""
+    """Pixel range: that of the weights (checkpoint), that of the paper's release, or a
+    named one."""
     positions: Positions = "antialiased"
-    """Interpolation of position embeddings at another image size; the releases use plain."""
+    """Interpolation of position embeddings to another image size; the releases use plain."""
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", unset="bfloat16 for a frozen network on an accelerator, else float32"
     )
-    """Number format of what the backbone computes; float32 is exact on every device."""
+    """Number format of the backbone's computations; float32 is exact on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +135,14 @@ class InputConfig(BackboneConfig, SplitConfig):
     """The network with its images, and the devices that compute."""
 
     decoder: str | None = option(None, unset="the checkpoint's, or the packaged one of vit_micro")
-    """Weights of a masked autoencoder's decoder, from `fcljax pretrain-decoder` or a checkpoint."""
+    """Decoder weights of a masked autoencoder, from `fcljax pretrain-decoder` or a
+    checkpoint."""
     eval_batch_size: int = 64
-    """Images per evaluation step of a device."""
+    """Images per evaluation step on each device."""
     devices: int = 1
-    """Number of accelerators that share the clients, evaluations and features."""
+    """Number of accelerators that share clients, evaluation and features."""
     data_budget: int | None = option(None, unset="half of the device's memory")
-    """MiB of device memory for images; further images stay in host memory."""
+    """MiB of device memory for images; the other images stay in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,61 +154,69 @@ class PartitionConfig(SplitConfig):
     clients: int = 5
     """Number of clients K."""
     partition: Partition = "dirichlet"
-    """How examples are assigned to clients: dirichlet and iid once for all tasks; quantity, shards,
-    task_dirichlet and whole_classes (GLFC) per task; sampled clients per round (HePCo); private streams of
-    tasks (VFCL); a file of example or file name and client, or a column of the data set."""
+    """How clients get their examples. dirichlet and iid partition all tasks at once;
+    quantity, shards, task_dirichlet and whole_classes (GLFC) partition each task; sampled
+    draws new clients in every round (HePCo); private gives each client its own stream of
+    tasks (VFCL); file:PATH lists example or file name and client; column:NAME is a column
+    of the data set."""
     classes_per_client: int = 2
-    """Classes of a task that a client holds (quantity, whole_classes), or shards of 1/100 of its examples
-    (shards)."""
+    """Classes per client and task (quantity, whole_classes), or shards of 1/100 of a
+    task's examples per client (shards)."""
     alpha: float = option(0.5, positive=True)
-    """Dirichlet concentration of dirichlet and task_dirichlet; smaller values are less even."""
+    """Dirichlet concentration (dirichlet, task_dirichlet); smaller is less even."""
     min_examples: int = option(10, least=0)
-    """Fewest examples of a client, per task with task_dirichlet; partitions with fewer are drawn again."""
+    """Minimum number of examples per client, with task_dirichlet per client and task; a
+    partition below it is redrawn."""
     population: Literal["static", "redrawn", "independent", "online"] = "static"
-    """Whether clients keep their examples, all examples are assigned anew in every round, each client's are
-    drawn independently and may overlap, or each example comes in one round only and is seen once (online)."""
+    """How long clients keep their examples. static: for the whole run; redrawn: for a
+    round, then all are reassigned; independent: each client draws its own in every round,
+    with overlaps; online: each example comes in one round and is seen once."""
     new_clients: int = option(0, least=0)
-    """Clients, of all --clients, that join with each task after the first (GLFC)."""
+    """Number of the --clients that join with each task after the first (GLFC)."""
     move_on: float = option(1.0, least=0.0, most=1.0)
-    """Share of the clients so far, drawn anew with each task, that get examples of it (GLFC: 0.9)."""
+    """Fraction of existing clients that receive data of the new task, redrawn per task
+    (GLFC: 0.9)."""
     stay_behind: Literal["keep", "leave"] = "keep"
-    """Whether the others keep the examples of their last task, or leave for good."""
+    """The other existing clients keep the examples of their last task, or leave for good."""
     split_ratio: float = option(0.1, positive=True, most=1.0, only=("partition", "sampled"))
-    """Share gamma of a class's examples that a sampled client draws."""
+    """Fraction gamma of a class's examples that a sampled client draws."""
     category_ratio: float | None = option(
         None, positive=True, most=1.0, only=("partition", "sampled", "private"), unset="0.6; private: 0.5"
     )
-    """Share kappa of a task's classes that a sampled client or a private stream has."""
+    """Fraction kappa of a task's classes that a sampled client or a private stream has."""
     imbalance: float = option(1.0, positive=True, most=1.0, only=("partition", "sampled"))
-    """Examples of a sampled client's last class over those of its first class."""
+    """Ratio of a sampled client's examples of its last class to those of its first."""
     long_tail: Literal["applied", "reported"] = option("applied", only=("partition", "sampled"))
-    """Whether sampled clients have uneven classes, or only report that they have."""
+    """Class sizes of sampled clients. applied: those of --imbalance; reported: clients
+    only report these sizes, as in HePCo's release."""
     task_pool: TaskPool = option("same", only=("partition", "private"), unset="the same tasks for all")
-    """Tasks that private streams draw from: neighbours in the class order (order), CIFAR-100's superclasses,
-    or neighbours within one data set of a mixture (sources)."""
+    """Tasks that private streams draw from: the same for all; neighbours in the class
+    order (order); CIFAR-100's superclasses; or neighbours within one data set of a
+    mixture (sources)."""
     task_pool_classes: int = option(5, least=1, only=("task_pool", "order", "superclasses", "sources"))
-    """Classes of a task in the pool of private streams."""
+    """Classes per task in the pool of private streams."""
     task_pool_limit: int = option(0, least=0, only=("task_pool", "sources"), unset="all that fit")
-    """Largest number of tasks of one source in the pool of private streams."""
+    """Maximum number of tasks per source in the pool of private streams."""
     train_share: float = option(1.0, positive=True, most=1.0)
-    """Share of each class's training examples that is used."""
+    """Fraction of each class's training examples to use."""
     class_order: Literal["shuffled", "natural", "python", "file:PATH", "NAME,NAME"] = "shuffled"
-    """Order in which tasks take the classes; python shuffles as HePCo's release does. A file has a class in
-    each line; classes are names or numbers from 0."""
+    """Order in which tasks take the classes; python shuffles as HePCo's release does. A
+    file has one class per line; classes are names, or numbers from 0."""
     base_classes: int = option(0, least=0, unset="as the other tasks")
-    """Classes of the first task; the others share the rest."""
+    """Number of classes of the first task; the other tasks share the rest."""
     classes_per_task: int = option(0, least=0, unset="all classes over --tasks")
-    """Classes of each task after the first, which then decide the number of tasks."""
+    """Number of classes of each task after the first; it determines the number of tasks."""
     task_sizes: str = option("", unset="as even as possible")
-    """Classes of each task, such as 50,10,10,30."""
+    """Number of classes of each task, e.g. 50,10,10,30."""
     tasks_by: Literal["class", "column:NAME"] = "class"
-    """What makes a task: its classes, or the examples of a domain, which a column of the data set names."""
+    """A task is a group of classes, or a domain that a column of the data set names."""
     task_order: str = option("", unset="by name")
-    """Order of the domains of --tasks-by, such as real,sketch,clipart."""
+    """Order of the domains of --tasks-by, e.g. real,sketch,clipart."""
     blurry: float = option(0.0, least=0.0, below=1.0)
-    """Share of each class's examples that come in other tasks than the class's own, equally many in each."""
+    """Fraction of each class's examples that move to the other tasks, equally many to
+    each."""
     disjoint: float = option(0.0, least=0.0, below=1.0)
-    """Share of the classes of which --blurry moves no example."""
+    """Fraction of the classes whose examples --blurry does not move."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +224,9 @@ class TrainConfig:
     """How clients train, and which parameters."""
 
     adapter: str = ""
-    """Which parameters of the network train: an adapter of `fcljax list`."""
+    """Adapter, which decides what parameters train: one of `fcljax list`."""
     participation: float = option(1.0, positive=True)
-    """Share of the clients that participate in a round; a whole number from 2: so many clients."""
+    """Fraction of clients sampled per round, or their number if 2 or more."""
     rounds: int = option(3, most=MOST_ROUNDS)
     """Communication rounds per task."""
     epochs: int = option(5, most=MOST_ROUNDS)
@@ -222,19 +234,20 @@ class TrainConfig:
     batch_size: int = 32
     """Examples per local step."""
     augment: bool | None = option(None, unset="as the data set suggests")
-    """Random crops and flips of training images."""
+    """Randomly crop and flip training images."""
     lr: float = option(1e-3, positive=True, learning_rate=True)
-    """Learning rate of the clients."""
+    """Client learning rate."""
     optimiser: Literal["adam", "sgd"] = "adam"
-    """Optimiser of the clients; its state is new in every round."""
+    """Client optimiser; its state is reset in every round."""
     momentum: float = option(0.0, most=1.0, only=("optimiser", "sgd"))
     """Momentum of SGD."""
     weight_decay: float = 0.0
-    """Weight decay of the clients: its product with the parameters is added to the gradient."""
+    """Client weight decay: its product with the parameters is added to the gradient."""
     prox_weight: float = 0.0
-    """Weight of the FedProx term, which keeps clients near the global model."""
+    """Weight of the FedProx term, which keeps clients close to the global model."""
     norm_bound: float = option(0.0, unset="no bound")
-    """L2 norm to which the trained parameters of a client may change."""
+    """Maximum L2 distance of a client's trainable parameters from the global model; every
+    step projects onto it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,28 +255,29 @@ class AggregationOptions:
     """How the server merges uploads."""
 
     aggregator: Aggregator = "mean"
-    """Rule that merges uploads; mean weighs clients by their examples, uniform equally."""
+    """Aggregation rule; mean weights clients by their number of examples, uniform
+    equally."""
     trim: float = option(0.1, below=0.5, only=("aggregator", "trimmed_mean"))
-    """Share of the values that trimmed_mean drops at either end."""
+    """Fraction of the values that trimmed_mean drops at each end."""
     malicious_bound: int = option(1, least=0, only=("aggregator", "krum", "multi_krum"))
     """Number of malicious clients that krum and multi_krum assume."""
     clip_radius: float = option(10.0, positive=True, only=("aggregator", "centred_clipping"))
-    """L2 norm to which centred_clipping clips the clients' changes."""
+    """L2 norm to which centred_clipping clips each client's update."""
     clip_norm: float = option(0.0, unset="no clipping")
-    """L2 norm to which the change of every client is clipped."""
+    """L2 norm to which each client's update is clipped."""
     noise_multiplier: float = option(0.0, unset="no noise")
-    """Standard deviation of the noise over clip_norm, for central differential privacy."""
+    """Noise standard deviation divided by --clip-norm (central DP)."""
     server_optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"
-    """Optimiser of the server, which steps along the clients' mean change."""
+    """Server optimiser, which steps along the mean client update."""
     server_step: float | None = option(
         None,
         positive=True,
         only=("server_optimiser", "momentum", "adam", "yogi"),
         unset="1 for momentum, else 0.1",
     )
-    """Step size of the server's optimiser."""
+    """Step size of the server optimiser."""
     server_momentum: float = option(0.9, below=1.0, only=("server_optimiser", "momentum", "adam", "yogi"))
-    """Momentum (beta_1) of the server's optimiser."""
+    """Momentum (beta_1) of the server optimiser."""
     server_adaptivity: float = option(1e-3, positive=True, only=("server_optimiser", "adam", "yogi"))
     """Adaptivity (tau) of the server's adam and yogi."""
 
@@ -273,12 +287,13 @@ class FaultOptions:
     """Which clients misbehave, and how."""
 
     malicious: int = option(0, least=0)
-    """Number of malicious clients: those with the lowest ids."""
+    """Number of malicious clients, taken from the lowest ids."""
     attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"] = "sign_flip"
     """What malicious clients do."""
     faults: str = option("none", unset="none")
-    """Random faults per client and round with their probabilities, such as drop=0.1,noise=0.2: sign_flip,
-    scale, label_flip, nan, weight, counts, certain, inf, noise, stale, late or drop."""
+    """Random faults with their probabilities per client and round, e.g.
+    drop=0.1,noise=0.2. Faults: sign_flip, scale, label_flip, nan, weight, counts,
+    certain, inf, noise, stale, late, drop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,19 +303,22 @@ class EngineConfig:
     lanes: int = option(0, least=0, unset="chosen for the device")
     """Number of clients that train at the same time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
-    """How the clients that train at the same time are computed."""
+    """How these clients are computed: one after the other (loop), batched (vmap), or as
+    copies of the code (unroll)."""
     batch_devices: int = option(0, least=0, unset="chosen for the devices, 1 on a CPU")
-    """Number of devices that share each batch of a client; the update is the same up to rounding."""
-    microbatch: int = option(0, least=0, unset="the whole batch, on accelerators what fits")
-    """Most images that the network computes at a time; the update is the batch's up to rounding."""
+    """Number of devices that share each client batch; the update is unchanged up to
+    rounding."""
+    microbatch: int = option(0, least=0, unset="the whole batch; on accelerators as many as fit")
+    """Split each batch into microbatches of at most N images; the update is unchanged up
+    to rounding."""
     remat: bool = False
-    """Compute the blocks of a ViT again for gradients in place of keeping what they computed."""
+    """Save memory: recompute the blocks of a ViT in the backward pass."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
     checkpoint_every: int = 1
-    """Rounds between checkpoints; the last round always has one."""
+    """Rounds between checkpoints; the last round always writes one."""
     keep_checkpoints: int = 2
-    """Number of checkpoints that stay on disk."""
+    """Number of checkpoints to keep on disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,21 +327,23 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     need no download."""
 
     method: str = ""
-    """The method: a name of `fcljax list`, or FILE.py, FILE.py:NAME or MODULE:NAME from outside."""
+    """Method: one of `fcljax list`, or your own as FILE.py, FILE.py:NAME or MODULE:NAME."""
     fidelity: Fidelity = "intended"
-    """Reading of the paper where paper and release differ; improved, which some methods have, was chosen on
-    held-out images."""
+    """Reading of the paper: intended (the paper, without the release's bugs), paper (its
+    literal equations), released (the authors' code), or improved (chosen on held-out
+    images; some methods have it)."""
     scale: Scale = "auto"
-    """Learning rates and server training: the paper's; those of methods/mini.py for small networks and
-    images (mini); or rates that are searched on held-out training images before the first round, with mini's
-    server training and --fidelity improved where the method has it (fit). auto: mini with a micro network and
-    no checkpoint; else fit where a client takes a third of the preset's steps a task or fewer, or three times
-    as many or more, and nothing that fit decides is given; else paper."""
+    """Scale of the learning rates and of the server's training. paper: the paper's; mini:
+    for small networks and images; fit: learning rates searched on held-out training
+    images before the first round, the rest as mini, with --fidelity improved where the
+    method has it. auto chooses mini for a micro network without a checkpoint; else fit if
+    a client takes at most a third or at least three times the preset's steps per task,
+    and you set nothing that fit decides; else paper."""
     rate_factor: float = option(0.0, unset="decided or searched when the run begins")
-    """Factor on all learning rates of the method, its server's included."""
+    """Factor on all learning rates of the method, including the server's."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported")
-    """Delta for which the privacy spent is reported as epsilon; needs --noise-multiplier and the optional
-    dependency `privacy`."""
+    """Delta at which the privacy spent is reported as epsilon; needs --noise-multiplier
+    and the optional dependency `privacy`."""
     source: ClassVar[Any] = None
     """What `methods.find_method` finds the method by: its name, or the entry itself (`config.run_class`)."""
 
@@ -333,14 +353,14 @@ class HostOptions:
     """Processes that share a run, on one host or several; each gets the same options and its own number."""
 
     coordinator: str | None = option(None, unset="one process")
-    """HOST:PORT of process 0, for a run on the devices of all processes; auto asks Slurm, Open MPI,
-    Kubernetes or the TPU runtime."""
+    """HOST:PORT of process 0, for a run on the devices of several processes; auto asks
+    Slurm, Open MPI, Kubernetes or the TPU runtime."""
     processes: int | None = option(None, unset="the coordinator's")
     """Number of processes."""
     process: int | None = option(None, least=0, unset="the coordinator's")
-    """Number of this process, from 0."""
+    """Index of this process, from 0."""
     host_timeout: int | None = option(None, least=5, most=3600, unset="100")
-    """Seconds to wait for the other processes: to start, and for a sign of life."""
+    """Seconds to wait for other processes to start or to show a sign of life."""
 
     @property
     def seconds(self) -> int:
