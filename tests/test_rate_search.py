@@ -149,15 +149,16 @@ def test_those_that_went_furthest_are_compared():
     assert rate_search._chosen(trials) == two
 
 
-def test_mini_s_rates_stay_unless_others_are_better_by_a_standard_error():
+def test_mini_s_rates_stay_unless_the_lead_of_others_is_beyond_chance():
     mini, other = Candidate("mini", 1.0), Candidate("paper", 30.0)
 
     def chosen(usual, value, images):
         both = (mini, usual), (other, value)
         return rate_search._chosen([Tried(each, "tasks", 2, found, images) for each, found in both])
 
-    # the standard error of 0.55 is 0.166 with 9 images and 0.050 with 100
-    assert (chosen(0.5, 0.6, 9), chosen(0.5, 0.6, 100)) == (mini, other)
+    # by hand: the error of the difference is sqrt(2 * 0.55 * 0.45 / n), and 1.645 of it are 0.1157 of 100
+    # images and 0.0818 of 200
+    assert (chosen(0.5, 0.6, 100), chosen(0.5, 0.6, 200)) == (mini, other)
     assert chosen(None, 0.01, 9) == other
 
 

@@ -43,6 +43,7 @@ RANGE_SHARE = 0.3  # of these, that the range test takes at most
 RANGE_CLIENTS = 3
 RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
 GRIDS = (1, 2, 4)  # of the factors every one, every second or every fourth
+LEAD = 1.645  # standard errors: one-sided, at 5 %
 PURPOSE = 0x46495453  # of the draw of held-out examples, among those of the seed
 # how many candidates begin, on how many tasks they are compared, and the least share of the clients in every
 # trial: the first that the budget allows. One task does not show what is forgotten.
@@ -562,7 +563,11 @@ def _compared(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
-    """The best of those that were compared last; mini's rates unless it is better by a standard error."""
+    """Return the best of the candidates compared last, but mini's rates unless the lead is beyond chance.
+
+    The lead of a share p over a share q, both of n images, has the standard error sqrt(2 m (1 - m) / n) with
+    m = (p + q) / 2 where they are equal. It has to be `LEAD` times as large.
+    """
     last = {each.candidate: each.accuracy for each in _compared(trials)}
     first = best(last, _size)
     mini = Candidate("mini", 1.0)
@@ -571,7 +576,8 @@ def _chosen(trials: Sequence[Tried]) -> Candidate | None:
     if usual is None or top is None or not math.isfinite(usual):
         return first
     mean = (usual + top) / 2
-    return first if top > usual + math.sqrt(mean * (1 - mean) / trials[-1].images) else mini
+    error = math.sqrt(2 * mean * (1 - mean) / trials[-1].images)
+    return first if top > usual + LEAD * error else mini
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
