@@ -1,5 +1,5 @@
-"""The program `fcljax`: finds the command, and says in one line what went wrong. Each command has its own
-place in `fcljax/commands`."""
+"""The program `fcljax`: find the command, run it, and report an error in one line. Each command has a module
+in `fcljax/commands`."""
 
 import os
 import sys
@@ -13,28 +13,28 @@ from fcljax.runs import signals
 
 USAGE = """usage: fcljax COMMAND ...
 
-  fcljax run METHOD [options]    train and evaluate a method; `fcljax run METHOD --help` lists its options
-  fcljax run ./FILE.py [options] the same for a method of your own; also MODULE:NAME
-  fcljax check METHOD [options]  does a method, of yours or ours, hold what all must? On tiny data
-  fcljax list                    methods, adapters, data sets and backbones, and what does not go together
-  fcljax compare RUN_DIR...      tables and a figure over finished runs, and over folders of them
-  fcljax report RUN_DIR...       one HTML page over finished runs, which loads nothing
-  fcljax watch RUN_DIR           follow runs in the terminal, also those of another machine
-  fcljax sweep FILE.yaml         many runs: a grid of options, variants and seeds, some at a time
-  fcljax tune METHOD NAME=RANGE...   options chosen on held-out training images, such as lr=log:1e-4..1e-1
-  fcljax reproduce SYSTEM TABLE  the rows of a paper's table, its numbers beside ours
-  fcljax leaderboard FILE.yaml   methods side by side, the learning rates of each searched alike
-  fcljax data list               data sets, and whether they are here
-  fcljax data prepare NAME       download where possible, decode once, check
-  fcljax data show NAME          images, and which client would hold which class
-  fcljax weights get NAME        download weights by timm's or the hub's name, resumed and checked
-  fcljax convert SRC [DST]       a checkpoint of another library as .safetensors with its provenance
-  fcljax embed [options]         frozen features of a data set, as .npz and for the runs to come
-  fcljax pretrain [options]      train the packaged micro ViT again, on rendered glyphs
-  fcljax pretrain-decoder [options]   a masked autoencoder's decoder for a frozen encoder
-  fcljax plan METHOD --chip NAME  does a run fit a GPU or TPU that is not here, and how long is a round
-  fcljax doctor [CHECKPOINT...]  can a run start here, what is missing, and the command that gets it
-  fcljax completion SHELL        a script that completes commands and options, for bash, zsh or fish
+  fcljax run METHOD [options]     train and evaluate a method; its --help lists the options
+  fcljax run ./FILE.py [options]  train and evaluate your own method; also MODULE:NAME
+  fcljax check METHOD [options]   test a method's invariants on tiny data, yours or a built-in one
+  fcljax list                     list methods, adapters, data sets, backbones and incompatible combinations
+  fcljax compare RUN_DIR...       compare finished runs, or folders of runs: tables and a figure
+  fcljax report RUN_DIR...        write a self-contained HTML report of finished runs
+  fcljax watch RUN_DIR            follow runs in the terminal, also runs on another machine
+  fcljax sweep FILE.yaml          run a grid of options, variants and seeds
+  fcljax tune METHOD NAME=RANGE...  search options on held-out training images, e.g. lr=log:1e-4..1e-1
+  fcljax reproduce SYSTEM TABLE   run the rows of a paper's table and print its numbers beside ours
+  fcljax leaderboard FILE.yaml    compare methods, each with the same search of learning rates
+  fcljax data list                list data sets and whether this machine has them
+  fcljax data prepare NAME        download a data set where possible, decode it once and check it
+  fcljax data show NAME           draw images, and the classes that each client would hold
+  fcljax weights get NAME         download weights by timm's or the hub's name
+  fcljax convert SRC [DST]        convert another library's checkpoint to .safetensors
+  fcljax embed [options]          compute a data set's frozen features, as .npz and for later runs
+  fcljax pretrain [options]       train the packaged micro ViT on rendered glyphs
+  fcljax pretrain-decoder [options]  train a masked autoencoder's decoder for a frozen encoder
+  fcljax plan METHOD --chip NAME  estimate memory and round time on a GPU or TPU you do not have
+  fcljax doctor [CHECKPOINT...]   check that a run can start here, and print the command for what is missing
+  fcljax completion SHELL         print a completion script for bash, zsh or fish
   fcljax --version
 """
 
@@ -88,7 +88,7 @@ def reported(command: Callable[[], int]) -> int:
         said = one_line(f"cannot read or write{where}: {error.strerror or error}")
         print(f"fcljax: {said}", file=sys.stderr)
     except MemoryError as error:
-        print(f"fcljax: {one_line(f'memory: there is not enough of it here: {error}')}", file=sys.stderr)
+        print(f"fcljax: {one_line(f'memory: this machine has too little: {error}')}", file=sys.stderr)
     except KeyboardInterrupt as stop:
         number = signals.number_of(stop)
         print(signals.last_line(number, getattr(stop, "advice", "")), file=sys.stderr)

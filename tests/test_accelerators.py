@@ -328,7 +328,7 @@ def test_a_compiler_that_is_missing_is_named_with_what_installs_it(capsys, monke
     [
         (["--chip", "v5"], "chip: unknown value 'v5'; did you mean"),
         ([], "chip: none given; choose from: "),
-        (["--chip", "v5e", "--out", "there"], "out: plan makes no run directory"),
+        (["--chip", "v5e", "--out", "there"], "out: plan writes no run directory"),
     ],
 )
 def test_a_plan_refuses_what_it_cannot_answer_in_one_line(words, said, capsys):

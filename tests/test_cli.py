@@ -473,7 +473,7 @@ def test_without_a_folder_the_run_goes_to_one_that_names_it(linear_run, monkeypa
             2,
             "cannot read or write 'run/metrics.jsonl': Permission denied",
         ),
-        (KeyboardInterrupt(), 130, "stopped by SIGINT; the run had not begun, and nothing was written"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT; the run had not started; nothing was written"),
     ],
 )
 def test_what_stops_a_run_from_outside_is_one_line(error, status, words, monkeypatch, capsys):

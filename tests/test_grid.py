@@ -105,10 +105,10 @@ OPTIONS = [
     (["sweep.yaml", "--engine", "slrm"], "engine: unknown value 'slrm'; did you mean 'slurm'?"),
     (["sweep.yaml", "--out", "a", "--resume", "b"], "leave out --out"),
     (["sweep.yaml", "--resume", "."], "resume: '.' is no folder of a sweep"),
-    (["sweep.yaml", "--devices", "0,0"], "devices: '0,0' is no list of different GPUs"),
-    (["sweep.yaml", "--devices", "all"], "devices: 'all' is no list"),
+    (["sweep.yaml", "--devices", "0,0"], "devices: '0,0' is not a list of distinct GPUs"),
+    (["sweep.yaml", "--devices", "all"], "devices: 'all' is not a list"),
     (["sweep.yaml", "--devices", "0,1", "--jobs", "3"], "jobs: 3 runs at a time on 2 devices; nearest: 2"),
-    (["sweep.yaml", "--devices", "0", "--engine", "ray"], "--engine ray gives runs their devices"),
+    (["sweep.yaml", "--devices", "0", "--engine", "ray"], "--engine ray assigns devices to runs"),
     (["several.yaml", "--devices", "0,1"], "devices: the run linear_seed-2023 needs 2"),
 ]
 

@@ -286,10 +286,10 @@ def test_uploads_that_are_left_out_beside_the_rounds_are_in_their_lines():
     assert (line["rejected"], line["rejected_besides"]) == (1, 2)
     assert line["impossible"] == {"class_sums": 3, "weight": 1}
     assert "rejected_besides" not in records.record(0, 1, RoundReport({}), NOT_EVALUATED, sent)
-    assert "3 uploads were left out in 1 of 2 rounds" in warnings_of(records, config.preset("fppl"))[0]
+    assert "rejected 3 uploads in 1 of 2 rounds" in warnings_of(records, config.preset("fppl"))[0]
     records.count(before)
     records.record(1, 0, RoundReport({}), NOT_EVALUATED, sent, [before])
-    assert "5 uploads were left out in 2 of 3 rounds" in warnings_of(records, config.preset("fppl"))[0]
+    assert "rejected 5 uploads in 2 of 3 rounds" in warnings_of(records, config.preset("fppl"))[0]
 
 
 @pytest.mark.long

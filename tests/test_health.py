@@ -41,9 +41,11 @@ def test_a_loss_that_is_not_finite_is_said_with_where_and_how_often():
 
 def test_rounds_without_a_valid_upload_are_said_and_whether_anything_was_learned():
     (line,) = training_warnings(rounds({}, {"rejected": 4, "loss": None}))
-    assert "no upload was valid in 1 of 2 rounds, first in task 1, round 2" in line and "began" not in line
+    assert (
+        "no upload was valid in 1 of 2 rounds, first in task 1, round 2" in line and "unchanged" not in line
+    )
     (line,) = training_warnings(rounds({"rejected": 4}, {"rejected": 5}))
-    assert line.endswith("in 2 of 2 rounds, first in task 1, round 1; the model is as it began")
+    assert line.endswith("in 2 of 2 rounds, first in task 1, round 1; the model is unchanged since the start")
 
 
 @pytest.mark.parametrize(("loss", "says"), [(3.01, True), (2.99, False), (None, False)])
@@ -66,7 +68,7 @@ def test_a_loss_above_guessing_at_the_end_of_a_task_is_said(loss, says):
 
 def test_a_user_s_loss_that_doubled_is_said():
     assert diverged(1.0, 1.9) == diverged(1.0, None) == diverged(1.0, math.nan) == diverged(-3.0, -1.0) == []
-    assert "4e+09" in diverged(1.0, 4e9)[0] and "first, 1;" in diverged(1.0, 4e9)[0]
+    assert "4e+09" in diverged(1.0, 4e9)[0] and "initial model, 1;" in diverged(1.0, 4e9)[0]
     assert diverged(-3.0, 1.0)
 
 
@@ -79,7 +81,7 @@ def test_a_short_schedule_names_the_preset_that_suits_it(method, trained, says):
     records = Records(rounds=lines, counts={"rejected": 0, "refused": 0, "trained_images": trained})
     found = warnings_of(records, config.from_mapping(method, {"rounds": 3, "batch_size": 32}, "test"))
     assert len(found) == says
-    assert all("about 6 steps in a task" in line and "--features=both)" in line for line in found)
+    assert all("about 6 steps per task" in line and "--features=both)" in line for line in found)
 
 
 # ---- simulate ----------------------------------------------------------------------------------------------
@@ -108,7 +110,8 @@ def test_a_simulation_says_what_went_wrong_in_one_line(capsys):
     assert simulated(nan_added, 0.1, capsys).count("\n") == 1
     assert "NaN or infinite in 2 of 2 rounds" in simulated(nan_added, 0.1, capsys)
     said = simulated(nan_gradient, 0.1, capsys)
-    assert "no upload was valid in 2 of 2 rounds" in said and "as it began" in said and said.count("\n") == 1
+    assert "no upload was valid in 2 of 2 rounds" in said and said.count("\n") == 1
+    assert "unchanged since the start" in said
     for count in (1, 2):
         said = simulated(square, 1e4, capsys, count)
         assert said.startswith("warning: training diverged") and said.count("\n") == 1

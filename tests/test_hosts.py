@@ -96,7 +96,10 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
         ("--coordinator here:1 --processes 0 --process 0", "processes: 0"),
         ("--coordinator auto --processes 2", "processes: coordinator 'auto' finds it by itself"),
         ("--coordinator here:1 --processes 2 --process 0 --host-timeout 1", "host_timeout: 1"),
-        ("--coordinator here:1 --processes 2 --process 0 --seeds 2", "seeds: processes with a coordinator"),
+        (
+            "--coordinator here:1 --processes 2 --process 0 --seeds 2",
+            "seeds: a run with a coordinator",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(options, words, tmp_path, capsys):
@@ -109,7 +112,7 @@ def test_wrong_options_are_one_line(options, words, tmp_path, capsys):
 def test_check_is_one_process(capsys):
     assert cli.main(["check", "linear", "--processes", "2"]) == 2
     assert capsys.readouterr().err.startswith(
-        "fcljax: processes: check is one process; leave out --processes"
+        "fcljax: processes: check runs in one process; leave out --processes"
     )
 
 
@@ -189,7 +192,7 @@ def test_where_a_process_is_killed_the_other_ends_in_one_line_and_the_run_goes_o
     code, _, lines = results[1 - victim]
     assert code == hosts.LOST
     assert lines == [
-        f"fcljax: another process of the run has ended; go on with: fcljax run {method} --resume {out}"
+        f"fcljax: another process of the run has ended; resume with: fcljax run {method} --resume {out}"
     ]
     assert not (out / "summary.json").exists() and (out / "checkpoints").is_dir()
     if victim == 0:

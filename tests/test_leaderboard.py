@@ -77,12 +77,12 @@ class Made:
         (["none.yaml"], "", "", "none.yaml"),
         (["tiny.yaml", "--methods", "fppl"], "", "", "methods: 'fppl' is none of linear, fedncm"),
         (["tiny.yaml", "--jobs", "0"], "", "", "jobs: 0 is too small; nearest valid value: 1"),
-        (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' has its own folder"),
+        (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' already has a folder"),
         (
             ["tiny.yaml", "--base", "alpha"],
             "",
             "",
-            "base: 'alpha' is no option with a value, such as alpha=0.05",
+            "base: 'alpha' is not OPTION=VALUE, such as alpha=0.05",
         ),
         (
             ["tiny.yaml", "--base", "alfa=1"],

@@ -83,7 +83,7 @@ def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
         (["fppl", "table3", "--seeds", "0"], "seeds: 0 is too small; nearest valid value: 1"),
         (["fppl", "table3", "--jobs", "0"], "jobs: 0 is too small; nearest valid value: 1"),
         (["fppl", "table3", "--sed", "1"], "did you mean '--seeds'?"),
-        (["fppl", "table3", "--out", "a", "--resume", "b"], "resume: 'b' has its own folder"),
+        (["fppl", "table3", "--out", "a", "--resume", "b"], "resume: 'b' already has a folder"),
         (
             ["fppl", "table3", "--row", "fppl [non]"],
             "row: unknown value 'fppl [non]'; did you mean 'fppl [none]'?",

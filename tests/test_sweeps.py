@@ -277,7 +277,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_the_same(number, here):
     process.send_signal(number)
     said = process.communicate()[1]
     assert process.returncode == 128 + number, said
-    assert "go on with: fcljax sweep two.yaml --resume out" in said
+    assert "resume with: fcljax sweep two.yaml --resume out" in said
     assert {run["state"] for run in record().values()} == {"not finished"}
     assert not any((here / "out" / name / "summary.json").exists() for name in NAMES)
     with locked(here / "out" / NAMES[0]), locked(here / "out" / NAMES[1]):

@@ -667,7 +667,7 @@ def test_a_signal_leaves_a_whole_checkpoint_and_says_how_to_go_on(number, code, 
     assert found.code == code and "Traceback" not in found.err
     last = found.err.splitlines()[-1]
     name = signal.Signals(number).name
-    assert last == f"fcljax: stopped by {name}; go on with: fcljax run linear --resume '{found.out}'"
+    assert last == f"fcljax: stopped by {name}; resume with: fcljax run linear --resume '{found.out}'"
     assert not (found.out / "summary.json").exists() and found.lines < 15
     steps = checkpoint.steps(found.out / "checkpoints")
     assert steps[0] == found.lines if options else steps[0] >= found.lines - 1
@@ -698,7 +698,7 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(cut, monkeyp
     monkeypatch.setattr(checkpoint, "save", signalled_save)
     assert resume(cut) == 143
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"fcljax: stopped by SIGTERM; go on with: fcljax run linear --resume {cut}"
+    assert last == f"fcljax: stopped by SIGTERM; resume with: fcljax run linear --resume {cut}"
     assert checkpoint.steps(cut / "checkpoints")[0] == 15 and not (cut / "summary.json").exists()
 
 
@@ -800,7 +800,7 @@ def test_what_is_said_of_an_interrupted_command_is_true_for_it(tmp_path, monkeyp
     assert "--resume" not in capsys.readouterr().err
     assert cli.main(["run", "linear", "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == (
-        "fcljax: stopped by SIGINT; the run had not begun, and nothing was written\n"
+        "fcljax: stopped by SIGINT; the run had not started; nothing was written\n"
     )
 
 

@@ -83,7 +83,7 @@ def stays_finite(made: Federation, history: list[PlayedState]) -> Statement:
     if bad is not None:
         found = f"{bad[1]} is NaN or infinite after round {bad[0] + 1}{_owner(made, bad[1])}"
     elif rejected:
-        found = f"{rejected} uploads were left out: NaN, infinite, or with a claim that cannot be true"
+        found = f"the server rejected {rejected} uploads: they had NaN, an infinity or an impossible claim"
     elif said := training_warnings(lines):
         found = said[0].removeprefix("warning: ")
     elif not difference(made.server, history[-1].server):

@@ -34,7 +34,7 @@ class ProgramOptions:
     """Options of all commands that compile."""
 
     compile_cache: str | None = option(None, unset="$JAX_COMPILATION_CACHE_DIR or $FCLJAX_COMPILED")
-    """Folder of compiled programs, which later runs need not compile again, or off."""
+    """Folder in which compiled programs are kept for later runs, or off."""
 
 
 def keep_compiled(folder: str | None) -> None:
@@ -118,7 +118,7 @@ def parse(
     texts = {name: value for name, value in vars(given).items() if isinstance(value, str)}
     empty = next((name for name, value in texts.items() if not value.strip()), None)
     if empty:
-        raise InputError(f"{empty}: it is empty; give a value, or leave {flag(empty)} out")
+        raise InputError(f"{empty}: the value is empty; give one, or leave out {flag(empty)}")
     values = {
         name: value if isinstance(value, bool) else config.typed_value(name, fields[name].type, value)
         for name, value in vars(given).items()

@@ -22,7 +22,7 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """`fcljax compare RUN_DIR... [--out FIGURE]`."""
-    about = "Tables, a figure and a page over finished runs."
+    about = "Compare finished runs: tables, a figure and an HTML report."
     words = Words("RUN_DIR...")
     folders, options = parsed(CompareOptions(), arguments, ["compare"], about, words)
     if not folders:
@@ -35,10 +35,15 @@ def compare(arguments: list[str]) -> int:
     out = options.out or Path(folders[0]).parent / "accuracy.png"
     html = Path(out).with_suffix(".html") if options.out else Path(out).with_name(page.NAME)
     if html == Path(out):
-        raise InputError(f"out: {str(out)!r} is for the figure; nearest: {str(html.with_suffix('.png'))!r}")
+        raise InputError(
+            f"out: {str(out)!r} is the report's name, and --out names the figure; "
+            f"nearest: {str(html.with_suffix('.png'))!r}"
+        )
     figures.check_format(out)
     if html.exists() and not page.is_page(html):
-        raise InputError(f"out: {str(html)!r}, where the page would go, is another file; give another name")
+        raise InputError(
+            f"out: {str(html)!r} is another file, and the report would replace it; give another --out"
+        )
     tables, figure = compare_runs(folders, out)
     console = Console()
     for line in (line for each in folders for run in run_folders(each) for line in changed_files(run)):

@@ -12,7 +12,7 @@ def completion(arguments: list[str]) -> int:
     Raises:
       InputError: for another shell.
     """
-    about = "A script that completes commands, methods, options and values in the shell."
+    about = "Print a script with which the shell completes commands, methods, options and values."
     shells, _ = parse({}, arguments, ["completion"], about, Words("|".join(SHELLS), SHELLS, files=False))
     if not shells:
         raise InputError(f"shell: none given; choose from: {', '.join(SHELLS)}; try: fcljax completion bash")

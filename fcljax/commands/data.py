@@ -35,7 +35,7 @@ class PrepareOptions(config.ImageConfig):
     """Options of `fcljax data prepare`."""
 
     force: bool = False
-    """Decode again, and replace what was prepared."""
+    """Decode again and replace the prepared data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ShowOptions(config.PartitionConfig):
 
 
 def _data_list(arguments: list[str]) -> int:
-    about = "Data sets, and whether they are here."
+    about = "List data sets and whether this machine has them."
     _, options = parsed(DataListOptions(), arguments, ["data", "list"], about)
 
     from fcljax.data.files.sources import data_folder, known_datasets
@@ -61,7 +61,12 @@ def _data_list(arguments: list[str]) -> int:
 
 
 def _data_prepare(arguments: list[str]) -> int:
-    options = _named(PrepareOptions(), arguments, "prepare", "Make a data set ready for runs.")
+    options = _named(
+        PrepareOptions(),
+        arguments,
+        "prepare",
+        "Download a data set where possible, decode it once and check it.",
+    )
 
     from fcljax.data.files.sources import prepare
     from fcljax.runs.inputs import image_options
@@ -81,7 +86,7 @@ def _data_prepare(arguments: list[str]) -> int:
 
 
 def _data_show(arguments: list[str]) -> int:
-    about = "Images, and which client would hold which class."
+    about = "Draw images, and the classes that each client would hold."
     options = config.partitioned(_named(ShowOptions(), arguments, "show", about), ShowOptions())
 
     from fcljax.checks.show_data import show
@@ -98,7 +103,7 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
         count = "several names" if names else "no name"
         raise InputError(
             f"dataset: {count} given; usage: fcljax data {command} NAME [options]; "
-            "`fcljax data list` has the names"
+            "`fcljax data list` lists the names"
         )
     return replaced(filled, dataset=names[0])
 

@@ -24,7 +24,7 @@ class DoctorOptions:
 
 def doctor(arguments: list[str]) -> int:
     """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
-    about = "What a run would need of this machine, and what to do about what is missing."
+    about = "Check that a run can start on this machine, and print the command for what is missing."
     words = Words("[CHECKPOINT...]")
     checkpoints, options = parsed(DoctorOptions(), arguments, ["doctor"], about, words)
 

@@ -18,24 +18,25 @@ class LeaderboardOptions(ProgramOptions):
     """Options of `fcljax leaderboard`."""
 
     methods: str | None = option(None, unset="all of FILE, in its order")
-    """Methods of FILE to run, such as fedncm,fppl, in this order."""
-    base: str | None = option(None, unset="as FILE has them")
-    """Options of all runs in the place of FILE's, such as alpha=0.05,rounds=5."""
+    """Methods of FILE to run, in this order, e.g. fedncm,fppl."""
+    base: str | None = option(None, unset="those of FILE")
+    """Options of all runs, which replace FILE's, e.g. alpha=0.05,rounds=5."""
     out: str | None = option(None, unset="runs/leaderboard-FILE-TIME")
-    """Folder of the runs and the table, a new one."""
+    """New folder for the runs and the table."""
     resume: str | None = option(None, unset="none")
-    """Folder to resume: finished trials and runs are not repeated; there may be further methods."""
+    """Folder to resume. Finished trials and runs are not repeated; FILE may name more
+    methods."""
     jobs: int = 1
     """Number of runs of a method at a time."""
     dry_run: bool = False
     """Only list the methods."""
     allow_code: bool = False
-    """Whether methods that FILE names may be programs, FILE.py or MODULE:NAME, which are then run."""
+    """Allow FILE to name programs, FILE.py or MODULE:NAME, as methods, and run them."""
 
 
 def leaderboard(arguments: list[str]) -> int:
     """`fcljax leaderboard FILE.yaml [options]`: exit code 1 if a method lacks runs."""
-    about = "Methods side by side: the same network, data, rounds and search of learning rates for each."
+    about = "Compare methods with the same network, data, rounds and search of learning rates."
     words = Words("FILE.yaml")
     files, options = parsed(LeaderboardOptions(), arguments, ["leaderboard"], about, words)
     if len(files) != 1:
@@ -44,7 +45,7 @@ def leaderboard(arguments: list[str]) -> int:
             "experiments/leaderboard_glyphs.yaml"
         )
     if options.resume and options.out:
-        raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
+        raise InputError(f"resume: {options.resume!r} already has a folder; leave out --out")
 
     from fcljax.studies import leaderboard as work
     from fcljax.studies.sweeps import Ways
@@ -59,7 +60,7 @@ def leaderboard(arguments: list[str]) -> int:
     command = _command(files[0], options)
     again = f"{command} --resume {shlex.quote(str(out))}"
     ways = Ways([None] * options.jobs, options=passed_on(options))
-    with signals.advised(lambda: f"go on with: {again}" if (out / work.PLAN).exists() else ""):
+    with signals.advised(lambda: f"resume with: {again}" if (out / work.PLAN).exists() else ""):
         rows = work.run(entries, out, options.resume is not None, ways, command, Console(stderr=True))
     for table in work.shown(rows):
         console.print(table)
@@ -76,7 +77,7 @@ def _base(text: str) -> dict[str, str]:
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     wrong = next((name for name, equals, value in pairs if not (name and equals and value)), None)
     if wrong is not None:
-        raise InputError(f"base: {wrong!r} is no option with a value, such as alpha=0.05")
+        raise InputError(f"base: {wrong!r} is not OPTION=VALUE, such as alpha=0.05")
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
 
 

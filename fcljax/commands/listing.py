@@ -12,7 +12,9 @@ from fcljax.terminal import add_row, plain_text
 
 def list_(arguments: list[str]) -> int:
     """`fcljax list`: what can be named on the command line, and what does not go together."""
-    parse({}, arguments, ["list"], "What can be named, and what does not go together.")
+    parse(
+        {}, arguments, ["list"], "List methods, adapters, data sets, backbones and incompatible combinations."
+    )
 
     from fcljax.adapters import ADAPTERS
     from fcljax.data.files.names import DATASETS
@@ -49,7 +51,7 @@ def list_(arguments: list[str]) -> int:
     }
     for title, rows in plain.items():
         console.print(_listing(title, list(rows.items())))
-    console.print(_listing("cannot work", [*excluded, *merging], ("method", "with", "why")))
+    console.print(_listing("incompatible combinations", [*excluded, *merging], ("method", "with", "why")))
     return 0
 
 

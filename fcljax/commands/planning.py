@@ -22,18 +22,18 @@ class PlanOptions:
     """Options of `fcljax plan`."""
 
     chip: str = option("", unset="none")
-    """The chip: v5e, v5e-16 (of four hosts), v6e, v5p, h100 or h200."""
-    chips: int = option(0, least=0, unset="those of the compiled machine")
-    """Chips that share the clients: then the plan is what the engine holds on each, by shapes alone; nothing
-    is compiled."""
+    """Chip: v5e, v5e-16 (four hosts), v6e, v5p, h100 or h200."""
+    chips: int = option(0, least=0, unset="those of --chip")
+    """Number of chips that share the clients. With it the plan computes from shapes what
+    the engine holds on each chip, and compiles nothing."""
     images: int = option(0, least=0, unset="the data set's")
-    """Training images, for a data set that is not here."""
+    """Number of training images, for a data set that this machine does not have."""
     classes: int = option(100, least=1)
-    """Their classes."""
+    """Number of classes of this data set."""
     side: int = option(224, least=1)
-    """Pixels of their sides, as they are stored."""
+    """Side in pixels at which its images are stored."""
     json: bool = False
-    """Print one JSON object in place of a table."""
+    """Print one JSON object instead of a table."""
 
 
 def plan(arguments: list[str]) -> int:

@@ -17,12 +17,12 @@ class ReportOptions:
     out: str | None = option(
         None, unset="report.html in the one folder given, else in the one that holds the first"
     )
-    """HTML file of the page."""
+    """HTML file of the report."""
 
 
 def report(arguments: list[str]) -> int:
     """`fcljax report RUN_DIR... [--out FILE]`."""
-    about = "One HTML page over finished runs."
+    about = "Write a self-contained HTML report of finished runs."
     words = Words("RUN_DIR...")
     folders, options = parsed(ReportOptions(), arguments, ["report"], about, words)
     if not folders:

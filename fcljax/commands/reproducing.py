@@ -20,28 +20,29 @@ class ReproduceOptions(ProgramOptions):
     """Options of `fcljax reproduce`."""
 
     scale: Literal["mini", "paper"] = "mini"
-    """The same design in minutes on two CPU cores, without downloads, for the order of the rows; or the
-    paper's scale, after which status and cost are written into the paper's file."""
+    """mini: the same design in minutes on two CPU cores, without downloads, to check the
+    order of the rows. paper: the paper's scale, which also writes status and cost into
+    the paper's file."""
     seeds: int | None = option(None, most=config.MOST_SEEDS, unset="1; paper: as many as the paper had")
-    """Number of seeds of each row, from the first of its column on."""
+    """Number of seeds per row, counted from the first seed of its column."""
     out: str | None = option(None, unset="runs/reproduce-...-TIME")
-    """Folder of the runs and tables, a new one."""
+    """New folder for the runs and tables."""
     resume: str | None = option(None, unset="none")
-    """Folder to resume; the number of seeds may be larger than before."""
+    """Folder to resume; the number of seeds may grow."""
     jobs: int = 1
     """Number of runs at a time."""
     row: str | None = option(None, unset="all")
-    """The only row to run: method and options, such as "pilora --headtune", for one column of the table with
-    its name in brackets."""
+    """The only row to run: method and options, e.g. "pilora --headtune". In a table with
+    columns, add the column's name in brackets."""
     experiments: str = "experiments"
-    """Folder with the files of the papers, that of the repository."""
+    """Folder with the papers' files, as in the repository."""
     dry_run: bool = False
-    """Only list the runs, with --row also their commands."""
+    """Only list the runs; with --row also print their commands."""
 
 
 def reproduce(arguments: list[str]) -> int:
     """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
-    about = "The rows of a paper's table as runs, its numbers beside ours, and whether their order holds."
+    about = "Run the rows of a paper's table, print its numbers beside ours, and check their order."
     words = Words("SYSTEM TABLE", files=False)
     names, options = parsed(ReproduceOptions(), arguments, ["reproduce"], about, words)
     if len(names) != 2:
@@ -53,7 +54,7 @@ def reproduce(arguments: list[str]) -> int:
     from fcljax.studies import reproduce as work
 
     if options.resume and options.out:
-        raise InputError(f"resume: {options.resume!r} has its own folder; leave out --out")
+        raise InputError(f"resume: {options.resume!r} already has a folder; leave out --out")
     columns = papers.find_columns(options.experiments, *names)
     plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
@@ -79,7 +80,7 @@ def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
     console.print(work.shown(plan, found))
     pairs = tables.orderings(found)
     lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
-    lines += [f"the paper in words: {claim}" for claim in plan.column.entry.claims]
+    lines += [f"the paper's claim: {claim}" for claim in plan.column.entry.claims]
     if plan.scale == "paper":
         lines += work.record_paper_runs(found, outcomes, plan, _device())
     for line in [*lines, f"table: {out / work.TEXT}"]:

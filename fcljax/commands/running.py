@@ -25,17 +25,18 @@ class Paths(ProgramOptions):
     """Where a run's settings come from and where its files go."""
 
     out: str | None = option(None, unset="runs/METHOD-DATASET-sSEED-TIME")
-    """Run directory, a new one."""
+    """New run directory."""
     resume: str | None = option(None, unset="none")
-    """Run directory to resume, under the settings it was started with."""
+    """Run directory to resume, with the settings it was started with."""
     config: str | None = option(None, unset="none")
-    """YAML file of settings; options on the command line win."""
+    """YAML file of settings; options on the command line override it."""
     seeds: str | None = option(None, unset="the one of --seed")
-    """Number of seeds from --seed on, or a list such as 1,2,3: a run for each, in one folder."""
+    """Number of seeds, counted from --seed, or a list such as 1,2,3: one run per seed, in
+    one folder."""
     stop_signal: Literal["USR1", "USR2", "HUP", "TERM"] | None = option(None, unset="none")
-    """Signal by which the machine announces that it will stop the run; the round is finished."""
+    """Preemption signal: finish the round, write a checkpoint, exit."""
     track: str | None = option(None, unset="none")
-    """Trackers that follow the run, such as tensorboard,wandb,mlflow."""
+    """Trackers of the run, e.g. tensorboard,wandb,mlflow."""
 
 
 def run(arguments: list[str]) -> int:
@@ -48,7 +49,7 @@ def run(arguments: list[str]) -> int:
     if host_options.coordinator is None:
         return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
     if paths.seeds or (paths.resume and _seeds(resolved, paths)):
-        raise InputError("seeds: processes with a coordinator run one seed at a time; leave out --seeds")
+        raise InputError("seeds: a run with a coordinator trains one seed; leave out --seeds")
     command = ["-m", "fcljax.worker", "LOG", *arguments]
     return hosts.supervised(command, host_options, lambda out: _advice(arguments[0], out or paths.resume))
 
@@ -108,10 +109,10 @@ def read_alone(
     given, paths, host_options = _read(arguments, command, own)
     for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
-            raise InputError(f"{name}: {command} makes no run directory; leave out {flag(name)}")
+            raise InputError(f"{name}: {command} writes no run directory; leave out {flag(name)}")
     for field in fields_of(HostOptions):
         if getattr(host_options, field.name) is not None:
-            raise InputError(f"{field.name}: {command} is one process; leave out {flag(field.name)}")
+            raise InputError(f"{field.name}: {command} runs in one process; leave out {flag(field.name)}")
     return given, paths
 
 
@@ -158,15 +159,15 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
             say(console, f"{name}: {made}")
     if failed:
         err = Console(stderr=True, quiet=not first)
-        say(err, "fcljax: no upload was valid in any round: the model is as it began")
+        say(err, "fcljax: no round had a valid upload: the model is unchanged since the start")
     return int(failed)
 
 
 def _advice(method: str, out: str | None) -> str:
     """What a user can do after a run was stopped."""
     if out is None or not (Path(out) / "config.yaml").exists():
-        return "the run had not begun, and nothing was written"
-    return f"go on with: fcljax run {shlex.quote(method)} --resume {shlex.quote(out)}"
+        return "the run had not started; nothing was written"
+    return f"resume with: fcljax run {shlex.quote(method)} --resume {shlex.quote(out)}"
 
 
 def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
@@ -176,7 +177,7 @@ def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
     asked = parse_seeds(paths.seeds, resolved.seed) if paths.seeds else None
     stored = stored_seeds(paths.resume) if paths.resume else None
     if paths.resume and asked and not stored:
-        raise InputError(f"seeds: {paths.resume!r} is a run with one seed; leave out --seeds")
+        raise InputError(f"seeds: {paths.resume!r} has one seed; leave out --seeds")
     return list(dict.fromkeys((stored or []) + (asked or []))) or None
 
 
@@ -273,11 +274,11 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     if paths.resume:
         if paths.out or paths.config:
             raise InputError(
-                f"resume: {paths.resume!r} has its own config and folder; leave out --config and --out"
+                f"resume: {paths.resume!r} already has a config and a folder; leave out --config and --out"
             )
         source = str(Path(paths.resume) / "config.yaml")
         if not Path(source).is_file():
-            raise InputError(f"resume: {paths.resume!r} is no run directory: it has no config.yaml")
+            raise InputError(f"resume: {paths.resume!r} is not a run directory: it has no config.yaml")
     values = config.load_yaml(source) if source else {}
     if paths.resume:
         from fcljax.runs.resume import stored_settings
@@ -286,7 +287,8 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
     name = values.get("method", method)
     if name != method:
         raise InputError(
-            f"{'resume' if paths.resume else 'config'}: {source!r} is for method {name!r}, not {method!r}"
+            f"{'resume' if paths.resume else 'config'}: {source!r} has settings of method {name!r}, "
+            f"not of {method!r}"
         )
     fixed = [option for option in MINI.get(method, {}) if option in values]
     if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):

@@ -22,26 +22,26 @@ class SweepOptions(ProgramOptions):
     """Options of `fcljax sweep`."""
 
     out: str | None = option(None, unset="runs/sweep-FILE-TIME")
-    """Folder of the sweep, a new one."""
+    """New folder for the sweep."""
     resume: str | None = option(None, unset="none")
-    """Folder of a sweep to resume: finished runs are not repeated, and runs that FILE has got since are
-    made."""
+    """Folder of a sweep to resume. Finished runs are not repeated; runs that FILE gained
+    since are added."""
     jobs: int | None = option(None, unset="1, one per device of --devices, or all with Ray and Slurm")
     """Number of runs at a time."""
     engine: Literal["local", "ray", "slurm", "slurm-local"] = "local"
-    """Where runs are made: processes of this machine, tasks of Ray, jobs of Slurm, or Slurm's jobs on this
-    machine, to try them."""
+    """Where runs execute: processes of this machine (local), Ray tasks, Slurm jobs, or
+    Slurm's job files on this machine, as a trial."""
     devices: str | None = option(None, unset="all for each run")
-    """GPUs of this machine, such as 0,1,2,3; each run has one of them for itself."""
+    """GPUs of this machine, e.g. 0,1,2,3; each run gets one of them."""
     dry_run: bool = False
     """Only list the runs."""
     allow_code: bool = False
-    """Whether methods that FILE names may be programs, FILE.py or MODULE:NAME, which are then run."""
+    """Allow FILE to name programs, FILE.py or MODULE:NAME, as methods, and run them."""
 
 
 def sweep(arguments: list[str]) -> int:
     """`fcljax sweep FILE.yaml [options]`: exit code 1 if a run failed."""
-    about = "Many runs: a grid of options, variants and seeds, some at a time."
+    about = "Run a grid of options, variants and seeds, some runs at a time."
     files, options = parsed(SweepOptions(), arguments, ["sweep"], about, Words("FILE.yaml"))
     if len(files) != 1:
         raise InputError("sweep: no file given; usage: fcljax sweep FILE.yaml [options]")
@@ -64,7 +64,7 @@ def sweep(arguments: list[str]) -> int:
     found, figure = sweeps.tables(outcomes, out)
     for table in found:
         console.print(table)
-    say(console, f"folder of the sweep: {out}")
+    say(console, f"sweep folder: {out}")
     if figure:
         say(console, f"accuracy curve: {figure}")
         if page.try_report(
@@ -85,7 +85,7 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
     from fcljax.studies.sweeps import Ways
 
     if options.resume and options.out:
-        raise InputError(f"resume: the sweep in {options.resume!r} has its own folder; leave out --out")
+        raise InputError(f"resume: the sweep in {options.resume!r} already has a folder; leave out --out")
     devices = _devices(options, runs)
     if options.jobs and devices and options.jobs > len(devices):
         raise InputError(
@@ -104,7 +104,7 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
 
 def _part(options: type, given: object, where: str) -> Any:
     if given is not None and not isinstance(given, dict):
-        raise InputError(f"{where}: {given!r} is no mapping of options to values")
+        raise InputError(f"{where}: {given!r} does not map options to values")
     try:
         part = config.fill(options(), given or {}, "options")
         check_ranges(part)
@@ -125,16 +125,14 @@ def _devices(options: SweepOptions, runs: list) -> list[str]:
     if len(set(names)) < len(names) or not all(
         re.fullmatch(r"\d{1,3}|(GPU|MIG)-[\w/-]+", name) for name in names
     ):
-        raise InputError(f"devices: {options.devices!r} is no list of different GPUs, such as 0,1,2,3")
+        raise InputError(f"devices: {options.devices!r} is not a list of distinct GPUs, such as 0,1,2,3")
     if options.engine != "local":
-        raise InputError(
-            f"devices: --engine {options.engine} gives runs their devices by itself; leave them out"
-        )
+        raise InputError(f"devices: --engine {options.engine} assigns devices to runs; leave out --devices")
     if os.environ.get("JAX_PLATFORMS", "").lower() in ("cpu", "tpu"):
         raise InputError(f"devices: JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}, which uses no GPU")
     several = next((run for run in runs if run.cfg.devices > 1), None)
     if several:
         raise InputError(
-            f"devices: the run {several.name} needs {several.cfg.devices}, and each would have one"
+            f"devices: the run {several.name} needs {several.cfg.devices} devices, but each run gets one"
         )
     return names

@@ -24,17 +24,17 @@ class TuneOptions(ProgramOptions):
     """Options of `fcljax tune`, beside those of `fcljax run METHOD` that all trials share."""
 
     trials: int = 30
-    """Number of runs, pruned ones included."""
+    """Number of trials, including pruned ones."""
     metric: Literal["A_last", "A_avg"] = "A_last"
-    """What is made as large as possible, on held-out training images."""
+    """Metric to maximise on held-out training images."""
     prune: bool = True
-    """Stop a trial whose accuracy after a task is below the median of the trials before it."""
+    """Stop a trial whose accuracy after a task is below the median of the earlier trials."""
     out: str | None = option(None, unset="runs/tune-METHOD-DATASET-TIME")
-    """Folder of the study, a new one."""
+    """New folder for the study."""
     resume: str | None = option(None, unset="none")
-    """Folder of a study to resume; --trials may ask for more of them."""
+    """Folder of a study to resume; --trials may raise the number of trials."""
     config: str | None = option(None, unset="none")
-    """YAML file of settings that all trials share; options on the command line win."""
+    """YAML file of settings for all trials; options on the command line override it."""
 
 
 def tune(arguments: list[str]) -> int:
@@ -47,14 +47,14 @@ def tune(arguments: list[str]) -> int:
         raise InputError(f"method: none given; {USAGE}; methods: {', '.join(METHODS)}")
     method = arguments[0]
     pairs, rest = tuning.sorted_arguments(arguments[1:])
-    about = f"Options chosen on held-out training images. {find_method(method).summary}"
+    about = f"Search options on held-out training images. {find_method(method).summary}"
     given = parse_run(method, rest, "tune", about, {"tuning": TuneOptions()})
     trials = given.get("trials")
     options = taken(TuneOptions(), given)
     check_ranges(options)
     if options.resume:
         if pairs or given or options.out or options.config:
-            raise InputError("resume: a study has its own ranges and settings; give only --trials beside it")
+            raise InputError("resume: the study already has ranges and settings; give only --trials")
         tuning.check_optuna()
         wanted = tuning.stored(Path(options.resume), method)
         wanted = wanted._replace(trials=max(wanted.trials, trials or 0))
@@ -77,7 +77,7 @@ def tune(arguments: list[str]) -> int:
     out = Path(options.resume or options.out or new_folder("tune", slug(method), slug(dataset)))
     keep_compiled(options.compile_cache)
     again = f"fcljax tune {shlex.quote(method)} --resume {shlex.quote(str(out))}"
-    with signals.advised(lambda: f"go on with: {again}"):
+    with signals.advised(lambda: f"resume with: {again}"):
         trials_ = tuning.tune(wanted, out, options.resume is not None, loop.Observer())
     console = Console()
     console.print(tuning.table_of(trials_, wanted))

@@ -13,14 +13,14 @@ class WatchOptions:
     """Options of `fcljax watch`."""
 
     every: float = 2.0
-    """Seconds between two looks, 0.1 to 3600."""
+    """Seconds between updates, 0.1 to 3600."""
     once: bool = False
-    """Look once, and end."""
+    """Print the state once and exit."""
 
 
 def watch(arguments: list[str]) -> int:
     """`fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it quietly."""
-    about = "Follow runs in the terminal."
+    about = "Follow runs in the terminal, also runs on another machine."
     words = Words("RUN_DIR")
     folders, options = parsed(WatchOptions(), arguments, ["watch"], about, words)
     if not 0.1 <= options.every <= 3600:

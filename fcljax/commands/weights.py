@@ -15,12 +15,12 @@ class WeightsOptions:
     """Options of `fcljax weights get`."""
 
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
-    """Folder of data, in which the weights are kept."""
+    """Folder of data, where the weights are stored."""
 
 
 def weights(arguments: list[str]) -> int:
     """`fcljax weights get NAME`."""
-    about = "Download weights by timm's or the hub's name, resumed and checked."
+    about = "Download weights by timm's or the hub's name; resume and verify the download."
     words = Words("get NAME", ("get",), False)
     given, options = parsed(WeightsOptions(), arguments, ["weights"], about, words)
     if len(given) != 2 or given[0] != "get":
@@ -41,7 +41,7 @@ def convert(arguments: list[str]) -> int:
     from fcljax.models.weights.convert import ConvertOptions
     from fcljax.models.weights.convert import convert as write
 
-    about = "A checkpoint as .safetensors with its provenance."
+    about = "Convert another library's checkpoint to .safetensors, with its provenance."
     words = Words("SRC [DST]")
     files, options = parsed(ConvertOptions(), arguments, ["convert"], about, words)
     if not 1 <= len(files) <= 2:
@@ -55,7 +55,9 @@ def embed(arguments: list[str]) -> int:
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    options, cache = _parsed(EmbedConfig(), arguments, "embed", "Frozen features of a data set.")
+    options, cache = _parsed(
+        EmbedConfig(), arguments, "embed", "Compute a data set's frozen features, as .npz and for later runs."
+    )
     backbone = (
         Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
     )
@@ -70,7 +72,9 @@ def pretrain(arguments: list[str]) -> int:
     from fcljax.pretraining.encoder import PretrainConfig
     from fcljax.pretraining.encoder import pretrain as train
 
-    options, cache = _parsed(PretrainConfig(), arguments, "pretrain", "Train the packaged micro ViT again.")
+    options, cache = _parsed(
+        PretrainConfig(), arguments, "pretrain", "Train the packaged micro ViT on rendered glyphs."
+    )
     keep_compiled(cache)
     summary = train(options)
     for name, value in summary.items():
@@ -83,11 +87,11 @@ def pretrain_decoder(arguments: list[str]) -> int:
     from fcljax.pretraining.decoder import PretrainDecoderConfig
     from fcljax.pretraining.decoder import pretrain_decoder as train
 
-    about = "A masked autoencoder's decoder for a frozen encoder."
+    about = "Train a masked autoencoder's decoder for a frozen encoder."
     options, cache = _parsed(PretrainDecoderConfig(), arguments, "pretrain-decoder", about)
     keep_compiled(cache)
     begun = Path(options.out).with_suffix(".checkpoints")
-    with signals.advised(lambda: "go on with the same command and --resume" if begun.exists() else ""):
+    with signals.advised(lambda: "resume with the same command and --resume" if begun.exists() else ""):
         print_rows(list(train(options).items()))
     return 0
 

@@ -37,7 +37,7 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
     empty = without_upload(lines)
     if not empty:
         return []
-    untrained = "; the model is as it began" if len(empty) == len(lines) else ""
+    untrained = "; the model is unchanged since the start" if len(empty) == len(lines) else ""
     return [
         f"warning: no upload was valid in {len(empty)} of {len(lines)} rounds, first in "
         f"{_place(lines, empty[0])}{untrained}"
@@ -53,7 +53,7 @@ def _not_finite(lines: Sequence[Line]) -> list[str]:
     return [
         f"warning: the clients' loss was NaN or infinite in {len(found)} of {len(lines)} rounds, first in "
         f"{_place(lines, found[0])}, for up to {100 * most:.3g} % of the examples: the loss divides by 0, "
-        f"takes the log of what is not positive, or the learning rate is too large"
+        f"takes the logarithm of a number that is not positive, or the learning rate is too large"
     ]
 
 
@@ -74,9 +74,9 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
     return [
         f"warning: training diverged: at the end of {len(worse)} of {len(last)} tasks the clients' "
-        f"cross-entropy is above that of guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, where "
-        f"guessing among {line[CLASSES]} classes has {math.log(line[CLASSES]):.3g}; smaller learning rates "
-        f"(--lr, and the adapter's own) would help"
+        f"cross-entropy is worse than guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, and "
+        f"guessing among {line[CLASSES]} classes gives {math.log(line[CLASSES]):.3g}; lower the learning "
+        f"rates (--lr and the adapter's)"
     ]
 
 
@@ -97,7 +97,7 @@ def diverged(before: float, after: float | None) -> list[str]:
         return []
     return [
         f"warning: training diverged: the clients' loss in the last round, {after:.4g}, is more than twice "
-        f"that of the model at first, {before:.4g}; a smaller learning rate would help"
+        f"that of the initial model, {before:.4g}; lower the learning rate"
     ]
 
 

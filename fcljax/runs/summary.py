@@ -257,35 +257,36 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
 
 
 def warnings_of(records: Records, settings: RunConfig) -> list[str]:
-    """Warnings about a finished run, in lines: uploads that were left out, losses that are not finite or
-    above those of guessing, rounds whose result was rejected, test images without a prediction, terms that
-    do nothing, and training that has not arrived."""
+    """Return the warnings about a finished run, one line each.
+
+    They name rejected uploads, losses that are not finite or worse than guessing, rejected results of rounds,
+    test images without a prediction, loss terms without influence, and training that has not converged."""
     lines = []
     counts = records.counts
     if counts["rejected"]:
         rounds = sum(rejected_uploads([line]) > 0 for line in records.rounds)
         lines.append(
-            f"warning: {counts['rejected']} uploads were left out in {rounds} of {len(records.rounds)} "
-            f"rounds: NaN, infinite, or with a claim that cannot be true"
+            f"warning: the server rejected {counts['rejected']} uploads in {rounds} of "
+            f"{len(records.rounds)} rounds: they had NaN, an infinity or an impossible claim"
         )
     lies = {name: times for name, times in counts.items() if name.startswith("impossible ")}
     if lies:
         said = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
-        lines.append(f"warning: claims that cannot be true, and how often clients made them: {said}")
+        lines.append(f"warning: impossible claims of clients, with their number: {said}")
     lines += health.training_warnings(records.rounds)
     if counts["refused"]:
         first = next((line for line in records.rounds if line["refused"]), None)
         where = f", first in task {first['task'] + 1}, round {first['round'] + 1}" if first else ""
         lines.append(
-            f"warning: {counts['refused']} times what came out of a round was not finite and the server kept "
-            f"what it had{where}"
+            f"warning: the result of a round was not finite {counts['refused']} times, and the server kept "
+            f"the previous model{where}"
         )
     confusion = np.asarray(records.confusion)
     lost = metrics.unpredicted(confusion) if records.confusion else 0  # nothing was evaluated
     if lost:
         lines.append(
-            f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images: "
-            f"they count as wrong"
+            f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images, "
+            f"which count as wrong"
         )
     lines += [*_idle_terms(records), *_not_arrived(records, settings), *_far_prototypes(records)]
     return lines + _short_schedule(records, settings)
@@ -297,11 +298,16 @@ def _idle_terms(records: Records) -> list[str]:
     lines = []
     for name in sorted(names):
         most = max((line.get(name) or 0.0 for line in records.rounds), default=0.0)
-        if most < LEAST_SHARE:
+        term = name.removeprefix(SHARE)
+        if most == 0:
             lines.append(
-                f"warning: the term {name.removeprefix(SHARE)!r} of the clients' loss has at most "
-                f"{100 * most:.2g} % of the gradient's norm in any round: the run is hardly one of "
-                f"its method"
+                f"warning: {term!r} never contributes to the gradient, so this run does not exercise "
+                f"the method"
+            )
+        elif most < LEAST_SHARE:
+            lines.append(
+                f"warning: {term!r} contributes at most {100 * most:.2g} % of the gradient's norm, so this "
+                f"run hardly exercises the method"
             )
     return lines
 
@@ -315,16 +321,16 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
     lines = []
     if late := _still_falls(records, "loss", "train_accuracy"):
         lines.append(
-            f"warning: training has not arrived: in the last round of a task the loss still fell by "
-            f"{100 * late[0]:.0f} %, and clients get {100 * late[1]:.0f} % of their training examples right; "
-            f"more --rounds or --epochs, or a larger learning rate (--lr, and the adapter's own), would go on"
+            f"warning: training has not converged: in the last round of a task the loss still fell by "
+            f"{100 * late[0]:.0f} %, and clients classify {100 * late[1]:.0f} % of their training examples "
+            f"correctly; try more --rounds or --epochs, or a larger learning rate (--lr and the adapter's)"
         )
     for name in at_server:
         if late := _still_falls(records, f"{name}_loss", f"{name}_accuracy"):
             lines.append(
-                f"warning: the server's training has not arrived: in the last round of a task {name}_loss "
-                f"still fell by {100 * late[0]:.0f} %, and the server gets {100 * late[1]:.0f} % of its "
-                f"examples right; larger values of {_of_server(settings)} would go on"
+                f"warning: the server's training has not converged: in the last round of a task {name}_loss "
+                f"still fell by {100 * late[0]:.0f} %, and the server classifies {100 * late[1]:.0f} % of "
+                f"its examples correctly; try larger values of {_of_server(settings)}"
             )
     return lines
 
@@ -349,7 +355,7 @@ def _of_server(settings: RunConfig) -> str:
     names = [field.name for field in dataclasses.fields(settings)]
     trainings = {name.removesuffix("_epochs") for name in names if name.endswith("_epochs")}
     found = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
-    return " and ".join(map(flag, found)) or "the options of its training there"
+    return " and ".join(map(flag, found)) or "the options of its training"
 
 
 def _far_prototypes(records: Records) -> list[str]:
@@ -365,9 +371,9 @@ def _far_prototypes(records: Records) -> list[str]:
     if not away > FAR:
         return []
     return [
-        f"warning: prototypes lie {away:.1f} times as far from the mean features of their classes as these "
-        f"lie from each other; --headtune starts them there, and more --rounds or --epochs or a larger --lr "
-        f"bring them closer"
+        f"warning: the distance of prototypes from their classes' mean features is {away:.1f} times the "
+        f"distance between these means; --headtune starts prototypes at the means, and more --rounds or "
+        f"--epochs or a larger --lr bring them closer"
     ]
 
 
@@ -383,8 +389,8 @@ def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
         return []
     what = " ".join(command({"method": settings.method} | changes, None)[3:])
     return [
-        f"note: clients take about {max(1, round(steps))} steps in a task, which is a short schedule; "
-        f"--fidelity improved ({what}) was better under such schedules on held-out images"
+        f"note: clients take about {max(1, round(steps))} steps per task, which is a short schedule; on "
+        f"held-out images --fidelity improved ({what}) was better under such schedules"
     ]
 
 

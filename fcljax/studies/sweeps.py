@@ -100,7 +100,7 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
 
 def advice(out: Path, command: str) -> str:
     """What a user can do after a sweep was stopped, by a command that resumes it."""
-    return f"go on with: {command}" if (out / PLAN).exists() else ""
+    return f"resume with: {command}" if (out / PLAN).exists() else ""
 
 
 # ---- what is in the folder ---------------------------------------------------------------------------------
