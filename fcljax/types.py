@@ -1,6 +1,6 @@
 """The protocol between methods and the engine: named tuples of arrays and of pure functions, no maths.
 
-A method is a `Method`: pure functions over its own pytrees (server state, client state, local training
+A method is a `Method`: pure functions over pytrees that the method chooses (server state, client state, local
 state, upload). Shapes are fixed for a whole run: C classes, T tasks, K clients, batches of B examples. A task
 is data (an index and masks), never a Python int inside jit, so one trace of each function serves all rounds
 of all tasks. Most methods are made of parts (`parts/federate.py`); the engine plays any `Method`.
@@ -19,8 +19,7 @@ from jaxtyping import PyTree as PyTree
 
 Server: TypeAlias = PyTree  # everything the server keeps between rounds
 ClientState: TypeAlias = PyTree  # everything one client keeps between rounds; () for stateless clients
-Local: TypeAlias = PyTree  # what a client holds while it works: parameters, optimiser state, running sums
-
+Local: TypeAlias = PyTree  # what a client holds within a round: parameters, optimiser state, running sums
 
 LearningRate: TypeAlias = float | Float[Array, ""]  # an array where rates are data (`federated/rates.py`)
 
@@ -58,7 +57,10 @@ class Sizes(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """What is never trained and shared by all clients: an argument everywhere."""
+    """Arrays that are never trained and that all clients share.
+
+    They are an argument of every function: an array that jit closes over becomes a constant of the program.
+    """
 
     network: PyTree
     """Parameters of the network."""
@@ -71,16 +73,16 @@ class Frozen(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a network computes from images."""
+    """Output of a network for a batch of images."""
 
     cls: Float[Array, "batch width"]
-    """The class token after the final norm, or what stands for it in a network without tokens."""
+    """The class token after the final norm, or the pooled feature of a network without tokens."""
     tokens: Float[Array, "batch tokens width"] | None
-    """All tokens after the final norm, if they were asked for."""
+    """All tokens after the final norm; None: not requested."""
     taps: dict[str, Array]
-    """Named intermediate values."""
+    """Intermediate values by name."""
     prompts: Float[Array, "batch length width"] | None = None
-    """The injected prompt tokens after the final norm, if there are any."""
+    """The injected prompt tokens after the final norm; None: there are none."""
 
 
 class Autoencoder(NamedTuple):
@@ -99,7 +101,7 @@ class Autoencoder(NamedTuple):
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Subtracted from pixels in [0, 1] that it reads and makes; it may differ from the network's."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """What these pixels are then divided by."""
+    """Divisor of these pixels after the subtraction."""
 
 
 class Network(NamedTuple):
@@ -120,9 +122,9 @@ class Network(NamedTuple):
     image: tuple[int, int, int]
     """Shape of one image."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Subtracted from pixels in [0, 1] to make the images that it is given."""
+    """Subtracted from pixels in [0, 1] to make the images that it reads."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """What these pixels are then divided by."""
+    """Divisor of these pixels after the subtraction."""
     autoencoder: Autoencoder | None = None
     """The masked autoencoder, where there is a decoder."""
     split: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
@@ -137,9 +139,9 @@ class Network(NamedTuple):
 class Task(NamedTuple):
     """One task as data.
 
-    Classes are numbered by their position in the shuffled class order, so that a task that all clients share
-    has a contiguous range. Where clients have streams of their own, a client's task has any classes, and the
-    server's those of all clients. The host makes it of numpy arrays, and jit turns them into jax arrays.
+    Classes are numbered by their position in the shuffled class order, so a task that all clients share has a
+    contiguous range. Where every client has its own stream, a client's task has any classes, and the server's
+    task has those of all clients. The host makes it of numpy arrays, and jit turns them into jax arrays.
     """
 
     index: Int[Array, ""]
@@ -149,41 +151,40 @@ class Task(NamedTuple):
     current: Bool[Array, " C"]
     """Classes of this task."""
     seen: Bool[Array, " C"]
-    """Classes of this task and all before it."""
+    """Classes of this task and of all earlier ones."""
 
     @property
     def old(self) -> Bool[Array, " C"]:
-        """Classes of earlier tasks."""
+        """Return the classes of earlier tasks."""
         return self.seen & ~self.current
 
     @classmethod
     def of_numpy(
         cls, index: np.ndarray | np.int32, classes: np.ndarray, current: np.ndarray, seen: np.ndarray
     ) -> Task:
-        """A task made on the host."""
+        """Make a task of numpy arrays."""
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(index, classes, current, seen)
 
 
 class ClientInfo(NamedTuple):
-    """What is known of one client in one round."""
+    """What the server knows of one client in one round."""
 
     id: Int[Array, ""]
     """From 0 to K - 1."""
     examples: Int[Array, ""]
     """Number of its training examples."""
     class_examples: Int[Array, " C"]
-    """The same for each class."""
+    """Number of its training examples of each class."""
     round: Int[Array, ""]
     """Number of the round within the task, from 0."""
 
     @classmethod
     def example(cls, classes: int) -> ClientInfo:
-        """A client with one example, made on the host for its shapes and types."""
+        """Make a client with one example, for its shapes and types."""
         zero = np.int32(0)
-        one = np.int32(1)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
-        return cls(zero, one, np.zeros(classes, np.int32), zero)
+        return cls(id=zero, examples=np.int32(1), class_examples=np.zeros(classes, np.int32), round=zero)
 
 
 class Batch(NamedTuple):
@@ -205,29 +206,29 @@ class Batch(NamedTuple):
     keys: Key[Array, " B"] | None = None
     """Keys for draws that belong to examples: they depend on (round, phase, step, example) alone."""
     measured: Bool[Array, ""] | None = None
-    """Whether the step measures itself too (`Phase.measures`); None: its phase measures nothing."""
+    """Whether the step also measures itself (`Phase.measures`); None: its phase measures nothing."""
 
 
 class ClientContext(NamedTuple):
     """All that a client may read besides its own state."""
 
     frozen: PyTree
-    """What is never trained."""
+    """Arrays that are never trained."""
     payload: PyTree
-    """What the server has just sent."""
+    """`Broadcast.payload` of this round."""
     cached: PyTree
-    """What clients have from earlier rounds."""
+    """`Broadcast.cached`: what clients have from earlier rounds."""
     task: Task
-    """The client's own task; streams may differ between clients."""
+    """The client's task; streams may differ between clients."""
     client: ClientInfo
-    """What is known of the client."""
+    """Its id and numbers of examples."""
 
 
 class RoundContext(NamedTuple):
     """All that a server may read besides its own state."""
 
     frozen: PyTree
-    """What is never trained."""
+    """Arrays that are never trained."""
     task: Task
     """The current task."""
     round: Int[Array, ""]
@@ -239,7 +240,7 @@ class RoundContext(NamedTuple):
 
     @classmethod
     def on_host(cls, frozen: PyTree, task: Task, round_: int, last: bool) -> RoundContext:
-        """A round context made on the host."""
+        """Make a round context of Python numbers."""
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
         return cls(frozen, task, np.int32(round_), np.bool_(last))
 
@@ -253,8 +254,8 @@ class Broadcast(NamedTuple):
     payload: PyTree
     """Sent to clients in every round, and counted as download."""
     cached: PyTree = ()
-    """What every client already has from earlier rounds, such as frozen prompts of past tasks. It is counted
-    as extra storage."""
+    """What every client already has from earlier rounds, such as frozen prompts of past tasks; counted as
+    extra storage."""
 
 
 class Upload(NamedTuple):
@@ -267,13 +268,13 @@ class Upload(NamedTuple):
     gather: PyTree = ()
     """Stacked over clients."""
     weight: Float[Array, ""] | Int[Array, ""] | float = 1.0
-    """Of this client in the mean, at least 0; usually its number of examples."""
+    """Weight of this client in the mean, at least 0; usually its number of examples."""
 
 
 class Aggregate(NamedTuple):
     """What the server sees after a round of at most P participants, in the order of their ids.
 
-    Absent, dropped and non-finite clients have valid False and weight 0, and are in no sum.
+    Entries of absent, dropped and non-finite clients have valid False and weight 0, and no sum has them.
     """
 
     mean: PyTree
@@ -315,7 +316,7 @@ class PhaseStep(Protocol):
     def __call__(
         self, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray, /
     ) -> tuple[Local, Metrics]:
-        """The new local state, and metrics of the batch."""
+        """Return the new local state, and metrics of the batch."""
         ...
 
 
@@ -324,22 +325,22 @@ class ChooseReplay(Protocol):
     """Chooses what a client replays in a step."""
 
     def __call__(self, context: ClientContext, local: Local, key: PRNGKeyArray, /) -> Int[Array, " replay"]:
-        """Positions in what `Program.replay_buffer` returns; -1 for none."""
+        """Return positions in what `Program.replay_buffer` returns; -1 for none."""
         ...
 
 
 class Phase(NamedTuple):
-    """One or more passes over a client's own examples."""
+    """One or more passes over a client's examples."""
 
     view: View
     """How the examples are read."""
     step: PhaseStep
-    """What is done with a batch."""
+    """What a client does with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
     measures: bool = False
-    """Whether `batch.measured` is True at one participant of every round, in the step in the middle of its
-    phase. Metrics that a step has only then have weight 0 otherwise."""
+    """Whether one participant of every round measures the step in the middle of its phase: `batch.measured`
+    is True there. Metrics of measured steps alone have weight 0 in all others."""
     trains: bool = True
     """Whether parameters train in it. If not, it measures statistics, which no batch size may change."""
 
@@ -349,7 +350,7 @@ class ClientStart(Protocol):
     """Prepares a client's work in a round."""
 
     def __call__(self, context: ClientContext, state: ClientState, key: PRNGKeyArray, /) -> Local:
-        """The local state before the first step."""
+        """Return the local state before the first step."""
         ...
 
 
@@ -360,7 +361,7 @@ class ClientFinish(Protocol):
     def __call__(
         self, context: ClientContext, local: Local, state: ClientState, /
     ) -> tuple[Upload, ClientState]:
-        """What the client sends, and what it keeps."""
+        """Return what the client sends, and its new state."""
         ...
 
 
@@ -369,7 +370,7 @@ class ReceiveUpload(Protocol):
     """Acts on one upload as it arrives at the server, before it is merged: clipping, say."""
 
     def __call__(self, context: ClientContext, upload: Upload, /) -> Upload:
-        """An upload of the same structure."""
+        """Return an upload of the same structure."""
         ...
 
 
@@ -377,7 +378,7 @@ class Claim(NamedTuple):
     """What a client says of itself in an upload, such as its numbers of examples."""
 
     name: str
-    """Of the quantity, for messages."""
+    """Name of the quantity, for messages."""
     holds: Callable[[ClientContext, Upload], Bool[Array, ""]]
     """holds(context, upload) -> whether a client with so many examples can have sent it. The server knows
     `context.client.examples`, but not those of each class."""
@@ -400,7 +401,8 @@ class Program(NamedTuple):
     A client keeps indices, never images.
     """
     claims: tuple[Claim, ...] = ()
-    """What its uploads say of the client, besides their weight; an upload that cannot be true is left out."""
+    """What its uploads say of the client, besides their weight. An upload with an impossible claim is left
+    out."""
 
 
 # ---- what the server does ----------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ class ServerFunction(Protocol):
     def __call__(
         self, round_context: RoundContext, server: Server, aggregate: Aggregate, key: PRNGKeyArray, /
     ) -> tuple[Server, Metrics]:
-        """The new server state, and metrics."""
+        """Return the new server state, and metrics."""
         ...
 
 
@@ -426,8 +428,8 @@ class Round(NamedTuple):
     program: Program
     """What clients do."""
     server: ServerFunction | None = None
-    """What the server does with their uploads. None: nothing is merged; clients only get the broadcast and
-    change their state."""
+    """What the server does with their uploads. None: the server merges nothing; clients only get the
+    broadcast and change their state."""
     who: Who = "sampled"
     """The sampled participants, or every client that has examples."""
     when: When = "round"
@@ -446,18 +448,18 @@ class ReplayBuffer(NamedTuple):
 
 
 class ReplayBatch(NamedTuple):
-    """Some of the examples that the server keeps."""
+    """A batch of examples of the server's replay buffer."""
 
     examples: PyTree
     """Leaves [B, ...]."""
     label: Int[Array, " B"]
     """Class ids."""
     task: Int[Array, " B"]
-    """As whose task's example each is used."""
+    """Number of the task as whose example each one is used (`ReplayPlan`)."""
     mask: Bool[Array, " B"]
     """False for padding."""
     classes: Bool[Array, " C"]
-    """Classes of all examples that are replayed in this round."""
+    """Classes of all examples that the server replays in this round."""
 
 
 @runtime_checkable
@@ -465,7 +467,10 @@ class ReplayPlan(Protocol):
     """Says, on the host, which tasks' examples the server replays in a round."""
 
     def __call__(self, task: int, last: bool, /) -> tuple[tuple[int, int], ...]:
-        """Pairs of task numbers: whose examples are used, and as whose. `last`: in the task's last round."""
+        """Return pairs of task numbers: the task whose examples are used, and the task as whose they count.
+
+        `last`: whether this is the task's last round.
+        """
         ...
 
 
@@ -482,15 +487,15 @@ class ReplayStep(Protocol):
         key: PRNGKeyArray,
         /,
     ) -> tuple[Local, Metrics]:
-        """The new local state, and metrics of the batch."""
+        """Return the new local state, and metrics of the batch."""
         ...
 
 
 class ServerReplay(NamedTuple):
     """Training of the server, after its step of a round, on examples that it keeps of every task.
 
-    Its state holds those of the current task. When a task is over they move to the host, and come back in
-    batches.
+    The server's state holds the examples of the current task. When a task is over they move to the host, and
+    come back in batches.
     """
 
     buffer: Callable[[RoundContext, Server], ReplayBuffer]
@@ -502,9 +507,9 @@ class ServerReplay(NamedTuple):
     batch_size: int
     """Examples of a step."""
     start: Callable[[RoundContext, Server], Local]
-    """start(round_context, server) -> what the training changes."""
+    """start(round_context, server) -> the local state before the first step."""
     step: ReplayStep
-    """One step."""
+    """What the server does with a batch."""
     finish: Callable[[RoundContext, Server, Local], Server]
     """finish(round_context, server, local) -> the new server state."""
 
@@ -532,7 +537,7 @@ class Predict(Protocol):
     """Predicts with the global model."""
 
     def __call__(self, round_context: RoundContext, server: Server, batch: Batch, /) -> Float[Array, "B C"]:
-        """Logits; the lowest finite value for classes not seen yet."""
+        """Return logits, with the lowest finite value for classes not seen yet."""
         ...
 
 
@@ -543,13 +548,14 @@ class PredictClient(Protocol):
     def __call__(
         self, round_context: RoundContext, server: Server, state: ClientState, batch: Batch, /
     ) -> Float[Array, "B C"]:
-        """Logits."""
+        """Return logits."""
         ...
 
 
 @runtime_checkable
 class Reconstruct(Protocol):
-    """Makes of images what the server could reconstruct of what it receives of them."""
+    """Reconstructs images from what the server receives of them, for a run's figures, and to measure what is
+    given away."""
 
     def __call__(
         self,
@@ -559,17 +565,15 @@ class Reconstruct(Protocol):
         key: PRNGKeyArray,
         /,
     ) -> Reconstruction:
-        """For a run's figures, and to measure what is given away."""
+        """Return the images and their reconstructions."""
         ...
 
 
-def _no_state(key: PRNGKeyArray, server: Server) -> ClientState:
-    del key, server
+def _no_client_state(_key: PRNGKeyArray, _server: Server) -> ClientState:
     return ()
 
 
-def _same(round_context: RoundContext, server: Server, key: PRNGKeyArray) -> Server:
-    del round_context, key
+def _unchanged_server(_round_context: RoundContext, server: Server, _key: PRNGKeyArray) -> Server:
     return server
 
 
@@ -579,34 +583,34 @@ class Method(NamedTuple):
     init: Callable[[PRNGKeyArray, PyTree], Server]
     """init(key, frozen) -> the first server state."""
     broadcast: Callable[[RoundContext, Server], Broadcast]
-    """broadcast(round_context, server) -> exactly what clients get."""
+    """broadcast(round_context, server) -> all that clients get."""
     rounds: tuple[Round, ...]
-    """What is played in every task."""
+    """Exchanges between server and clients, for every task."""
     predict: Predict
     """Logits of the global model."""
-    init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_state
+    init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_client_state
     """init_client(key, server) -> the state of one client before it ever takes part."""
-    begin_task: Callable[[RoundContext, Server, PRNGKeyArray], Server] = _same
+    begin_task: Callable[[RoundContext, Server, PRNGKeyArray], Server] = _unchanged_server
     """begin_task(round_context, server, key) -> the server state before the first round of a task."""
     queries: bool = False
-    """Whether steps and `predict` read the frozen network's own class token of an image. It is cached
+    """Whether steps and `predict` read the class token of the frozen network without prompts. It is cached
     wherever images are deterministic."""
     batchwise: tuple[str, ...] = ()
-    """Options of the run by which a prediction depends on the other images of its batch; (): it does not, as
-    `fcljax check` tests."""
+    """Options of the run that make a prediction depend on the other images of its batch; (): it never does,
+    as `fcljax check` tests."""
     predict_client: PredictClient | None = None
     """Logits of a client's personal model."""
     trainable: Callable[[RoundContext, Server], dict[str, PyTree]] | None = None
     """trainable(round_context, server) -> named parts of what a client trains, for counting only."""
     handover: Callable[[RoundContext, Server], PyTree] | None = None
-    """handover(round_context, server) -> what clients get, when a task begins, of the task that is over.
+    """handover(round_context, server) -> what clients get of the finished task when the next one begins.
 
-    They cache it from then on, and no round has sent them its last state. For counting only.
+    No round has sent them its last state, and they cache it from then on. For counting only.
     """
     aggregation: str = "mean"
     """Name of the rule that merges uploads."""
     predict_provisional: Predict | None = None
-    """Logits of what was merged, before the server's own training changed it."""
+    """Logits of the merged model, before the server's training changes it."""
     server_replay: ServerReplay | None = None
     """Training of the server on examples that it keeps, after every round in which clients train."""
     predict_drawn: PredictClient | None = None
@@ -615,5 +619,5 @@ class Method(NamedTuple):
     restores: Reconstruct | None = None
     """What the server could reconstruct of images."""
     personal: bool = False
-    """Whether the personal model is the one that counts. Clients are then evaluated, each on the classes that
-    it has learned, and `predict` says what the server alone would."""
+    """Whether a run's accuracy is that of personal models. Each client is then evaluated on the classes that
+    it has learned, and `predict` is the server's model alone."""
