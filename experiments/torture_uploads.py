@@ -42,7 +42,7 @@ class Server(NamedTuple):
 def server_of(method: str) -> Server:
     """The server of a method, before its first round."""
     from fcljax import config
-    from fcljax.federated.claims import held
+    from fcljax.federated.claims import claims_hold
     from fcljax.runs.build import build
     from fcljax.runs.rounds import first_server
     from fcljax.types import ClientContext, ClientInfo, RoundContext
@@ -67,7 +67,9 @@ def server_of(method: str) -> Server:
     state = exp.method.init_client(exp.key, server)
     upload = jax.jit(honest)(context, state)
     upload = upload._replace(weight=jnp.minimum(jnp.float32(upload.weight), partition.count[1]))
-    assert np.all(held(exp.method.rounds[index].program, context, upload)), f"{method}: no honest upload"
+    assert np.all(claims_hold(exp.method.rounds[index].program, context, upload)), (
+        f"{method}: no honest upload"
+    )
     return Server(exp, index, jax.device_get(upload), context)
 
 

@@ -288,7 +288,7 @@ def kept_by_name(method) -> list[set[str]]:
     """What clients keep after each phase but the last, of a local state that is a dictionary."""
     (shapes,) = check_method(method, toys.fetch, SHAPES)
     names = sorted(shapes.local)
-    return [{names[i] for i in kept} for kept in shapes.kept]
+    return [{names[i] for i in kept} for kept in shapes.stored_leaves]
 
 
 def test_between_phases_clients_keep_what_was_changed_and_is_read_again():

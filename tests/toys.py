@@ -27,7 +27,7 @@ from fcljax.federated.engine import (
     run_chunks,
     run_round,
 )
-from fcljax.federated.reference import fold
+from fcljax.federated.keys import fold
 from fcljax.federated.schedule import ClientPartition, capacities, participants, plan_round
 from fcljax.mesh import device_count, put_shared
 from fcljax.methods.vfcl.conflation import conflate_sums
@@ -485,7 +485,7 @@ class Played(NamedTuple):
 
 def plain_round(method: Method, fetch, server, states: list, inputs: RoundInputs):
     """The reference round: (server, states, Played)."""
-    results = reference.play_round(method, fetch, server, states, inputs)
+    server, states, results = reference.play_round(method, fetch, server, states, inputs)
     metrics = {}
     for i, result in results.items():
         stage = method.rounds[i].when
@@ -494,8 +494,7 @@ def plain_round(method: Method, fetch, server, states: list, inputs: RoundInputs
     sent = [results[i].uploads if i in results else {} for i in range(len(method.rounds))]
     played = next(i for i, each in enumerate(method.rounds) if each.when == inputs.when)
     rejected = sum(upload is None for uploads in sent for upload in uploads.values())
-    last = list(results.values())[-1]
-    return last.server, last.states, Played(metrics, len(sent[played]), rejected, tuple(map(len, sent)))
+    return server, states, Played(metrics, len(sent[played]), rejected, tuple(map(len, sent)))
 
 
 def means(steps: list[dict[str, Weighted]]) -> dict[str, float]:

@@ -40,7 +40,7 @@ from fcljax.bridges.records import (
 from fcljax.config import RunConfig
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
-from fcljax.federated.engine import Exchange, Played, Serve
+from fcljax.federated.engine import Exchange, ExchangeOutcome, Serve
 from fcljax.federated.schedule import ClientPartition, phase_examples, phase_steps
 from fcljax.methods import find_method
 from fcljax.options import whole_number
@@ -510,7 +510,7 @@ class Link:
             for name, value in counts.items():
                 tally[name] = tally.get(name, 0) + value
 
-    def play(self, exchange: Exchange, states: PyTree, serve: Serve) -> Played:
+    def play(self, exchange: Exchange, states: PyTree, serve: Serve) -> ExchangeOutcome:
         """`engine.Clients`: ask the nodes of these clients, and receive their uploads."""
         for line in self.nodes.refresh(len(self.exp.scenario.tasks), self.timeout):
             self.say(f"warning: {line}")
@@ -528,7 +528,7 @@ class Link:
         phases = player.round.program.phases
         steps = sum(int(phase_steps(partition.count[present], phase.view).sum()) for phase in phases)
         self._count(uploads=len(replies), dropped=len(ids) - len(replies))
-        return Played(accumulator, states, serve(accumulator), present, (steps, steps))
+        return ExchangeOutcome(accumulator, states, serve(accumulator), present, (steps, steps))
 
     def _call(self, index: int, round_context: RoundContext, key: PRNGKeyArray) -> dict[str, Any]:
         return {

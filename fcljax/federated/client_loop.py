@@ -1,9 +1,11 @@
-"""The compiled loop over the clients of a round: lanes that run clients step by step, and what they send.
+"""The compiled loop over the clients of a round: lanes that train clients step by step, and their uploads.
 
-Everything here runs inside jit; `engine.py` compiles it and feeds it. Lanes run side by side, and each runs
-its clients one after the other, as a table says that was made on the host. A client's upload depends on
-(seed, task, round, client id) and its own examples only: every draw is keyed that way, never by lane, device,
-slot or other participants.
+Everything here runs inside jit; `engine.py` compiles it and calls it. Lanes run side by side, and each trains
+its clients one after the other, as a table says that the host has made (`schedule.py`). Read `run_ticks`
+first: clients start, every lane takes a step, clients finish.
+
+A client's upload depends on (seed, task, round, client id) and its examples only: every draw is keyed that
+way, never by lane, device, slot or other participants.
 """
 
 import functools
@@ -15,16 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from fcljax.federated import claims
+from fcljax.federated.claims import claims_hold
 from fcljax.federated.communication import num_bytes
-from fcljax.federated.keys import ClientKey, RoundKey, StepKey
-from fcljax.federated.schedule import Capacity, Chunk
+from fcljax.federated.keys import ClientKey, RoundKey, StepKey, fold
+from fcljax.federated.schedule import Capacity, Chunk, phase_steps
 from fcljax.federated.sums import add_stacked, broadcast_left, finite_guard, is_finite, sum_zeros
 from fcljax.mesh import AXIS, WHOLE, AnyMesh, add_over_devices, rows_on, split, take_rows, write_rows
 from fcljax.types import (
     Batch,
     Broadcast,
-    ChooseReplay,
     ClientContext,
     ClientInfo,
     Metrics,
@@ -33,7 +34,6 @@ from fcljax.types import (
     PyTree,
     Task,
     Upload,
-    View,
     Weighted,
 )
 
@@ -45,7 +45,7 @@ class Fetch(Protocol):
     def __call__(
         self, data: PyTree, index: Int[Array, " B"], keys: Key[Array, " B"], augment: bool, /
     ) -> tuple[Array, Array, Array | None]:
-        """Image [B, ...], label [B], and query [B, D] or None."""
+        """Return image [B, ...], label [B], and query [B, D] or None."""
         ...
 
 
@@ -59,82 +59,91 @@ class Lanes(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Shapes and types of what a program makes, as `jax.ShapeDtypeStruct`."""
+    """Shapes and types of the arrays of a program, as `jax.ShapeDtypeStruct`."""
 
-    local: PyTree  # of a client at work
-    upload: Upload  # of one client
+    local: PyTree  # a client's local state
+    upload: Upload  # one client's upload
     metrics: tuple[Metrics, ...]  # of each phase
-    state: PyTree  # of a client between rounds
-    kept: tuple[frozenset[int], ...]  # numbers of the leaves of `local` kept after each phase but the last
+    state: PyTree  # a client's state between rounds
+    stored_leaves: tuple[
+        frozenset[int], ...
+    ]  # leaves of `local` that are stored after each phase but the last
 
 
 def slot_bytes(shapes: Shapes) -> int:
-    """Bytes that a chunk needs for each of its clients: the gathered part of its upload, its state, and what
-    it keeps of its local state between phases."""
-    return num_bytes((shapes.upload.gather, shapes.state, _between_phases(shapes)))
+    """Return the bytes that a chunk needs for each of its clients.
+
+    They are those of the gathered part of its upload, of its state, and of what is stored between phases.
+    """
+    return num_bytes((shapes.upload.gather, shapes.state, _leaves_between_phases(shapes)))
 
 
-def _between_phases(shapes: Shapes) -> list:
-    """Of the leaves of the local state, those that a client ever keeps between phases, and None for the
-    others."""
-    kept = _kept_before(shapes, len(shapes.kept))
-    return [leaf if i in kept else None for i, leaf in enumerate(jax.tree.leaves(shapes.local))]
+def _leaves_between_phases(shapes: Shapes) -> list:
+    """Return the leaves of the local state that are stored between phases, and None for the others."""
+    stored = _stored_before(shapes, len(shapes.stored_leaves))
+    return [leaf if i in stored else None for i, leaf in enumerate(jax.tree.leaves(shapes.local))]
 
 
-def _kept_before(shapes: Shapes, phase: int) -> frozenset[int]:
-    """Which leaves of its local state a client has kept when a phase begins. For the others it may take those
-    of its start again: nobody has changed them, or nobody reads them."""
-    return frozenset().union(*shapes.kept[:phase])
+def _stored_before(shapes: Shapes, phase_index: int) -> frozenset[int]:
+    """Return the leaves that must be stored before a phase; `Program.start` recomputes the others.
+
+    Nothing has changed the others, or nothing reads them.
+    """
+    return frozenset().union(*shapes.stored_leaves[:phase_index])
 
 
 class Accumulator(NamedTuple):
-    """What has been received so far in a round of P participants, or of one chunk. In a chunk, what belongs
-    to clients has an entry for each slot instead.
+    """What the server has received so far in a round of P participants, or from one chunk.
 
-    Sums are in float32 at least. On a mesh every device has a part of the entries of clients, of which there
-    are as many as a multiple of the devices, and all of the sums.
+    The accumulator of a chunk has an entry for each slot in place of each participant. Sums are in float32 at
+    least. On a mesh every device has all of the sums, and an equal part of the clients' entries, whose number
+    is a multiple of the devices.
     """
 
     mean: PyTree  # sum of weight * leaf
     sum: PyTree  # sum of the leaves
     gather: PyTree  # leaves [P, ...]
     weight: Float[Array, " P"]  # of each client
-    id: Int[Array, " P"]  # of each client; K where nobody is
+    id: Int[Array, " P"]  # of each client; K in an empty entry
     valid: Bool[Array, " P"]  # whether the upload has arrived and was accepted
-    rejected: Int[Array, ""]  # uploads that were not finite, or with an impossible claim
-    impossible: Int[Array, " claims"]  # of these, for each claim, those that cannot be true
+    rejected: Int[Array, ""]  # uploads that were not finite, or had an impossible claim
+    impossible: Int[Array, " claims"]  # uploads in which each claim was impossible
     metrics: tuple[Metrics, ...]  # sums of each phase's metrics
 
 
-_BY_CLIENT = ("gather", "weight", "id", "valid")  # fields of an accumulator with an entry for each client
+_CLIENT_FIELDS = ("gather", "weight", "id", "valid")  # fields of an accumulator with an entry for each client
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick."""
+    """Everything that one tick hands to the next."""
 
-    local: PyTree  # the lanes' clients at work, leaves [L, ...]
-    accumulator: Accumulator  # what was received
+    local: PyTree  # local states of the clients in the lanes, leaves [L, ...]
+    accumulator: Accumulator  # uploads of the chunk's clients
     states: PyTree  # states of the chunk's clients, leaves [S, ...]
-    written: Bool[Array, " S"]  # which of them are new
-    waiting: list  # what clients keep between phases: leaves [S, ...] of local states, or None
-
-
-# How the devices of a mesh have them: what belongs to clients in equal parts, the rest as a whole.
-# pyrefly: ignore[bad-argument-type]  # a tree of specifications
-ON_DEVICES = Accumulator(WHOLE, WHOLE, split(), split(), split(), split(), WHOLE, WHOLE, WHOLE)
-# pyrefly: ignore[bad-argument-type]
-OF_DEVICES = Chunk(*[split()] * 7, tables=split(1), ticks=WHOLE, round=WHOLE, task=split())
+    written: Bool[Array, " S"]  # which states are new
+    stored: list  # leaves [S, ...] of local states that are stored between phases, or None
 
 
 class Call(NamedTuple):
     """What all ticks of a chunk read."""
 
-    frozen: PyTree  # what is never trained
-    broadcast: Broadcast  # what was sent to clients
-    chunk: Chunk  # who takes part
+    frozen: PyTree  # arrays that are never trained
+    broadcast: Broadcast  # what the server has sent to clients
+    chunk: Chunk  # the clients that take part
     task: Task  # the round's task
     key: PRNGKeyArray  # of the round
     guarded: Bool[Array | np.bool_, ""]  # whether every upload is checked as it arrives
+
+
+# How the devices of a mesh share these arrays: what belongs to clients in equal parts, the rest as a whole.
+ACCUMULATOR_SPECS = Accumulator(
+    # pyrefly: ignore[bad-argument-type]  # a tree of specifications
+    *[split() if name in _CLIENT_FIELDS else WHOLE for name in Accumulator._fields]
+)
+# pyrefly: ignore[bad-argument-type]
+CHUNK_SPECS = Chunk(*[split()] * 7, tables=split(1), ticks=WHOLE, round=WHOLE, task=split())
+# pyrefly: ignore[bad-argument-type]
+CALL_SPECS = Call(frozen=WHOLE, broadcast=WHOLE, chunk=CHUNK_SPECS, task=WHOLE, key=WHOLE, guarded=WHOLE)
 
 
 class ReplayData(NamedTuple):
@@ -148,8 +157,8 @@ class ReplayData(NamedTuple):
 class Merging(NamedTuple):
     """How far the chunks of a round are merged, on the device, so that the host need not wait for it."""
 
-    chunks: Int[Array | np.ndarray | np.int32, ""]  # the first so many are; a later one is ignored
-    current: Int[Array | np.ndarray | np.int32, ""]  # number of the chunk that is merged next
+    chunks: Int[Array | np.ndarray | np.int32, ""]  # so many chunks, from the first on, are merged
+    current: Int[Array | np.ndarray | np.int32, ""]  # number of the chunk that ends now
     guarded: Bool[Array | np.bool_, ""]  # whether its uploads were checked as they arrived
 
 
@@ -159,114 +168,142 @@ class TickWindow(NamedTuple):
     data: PyTree  # what `Fetch` reads
     index: Int[Array, "ticks L B"]  # indices in the training set, -1 for padding
     place: Int[Array, "ticks L B"]  # indices in `data`
-    first: Int[Array | np.ndarray | np.int32, ""]  # the first tick
-    ticks: Int[Array | np.ndarray | np.int32, ""]  # how many ticks to run
+    first: Int[Array | np.ndarray | np.int32, ""]  # number of the first tick
+    ticks: Int[Array | np.ndarray | np.int32, ""]  # number of ticks to run
 
 
-class LoopSettings(NamedTuple):
-    """What is static in the loop of one phase."""
+class PhaseLoop(NamedTuple):
+    """The static part of the loop over one phase."""
 
+    program: Program
+    phase_index: int
     fetch: Fetch  # reads examples
     lanes: Lanes  # of one device
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
-    waits: bool  # whether a lane may be idle while others work; its client must then be kept as it is
+    waits: bool  # whether a lane may be idle while others work; its client must then stay as it is
     participants: int  # P
-    shapes: Shapes  # of what the program makes
+    shapes: Shapes  # of the program's arrays
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the program."""
+        return self.program.phases[self.phase_index]
 
 
 def batches_alone(lanes: Lanes) -> bool:
-    """Whether each lane can compute a batch of its own size; batched lanes would compute every size."""
+    """Return whether lanes can compute batches of different sizes; batched lanes would compute all sizes."""
     return lanes.count == 1 or lanes.mode != "vmap"
 
 
 def over_lanes(function: Callable, lanes: Lanes) -> Callable:
-    """`function` of one lane as a function of arguments stacked over lanes. All modes give the same numbers
-    up to rounding."""
+    """Return `function` of one lane as a function of arguments stacked over lanes.
+
+    All modes give the same numbers up to rounding.
+    """
+
+    def only_lane(*args: PyTree) -> PyTree:
+        return expand(function(*squeeze(args)))
+
+    def unrolled_lanes(*args: PyTree) -> PyTree:
+        return _stack([function(*_at(args, lane)) for lane in range(lanes.count)])
+
+    def looped_lanes(*args: PyTree) -> PyTree:
+        return jax.lax.map(lambda args_of_lane: function(*args_of_lane), args)
+
     if lanes.count == 1:
-        return lambda *args: expand(function(*squeeze(args)))
+        return only_lane
     if lanes.mode == "vmap":
         return jax.vmap(function)
     if lanes.mode == "unroll":
-        return lambda *args: _stack([function(*_at(args, i)) for i in range(lanes.count)])
-    return lambda *args: jax.lax.map(lambda one: function(*one), args)
+        return unrolled_lanes
+    return looped_lanes
 
 
-def _countable(metric: Weighted, active: Array) -> Weighted:
-    """The metric, or zeros where the lane is idle or the value is not finite: one diverging client does not
-    hide the others' loss."""
-    counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
-    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
-
-
-# ---- what a round receives ---------------------------------------------------------------------------------
+# ---- uploads that a round receives -------------------------------------------------------------------------
 
 
 def empty_accumulator(
-    shapes: Shapes, capacity: Capacity, claimed: int, mesh: AnyMesh | None = None
+    shapes: Shapes, capacity: Capacity, claims: int, mesh: AnyMesh | None = None
 ) -> Accumulator:
-    """An empty accumulator for uploads of these shapes, with so many claims."""
-    p = rows_on(mesh, capacity.participants)
+    """Return an accumulator without uploads, for uploads of these shapes with so many claims."""
+    entries = rows_on(mesh, capacity.participants)
     return Accumulator(
         mean=sum_zeros(shapes.upload.mean, floating=True),
         sum=sum_zeros(shapes.upload.sum),
-        gather=_zeros(shapes.upload.gather, (p,)),
-        weight=jnp.zeros(p),
-        id=jnp.full(p, capacity.clients, jnp.int32),
-        valid=jnp.zeros(p, bool),
+        gather=_zeros(shapes.upload.gather, (entries,)),
+        weight=jnp.zeros(entries),
+        id=jnp.full(entries, capacity.clients, jnp.int32),
+        valid=jnp.zeros(entries, bool),
         rejected=jnp.zeros((), jnp.int32),
-        impossible=jnp.zeros(claimed, jnp.int32),
+        impossible=jnp.zeros(claims, jnp.int32),
         metrics=sum_zeros(shapes.metrics, floating=True),
     )
 
 
-def _receive(
-    acc: Accumulator, upload: Upload, held: Array, id_: Array, position: Array, end: Array, guarded: Array
-) -> tuple[Accumulator, Array]:
-    """Add the uploads [L, ...] of the clients that have just finished, where `end` is True. Each goes to its
-    position among the gathered ones. Those of which a claim [L, claims] is not `held` are left out.
+def _add_uploads(
+    accumulator: Accumulator,
+    upload: Upload,
+    possible: Bool[Array, "L claims"],
+    client_id: Int[Array, " L"],
+    position: Int[Array, " L"],
+    ends: Bool[Array, " L"],
+    guarded: Bool[Array, ""],
+) -> tuple[Accumulator, Bool[Array, " L"]]:
+    """Add the uploads of the clients that have just finished, and return which of them are valid.
 
-    If guarded, non-finite uploads, and ones of negative weight, get weight 0 and are counted. Otherwise they
-    are added too, and `is_sound` finds out.
+    If guarded, non-finite uploads and uploads of negative weight get weight 0 and are counted. Otherwise they
+    are added too, and `is_sound` finds them at the end of the chunk.
+
+    Args:
+      accumulator: what was received so far.
+      upload: of the client in each lane, leaves [L, ...].
+      possible: whether each claim is possible. An upload with an impossible one is left out.
+      client_id: of the client in each lane.
+      position: of each client among the gathered uploads.
+      ends: which of the clients have just finished.
+      guarded: whether each upload is checked.
     """
-    sent = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), end.shape)
-    lies = end[:, None] & ~held
-    end = end & jnp.all(held, axis=1)
+    weight = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), ends.shape)
+    impossible = ends[:, None] & ~possible
+    ends = ends & jnp.all(possible, axis=1)
     weight, valid, rejected = jax.lax.cond(
         guarded,
-        lambda: finite_guard(upload._replace(weight=sent), sent, end),
-        lambda: (jnp.where(end, sent, 0), end, jnp.zeros((), jnp.int32)),
+        lambda: finite_guard(upload._replace(weight=weight), weight, ends),
+        lambda: (jnp.where(ends, weight, 0), ends, jnp.zeros((), jnp.int32)),
     )
-    write = functools.partial(_write, jnp.where(valid, position, acc.valid.shape[0]))
-    return acc._replace(
-        mean=add_stacked(acc.mean, upload.mean, valid, weight),
-        sum=add_stacked(acc.sum, upload.sum, valid),
-        gather=write(acc.gather, upload.gather),
-        weight=write(acc.weight, weight),
-        id=write(acc.id, id_),
-        valid=write(acc.valid, valid),
-        rejected=acc.rejected + rejected + jnp.sum(jnp.any(lies, axis=1), dtype=jnp.int32),
-        impossible=acc.impossible + jnp.sum(lies, axis=0, dtype=jnp.int32),
-    ), valid
+    # entries of clients that send nothing now are written beyond the end, and so ignored
+    write = functools.partial(_write, jnp.where(valid, position, accumulator.valid.shape[0]))
+    accumulator = accumulator._replace(
+        mean=add_stacked(accumulator.mean, upload.mean, valid, weight),
+        sum=add_stacked(accumulator.sum, upload.sum, valid),
+        gather=write(accumulator.gather, upload.gather),
+        weight=write(accumulator.weight, weight),
+        id=write(accumulator.id, client_id),
+        valid=write(accumulator.valid, valid),
+        rejected=accumulator.rejected + rejected + jnp.sum(jnp.any(impossible, axis=1), dtype=jnp.int32),
+        impossible=accumulator.impossible + jnp.sum(impossible, axis=0, dtype=jnp.int32),
+    )
+    return accumulator, valid
 
 
 def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
-    """Whether all that was received is finite and of a weight that is not negative.
+    """Return whether all uploads are finite and of a weight that is not negative.
 
-    One upload that is not makes its sums so, or stands among the gathered ones. Sums of finite uploads may
+    One upload that is not makes the sums so, or stands among the gathered ones. Sums of finite uploads may
     overflow: no client is at fault then, and running the clients again under the guard gives the same.
     """
-    received = accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight
+    received = (accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight)
     return is_finite(received) & jnp.all(accumulator.weight >= 0)
 
 
 def receive_sent(
-    program: Program, acc: Accumulator, context: ClientContext, upload: Upload, position: Array
+    program: Program, accumulator: Accumulator, context: ClientContext, upload: Upload, position: Array
 ) -> tuple[Accumulator, Array]:
-    """Add one upload that was made elsewhere, as those of lanes are added.
+    """Add one upload from another machine, as the uploads of lanes are added.
 
     Args:
       program: whose upload it is; its `receive` acts on it first.
-      acc: what was received so far.
+      accumulator: what was received so far.
       context: what the client could read, with its id.
       upload: as the client sent it.
       position: of the client among the round's participants in the order of their ids.
@@ -274,37 +311,55 @@ def receive_sent(
     Returns:
       What has been received now, and whether the upload is valid.
     """
-    held = claims.held(program, context, upload)
-    upload = program.receive(context, upload) if program.receive else upload
-    one = jnp.ones(1, bool)
-    acc, valid = _receive(
-        acc, expand(upload), held[None], context.client.id[None], position[None], one, one[0]
+    possible = claims_hold(program, context, upload)
+    if program.receive is not None:
+        upload = program.receive(context, upload)
+    ends = jnp.ones(1, bool)
+    accumulator, valid = _add_uploads(
+        accumulator,
+        expand(upload),
+        possible[None],
+        client_id=context.client.id[None],
+        position=position[None],
+        ends=ends,
+        guarded=ends[0],
     )
-    return acc, valid[0]
+    return accumulator, valid[0]
 
 
 # ---- chunks ------------------------------------------------------------------------------------------------
 
 
 def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
-    """An empty accumulator for what the chunk's clients send.
+    """Return an empty accumulator for the uploads of the chunk's clients.
 
     It has an entry per slot, not per participant: the loop carries it, and what it carries is cleared and
     copied for every chunk.
     """
     empty = jax.tree.map(jnp.zeros_like, accumulator)
+    slots = len(chunk.id)
 
     def by_slot(name: str) -> PyTree:
-        part = getattr(accumulator, name)
-        return jax.tree.map(lambda x: jnp.zeros((len(chunk.id), *x.shape[1:]), x.dtype), part)
+        entries = getattr(accumulator, name)
+        return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype), entries)
 
-    return empty._replace(**{name: by_slot(name) for name in _BY_CLIENT})
+    return empty._replace(**{name: by_slot(name) for name in _CLIENT_FIELDS})
 
 
 def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
-    """The states [S, ...] of the chunk's clients; padding slots get some client's. On a mesh, those of a
-    device's clients from all devices."""
+    """Return the states [S, ...] of the chunk's clients. Padding slots get the last client's.
+
+    On a mesh, a device gets the states of its clients from all devices.
+    """
     return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
+
+
+def open_chunk(shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk) -> Carry:
+    """Return the carry before the first tick of a chunk."""
+    slots = chunk.id.shape[0]
+    stored = _zeros(_leaves_between_phases(shapes), (slots,))
+    local = _zeros(shapes.local, (lanes.count,))
+    return Carry(local, accumulator, states, written=jnp.zeros(slots, bool), stored=stored)
 
 
 def close_chunk(
@@ -312,243 +367,307 @@ def close_chunk(
     states: PyTree,
     carry: Carry,
     chunk: Chunk,
-    merged: Merging,
+    merging: Merging,
     capacity: Capacity,
     mesh: AnyMesh | None = None,
 ) -> tuple[Accumulator, PyTree, Int[Array, ""]]:
-    """What the chunk's clients sent and their new states, merged with everybody's if all is sound and the
-    chunk is the next one; and how many chunks are merged now.
+    """Merge the uploads and new states of a chunk's clients, if all uploads are sound and the chunk is next.
 
     On a mesh, what each device received goes to the devices that have the entries of its clients.
+
+    Returns:
+      The accumulator of the round, all clients' states, and how many chunks are merged now.
     """
-    fine = jax.lax.cond(merged.guarded, lambda: jnp.asarray(True), lambda: is_sound(carry.accumulator))
-    fine = fine if mesh is None else ~add_over_devices(~fine, mesh)
-    fine &= merged.chunks == merged.current
-    received = carry.accumulator if mesh is None else over_devices(carry.accumulator, mesh)
-    nowhere = jnp.iinfo(jnp.int32).max
-    client = jnp.where(carry.written & fine, chunk.id, nowhere)
+    received = carry.accumulator
+    merges = jax.lax.cond(merging.guarded, lambda: jnp.asarray(True), lambda: is_sound(carry.accumulator))
+    if mesh is not None:
+        # one device with a bad upload keeps all of them from merging
+        merges = ~add_over_devices(~merges, mesh)
+    # after a chunk that was not merged, later ones have to wait: the order of additions decides the bits
+    merges &= merging.chunks == merging.current
+    if mesh is not None:
+        received = over_devices(received, mesh)
+    beyond_end = jnp.iinfo(jnp.int32).max
+    client = jnp.where(carry.written & merges, chunk.id, beyond_end)
     states = write_rows(states, client, carry.states, mesh)
-    position = jnp.where(received.valid & fine, chunk.position, nowhere)
+    position = jnp.where(received.valid & merges, chunk.position, beyond_end)
 
-    def add(a: Array, b: Array) -> Array:
-        return jnp.where(fine, a | b if a.dtype == bool else a + b, a)
+    def add(total: Array, of_chunk: Array) -> Array:
+        if total.dtype == bool:
+            return jnp.where(merges, total | of_chunk, total)
+        return jnp.where(merges, total + of_chunk, total)
 
-    def parts(of: Accumulator, by_client: bool) -> dict[str, PyTree]:
-        names = [name for name in Accumulator._fields if (name in _BY_CLIENT) == by_client]
-        return {name: getattr(of, name) for name in names}
+    entries = write_rows(_entries(accumulator), position, _entries(received), mesh)
+    sums = jax.tree.map(add, _sums(accumulator), _sums(received))
+    return Accumulator(**entries, **sums), states, jnp.asarray(merging.chunks + merges)
 
-    entries = write_rows(parts(accumulator, True), position, parts(received, True), mesh)
-    sums = jax.tree.map(add, parts(accumulator, False), parts(received, False))
-    return Accumulator(**entries, **sums), states, jnp.asarray(merged.chunks + fine)
+
+def _entries(accumulator: Accumulator) -> dict[str, PyTree]:
+    """Return the fields with an entry for each client."""
+    return {name: getattr(accumulator, name) for name in _CLIENT_FIELDS}
+
+
+def _sums(accumulator: Accumulator) -> dict[str, PyTree]:
+    """Return the fields that are sums over clients."""
+    return {name: value for name, value in accumulator._asdict().items() if name not in _CLIENT_FIELDS}
 
 
 def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:
-    """The examples that the chunk's clients, with these states [S, ...], may replay; none in padding slots,
-    whose states are another client's."""
+    """Return the examples that the chunk's clients, with these states [S, ...], may replay.
+
+    Padding slots have none: their states are another client's.
+    """
     if program.replay_buffer is None:
         return jnp.zeros((chunk.id.shape[0], 0), jnp.int32)
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.replay_buffer)(states), -1)
 
 
 def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
-    """What a device has received of its clients, with the sums of all devices, which are added in the order
-    of the devices."""
-    ordered = functools.partial(jax.tree.map, functools.partial(add_over_devices, mesh=mesh))
-    sums = {name: ordered(getattr(received, name)) for name in ("mean", "sum", "metrics")}
-    counts = {name: jax.lax.psum(getattr(received, name), AXIS) for name in ("rejected", "impossible")}
-    return received._replace(**sums, **counts)
+    """Return what a device has received of its clients, with the sums of all devices.
 
+    Floating-point sums are added in the order of the devices, which keeps the bits.
+    """
 
-def open_chunk(shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk) -> Carry:
-    """Before the first tick of a chunk."""
-    slots = chunk.id.shape[0]
-    waiting = _zeros(_between_phases(shapes), (slots,))
-    return Carry(_zeros(shapes.local, (lanes.count,)), accumulator, states, jnp.zeros(slots, bool), waiting)
+    def add_in_order(tree: PyTree) -> PyTree:
+        return jax.tree.map(functools.partial(add_over_devices, mesh=mesh), tree)
+
+    return received._replace(
+        mean=add_in_order(received.mean),
+        sum=add_in_order(received.sum),
+        metrics=add_in_order(received.metrics),
+        rejected=jax.lax.psum(received.rejected, AXIS),
+        impossible=jax.lax.psum(received.impossible, AXIS),
+    )
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
 
 
 def run_ticks(
-    program: Program,
-    index: int,
-    settings: LoopSettings,
-    call: Call,
-    carry: Carry,
-    window: TickWindow,
-    past: ReplayData,
+    loop: PhaseLoop, call: Call, carry: Carry, window: TickWindow, replay_data: ReplayData
 ) -> Carry:
-    """The ticks of a window in phase `index`: at each, every lane takes one step of the client that its table
-    names, with as many examples as the smallest of the widths that holds its batch."""
-    phase = program.phases[index]
-    chunk = call.chunk
-    lanes = settings.lanes
-    table = jax.tree.map(jnp.asarray, chunk.tables[index])
-    each = functools.partial(over_lanes, lanes=lanes)
-    begin = functools.partial(_begin, program, _kept_before(settings.shapes, index), call, each)
-    finish = functools.partial(_finish, program, settings.shapes.kept[index:], call, each)
-    widths = settings.widths if batches_alone(lanes) else settings.widths[-1:]
+    """Run the ticks of a window in one phase.
 
-    def at(tick, lane, slot, step, local):
-        """The client's context, the key of its step, its examples' mask, and its batch at a width."""
-        key = jax.random.fold_in(_client_key(call.key, chunk, slot, ClientKey.PHASES + index), step)
-        image_key = jax.random.fold_in(key, StepKey.IMAGES)
-        step_key = jax.random.fold_in(key, StepKey.UPDATE)
-        draws_key = jax.random.fold_in(jax.random.fold_in(call.key, RoundKey.EXAMPLE_DRAWS), index)
-        draws_key = jax.random.fold_in(draws_key, step)
-        examples = window.index[tick - window.first, lane]
+    At each tick every lane takes one step of the client that its table names, with the smallest compiled
+    batch size that holds the step's examples.
+    """
+    phase = loop.phase
+    table = jax.tree.map(jnp.asarray, call.chunk.tables[loop.phase_index])
+    widths = loop.widths
+    if not batches_alone(loop.lanes):
+        widths = loop.widths[-1:]
+
+    def step_of_lane(tick, lane, slot, step, active, local):
+        keys = _step_keys(call, loop.phase_index, slot, step)
+        index = window.index[tick - window.first, lane]
         place = window.place[tick - window.first, lane]
-        mask = examples >= 0
+        mask = index >= 0
         context = context_of(call, slot)
-        read = functools.partial(_read, settings.fetch, phase.view.augment, window.data)
+        measured = active & _is_measured(phase, loop.participants, call, slot, step)
 
-        def batch_of(width):
-            batch = read(examples[:width], place[:width], mask[:width], image_key, draws_key)
-            if phase.replay:
-                keys = step_key, draws_key
-                batch = join_batches(
-                    batch, _replayed(settings.fetch, phase.replay, context, past, slot, local, keys)
-                )
-            return batch
+        def step_at_width(width: int) -> tuple[PyTree, Metrics]:
+            read = functools.partial(_read, loop.fetch, phase.view.augment, window.data)
+            batch = read(index[:width], place[:width], mask[:width], keys.images, keys.examples)
+            if phase.replay is not None:
+                replayed = _read_replayed(loop.fetch, phase, context, replay_data, slot, local, keys)
+                batch = join_batches(batch, replayed)
+            if phase.measures:
+                batch = batch._replace(measured=measured)
+            return phase.step(context, local, batch, keys.update)
 
-        return context, step_key, mask, batch_of
+        new_local, metrics = _at_width(step_at_width, widths, mask)
+        if loop.waits:
+            # an idle lane takes a step on padding, which leaves its client as it is
+            new_local = select(active, new_local, local)
+        return new_local, {name: _countable(metric, active) for name, metric in metrics.items()}
 
-    def work(tick, lane, slot, step, active, local):
-        context, key, mask, batch_of = at(tick, lane, slot, step, local)
-        measured = active & _is_measured(phase.view, settings.participants, call, slot, step)
+    step_lanes = over_lanes(step_of_lane, loop.lanes)
 
-        def stepped(width):
-            batch = batch_of(width)._replace(measured=measured if phase.measures else None)
-            return phase.step(context, local, batch, key)
-
-        new, metrics = _at_width(stepped, widths, mask)
-        kept = select(active, new, local) if settings.waits else new
-        return kept, {k: _countable(value, active) for k, value in metrics.items()}
-
-    def tick(i, carry: Carry):
-        slot, step, start, end, active = (column[i] for column in table)
-        start = start > 0
-        end = end > 0
-        active = active > 0
+    def run_tick(tick: Array, carry: Carry) -> Carry:
+        row = _at(table, tick)
+        starts = row.start > 0
+        ends = row.end > 0
+        active = row.active > 0
         # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both
         # branches at every tick.
-        local = jax.lax.cond(jnp.any(start), lambda: begin(slot, start, carry), lambda: carry.local)
-        numbers = (jnp.full_like(slot, i), jnp.arange(lanes.count))
-        local, metrics = each(work)(*numbers, slot, step, active, local)
-        accumulator = _add_metrics(carry.accumulator, index, metrics)
+        local = jax.lax.cond(
+            jnp.any(starts), lambda: _start_clients(loop, call, row.slot, starts, carry), lambda: carry.local
+        )
+        ticks = jnp.full_like(row.slot, tick)
+        lane = jnp.arange(loop.lanes.count)
+        local, metrics = step_lanes(ticks, lane, row.slot, row.step, active, local)
+        accumulator = _add_metrics(carry.accumulator, loop.phase_index, metrics)
         carry = carry._replace(local=local, accumulator=accumulator)
-        return jax.lax.cond(jnp.any(end), lambda: finish(slot, end, carry), lambda: carry)
+        return jax.lax.cond(
+            jnp.any(ends), lambda: _finish_clients(loop, call, row.slot, ends, carry), lambda: carry
+        )
 
     # the trip count is data, so one trace serves rounds of any length
-    return jax.lax.fori_loop(window.first, window.first + window.ticks, tick, carry)
+    return jax.lax.fori_loop(window.first, window.first + window.ticks, run_tick, carry)
+
+
+def _start_clients(
+    loop: PhaseLoop, call: Call, slot: Int[Array, " L"], starts: Bool[Array, " L"], carry: Carry
+) -> PyTree:
+    """Return the lanes' local states, where clients that start the phase replace the clients before them.
+
+    Leaves that were not stored after an earlier phase are as `Program.start` makes them.
+    """
+    stored = _stored_before(loop.shapes, loop.phase_index)
+
+    def start(slot: Int[Array, ""]) -> list:
+        key = fold(_client_key(call, slot), ClientKey.START)
+        local = loop.program.start(context_of(call, slot), _at(carry.states, slot), key)
+        return [None if i in stored else leaf for i, leaf in enumerate(jax.tree.leaves(local))]
+
+    leaves = []
+    for recomputed, stored_leaf in zip(over_lanes(start, loop.lanes)(slot), carry.stored, strict=True):
+        leaves.append(stored_leaf[slot] if recomputed is None else recomputed)
+    local = jax.tree.unflatten(jax.tree.structure(carry.local), leaves)
+    if loop.lanes.count == 1:
+        # this is called where some lane starts, so here the only one does
+        return local
+    return select(starts, local, carry.local)
+
+
+def _finish_clients(
+    loop: PhaseLoop, call: Call, slot: Int[Array, " L"], ends: Bool[Array, " L"], carry: Carry
+) -> Carry:
+    """Store what later phases need of clients that end a phase; at the end of the last one they upload."""
+    slots = call.chunk.id.shape[0]
+    if loop.phase_index < len(loop.program.phases) - 1:
+        ending_slot = jnp.where(ends, slot, slots)
+        stored = list(carry.stored)
+        for i, leaf in enumerate(jax.tree.leaves(carry.local)):
+            if i in loop.shapes.stored_leaves[loop.phase_index]:
+                stored[i] = _write(ending_slot, stored[i], leaf)
+        return carry._replace(stored=stored)
+
+    def finish(slot: Int[Array, ""], local: PyTree) -> tuple[Upload, Array, PyTree]:
+        context = context_of(call, slot)
+        upload, state = loop.program.finish(context, local, _at(carry.states, slot))
+        # claims are those of the client, before the server's `receive` changes the upload
+        possible = claims_hold(loop.program, context, upload)
+        if loop.program.receive is not None:
+            upload = loop.program.receive(context, upload)
+        return upload, possible, state
+
+    upload, possible, states = over_lanes(finish, loop.lanes)(slot, carry.local)
+    client_id = call.chunk.id[slot]
+    guarded = jnp.asarray(call.guarded)
+    accumulator, valid = _add_uploads(carry.accumulator, upload, possible, client_id, slot, ends, guarded)
+    # a client whose upload is rejected keeps its old state
+    valid_slot = jnp.where(valid, slot, slots)
+    written = carry.written.at[valid_slot].set(True, mode="drop")
+    states = _write(valid_slot, carry.states, states)
+    return carry._replace(accumulator=accumulator, states=states, written=written)
 
 
 def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: Bool[Array, " B"]) -> PyTree:
-    """function(width) for the smallest of the ascending widths that holds the real examples, which come
-    first. Draws that belong to examples are the same for every width.
+    """Return function(width) for the smallest of the ascending widths that holds the real examples.
 
-    A step whose result depends on the batch size is computed in full.
+    Real examples come first. Draws that belong to examples are the same for every width. A step whose result
+    has another shape for another batch size is computed in full.
     """
 
-    def result(width: int) -> PyTree:
+    def result_shapes(width: int) -> PyTree:
         return jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: function(width)))
 
-    if len(widths) == 1 or any(result(width) != result(widths[-1]) for width in widths[:-1]):
-        return function(widths[-1])
+    full = widths[-1]
+    if len(widths) == 1 or any(result_shapes(width) != result_shapes(full) for width in widths[:-1]):
+        return function(full)
     index = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask))
     return jax.lax.switch(index, [functools.partial(function, width) for width in widths])
 
 
-def _begin(
-    program: Program, kept: frozenset[int], call: Call, each: Callable, slot, start, carry: Carry
-) -> PyTree:
-    """The lanes' clients at work, with those that begin a phase now in place. What they have not kept of
-    their local states is as `Program.start` makes it."""
-
-    def started(s):
-        key = _client_key(call.key, call.chunk, s, ClientKey.START)
-        leaves = jax.tree.leaves(program.start(context_of(call, s), _at(carry.states, s), key))
-        return [None if i in kept else leaf for i, leaf in enumerate(leaves)]
-
-    leaves = zip(each(started)(slot), carry.waiting, strict=True)
-    new = [waiting[slot] if leaf is None else leaf for leaf, waiting in leaves]
-    local = jax.tree.unflatten(jax.tree.structure(carry.local), new)
-    return local if start.shape[0] == 1 else select(start, local, carry.local)
-
-
-def _finish(
-    program: Program, kept: tuple[frozenset[int], ...], call: Call, each: Callable, slot, end, carry: Carry
-) -> Carry:
-    """Clients at the end of a phase keep what later ones need, `kept[0]`; at the end of the last they
-    send."""
-    slots = call.chunk.id.shape[0]
-    if kept:
-        write = functools.partial(_write, jnp.where(end, slot, slots))
-        leaves = enumerate(zip(carry.waiting, jax.tree.leaves(carry.local), strict=True))
-        return carry._replace(waiting=[write(old, new) if i in kept[0] else old for i, (old, new) in leaves])
-
-    def one(s, local):
-        context = context_of(call, s)
-        upload, new = program.finish(context, local, _at(carry.states, s))
-        held = claims.held(program, context, upload)
-        return program.receive(context, upload) if program.receive else upload, held, new
-
-    upload, held, new = each(one)(slot, carry.local)
-    id_ = call.chunk.id[slot]
-    accumulator, valid = _receive(carry.accumulator, upload, held, id_, slot, end, jnp.asarray(call.guarded))
-    there = jnp.where(valid, slot, slots)
-    written = carry.written.at[there].set(True, mode="drop")
-    return carry._replace(accumulator=accumulator, states=_write(there, carry.states, new), written=written)
-
-
 def _is_measured(
-    view: View, participants: int, call: Call, slot: Int[Array, ""], step: Int[Array, ""]
+    phase: Phase, participants: int, call: Call, slot: Int[Array, ""], step: Int[Array, ""]
 ) -> Bool[Array, ""]:
-    """Whether a step measures itself: in the middle of the phase, at one participant. It is another one in
-    every round, and the same however clients are divided into chunks."""
+    """Return whether a step measures itself: at one participant, in the middle of the phase.
+
+    The participant changes from round to round, and is the same however clients are divided into chunks.
+    """
     chunk = call.chunk
-    steps = view.epochs * -(-chunk.count[slot] // view.batch_size)
-    chosen = (call.task.index + chunk.round) % participants
-    return (step == steps // 2) & (chunk.position[slot] == chosen)
+    steps = phase_steps(chunk.count[slot], phase.view)
+    chosen_position = (call.task.index + chunk.round) % participants
+    return (step == steps // 2) & (chunk.position[slot] == chosen_position)
 
 
-def _add_metrics(accumulator: Accumulator, index: int, metrics: Metrics) -> Accumulator:
+def _countable(metric: Weighted, active: Array) -> Weighted:
+    """Return the metric, or zeros where the lane is idle or the value is not finite.
+
+    One diverging client does not hide the others' loss.
+    """
+    counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
+    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
+
+
+def _add_metrics(accumulator: Accumulator, phase_index: int, metrics: Metrics) -> Accumulator:
     """Add the phase's metrics [L] of the lanes."""
-    before = accumulator.metrics
-    total = jax.tree.map(lambda a, m: a + jnp.sum(m, axis=0, dtype=a.dtype), before[index], metrics)
-    return accumulator._replace(metrics=(*before[:index], total, *before[index + 1 :]))
+
+    def add(total: Array, of_lanes: Array) -> Array:
+        return total + jnp.sum(of_lanes, axis=0, dtype=total.dtype)
+
+    totals = list(accumulator.metrics)
+    totals[phase_index] = jax.tree.map(add, totals[phase_index], metrics)
+    return accumulator._replace(metrics=tuple(totals))
+
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+class _StepKeys(NamedTuple):
+    """The keys of one step of a client."""
+
+    images: PRNGKeyArray  # augmentation
+    update: PRNGKeyArray  # `Phase.step` and `Phase.replay`
+    examples: PRNGKeyArray  # draws that belong to examples, the same for all clients
+
+
+def _step_keys(call: Call, phase_index: int, slot: Int[Array, ""], step: Int[Array, ""]) -> _StepKeys:
+    step_key = fold(_client_key(call, slot), ClientKey.PHASES + phase_index, step)
+    return _StepKeys(
+        images=fold(step_key, StepKey.IMAGES),
+        update=fold(step_key, StepKey.UPDATE),
+        examples=fold(call.key, RoundKey.EXAMPLE_DRAWS, phase_index, step),
+    )
+
+
+def _client_key(call: Call, slot: Int[Array, ""]) -> PRNGKeyArray:
+    return fold(call.key, RoundKey.CLIENT, call.chunk.id[slot])
 
 
 # ---- examples ----------------------------------------------------------------------------------------------
 
 
 def indices_of_ticks(
-    phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray
+    phase: Phase, phase_index: int, chunk: Chunk, key: PRNGKeyArray
 ) -> Int[Array, "ticks lanes B"]:
-    """The training examples that every lane reads at every tick of phase `index`; -1 for padding."""
-    table = chunk.tables[index]
-    order = _example_order(phase, index, chunk, key)
+    """Return the training examples that every lane reads at every tick of a phase; -1 for padding."""
+    table = chunk.tables[phase_index]
+    order = _example_order(phase, phase_index, chunk, key)
 
-    def cell(slot, step, active):
+    def examples_of_lane(slot, step, active):
         examples, mask = _batch_indices(phase, chunk, order, slot, step)
         return jnp.where(mask & (active > 0), examples, -1)
 
-    return jax.vmap(jax.vmap(cell))(*map(jnp.asarray, (table.slot, table.step, table.active)))
+    columns = map(jnp.asarray, (table.slot, table.step, table.active))
+    return jax.vmap(jax.vmap(examples_of_lane))(*columns)
 
 
 def _example_order(
-    phase: Phase, index: int, chunk: Chunk, key: PRNGKeyArray
+    phase: Phase, phase_index: int, chunk: Chunk, key: PRNGKeyArray
 ) -> Int[Array, "epochs examples"]:
-    """For every epoch, the positions in chunk.indices sorted by client and, within a client, by a uniform
-    draw per training example.
+    """Return the order of the examples in every epoch, as positions in chunk.indices.
 
-    The draw belongs to (seed, task, round, phase, epoch, example), so a client's order does not depend on the
-    other participants.
+    They are sorted by client and, within a client, by a uniform draw per training example. The draw belongs
+    to (seed, task, round, phase, epoch, example), so a client's order does not depend on the other
+    participants.
     """
     position = jnp.arange(chunk.indices.shape[0], dtype=jnp.int32)
-    phase_key = jax.random.fold_in(jax.random.fold_in(key, RoundKey.EXAMPLE_ORDER), index)
+    phase_key = fold(key, RoundKey.EXAMPLE_ORDER, phase_index)
 
-    def shuffled(epoch):
+    def shuffled(epoch: Array) -> Array:
         epoch_key = jax.random.fold_in(phase_key, epoch)
         draw = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(epoch_key, i)))(chunk.indices)
         return jax.lax.sort((jnp.asarray(chunk.slot_of_example), draw, position), num_keys=2)[2]
@@ -561,108 +680,138 @@ def _example_order(
 def _batch_indices(
     phase: Phase, chunk: Chunk, order, slot, step
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Training examples of a client's step, and which of them are real: the last batch of an epoch may be
-    partial."""
-    size = phase.view.batch_size
+    """Return the training examples of a client's step, and which of them are real: the last batch of an epoch
+    may be partial."""
+    batch_size = phase.view.batch_size
     count = chunk.count[slot]
-    per_epoch = jnp.maximum(-(-count // size), 1)
-    within = (step % per_epoch) * size + jnp.arange(size, dtype=jnp.int32)
-    mask = within < count
-    position = order[step // per_epoch, jnp.where(mask, chunk.offset[slot] + within, 0)]
+    steps_per_epoch = jnp.maximum(-(-count // batch_size), 1)
+    number = (step % steps_per_epoch) * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+    mask = number < count
+    position = order[step // steps_per_epoch, jnp.where(mask, chunk.offset[slot] + number, 0)]
     return chunk.indices[position], mask
 
 
-def _replayed(
-    fetch: Fetch, choose: ChooseReplay, context: ClientContext, past: ReplayData, slot, local, keys
+def _read_replayed(
+    fetch: Fetch, phase: Phase, context: ClientContext, replay_data: ReplayData, slot, local, keys: _StepKeys
 ) -> Batch:
-    """The examples that the client chooses to replay in this step, under the clean view. Choices outside of
-    its replay buffer are padding; `keys`: of the step, and of draws that belong to examples."""
-    chosen = choose(context, local, keys[0])
-    size = past.index.shape[1]
-    index, place = (array[slot, jnp.clip(chosen, 0, size - 1)] for array in (past.index, past.place))
+    """Read the examples that the client chooses to replay in this step, under the clean view.
+
+    Choices outside of its replay buffer are padding.
+    """
+    assert phase.replay is not None
+    chosen = phase.replay(context, local, keys.update)
+    size = replay_data.index.shape[1]
+    inside = jnp.clip(chosen, 0, size - 1)
+    index = replay_data.index[slot, inside]
+    place = replay_data.place[slot, inside]
     mask = (chosen >= 0) & (chosen < size) & (index >= 0)
-    return _read(fetch, False, past.data, index, place, mask, *keys)
+    return _read(fetch, False, replay_data.data, index, place, mask, keys.update, keys.examples)
 
 
-def join_batches(batch: Batch, other: Batch) -> Batch:
-    """Both batches as one, with cached features and keys of draws if both have them."""
+def join_batches(batch: Batch, added: Batch) -> Batch:
+    """Return both batches as one, with cached features and keys of draws if both have them."""
 
-    def both(a: Array | None, b: Array | None) -> Array | None:
-        return None if a is None or b is None else jnp.concatenate([a, b])
+    def join(first: Array | None, second: Array | None) -> Array | None:
+        if first is None or second is None:
+            return None
+        return jnp.concatenate([first, second])
 
-    arrays = (jnp.concatenate([mine, theirs]) for mine, theirs in zip(batch[:4], other[:4], strict=True))
-    return Batch(*arrays, query=both(batch.query, other.query), keys=both(batch.keys, other.keys))
+    image, label, mask, index = map(jnp.concatenate, zip(batch[:4], added[:4], strict=True))
+    query = join(batch.query, added.query)
+    return Batch(image, label, mask, index, query, keys=join(batch.keys, added.keys))
 
 
-def _read(fetch: Fetch, augment: bool, data: PyTree, index, place, mask, key, draws_key) -> Batch:
-    """A batch whose padding is zero, whatever the data contain there."""
-    keys = jax.random.split(key, index.shape[0])
-    image, label, query = fetch(data, jnp.where(mask, place, 0), keys, augment)
+def _read(
+    fetch: Fetch,
+    augment: bool,
+    data: PyTree,
+    index: Int[Array, " B"],
+    place: Int[Array, " B"],
+    mask: Bool[Array, " B"],
+    image_key: PRNGKeyArray,
+    examples_key: PRNGKeyArray,
+) -> Batch:
+    """Read a batch. Its padding is zero, whatever the data contain there."""
+    image_keys = jax.random.split(image_key, index.shape[0])
+    image, label, query = fetch(data, jnp.where(mask, place, 0), image_keys, augment)
 
-    def clear(x: Array) -> Array:
-        return jnp.where(broadcast_left(mask, x), x, jnp.zeros_like(x))
+    def clear_padding(array: Array) -> Array:
+        return jnp.where(broadcast_left(mask, array), array, jnp.zeros_like(array))
 
-    query = None if query is None else clear(query)
-    draws = jax.vmap(jax.random.fold_in, (None, 0))(draws_key, jnp.where(mask, index, 0))
-    return Batch(jax.tree.map(clear, image), clear(label), mask, jnp.where(mask, index, -1), query, draws)
+    if query is not None:
+        query = clear_padding(query)
+    example_keys = jax.vmap(jax.random.fold_in, (None, 0))(examples_key, jnp.where(mask, index, 0))
+    return Batch(
+        image=jax.tree.map(clear_padding, image),
+        label=clear_padding(label),
+        mask=mask,
+        index=jnp.where(mask, index, -1),
+        query=query,
+        keys=example_keys,
+    )
 
 
 def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
-    """A batch of padding as a phase would read it, for its shapes."""
+    """Return a batch of padding as a phase would read it, for its shapes."""
     key = jax.random.key(0)
-    view = phase.view
 
     def padding(augment: bool, size: int) -> Batch:
-        none = jnp.zeros(size, jnp.int32)
-        return _read(fetch, augment, data, none, none, none > 0, key, key)
+        index = jnp.zeros(size, jnp.int32)
+        return _read(fetch, augment, data, index, index, index > 0, key, key)
 
-    batch = padding(view.augment, view.batch_size)
-    batch = join_batches(batch, padding(False, view.replay)) if phase.replay else batch
-    return batch._replace(measured=jnp.zeros((), bool)) if phase.measures else batch
+    batch = padding(phase.view.augment, phase.view.batch_size)
+    if phase.replay is not None:
+        batch = join_batches(batch, padding(False, phase.view.replay))
+    if phase.measures:
+        batch = batch._replace(measured=jnp.zeros((), bool))
+    return batch
 
 
-def context_of(call: Call, slot) -> ClientContext:
-    """What the client in a slot may read."""
+def context_of(call: Call, slot: Int[Array, ""]) -> ClientContext:
+    """Return what the client in a slot may read."""
     chunk = call.chunk
-    task = call.task if chunk.task is None else _at(chunk.task, slot)
-    info = ClientInfo(chunk.id[slot], chunk.count[slot], chunk.class_examples[slot], jnp.asarray(chunk.round))
-    return ClientContext(call.frozen, call.broadcast.payload, call.broadcast.cached, task, info)
-
-
-def _client_key(key: PRNGKeyArray, chunk: Chunk, slot, purpose: int) -> PRNGKeyArray:
-    client_key = jax.random.fold_in(jax.random.fold_in(key, RoundKey.CLIENT), chunk.id[slot])
-    return jax.random.fold_in(client_key, purpose)
+    task = call.task
+    if chunk.task is not None:
+        task = _at(chunk.task, slot)
+    client = ClientInfo(
+        id=chunk.id[slot],
+        examples=chunk.count[slot],
+        class_examples=chunk.class_examples[slot],
+        round=jnp.asarray(chunk.round),
+    )
+    return ClientContext(call.frozen, call.broadcast.payload, call.broadcast.cached, task, client)
 
 
 # ---- pytrees -----------------------------------------------------------------------------------------------
 
 
 def _at(tree: PyTree, index) -> PyTree:
-    return jax.tree.map(lambda x: x[index], tree)
+    """Return the entries of all leaves at an index."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _write(index: Array, buffer: PyTree, new: PyTree) -> PyTree:
-    """The buffer with the entries at these indices replaced; indices beyond its end are ignored."""
-    return jax.tree.map(lambda old, x: old.at[index].set(x, mode="drop"), buffer, new)
+def _write(index: Array, buffer: PyTree, entries: PyTree) -> PyTree:
+    """Return the buffer with the entries at these indices replaced; indices beyond its end are ignored."""
+    return jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), buffer, entries)
 
 
-def _zeros(shapes: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
-    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), shapes)
+def _zeros(shapes: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), shapes)
 
 
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
-    """The leaves of `new` where the mask, which has their leading axes, is True, else those of `old`."""
+    """Return `new` where the mask is True, else `old`. The mask has the leading axes of their leaves."""
     return jax.tree.map(lambda a, b: jnp.where(broadcast_left(mask, b), a, b), new, old)
 
 
 def squeeze(tree: PyTree) -> PyTree:
-    """Arrays [1, ...] without their first axis."""
-    return jax.tree.map(lambda x: x[0], tree)
+    """Return arrays [1, ...] without their first axis."""
+    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def expand(tree: PyTree) -> PyTree:
-    """Arrays with a first axis of one."""
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+    """Return arrays with a first axis of one."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
 
 
 def _stack(trees: list[PyTree]) -> PyTree:

@@ -1,5 +1,10 @@
 """The round engine: it plans a round on the host (`schedule.py`), runs the clients in a compiled loop
-(`client_loop.py`), and finishes the round at the server.
+(`client_loop.py`), and takes the server's step.
+
+    run_round      plays the method's rounds of one time, each as an exchange
+    run_chunks     gives the clients to the device, chunk by chunk
+    run_ticks      trains the clients of a chunk (`client_loop.py`)
+    _server_step   merges the uploads and calls the method's server function
 
 Every function is traced once for a whole run. Uploads are running sums and gathered buffers, so memory does
 not grow with the number of clients where they only send means and sums.
@@ -21,15 +26,16 @@ from fcljax.errors import InputError
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.claims import claims_of
 from fcljax.federated.client_loop import (
-    OF_DEVICES,
-    ON_DEVICES,
+    ACCUMULATOR_SPECS,
+    CALL_SPECS,
+    CHUNK_SPECS,
     Accumulator,
     Call,
     Carry,
     Fetch,
     Lanes,
-    LoopSettings,
     Merging,
+    PhaseLoop,
     ReplayData,
     Shapes,
     TickWindow,
@@ -46,7 +52,7 @@ from fcljax.federated.client_loop import (
     states_of_chunk,
 )
 from fcljax.federated.communication import count_scalars
-from fcljax.federated.keys import RoundKey
+from fcljax.federated.keys import RoundKey, fold
 from fcljax.federated.schedule import Capacity, Chunk, ClientPartition, LaneTable, plan_round
 from fcljax.federated.server_replay import (
     Replayed,
@@ -83,15 +89,18 @@ from fcljax.types import (
     Round,
     RoundContext,
     Server,
+    ServerFunction,
     Task,
     Upload,
     Weighted,
     When,
+    Who,
 )
 
 # A smaller network's programs take longer to compile than to run, and are compiled lean.
 LEAN_PARAMETERS = 2_000_000
-AHEAD = 2  # chunks that the host has given to the device at most, for the memory of their slots
+# Chunks that the host has given to the device at most: each of them takes the memory of its slots.
+CHUNKS_IN_FLIGHT = 2
 
 
 class RoundReport(NamedTuple):
@@ -100,17 +109,18 @@ class RoundReport(NamedTuple):
     metrics: dict[str, float]
     """Means over examples."""
     participants: int = 0
-    """Of the method's first round that was run."""
+    """Clients that took part in the first of the method's rounds that was played."""
     rejected: int = 0
     """Uploads that were left out: not finite, or with an impossible claim."""
     impossible: dict[str, int] = {}
-    """Claim -> uploads that were left out because it cannot be true; only those that there were."""
+    """Claim -> uploads that were left out because it was impossible; claims that no upload broke are left
+    out."""
     refused: int = 0
-    """Rounds whose result was not finite, so that the server kept its state."""
+    """The method's rounds whose result was not finite, so that the server kept its state."""
     examples: int = 0
     """Examples read in all phases."""
     training_examples: int = 0
-    """Examples read in the longest phase of the method's first round that was run."""
+    """Examples read in the longest phase of the first of the method's rounds that was played."""
     useful_steps: int = 0
     """Steps of clients."""
     paid_steps: int = 0
@@ -120,33 +130,33 @@ class RoundReport(NamedTuple):
 
     @property
     def slot_efficiency(self) -> float:
-        """Useful steps over paid steps."""
+        """Return useful steps over paid steps."""
         return self.useful_steps / max(self.paid_steps, 1)
 
 
-class Served(NamedTuple):
+class ServerResult(NamedTuple):
     """The server's part of an exchange."""
 
-    server: PyTree  # its new state
+    server: PyTree  # the server's new state
     metrics: Metrics  # of its step
     refused: Array | bool  # whether the result was not finite, so that the server keeps its state
 
 
-Serve = Callable[[Accumulator], Served]
-"""The server's step on what was received. It returns at once, while the device still computes."""
+Serve = Callable[[Accumulator], ServerResult]
+"""The server's step on the received uploads. It returns at once, while the device still computes."""
 
 
-def no_server(_: Accumulator) -> Served:
-    """`Serve` where nobody asks what the server makes of uploads."""
-    return Served((), {}, False)
+def no_server(_received: Accumulator) -> ServerResult:
+    """Return no result: the `Serve` of callers that read the received uploads alone."""
+    return ServerResult((), {}, False)
 
 
 class Player(NamedTuple):
     """The compiled functions of one of the method's rounds.
 
     Data on the host go through the same functions as resident data, a window at a time, and get the same
-    bits. On a mesh every device runs its lanes, on a carry [devices, ...] that has the slots of its own
-    clients. States of clients and their entries in the accumulator lie in equal parts on the devices.
+    bits. On a mesh every device runs its lanes, on a carry [devices, ...] that has the slots of its clients.
+    States of clients and their entries in the accumulator lie in equal parts on the devices.
     """
 
     round: Round  # the round itself
@@ -157,36 +167,36 @@ class Player(NamedTuple):
     # replay_indices(carry, chunk) -> the examples that each of the chunk's clients may replay
     replay_indices: Callable[..., Array] | None
     open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
-    # for each phase: run_ticks(call, carry, window, past, parted) -> carry; `parted`: each device has its own
-    # part of the window's data
+    # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry; `parted`: each device has
+    # its own part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
-    # close(accumulator, states, carry, chunk, merged) -> both with what the chunk's clients sent and changed,
-    # if all of it is finite, and how many chunks are merged
+    # close(accumulator, states, carry, chunk, merging) -> both with the uploads and states of the chunk's
+    # clients, if all of them are finite, and how many chunks are merged
     close: Callable[..., tuple[Accumulator, PyTree, Array]]
-    # receive(accumulator, context, upload, position) adds an upload that was made elsewhere
+    # receive(accumulator, context, upload, position) adds an upload from another machine
     receive: Callable[..., tuple[Accumulator, Array]]
-    # server(round_context, server, accumulator, key) -> its part of the exchange
-    server: Callable[..., Served] | None
+    # server(round_context, server, accumulator, key) -> the server's part of the exchange
+    server: Callable[..., ServerResult] | None
     mesh: AnyMesh | None  # the devices; None: one device
 
 
 class Exchange(NamedTuple):
-    """One of the method's rounds, as the clients' part of it is run."""
+    """One of the method's rounds, as the clients get it."""
 
-    index: int  # of the method's round
+    index: int  # number of the method's round
     context: RoundContext  # the round
-    broadcast: Broadcast  # what was sent to clients
+    broadcast: Broadcast  # what the server has sent to clients
     partition: ClientPartition  # the clients' examples
     ids: Int[np.ndarray, " n"]  # the sorted ids of the clients that take part
     key: PRNGKeyArray  # of this exchange, the same for all of its clients
 
 
-class Played(NamedTuple):
-    """The clients' part of an exchange, and what the server made of it."""
+class ExchangeOutcome(NamedTuple):
+    """What clients sent in an exchange, and what the server made of it."""
 
-    accumulator: Accumulator  # what was received of them
+    accumulator: Accumulator  # the received uploads
     states: PyTree  # the new client states
-    served: Served  # what the server made of it
+    server_result: ServerResult
     ids: Int[np.ndarray, " n"]  # the clients that took part
     steps: tuple[int, int]  # useful steps, and steps that the lanes were busy or idle for
 
@@ -195,8 +205,8 @@ class Played(NamedTuple):
 class Clients(Protocol):
     """Runs the clients' part of an exchange: the engine itself, or clients on other machines."""
 
-    def __call__(self, exchange: Exchange, states: PyTree, serve: Serve, /) -> Played:
-        """What was received, `serve` of it, and the new client states; `states` may be donated."""
+    def __call__(self, exchange: Exchange, states: PyTree, serve: Serve, /) -> ExchangeOutcome:
+        """Return the received uploads, `serve` of them, and the new states. `states` may be donated."""
         ...
 
 
@@ -231,7 +241,7 @@ def make_engine(
     mesh: AnyMesh | None = None,
     shapes: tuple[Shapes, ...] | None = None,
 ) -> Engine:
-    """Functions that are compiled once for all rounds of all tasks.
+    """Make functions that are compiled once for all rounds of all tasks.
 
     Args:
       method: the method.
@@ -247,146 +257,208 @@ def make_engine(
       InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
-    shapes = shapes or check_method(method, fetch, example)
-    for each in capacities:
-        if each.devices != device_count(mesh):
+    if not shapes:
+        shapes = check_method(method, fetch, example)
+    for capacity in capacities:
+        if capacity.devices != device_count(mesh):
             raise InputError(
-                f"capacities: made for {each.devices} devices; nearest valid value: {device_count(mesh)}"
+                f"capacities: made for {capacity.devices} devices; nearest valid value: {device_count(mesh)}"
             )
 
-    specs = WHOLE  # how the devices have the server's state
+    specs_of_server = WHOLE  # how the devices share the server's state
     if mesh is not None and not keeps_order(mesh):
-        specs = server_specs(jax.eval_shape(method.init, jax.random.key(0), example.frozen), mesh)
+        server = jax.eval_shape(method.init, jax.random.key(0), example.frozen)
+        specs_of_server = server_specs(server, mesh)
 
     lean = count_scalars(example.frozen) < LEAN_PARAMETERS
 
     def jit(name: str, function: Callable, spec=WHOLE, **options) -> Callable:
-        return jit_on(_counted(traces, name, function), mesh, spec, lean=lean, **options)
+        return jit_on(_count_traces(traces, name, function), mesh, spec, lean=lean, **options)
 
-    def player(index: int) -> Player:
-        each = method.rounds[index]
-        capacity = capacities[index]
+    def place(tree: PyTree) -> PyTree:
+        return tree if mesh is None else put(tree, mesh)
 
-        def named_jit(name: str, *args, **options) -> Callable:
-            return jit(f"{each.when} {index} {name}", *args, **options)
+    players = []
+    for index, (this_round, capacity) in enumerate(zip(method.rounds, capacities, strict=True)):
+        # the name of a function says its round: "after_round 1 close"
+        jit_of_round = _with_prefix(jit, f"{this_round.when} {index} ")
+        player = _player(
+            this_round, shapes[index], capacity, fetch, lanes, mesh, jit_of_round, specs_of_server
+        )
+        players.append(player)
 
-        return _player(each, shapes[index], capacity, fetch, lanes, mesh, named_jit, specs)
-
+    replayer = None
+    if method.server_replay is not None:
+        replayer = make_replayer(method.server_replay, jit, specs_of_server)
     return Engine(
         method,
         lanes,
         broadcast=jit("broadcast", method.broadcast),
-        players=tuple(player(index) for index in range(len(method.rounds))),
-        place=lambda tree: put(tree, mesh) if mesh else tree,
+        players=tuple(players),
+        place=place,
         traces=traces,
         mesh=mesh,
-        replayer=make_replayer(method.server_replay, jit, specs) if method.server_replay else None,
+        replayer=replayer,
     )
 
 
+def _with_prefix(jit: Callable, prefix: str) -> Callable:
+    """Return `jit` for functions whose names get a prefix."""
+
+    def prefixed(name: str, *args, **options) -> Callable:
+        return jit(prefix + name, *args, **options)
+
+    return prefixed
+
+
 def _player(
-    each: Round,
+    this_round: Round,
     shapes: Shapes,
     capacity: Capacity,
     fetch: Fetch,
     lanes: Lanes,
     mesh: AnyMesh | None,
     jit: Callable,
-    specs: PyTree,
+    specs_of_server: PyTree,
 ) -> Player:
-    program = each.program
-    # a device's part of the carry has an axis of its own
-    mine = lanes._replace(count=lanes.count // device_count(mesh))
-    begun, ending = (squeeze, expand) if mesh else (lambda carry: carry,) * 2
+    """Compile what the clients and the server do in one of the method's rounds.
 
-    def empty():
+    Arguments are those of `make_engine` for this round; `jit(name, function, spec, **options)` compiles a
+    function whose outputs the devices share by `spec`.
+    """
+    program = this_round.program
+    lanes_of_device = lanes._replace(count=lanes.count // device_count(mesh))
+
+    def empty() -> Accumulator:
         return empty_accumulator(shapes, capacity, len(claims_of(program)), mesh)
 
     def indices(chunk, key):
         return tuple(indices_of_ticks(phase, i, chunk, key) for i, phase in enumerate(program.phases))
 
-    def may_replay(carry, chunk):
-        return replay_indices(program, begun(carry).states, chunk)
+    def indices_to_replay(carry, chunk):
+        return replay_indices(program, _carry_of_device(carry, mesh).states, chunk)
 
     def open_(accumulator, states, chunk):
         states = states_of_chunk(states, chunk, capacity, mesh)
-        return ending(open_chunk(shapes, mine, chunk_accumulator(accumulator, chunk), states, chunk))
+        accumulator = chunk_accumulator(accumulator, chunk)
+        return _carry_of_mesh(open_chunk(shapes, lanes_of_device, accumulator, states, chunk), mesh)
 
-    def ticks_of(i, call, carry, window, past):
-        waits = lanes.count > 1
-        settings = LoopSettings(fetch, mine, capacity.widths[i], waits, capacity.participants, shapes)
-        return ending(run_ticks(program, i, settings, call, begun(carry), window, past))
+    def close(accumulator, states, carry, chunk, merging):
+        carry = _carry_of_device(carry, mesh)
+        return close_chunk(accumulator, states, carry, chunk, merging, capacity, mesh)
 
-    def ticks(i, call, carry, window, past, parted):
-        images = split() if parted else WHOLE
-        # pyrefly: ignore[bad-argument-type]  # a tree of specifications
-        specs = TickWindow(images, split(1), split(1), WHOLE, WHOLE), ReplayData(images, split(), split())
-        run = on_each(functools.partial(ticks_of, i), mesh, (_OF_CALL, split(), *specs), split())
-        return run(call, carry, window, past)
+    def loop_of_phase(phase_index: int) -> PhaseLoop:
+        return PhaseLoop(
+            program,
+            phase_index,
+            fetch,
+            lanes_of_device,
+            widths=capacity.widths[phase_index],
+            waits=lanes.count > 1,
+            participants=capacity.participants,
+            shapes=shapes,
+        )
 
-    def close(accumulator, states, carry, chunk, merged):
-        return close_chunk(accumulator, states, begun(carry), chunk, merged, capacity, mesh)
+    def jit_on_each(name: str, function: Callable, in_specs: tuple, out_specs, **options) -> Callable:
+        """Compile a function that every device calls with its part of the arguments."""
+        return jit(name, on_each(function, mesh, in_specs, out_specs), out_specs, **options)
 
-    closed = (ON_DEVICES, split(), WHOLE)
-    indices = on_each(indices, mesh, (OF_DEVICES, WHOLE), split(1))
-    may_replay = on_each(may_replay, mesh, (split(), OF_DEVICES), split())
-    open_ = on_each(open_, mesh, (ON_DEVICES, split(), OF_DEVICES), split())
-    close = on_each(close, mesh, (ON_DEVICES, split(), split(), OF_DEVICES, WHOLE), closed)
-    phases = range(len(program.phases))
-    loop = {"donate_argnums": 1, "static_argnums": 4}
+    replay = None
+    if program.replay_buffer is not None:
+        replay = jit_on_each("replay indices", indices_to_replay, (split(), CHUNK_SPECS), split())
     server = None
-    if each.server:
-        serve = functools.partial(_serve, each.server, shapes, capacity.participants, mesh)
+    if this_round.server is not None:
+        step = functools.partial(_server_step, this_round.server, shapes, capacity.participants, mesh)
         # pyrefly: ignore[bad-argument-type]  # a tree of specifications
-        server = jit("server", serve, Served(specs, WHOLE, WHOLE))
+        server = jit("server", step, ServerResult(specs_of_server, WHOLE, WHOLE))
+    to_open = (ACCUMULATOR_SPECS, split(), CHUNK_SPECS)
+    to_close = (ACCUMULATOR_SPECS, split(), split(), CHUNK_SPECS, WHOLE)
+    closed = (ACCUMULATOR_SPECS, split(), WHOLE)
     return Player(
-        each,
+        this_round,
         capacity,
-        empty=jit("empty", empty, ON_DEVICES),
-        indices=jit("indices", indices, split(1)),
-        replay_indices=jit("replay indices", may_replay, split()) if program.replay_buffer else None,
-        open=jit("open", open_, split()),
-        run_ticks=tuple(jit(f"phase {i}", functools.partial(ticks, i), split(), **loop) for i in phases),
-        close=jit("close", close, closed, donate_argnums=(0, 1)),
-        receive=jit("receive", functools.partial(receive_sent, program), (ON_DEVICES, WHOLE)),
+        empty=jit("empty", empty, ACCUMULATOR_SPECS),
+        indices=jit_on_each("indices", indices, (CHUNK_SPECS, WHOLE), split(1)),
+        replay_indices=replay,
+        open=jit_on_each("open", open_, to_open, split()),
+        run_ticks=tuple(_jit_ticks(loop_of_phase(i), mesh, jit) for i in range(len(program.phases))),
+        close=jit_on_each("close", close, to_close, closed, donate_argnums=(0, 1)),
+        receive=jit("receive", functools.partial(receive_sent, program), (ACCUMULATOR_SPECS, WHOLE)),
         server=server,
         mesh=mesh,
     )
 
 
-# how the devices get a `Call`: as a whole, but for what belongs to clients, of which each has its own
-# pyrefly: ignore[bad-argument-type]  # a tree of specifications
-_OF_CALL = Call(WHOLE, WHOLE, OF_DEVICES, WHOLE, WHOLE, WHOLE)
+def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable:
+    """Compile the loop of one phase: `Player.run_ticks`. The carry is donated."""
+
+    def ticks_on_device(call, carry, window, replay_data):
+        carry = run_ticks(loop, call, _carry_of_device(carry, mesh), window, replay_data)
+        return _carry_of_mesh(carry, mesh)
+
+    def ticks(call, carry, window, replay_data, parted):
+        data = split() if parted else WHOLE
+        # pyrefly: ignore[bad-argument-type]  # a tree of specifications
+        window_specs = TickWindow(data, index=split(1), place=split(1), first=WHOLE, ticks=WHOLE)
+        # pyrefly: ignore[bad-argument-type]
+        replay_specs = ReplayData(data, index=split(), place=split())
+        in_specs = (CALL_SPECS, split(), window_specs, replay_specs)
+        return on_each(ticks_on_device, mesh, in_specs, split())(call, carry, window, replay_data)
+
+    return jit(f"phase {loop.phase_index}", ticks, split(), donate_argnums=1, static_argnums=4)
+
+
+def _carry_of_device(carry: Carry, mesh: AnyMesh | None) -> Carry:
+    """Return a device's carry. On a mesh it arrives as [1, ...], the device's part of [devices, ...]."""
+    return carry if mesh is None else squeeze(carry)
+
+
+def _carry_of_mesh(carry: Carry, mesh: AnyMesh | None) -> Carry:
+    """Return a device's carry as its part of the carry of all devices."""
+    return carry if mesh is None else expand(carry)
+
+
+# ---- client states -----------------------------------------------------------------------------------------
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
-    """States of all clients, stacked [K, ...] in the order of their ids; client i has the key fold_in(key,
-    i)."""
+    """Return the first states of all clients, stacked [K, ...] in the order of their ids.
+
+    Client i has the key fold_in(key, i).
+    """
     return client_states(method, server, jnp.arange(clients), key)
 
 
 def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
-    """The first states of these clients, stacked [n, ...], of `init_clients`."""
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
-    return _strong(jax.jit(jax.vmap(lambda k: method.init_client(k, server)))(keys))
+    """Return the first states of these clients, stacked [n, ...]; the same as in `init_clients`."""
+    keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)
+    init_all = jax.vmap(lambda client_key: method.init_client(client_key, server))
+    return _strong(jax.jit(init_all)(keys))
 
 
 def begin_clients(engine: Engine, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
-    """`init_clients`, shared by the devices as `mesh.put_shared` does, and never all of them on one."""
+    """Return `init_clients`, shared by the devices as of `mesh.put_shared`: no device ever has all states."""
     if engine.mesh is None:
         return init_clients(engine.method, server, clients, key)
 
-    def first(server: PyTree, ids: Array, key: PRNGKeyArray) -> PyTree:
+    def states_of_device(server: PyTree, ids: Array, key: PRNGKeyArray) -> PyTree:
         return client_states(engine.method, server, ids, key)
 
     ids = put_shared(np.arange(clients), engine.mesh)
-    return jit_on(first, engine.mesh, split())(put_server(server, engine.mesh), ids, engine.place(key))
+    server = put_server(server, engine.mesh)
+    return jit_on(states_of_device, engine.mesh, split())(server, ids, engine.place(key))
 
 
 def _strong(tree: PyTree) -> PyTree:
-    """The same arrays without jax's mark that a Python number made them: arrays that lose it on their way
-    through a round would have every function traced twice."""
-    return jax.tree.map(lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x, tree)
+    """Return the same arrays without jax's mark that a Python number made them.
+
+    Arrays lose that mark on their way through a round, and every function would be traced a second time.
+    """
+
+    def strong(leaf: PyTree) -> PyTree:
+        return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+    return jax.tree.map(strong, tree)
 
 
 # ---- one round ---------------------------------------------------------------------------------------------
@@ -396,7 +468,7 @@ class RoundInputs(NamedTuple):
     """What one federated round needs, besides the states of server and clients."""
 
     frozen: PyTree
-    """What is never trained. On a mesh, `frozen` and `data` are best given as `Engine.place` returns them:
+    """Arrays that are never trained. On a mesh, `frozen` and `data` should be as `Engine.place` returns them:
     otherwise they are copied to its devices in every round."""
     data: PyTree
     """What `Fetch` reads, on the device, or a `Host`; both give the same bits."""
@@ -409,9 +481,9 @@ class RoundInputs(NamedTuple):
     round: int
     """Number of the round within the task, from 0."""
     key: PRNGKeyArray
-    """Of the run; the round's key is derived from (key, task, round)."""
+    """The run's key. The round's is derived from (key, task, round)."""
     when: When = "round"
-    """Which of the method's rounds to run: "round" runs those of "after_round" as well."""
+    """Which of the method's rounds to play: "round" plays those of "after_round" as well."""
     last: bool = False
     """Whether this is the last round of the task."""
     past: Sequence[ReplayBuffer] = ()
@@ -429,57 +501,69 @@ def run_round(
     clients: Clients | None = None,
     guarded: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One federated round: broadcast, the participants' programs, aggregation, the server's step, and its
+    """Play one federated round: broadcast, the participants' programs, merging, the server's step, and its
     training on its replay buffer; then the method's rounds of "after_round".
+
+    `reference.py` says the same in plain words.
 
     Args:
       engine: from `make_engine`.
       server: the server's state.
-      states: all clients' states, stacked [K, ...]; donated. On a mesh they are best given as
-        `mesh.put_shared` returns them, and as many are returned as are given.
+      states: all clients' states, stacked [K, ...]; donated. On a mesh they should be as `mesh.put_shared`
+        returns them, and as many are returned as are given.
       inputs: what else the round needs.
       section: a context manager that is entered around the parts "client" and "server", to time them.
-      clients: runs the clients, where that is not this engine: clients on other machines.
-      guarded: check every upload as it arrives. Otherwise what a chunk of clients has sent is checked as a
-        whole, and from the first chunk on that is not finite all are run again, guarded: the same bits,
-        sooner, unless bad uploads are to be expected.
+      clients: runs the clients; None: this engine does. Others are clients on other machines.
+      guarded: check every upload as it arrives. Otherwise the uploads of a chunk are checked as a whole, and
+        from the first chunk on that is not finite all are run again, guarded. The bits are the same; guarded
+        is faster where bad uploads are to be expected.
 
     Returns:
       The new server state (the old one if no upload was finite, or if the result is not), the new client
       states, and a report.
     """
-    key = jax.random.fold_in(jax.random.fold_in(inputs.key, inputs.task.index), inputs.round)
+    round_key = fold(inputs.key, inputs.task.index, inputs.round)
     server, states = _strong((server, states))
     context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
-    clients = clients or functools.partial(_run_clients, engine, inputs.data, guarded)
-    reports = {}
+    if clients is None:
+        clients = functools.partial(_run_clients, engine, inputs.data, guarded)
+    num_states = jax.tree.map(len, states)
+    reports: dict[int, RoundReport] = {}
     replayed = None
-    given = jax.tree.map(len, states)
-    for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
-        for index, own_key in stage_keys(engine.method, stage, key):
-            sampled = engine.players[index].round.who == "sampled"
-            ids = inputs.ids if sampled else np.flatnonzero(inputs.partition.count)
-            ids = ids[inputs.partition.count_of(ids) > 0]
-            # `Exchange.broadcast` is made where the exchange begins
-            exchange = Exchange(index, context, Broadcast(()), inputs.partition, ids, own_key)
+    for stage in stages(inputs.when):
+        for index, key in stage_keys(engine.method, stage, round_key):
+            ids = _participants(engine.players[index].round.who, inputs)
+            # `_exchange` makes the broadcast, of the server's state by then
+            exchange = Exchange(index, context, Broadcast(()), inputs.partition, ids, key)
             server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
-        if stage == "round" and engine.replayer:
+        if stage == "round" and engine.replayer is not None:
             with section("server"):
-                own_key = jax.random.fold_in(key, RoundKey.SERVER_REPLAY)
-                (context, own_key) = engine.place((context, own_key))
+                key = fold(round_key, RoundKey.SERVER_REPLAY)
+                context, key = engine.place((context, key))
                 server = put_server(server, engine.mesh)
-                replayed = replay_on_server(
-                    engine.replayer, context, server, inputs.past, own_key, engine.place
-                )
+                replayed = replay_on_server(engine.replayer, context, server, inputs.past, key, engine.place)
                 server = replayed.server
-    states = jax.tree.map(lambda x, clients: x if len(x) == clients else x[:clients], states, given)
-    return server, states, _together(engine.method, reports, replayed)
+    states = jax.tree.map(_first_rows, states, num_states)
+    return server, states, _combine(engine.method, reports, replayed)
+
+
+def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
+    """Return the sorted ids of the clients with examples, of the sampled ones or of all."""
+    ids = inputs.ids
+    if who == "everyone":
+        ids = np.flatnonzero(inputs.partition.count)
+    return ids[inputs.partition.count_of(ids) > 0]
+
+
+def _first_rows(array: Array, rows: int) -> Array:
+    """Return the first rows of an array. One that has no more is returned itself: slicing would copy it."""
+    return array if len(array) == rows else array[:rows]
 
 
 def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> ReplayBuffer | None:
-    """The server's examples of a task that is over, on the host; None if the method keeps none.
+    """Return the server's examples of a task that is over, on the host; None if the method keeps none.
 
-    They are given back in the rounds of later tasks, as `RoundInputs.past`.
+    The rounds of later tasks get them as `RoundInputs.past`.
     """
     if engine.replayer is None:
         return None
@@ -488,29 +572,40 @@ def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_
     return current_buffer(engine.replayer, engine.place(round_context), server)
 
 
+def stages(when: When) -> tuple[When, ...]:
+    """Return the stages of rounds that are played together: "after_round" follows "round"."""
+    if when == "round":
+        return ("round", "after_round")
+    return (when,)
+
+
 # what the key of a stage's first round is folded in with; the stage "round" has the round's key itself
-_STAGES = {
+_STAGE_KEYS = {
     "task_start": RoundKey.TASK_START,
     "after_round": RoundKey.AFTER_ROUND,
     "task_end": RoundKey.TASK_END,
 }
 
 
-def stage_keys(method: Method, stage: When, key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
-    """The method's rounds of a stage, by index, each with a key of its own."""
-    first = jax.random.fold_in(key, _STAGES[stage]) if stage in _STAGES else key
-    indices = [i for i, each in enumerate(method.rounds) if each.when == stage]
-    further = [jax.random.fold_in(first, RoundKey.FURTHER_ROUNDS + n) for n in range(len(indices) - 1)]
-    return list(zip(indices, [first, *further], strict=False))
+def stage_keys(method: Method, stage: When, round_key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+    """Return the method's rounds of a stage, by index, each with its key."""
+    stage_key = round_key
+    if stage in _STAGE_KEYS:
+        stage_key = fold(round_key, _STAGE_KEYS[stage])
+    indices = [index for index, this_round in enumerate(method.rounds) if this_round.when == stage]
+    keys = [stage_key]
+    for number in range(len(indices) - 1):
+        keys.append(fold(stage_key, RoundKey.FURTHER_ROUNDS + number))
+    return list(zip(indices, keys, strict=False))
 
 
 def _exchange(
     engine: Engine, server: PyTree, states: PyTree, exchange: Exchange, section: Callable, clients: Clients
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """One of the method's rounds: the broadcast, the clients, the server's step.
+    """Play one of the method's rounds: the broadcast, the clients, the server's step.
 
-    The device has the server's step before the host waits for the clients, so that it goes from one to the
-    other without the host.
+    The host gives the server's step to the device before it waits for the clients, so that the device goes
+    from one to the other without the host.
     """
     player = engine.players[exchange.index]
     if not len(exchange.ids):
@@ -521,35 +616,38 @@ def _exchange(
         states = put_shared(states, engine.mesh)
         broadcast = engine.broadcast(context, server)
 
-        def serve(received: Accumulator) -> Served:
+        def serve(received: Accumulator) -> ServerResult:
             if player.server is None:
-                return Served(server, {}, False)
+                return ServerResult(server, {}, False)
             return player.server(context._replace(previous=broadcast), server, received, key)
 
-        played = clients(exchange._replace(context=context, broadcast=broadcast, key=key), states, serve)
-        jax.block_until_ready(played.accumulator)  # to time the clients alone
+        exchange = exchange._replace(context=context, broadcast=broadcast, key=key)
+        outcome = clients(exchange, states, serve)
+        jax.block_until_ready(outcome.accumulator)  # to time the clients alone
     with section("server"):
-        report = _reported(player.round, played, exchange.partition)
-    return played.served.server, played.states, report
+        report = _report(player.round, outcome, exchange.partition)
+    return outcome.server_result.server, outcome.states, report
+
+
+# ---- the clients of a round --------------------------------------------------------------------------------
 
 
 def _run_clients(
     engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree, serve: Serve
-) -> Played:
-    """`Clients` that this engine runs itself; `data` and `guarded` as in `run_round`."""
+) -> ExchangeOutcome:
+    """Run the clients on this engine: its `Clients`. `data` and `guarded` are as in `run_round`."""
     player = engine.players[exchange.index]
-    context = exchange.context
     chunks, steps = plan_round(
         player.round.program,
         exchange.partition,
         exchange.ids,
-        int(context.round),
+        int(exchange.context.round),
         engine.lanes.count,
         player.capacity,
     )
     data = ready(data, engine.mesh)
-    accumulator, states, served = run_chunks(engine, chunks, exchange, states, data, guarded, serve)
-    return Played(accumulator, states, served, exchange.ids, steps)
+    accumulator, states, result = run_chunks(engine, chunks, exchange, states, data, guarded, serve)
+    return ExchangeOutcome(accumulator, states, result, exchange.ids, steps)
 
 
 def run_chunks(
@@ -560,257 +658,333 @@ def run_chunks(
     data: PyTree,
     guarded: bool = False,
     serve: Serve = no_server,
-) -> tuple[Accumulator, PyTree, Served]:
-    """What was received of the chunks' clients, the new client states, and `serve` of what was received;
-    `states` are donated. All arrays are placed."""
+) -> tuple[Accumulator, PyTree, ServerResult]:
+    """Run all chunks of an exchange, and take the server's step.
+
+    Args:
+      engine: from `make_engine`.
+      chunks: of `plan_round`.
+      exchange: which of the method's rounds; all of its arrays are placed.
+      states: all clients' states, placed and donated.
+      data: as in `RoundInputs`, placed.
+      guarded: as in `run_round`.
+      serve: the server's step.
+
+    Returns:
+      The received uploads, the new client states, and the result of `serve`.
+    """
     player = engine.players[exchange.index]
     context = exchange.context
     accumulator = player.empty()
-    merged = 0
+    merged = 0  # chunks that are merged, as the host knows
     while True:
-        done = engine.place(np.int32(merged))
-        earlier = deque()
-        for i in range(merged, len(chunks)):
-            if len(earlier) == AHEAD:
-                jax.block_until_ready(earlier.popleft())
+        merged_on_device = engine.place(np.int32(merged))
+        in_flight = deque()
+        for number in range(merged, len(chunks)):
+            if len(in_flight) == CHUNKS_IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
+            chunk = chunks[number]
             call = Call(
-                context.frozen, exchange.broadcast, chunks[i], context.task, exchange.key, np.bool_(guarded)
+                context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(guarded)
             )
             carry = _run_chunk(player, engine.lanes, call, accumulator, states, data)
-            progress = Merging(done, np.int32(i), np.bool_(guarded))
-            accumulator, states, done = player.close(accumulator, states, carry, chunks[i], progress)
-            earlier.append(done)
-        served = serve(accumulator)  # for nothing if a chunk turns out not to be merged
-        # the first one that is not merged has a bad upload, which rarely comes alone
-        merged = int(done)
-        guarded = True
+            merging = Merging(merged_on_device, np.int32(number), np.bool_(guarded))
+            accumulator, states, merged_on_device = player.close(accumulator, states, carry, chunk, merging)
+            in_flight.append(merged_on_device)
+        # wasted if a chunk is rejected and replayed
+        result = serve(accumulator)
+        merged = int(merged_on_device)
         if merged == len(chunks):
-            return accumulator, states, served
+            return accumulator, states, result
+        # The first chunk that is not merged has a bad upload, which rarely comes alone: from here on every
+        # upload is checked as it arrives.
+        guarded = True
 
 
 def _run_chunk(
     player: Player, lanes: Lanes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree
 ) -> Carry:
-    """All ticks of one chunk: what was received of its clients, and their states."""
+    """Run all ticks of one chunk; its carry has what its clients sent, and their states."""
     chunk = call.chunk
-    nothing = np.zeros((len(chunk.id), 0), np.int32)
     carry = player.open(accumulator, states, chunk)
     indices = player.indices(chunk, call.key)
-    may_replay = player.replay_indices(carry, chunk) if player.replay_indices else nothing
+    to_replay = np.zeros((len(chunk.id), 0), np.int32)
+    if player.replay_indices is not None:
+        to_replay = player.replay_indices(carry, chunk)
     if isinstance(data, Host):
-        # each process reads those of all devices
-        indices, may_replay = jax.device_get(put((indices, may_replay), player.mesh))
-        return _over_host(player, lanes, call, carry, data, indices, may_replay)
-    past = ReplayData(data, may_replay, may_replay)
-    for run, mine, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
-        carry = run(call, carry, TickWindow(data, mine, mine, np.int32(0), ticks), past, False)
+        # each process reads the indices of all devices
+        indices, to_replay = jax.device_get(put((indices, to_replay), player.mesh))
+        return _run_chunk_over_host(player, lanes, call, carry, data, indices, to_replay)
+    replay_data = ReplayData(data, to_replay, to_replay)
+    for run_phase, index, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
+        # resident data are the training set itself, so an example's place is its index
+        window = TickWindow(data, index=index, place=index, first=np.int32(0), ticks=ticks)
+        carry = run_phase(call, carry, window, replay_data, False)
     return carry
 
 
-def _over_host(
-    player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, indices: tuple, may_replay: np.ndarray
+def _run_chunk_over_host(
+    player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, indices: tuple, to_replay: np.ndarray
 ) -> Carry:
-    """The ticks of one chunk over windows of host data, in the order of resident data. What its clients may
-    replay is on the device as long as the chunk is run."""
+    """Run the ticks of one chunk over windows of host data, in the order of resident data.
+
+    The examples that its clients may replay stay on the device for as long as the chunk is run.
+    """
     chunk = call.chunk
     mesh = player.mesh
-    devices = device_count(player.mesh)
-    past = _replayable(data, may_replay, mesh)
-    sizes = [
+    devices = device_count(mesh)
+    replay_data = _read_replay_data(data, to_replay, mesh)
+    window_ticks = [
         _window_ticks(data, phase, lanes, table, devices)
         for phase, table in zip(player.round.program.phases, chunk.tables, strict=True)
     ]
-    windows = [(i, first) for i, step in enumerate(sizes) for first in range(0, int(chunk.ticks[i]), step)]
+    windows = [
+        (phase_index, first)
+        for phase_index, length in enumerate(window_ticks)
+        for first in range(0, int(chunk.ticks[phase_index]), length)
+    ]
 
-    def load(window):
-        index, first = window
-        part = indices[index][first : first + sizes[index]]
-        part = np.pad(part, [(0, sizes[index] - len(part)), (0, 0), (0, 0)], constant_values=-1)
-        each = part[0].size // devices  # examples of a tick for one device
-        place = np.arange(len(part) * each, dtype=np.int32).reshape(-1, 1, each)
-        place = np.repeat(place, devices, axis=1).reshape(part.shape)
-        mine = np.maximum(part, 0).reshape(-1)[by_device(len(part), devices, each)]
-        return data.take(mine, mesh, parted=True), put(part, mesh, split(1)), put(place, mesh, split(1))
+    def load(window: tuple[int, int]) -> tuple[PyTree, Array, Array]:
+        """Read the examples of a window: data, and their indices and places [ticks, L, B]."""
+        phase_index, first = window
+        length = window_ticks[phase_index]
+        index = indices[phase_index][first : first + length]
+        # the last window of a phase is padded, so that all have one shape
+        index = np.pad(index, [(0, length - len(index)), (0, 0), (0, 0)], constant_values=-1)
+        per_device = index[0].size // devices  # examples of a tick
+        place = np.arange(length * per_device, dtype=np.int32).reshape(-1, 1, per_device)
+        place = np.repeat(place, devices, axis=1).reshape(index.shape)
+        order = by_device(length, devices, per_device)
+        examples = np.maximum(index, 0).reshape(-1)[order]
+        images = data.take(examples, mesh, parted=True)
+        return images, put(index, mesh, split(1)), put(place, mesh, split(1))
 
-    def step(carry, window, loaded):
-        index, first = window
-        ticks = np.int32(min(sizes[index], int(chunk.ticks[index]) - first))
-        images, part, place = loaded
-        window = TickWindow(images, part, place, np.int32(first), ticks)
-        return player.run_ticks[index](call, carry, window, past, True)
+    def step(carry: Carry, window: tuple[int, int], loaded: tuple[PyTree, Array, Array]) -> Carry:
+        phase_index, first = window
+        ticks = np.int32(min(window_ticks[phase_index], int(chunk.ticks[phase_index]) - first))
+        tick_window = TickWindow(*loaded, first=np.int32(first), ticks=ticks)
+        return player.run_ticks[phase_index](call, carry, tick_window, replay_data, True)
 
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _replayable(data: Host, may_replay: np.ndarray, mesh: AnyMesh | None) -> ReplayData:
-    """The examples that a chunk's clients may replay, on the device that runs them; one example where there
-    are none, because arrays need one."""
+def _read_replay_data(data: Host, to_replay: np.ndarray, mesh: AnyMesh | None) -> ReplayData:
+    """Read the examples that a chunk's clients may replay, onto the device that runs them.
+
+    One example is read where there are none, because arrays need one.
+    """
     devices = device_count(mesh)
-    each = np.arange(may_replay.size // devices, dtype=np.int32)  # examples on one device
-    place = np.tile(each, devices).reshape(may_replay.shape)
-    wanted = np.maximum(may_replay, 0).reshape(-1) if may_replay.size else np.zeros(devices, np.int32)
-    index, place = (put(array, mesh, split()) for array in (may_replay, place))
-    return ReplayData(data.take(wanted, mesh, parted=True), index, place)
+    place_on_device = np.arange(to_replay.size // devices, dtype=np.int32)
+    place = np.tile(place_on_device, devices).reshape(to_replay.shape)
+    examples = np.zeros(devices, np.int32)
+    if to_replay.size:
+        examples = np.maximum(to_replay, 0).reshape(-1)
+    return ReplayData(
+        data=data.take(examples, mesh, parted=True),
+        index=put(to_replay, mesh, split()),
+        place=put(place, mesh, split()),
+    )
 
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
-    """Ticks whose examples fit into the devices' windows: at least one, at most all that the table has."""
-    return int(np.clip(devices * data.window // (lanes.count * phase.view.batch_size), 1, len(table.slot)))
+    """Return how many ticks' examples fit into the devices' windows: at least one tick, at most all."""
+    examples_of_tick = lanes.count * phase.view.batch_size
+    return int(np.clip(devices * data.window // examples_of_tick, 1, len(table.slot)))
 
 
 # ---- one client alone --------------------------------------------------------------------------------------
 
 
 def sending(method: Method) -> Method:
-    """The method for a client alone: its uploads are kept as they are made, and never merged."""
+    """Return the method for a client alone: its uploads are returned as it makes them, and never merged."""
 
-    def alone(each: Round) -> Round:
+    def round_of_client(this_round: Round) -> Round:
+        program = this_round.program
+
         def finish(context: ClientContext, local: PyTree, state: PyTree) -> tuple[Upload, PyTree]:
-            upload, state = each.program.finish(context, local, state)
-            return Upload(gather=(upload.mean, upload.sum, upload.gather), weight=upload.weight), state
+            upload, state = program.finish(context, local, state)
+            # gathered uploads are neither weighted nor added
+            gather = (upload.mean, upload.sum, upload.gather)
+            return Upload(gather=gather, weight=upload.weight), state
 
-        return each._replace(
-            program=each.program._replace(finish=finish, receive=None, claims=()), server=None
-        )
+        # the server acts on an upload and checks its claims when it receives it
+        program_of_client = program._replace(finish=finish, receive=None, claims=())
+        return this_round._replace(program=program_of_client, server=None)
 
-    return method._replace(rounds=tuple(alone(each) for each in method.rounds))
+    return method._replace(rounds=tuple(map(round_of_client, method.rounds)))
 
 
 class ClientResult(NamedTuple):
-    """What a client made of a round."""
+    """The result of one client's work in a round."""
 
     upload: Upload  # what it sends; all zeros if that is not valid
-    state: PyTree  # what it keeps; its old state if the upload is not valid
+    state: PyTree  # its new state; the old one if the upload is not valid
     metrics: tuple[Metrics, ...]  # of each phase
     valid: Array  # whether the upload is finite and of a weight that is not negative
 
 
 def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> ClientResult:
-    """What one client does in one of the method's rounds, as it would be run among others.
+    """Run one client in one of the method's rounds, as it would run among others.
 
     Args:
-      engine: of `sending(method)`, with one lane and capacities of `alone`.
+      engine: of `sending(method)`, with one lane and capacities of `alone_capacity`.
       exchange: the round, whose `ids` have this client alone.
-      state: the client's own.
+      state: the client's.
       data: as in `RoundInputs`.
     """
     player = engine.players[exchange.index]
     context = exchange.context
-    program = player.round.program
-    ids = exchange.ids
-    (chunk,), _ = plan_round(program, exchange.partition, ids, int(context.round), 1, player.capacity)
+    (chunk,), _ = plan_round(
+        player.round.program, exchange.partition, exchange.ids, int(context.round), 1, player.capacity
+    )
     call = Call(context.frozen, exchange.broadcast, chunk, context.task, exchange.key, np.bool_(True))
     carry = _run_chunk(player, engine.lanes, call, player.empty(), expand(state), data)
     received = carry.accumulator
     mean, sum_, gather = squeeze(received.gather)
-    upload = Upload(mean, sum_, gather, received.weight[0])
+    upload = Upload(mean, sum_, gather, weight=received.weight[0])
     return ClientResult(upload, squeeze(carry.states), received.metrics, received.valid[0])
 
 
 def alone_capacity(capacity: Capacity) -> Capacity:
-    """The capacity of an engine that runs one client at a time and knows no other: it cannot know how many
-    examples the others have, so all batches are padded to the full size."""
-    full = tuple(widths[-1:] for widths in capacity.widths)
-    return capacity._replace(clients=1, participants=1, widths=full)
+    """Return the capacity of an engine that runs one client at a time and knows no other.
+
+    It cannot know how many examples the others have, so all batches are padded to the full size.
+    """
+    full_widths = tuple(widths[-1:] for widths in capacity.widths)
+    return capacity._replace(clients=1, participants=1, widths=full_widths)
+
+
+# ---- the server --------------------------------------------------------------------------------------------
+
+
+def _server_step(
+    function: ServerFunction,
+    shapes: Shapes,
+    participants: int,
+    mesh: AnyMesh | None,
+    round_context: RoundContext,
+    server: PyTree,
+    received: Accumulator,
+    key: PRNGKeyArray,
+) -> ServerResult:
+    """Merge the uploads, then take the method's server step.
+
+    Without a valid upload, or with a result that is not finite, the server keeps its state. The latter is
+    reported as refused.
+    """
+    aggregate = _aggregate(received, shapes, participants, mesh)
+    new_server, metrics = function(round_context, server, aggregate, fold(key, RoundKey.SERVER))
+    new_server = jax.tree.map(jnp.asarray, new_server)
+    has_upload = jnp.any(aggregate.valid & (aggregate.weight > 0))
+    refused = has_upload & became_non_finite(new_server, server)
+    return ServerResult(one_of(has_upload & ~refused, new_server, server), metrics, refused)
+
+
+def _aggregate(received: Accumulator, shapes: Shapes, participants: int, mesh: AnyMesh | None) -> Aggregate:
+    """Return what the server sees of the received uploads; the mean is sum_k w_k x_k / sum_k w_k."""
+    entries = in_order((received.gather, received.weight, received.id, received.valid), mesh)
+    # on a mesh there are more entries than participants, a multiple of the devices
+    gather, weight, ids, valid = jax.tree.map(lambda leaf: leaf[:participants], entries)
+    total_weight = jnp.sum(weight)
+    divisor = jnp.where(total_weight > 0, total_weight, 1.0)
+    mean = jax.tree.map(lambda weighted_sum: weighted_sum / divisor, received.mean)
+    return Aggregate(
+        mean=sum_value(mean, shapes.upload.mean),
+        sum=sum_value(received.sum, shapes.upload.sum),
+        gather=gather,
+        weight=weight,
+        id=ids,
+        valid=valid,
+    )
 
 
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _reported(each: Round, played: Played, partition: ClientPartition) -> RoundReport:
-    """What an exchange's clients and server report, on the host, which waits for both."""
-    received, _, (_, metrics, refused), ids, steps = played
-    found = received.rejected, received.impossible, received.metrics, metrics, refused
-    rejected, impossible, client_metrics, metrics, refused = jax.device_get(found)
-    claims = zip(claims_of(each.program), impossible, strict=True)
-    count = partition.count_of(ids)
-    epochs = [phase.view.epochs for phase in each.program.phases]
+def _report(this_round: Round, outcome: ExchangeOutcome, partition: ClientPartition) -> RoundReport:
+    """Return what an exchange's clients and server report. The host waits for both."""
+    received = outcome.accumulator
+    result = outcome.server_result
+    # one transfer for all
+    rejected, impossible, client_metrics, server_metrics, refused = jax.device_get(
+        (received.rejected, received.impossible, received.metrics, result.metrics, result.refused)
+    )
+    metrics = _add_by_name((*client_metrics, server_metrics))
+    claims = zip(claims_of(this_round.program), impossible, strict=True)
+    examples = partition.count_of(outcome.ids)
+    epochs = [phase.view.epochs for phase in this_round.program.phases]
+    useful_steps, paid_steps = outcome.steps
     return RoundReport(
-        metrics={name: _mean(value) for name, value in _added((*client_metrics, metrics)).items()},
-        participants=int((count > 0).sum()),
+        metrics={name: _mean(metric) for name, metric in metrics.items()},
+        participants=int((examples > 0).sum()),
         rejected=int(rejected),
-        impossible={claim.name: int(times) for claim, times in claims if times},
+        impossible={claim.name: int(uploads) for claim, uploads in claims if uploads},
         refused=int(refused),
-        examples=int(count.sum()) * sum(epochs),
-        training_examples=int(count.sum()) * max(epochs),
-        useful_steps=steps[0],
-        paid_steps=steps[1],
+        examples=int(examples.sum()) * sum(epochs),
+        training_examples=int(examples.sum()) * max(epochs),
+        useful_steps=useful_steps,
+        paid_steps=paid_steps,
     )
 
 
-def _together(method: Method, exchanges: dict[int, RoundReport], replayed: Replayed | None) -> RoundReport:
-    """A round's report: participants and training examples are those of its first exchange, the rest is added
-    up over all of them.
+def _combine(method: Method, exchanges: dict[int, RoundReport], replayed: Replayed | None) -> RoundReport:
+    """Return a round's report from those of its exchanges, by the index of the method's round.
 
-    A metric whose name an earlier exchange has taken gets a prefix, "after_round_1_loss"; those of the
-    server's replay have "replay_".
+    Participants and training examples are those of the first exchange; all else is added up. A metric whose
+    name an earlier exchange has taken gets a prefix, such as "after_round_1_loss". Metrics of the server's
+    replay have the prefix "replay_".
     """
-    found = list(exchanges.values()) or [RoundReport({})]
-    metrics = {}
-    for index, each in exchanges.items():
-        own = f"{method.rounds[index].when}_{index}_"
-        metrics |= {own + name if name in metrics else name: value for name, value in each.metrics.items()}
-    if replayed:
-        metrics |= {f"replay_{name}": _mean(value) for name, value in replayed.metrics.items()}
+    reports = list(exchanges.values()) or [RoundReport({})]
+    metrics: dict[str, float] = {}
+    for index, report in exchanges.items():
+        prefix = f"{method.rounds[index].when}_{index}_"
+        taken = set(metrics)
+        for name, value in report.metrics.items():
+            metrics[prefix + name if name in taken else name] = value
+    if replayed is not None:
+        metrics |= {f"replay_{name}": _mean(metric) for name, metric in replayed.metrics.items()}
         metrics["replay_examples"] = float(replayed.examples)
-    sent = (exchanges[i].participants if i in exchanges else 0 for i in range(len(method.rounds)))
+    uploads = [0] * len(method.rounds)
+    for index, report in exchanges.items():
+        uploads[index] = report.participants
+    refused = sum(report.refused for report in reports)
+    if replayed is not None:
+        refused += int(replayed.refused)
     return RoundReport(
         metrics=metrics,
-        participants=found[0].participants,
-        rejected=sum(each.rejected for each in found),
-        impossible=dict(sum((Counter(each.impossible) for each in found), Counter())),
-        refused=sum(each.refused for each in found) + int(replayed is not None and replayed.refused),
-        examples=sum(each.examples for each in found),
-        training_examples=found[0].training_examples,
-        useful_steps=sum(each.useful_steps for each in found),
-        paid_steps=sum(each.paid_steps for each in found),
-        uploads=tuple(sent),
+        participants=reports[0].participants,
+        rejected=sum(report.rejected for report in reports),
+        impossible=dict(sum((Counter(report.impossible) for report in reports), Counter())),
+        refused=refused,
+        examples=sum(report.examples for report in reports),
+        training_examples=reports[0].training_examples,
+        useful_steps=sum(report.useful_steps for report in reports),
+        paid_steps=sum(report.paid_steps for report in reports),
+        uploads=tuple(uploads),
     )
 
 
-def _added(groups: tuple[Metrics, ...]) -> Metrics:
-    """The metrics of phases and server, those of one name added up."""
-    added = {}
-    for name, value in (item for group in groups for item in group.items()):
-        added[name] = jax.tree.map(np.add, added[name], value) if name in added else value
-    return added
+def _add_by_name(groups: tuple[Metrics, ...]) -> Metrics:
+    """Return the metrics of phases and server. Metrics of the same name are added."""
+    totals: Metrics = {}
+    for metrics in groups:
+        for name, metric in metrics.items():
+            totals[name] = jax.tree.map(np.add, totals[name], metric) if name in totals else metric
+    return totals
 
 
-def _mean(value: Weighted) -> float:
-    return float(value.total) / float(value.weight) if float(value.weight) else float("nan")
+def _mean(metric: Weighted) -> float:
+    if not float(metric.weight):
+        return float("nan")
+    return float(metric.total) / float(metric.weight)
 
 
-def _counted(traces: dict[str, int], name: str, function: Callable) -> Callable:
+def _count_traces(traces: dict[str, int], name: str, function: Callable) -> Callable:
+    """Return `function`, which counts in `traces` how often jax traces it."""
+
     @functools.wraps(function)
     def traced(*args):
         traces[name] = traces.get(name, 0) + 1
         return function(*args)
 
     return traced
-
-
-def _serve(
-    function: Callable,
-    shapes: Shapes,
-    participants: int,
-    mesh: AnyMesh | None,
-    round_context: RoundContext,
-    server: PyTree,
-    acc: Accumulator,
-    key: PRNGKeyArray,
-) -> Served:
-    """The aggregate, then the method's server step. With no valid upload, or with a result that is not
-    finite, the server keeps its state; the latter is reported as refused."""
-    entries = in_order((acc.gather, acc.weight, acc.id, acc.valid), mesh)
-    # on a mesh there are more, as many as a multiple of the devices
-    gather, weight, ids, valid = jax.tree.map(lambda x: x[:participants], entries)
-    total = jnp.sum(weight)
-    mean = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1.0), acc.mean)
-    mean = sum_value(mean, shapes.upload.mean)
-    added = sum_value(acc.sum, shapes.upload.sum)
-    aggregate = Aggregate(mean, added, gather, weight, ids, valid)
-    new, metrics = function(round_context, server, aggregate, jax.random.fold_in(key, RoundKey.SERVER))
-    new = jax.tree.map(jnp.asarray, new)
-    anyone = jnp.any(valid & (weight > 0))
-    refused = anyone & became_non_finite(new, server)
-    return Served(one_of(anyone & ~refused, new, server), metrics, refused)

@@ -7,6 +7,9 @@ they never change.
 
 from enum import IntEnum
 
+import jax
+from jaxtyping import ArrayLike, PRNGKeyArray
+
 
 class RunKey(IntEnum):
     """What is derived from the key of a run."""
@@ -61,3 +64,10 @@ class ServerKey(IntEnum):
 
     REDUCE = 1000  # the rule that merges uploads
     POST = 1001  # noise on what was merged
+
+
+def fold(key: PRNGKeyArray, *numbers: ArrayLike) -> PRNGKeyArray:
+    """Return the key at the end of a path of numbers: fold(key, a, b) is fold(fold(key, a), b)."""
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key

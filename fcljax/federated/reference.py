@@ -16,12 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
-from fcljax.federated.claims import held
+from fcljax.federated.claims import claims_hold
 from fcljax.federated.client_loop import Fetch, join_batches
-from fcljax.federated.engine import RoundInputs, stage_keys
-from fcljax.federated.keys import ClientKey, RoundKey, StepKey
+from fcljax.federated.engine import RoundInputs, stage_keys, stages
+from fcljax.federated.keys import ClientKey, RoundKey, StepKey, fold
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -53,9 +53,20 @@ class ExchangeResult(NamedTuple):
     """Of every step of every client, and of the server."""
 
 
+class ReferenceRound(NamedTuple):
+    """The result of all that a method does at one time of a task."""
+
+    server: Server
+    """The server's new state."""
+    states: list[ClientState]
+    """All clients' new states, in the order of their ids."""
+    exchanges: dict[int, ExchangeResult]
+    """Index of the method's round -> its result, in the order in which they were played."""
+
+
 def play_round(
     method: Method, fetch: Fetch, server: Server, states: Sequence[ClientState], inputs: RoundInputs
-) -> dict[int, ExchangeResult]:
+) -> ReferenceRound:
     """Play all that a method does at one time of a task.
 
     Args:
@@ -64,20 +75,16 @@ def play_round(
       server: the server's state.
       states: all clients' states, in the order of their ids.
       inputs: what else the round needs, as the engine gets it.
-
-    Returns:
-      Index of the method's round -> its result, in the order in which they are played. The last one has the
-      final states.
     """
     round_key = fold(inputs.key, inputs.task.index, inputs.round)
-    results: dict[int, ExchangeResult] = {}
-    for stage in ("round", "after_round") if inputs.when == "round" else (inputs.when,):
+    exchanges: dict[int, ExchangeResult] = {}
+    for stage in stages(inputs.when):
         for index, key in stage_keys(method, stage, round_key):
             result = play_exchange(method, index, fetch, server, states, inputs, key)
             server = result.server
             states = result.states
-            results[index] = result
-    return results
+            exchanges[index] = result
+    return ReferenceRound(server, list(states), exchanges)
 
 
 def play_exchange(
@@ -126,8 +133,10 @@ def play_exchange(
 
 def participants(who: str, inputs: RoundInputs) -> list[int]:
     """Return the ids of the clients that take part: those with examples, of all or of the sampled ones."""
-    sampled = inputs.ids if who == "sampled" else np.arange(len(inputs.partition.count))
-    return [int(client) for client in sampled if inputs.partition.count[client] > 0]
+    ids = inputs.ids
+    if who == "everyone":
+        ids = np.arange(len(inputs.partition.count))
+    return [int(client) for client in ids if inputs.partition.count[client] > 0]
 
 
 def client_context(inputs: RoundInputs, broadcast: Broadcast, client: int) -> ClientContext:
@@ -195,11 +204,13 @@ def train_client(
 
 def receive(program: Program, context: ClientContext, upload: Upload) -> Upload | None:
     """Return an upload as the server merges it; None if it is not finite or claims what cannot be true."""
-    possible = bool(np.all(held(program, context, upload)))
+    possible = bool(np.all(claims_hold(program, context, upload)))
     if program.receive is not None:
         upload = jax.jit(program.receive)(context, upload)
     finite = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
-    return upload if possible and finite else None
+    if not (possible and finite):
+        return None
+    return upload
 
 
 def batches(
@@ -258,12 +269,14 @@ def read_batch(
         mask_of_array = mask.reshape(-1, *[1] * (array.ndim - 1))
         return jnp.where(mask_of_array, array, jnp.zeros_like(array))
 
+    if query is not None:
+        query = without_padding(query)
     return Batch(
         image=without_padding(image),
         label=without_padding(label),
         mask=jnp.asarray(mask),
         index=jnp.asarray(index, jnp.int32),
-        query=None if query is None else without_padding(query),
+        query=query,
         keys=jax.vmap(jax.random.fold_in, (None, 0))(keys[1], stored),
     )
 
@@ -304,10 +317,3 @@ def merge(uploads: dict[int, Upload | None], absent: int) -> Aggregate:
         id=jnp.asarray(np.where(valid, list(uploads), absent), jnp.int32),
         valid=jnp.asarray(valid),
     )
-
-
-def fold(key: PRNGKeyArray, *numbers: ArrayLike) -> PRNGKeyArray:
-    """Return the key of a path of numbers."""
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key

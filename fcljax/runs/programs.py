@@ -12,8 +12,8 @@ from jax.sharding import Sharding
 
 from fcljax.data.streaming import whole
 from fcljax.federated.client_loop import (
-    OF_DEVICES,
-    ON_DEVICES,
+    ACCUMULATOR_SPECS,
+    CHUNK_SPECS,
     Accumulator,
     Call,
     Carry,
@@ -97,7 +97,7 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
         yield from _of_player(exp, player, name, (broadcast, states), placement)
         if player.server:
             context_after = context._replace(previous=broadcast)
-            received = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
+            received = placement.of(ACCUMULATOR_SPECS)(jax.eval_shape(player.empty))
             arguments = (place(context_after), server, received, place(exp.key))
             yield RoundProgram(f"{name} server", player.server, arguments)
 
@@ -163,8 +163,8 @@ class _OfChunk(NamedTuple):
 def _of_chunk(exp: Experiment, player: Player, states: PyTree, placement: Placement) -> _OfChunk:
     first, steps = _first_chunk(exp, player)
     apart = placement.of(split())
-    chunk = placement.of(OF_DEVICES)(first)
-    accumulator = placement.of(ON_DEVICES)(jax.eval_shape(player.empty))
+    chunk = placement.of(CHUNK_SPECS)(first)
+    accumulator = placement.of(ACCUMULATOR_SPECS)(jax.eval_shape(player.empty))
     states = apart(states)
     carry = apart(jax.eval_shape(player.open, accumulator, states, chunk))
     indices = placement.of(split(1))(jax.eval_shape(player.indices, chunk, exp.key))
