@@ -184,7 +184,7 @@ class SurrogateOptions:
     `Frozen.surrogate`."""
 
     surrogate: str = "other"
-    """Data set of the surrogate images, named as with --dataset, or other: glyphs, or digits in runs on
-    glyphs. Their labels are not read."""
+    """Data set of the surrogate images, named as with --dataset; other means glyphs, or
+    digits in a run on glyphs. Their labels are not read."""
     surrogate_images: int = 2000
     """Number of surrogate training images, drawn by the seed."""

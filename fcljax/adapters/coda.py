@@ -32,17 +32,19 @@ class CodaOptions:
     """Options of the adapter `coda`; the values are those of pMAE's release."""
 
     coda_components: int = 100
-    """Components of all tasks together, equally many for each."""
+    """Number of components of all tasks together; each task gets equally many."""
     coda_length: int = option(8, least=2)
-    """Tokens of a prompt, half of them keys and half values; an even number."""
+    """Tokens of a prompt, an even number; half are keys and half values."""
     coda_blocks: int = 5
-    """Number of blocks with prompts, the first ones."""
+    """Number of blocks with prompts, counted from the first."""
     coda_orthogonality: float = 0.0
-    """Weight of the distance of the prompts, keys and attentions of all tasks seen from orthonormal rows."""
+    """Weight of the penalty that makes prompts, keys and attentions of all tasks seen
+    orthonormal."""
     coda_gram_schmidt: bool = True
-    """Whether a task's components start orthogonal to the earlier ones."""
+    """Initialise a task's components orthogonal to the earlier ones."""
     coda_upload: Literal["current", "all"] = "current"
-    """Components that clients and server send: the current task's, or those of all tasks."""
+    """Components that clients and server send: those of the current task, or of all
+    tasks."""
 
 
 PRESETS = {

@@ -29,27 +29,29 @@ class DualPromptOptions:
     """Options of the adapter `dualprompt`; the values are those of pMAE's release."""
 
     dual_shared_length: int = 5
-    """Tokens of a shared prefix."""
+    """Tokens of the shared prefix."""
     dual_length: int = 20
     """Tokens of a task's prefix."""
     dual_shared_blocks: int = 2
-    """Number of blocks with shared prefixes, the first ones."""
+    """Number of blocks with the shared prefix, counted from the first."""
     dual_blocks: int = 3
-    """Number of blocks with a task's prefixes, after those with shared ones."""
+    """Number of blocks with a task's prefix; they follow those with the shared one."""
     dual_key_weight: float = 0.1
     """Weight of the cosine similarity of the task's key and the query."""
     dual_eval_batchwise: bool = False
-    """Whether the images of a batch share their choice in evaluation, the prefix with the most votes, so that
-    predictions depend on the batch."""
+    """Evaluate a batch with one prefix, the one with the most votes. Predictions then
+    depend on the batch."""
     dual_transfer: int = option(0, least=0)
-    """Number of the last task, from 1, whose prefix starts as a copy of the one before; 0 for all tasks."""
+    """Last task, counted from 1, whose prefix starts as a copy of the previous one; 0:
+    all tasks."""
     dual_reshape_bug: bool = False
-    """Lay out a batch's task prefixes wrongly, as the release does: keys in place of values for the first
-    half of the images, values in place of keys for the second half. Shared prefixes are laid out right."""
+    """Reproduce the release's layout of a batch's task prefixes: the first half of the
+    images gets keys in place of values, the second half values in place of keys."""
     dual_upload: Literal["current", "all"] = "current"
-    """Prefixes and keys that clients and server send: the current task's, or those of all tasks."""
+    """Prefixes and keys that clients and server send: those of the current task, or of
+    all tasks."""
     dual_candidates: Literal["seen", "all"] = "seen"
-    """Tasks that evaluation chooses from."""
+    """Tasks among which evaluation chooses."""
 
 
 PRESETS = {

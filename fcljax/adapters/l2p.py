@@ -27,17 +27,17 @@ class L2POptions:
     """Options of the adapter `l2p`; the values are those of pMAE's release."""
 
     l2p_size: int = 10
-    """Prompts in the pool."""
+    """Number of prompts in the pool."""
     l2p_length: int = 5
     """Tokens of a prompt."""
     l2p_top_k: int = 5
-    """Prompts that are chosen for an image."""
+    """Number of prompts chosen for an image."""
     l2p_key_weight: float = 0.1
     """Weight of the cosine similarity of the chosen keys and the query."""
     l2p_train_batchwise: bool = True
-    """Whether the images of a batch share their choice in training: the prompts with the most votes."""
+    """Train a batch with the same prompts, those with the most votes."""
     l2p_eval_batchwise: bool = False
-    """Whether they share it in evaluation too, so that predictions depend on the batch."""
+    """Evaluate a batch with the same prompts. Predictions then depend on the batch."""
 
 
 PRESETS = {

@@ -101,15 +101,15 @@ class LoraOptions:
     lora_rank: int = 4
     """Rank r of the low-rank updates."""
     lora_blocks: int = 1
-    """Number of blocks with low-rank updates, the first ones."""
+    """Number of blocks with low-rank updates, counted from the first."""
     lora_lr: LearningRate = option(1e-5, positive=True, learning_rate=True)
     """Learning rate of the LoRA pairs."""
     lora_pairs: Literal["task", "one"] = "task"
-    """One LoRA pair for each task, or one that all tasks train."""
+    """Use one LoRA pair per task, or one pair that all tasks train."""
     local_lora: Literal["sum", "current", "products"] = "sum"
-    """LoRA pairs that act in the client's network."""
+    """LoRA pairs that act in a client's network."""
     global_lora: Literal["sum", "first", "products"] = "sum"
-    """LoRA pairs that act in the network that is evaluated."""
+    """LoRA pairs that act in the evaluated network."""
     lora_init: LoraInit = "kaiming_uniform"
     """Initial distribution of A; B starts at 0."""
 

@@ -27,11 +27,11 @@ class PoolOptions:
     """Options of the adapter `pool`; the values are HePCo's."""
 
     pool_size: int = option(100, least=1)
-    """Number M of prompts of a block."""
+    """Number M of prompts per block."""
     pool_length: int = option(20, least=2)
-    """Tokens of a prompt, half of them keys and half values; an even number."""
+    """Tokens of a prompt, an even number; half are keys and half values."""
     pool_blocks: int = 5
-    """Number of blocks with prompts, the first ones."""
+    """Number of blocks with prompts, counted from the first."""
 
 
 class Pool(NamedTuple):

@@ -85,13 +85,13 @@ class PromptOptions:
     prompt_length: int = 20
     """Prompt tokens per block."""
     prompt_blocks: int = 5
-    """Number of blocks with prompts, the first ones."""
+    """Number of blocks with prompts, counted from the first."""
     wo_fusion: bool = False
-    """Ablation: the prompt of the gate's best task alone, with an untrained gate."""
+    """Ablation: use the prompt of the gate's best task alone, with an untrained gate."""
     gate_scale: Literal["learnable", "fixed"] = "learnable"
-    """Whether the gate's scale sigma is trained and sent, or 1."""
+    """Train and send the gate's scale sigma (learnable), or fix it at 1."""
     prompt_upload: Literal["current", "all"] = "current"
-    """Prompts that clients and server send: the current task's, or those of all tasks."""
+    """Prompts that clients and server send: those of the current task, or of all tasks."""
 
 
 PRESETS = {

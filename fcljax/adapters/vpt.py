@@ -23,7 +23,7 @@ class VPTOptions:
     vpt_length: int = 20
     """Prompt tokens per block."""
     vpt_blocks: int = 5
-    """Number of blocks with prompts, the first ones."""
+    """Number of blocks with prompts, counted from the first."""
 
 
 Prompts = Float[Array, "blocks length width"]

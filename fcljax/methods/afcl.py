@@ -37,7 +37,7 @@ class AFCLOptions:
     """Options of AFCL."""
 
     ridge: float = option(1.0, positive=True)
-    """Weight gamma of the squared norm of the classifier."""
+    """Weight gamma of the classifier's squared norm."""
 
 
 class Regression(NamedTuple):

@@ -48,21 +48,21 @@ class C2PromptOptions:
     """Options of C2Prompt."""
 
     wo_lcdc: bool = False
-    """Ablation: no compensation prompts."""
+    """Ablation: use no compensation prompts."""
     wo_cpa: bool = False
-    """Ablation: the server averages the components."""
+    """Ablation: average the components at the server."""
     compensation_length: int = option(3, least=1)
     """Tokens of a class's compensation prompt."""
     compensation_epochs: int = option(5, least=1)
-    """Epochs in which a client trains its compensation prompts, once per task."""
+    """Number of epochs in which a client trains its compensation prompts, once per task."""
     compensation_lr: float = option(1e-2, positive=True)
-    """Their learning rate."""
+    """Learning rate of the compensation prompts."""
     compensation_share: float = option(0.5, least=0.0, most=1.0)
-    """Share of the cross-entropy that is on images with their class's compensation prompt."""
+    """Fraction of the cross-entropy on images with their class's compensation prompt."""
     kd_weight: float = option(1.0, least=0.0)
-    """Weight beta of the distillation from the model that the round began with."""
+    """Weight beta of the distillation from the model at the start of the round."""
     kd_temperature: float = option(3.0, positive=True)
-    """Temperature of that distillation."""
+    """Temperature of this distillation."""
     affinity_temperature: float = option(0.1, positive=True)
     """Temperature tau of the weights with which the server mixes components."""
 

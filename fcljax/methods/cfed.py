@@ -46,15 +46,16 @@ class CFeDOptions(SurrogateOptions, PromptedOptions):
     """Options of CFeD; the values are those of its release."""
 
     reviewer_share: float = option(0.4, most=1.0)
-    """Share of the clients that review old classes, from the second task on."""
+    """Fraction of the clients that review old classes, from the second task on."""
     distill_weight: float = 0.1
-    """Weight of the distillation, at clients and server."""
+    """Weight of the distillation at clients and server."""
     distill_temperature: float = option(2.0, positive=True)
     """Temperature of student and teacher in the distillation."""
     local_classes: Literal["current", "seen", "all"] = "current"
-    """Classes in the cross-entropy of the clients, which the sources leave open."""
+    """Classes in the clients' cross-entropy; paper and release do not say."""
     server_steps: int = option(0, least=0)
-    """Steps of the server's distillation from the clients' models after a round (release: 0 on CIFAR-100)."""
+    """Number of server steps per round that distil the clients' models (release: 0 on
+    CIFAR-100)."""
     server_batch: int = 128
     """Surrogate images per step of the server, over all teachers."""
     server_lr: LearningRate = option(5e-5, positive=True, learning_rate=True)

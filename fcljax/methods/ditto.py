@@ -31,7 +31,7 @@ class DittoOptions:
     """Options of Ditto."""
 
     personal_weight: float = 1.0
-    """Weight lambda that keeps a client's own model near the global one."""
+    """Weight lambda that keeps a client's personal model close to the global one."""
 
 
 PRESETS = {"intended": Preset(DittoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}

@@ -47,9 +47,10 @@ class DolfinOptions:
     """Options of DOLFIN; the values are those of InfLoRA's release for CIFAR-100."""
 
     memory_first: float = option(0.95, positive=True, most=1.0)
-    """Share of the inputs' Gram matrix that the memory explains after the first task, epsilon."""
+    """Fraction epsilon of the inputs' Gram matrix that the memory explains after the
+    first task."""
     memory_last: float = option(1.0, positive=True, most=1.0)
-    """The share that epsilon grows to, by the same step in every task."""
+    """Fraction epsilon after the last task; it grows by the same step in every task."""
 
 
 _LORA = LoraOptions(lora_lr=5e-4, lora_rank=10, local_lora="products", global_lora="products")

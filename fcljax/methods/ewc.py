@@ -37,14 +37,16 @@ class EWCOptions:
     """Options of EWC; the values are those of TARGET's release."""
 
     ewc_weight: float = 1000.0
-    """Weight lambda of the elastic penalty, half of which weighs the squares."""
+    """Weight lambda of the elastic penalty; lambda / 2 multiplies the squares."""
     fisher_limit: float = option(1e-4, positive=True)
-    """Largest entry of a task's Fisher information."""
+    """Upper bound on the entries of a task's Fisher information."""
     fisher_measured: Literal["task", "round"] = "task"
-    """When clients measure the Fisher information and take the anchor: at a task's end, under the global
-    model and over the task's classes, or after every local training, under their own and over all seen."""
+    """When clients measure the Fisher information and set the anchor. task: at a task's
+    end, with the global model and the task's classes; round: after every local training,
+    with their own model and all seen classes."""
     fisher_gradients: Literal["examples", "batches"] = "examples"
-    """Gradients that the Fisher information squares: of each example, or of a batch's mean loss."""
+    """Gradients that the Fisher information squares: those of each example, or of a
+    batch's mean loss."""
 
 
 # how TARGET's release trains this baseline (specification C0), with one LoRA pair for all tasks

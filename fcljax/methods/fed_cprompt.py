@@ -27,11 +27,11 @@ class CPromptOptions(PromptedOptions):
     """Options of Fed-CPrompt; the values are those of HePCo's release."""
 
     contrast_near: float = 1e3
-    """Weight of the distance to the newest global model."""
+    """Weight of the distance to the latest global model."""
     contrast_far: float = 10.0
     """Weight of the distance to the model at the start of the task."""
     contrast_margin: float = 1.0
-    """Margin by which the distance to the model at the start of the task is to be larger."""
+    """Margin by which the distance to the model at the start of the task must be larger."""
 
 
 PRESETS = {

@@ -21,7 +21,7 @@ class FedAvgOptions:
     """Options of FedAvg on FPPL's prompts."""
 
     local_classes: Literal["current", "all"] = "current"
-    """Classes in the cross-entropy of the clients."""
+    """Classes in the clients' cross-entropy."""
     reduction: Literal["mean", "sum"] = "mean"
     """Reduction of the loss over a batch."""
 

@@ -26,7 +26,8 @@ class FedCLMOptions:
     """Options of FedCLM."""
 
     classifier: Literal["nearest", "linear"] = "nearest"
-    """Classifier: the nearest mean or, as in FedNCM, mean features of length 1 as weights."""
+    """Predict by the nearest mean, or by normalised mean features as weights (linear, as
+    FedNCM does)."""
 
 
 PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}

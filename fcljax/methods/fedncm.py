@@ -19,7 +19,7 @@ class FedNCMOptions:
     """Options of FedNCM."""
 
     classifier: Literal["linear", "nearest"] = "linear"
-    """Classifier: mean features of length 1 as weights, or the nearest mean."""
+    """Predict by normalised mean features as weights (linear), or by the nearest mean."""
 
 
 def fedncm(options: FedNCMOptions, run: Run) -> Method:

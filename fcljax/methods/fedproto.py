@@ -40,12 +40,14 @@ class FedProtoOptions:
     proto_weight: float = option(1.0, least=0.0)
     """Weight lambda of the distance to the global prototypes."""
     proto_distance: Literal["examples", "means"] = "examples"
-    """What is near the global prototypes: every example's features, by the mean squared difference, or the
-    batch's mean features of each class, by the Euclidean distance."""
+    """Distance to the global prototypes. examples: mean squared difference of every
+    example's features; means: Euclidean distance of the batch's mean features of each
+    class."""
     proto_mean: Literal["examples", "clients"] = "examples"
-    """Whether clients count by their examples of a class in its global prototype, or equally."""
+    """Weight clients in a class's global prototype by their examples of it, or equally
+    (clients)."""
     proto_predict: Literal["linear", "nearest"] = "linear"
-    """What predicts: the linear classifier, or the nearest global prototype."""
+    """Predict by the linear classifier, or by the nearest global prototype."""
 
 
 _ONE_PAIR = (LoraOptions(lora_pairs="one"),)

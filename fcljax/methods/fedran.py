@@ -53,15 +53,20 @@ class FedRANOptions:
     projection: int = 2000
     """Width M of the random projection."""
     rank: int = 64
-    """Directions r of its Gram matrix that a client sends, of M parameters each."""
+    """Number r of directions of its Gram matrix that a client sends, each of M
+    parameters."""
     server_rank: int = 1000
-    """Directions that the server keeps of all clients' and tasks' Gram matrices."""
+    """Number of directions that the server keeps of the Gram matrices of all clients and
+    tasks."""
     ridge: float = option(0.1, positive=True)
-    """Weight lambda of the squared norm of the classifier, over the mean eigenvalue of the Gram matrix."""
+    """Weight lambda of the classifier's squared norm, relative to the mean eigenvalue of
+    the Gram matrix."""
     labelled: float = option(1.0, positive=True, most=1.0)
-    """Share of examples whose labels clients know. The others count by their pseudo-labels."""
+    """Fraction of examples whose labels clients know; the others count by their
+    pseudo-labels."""
     pseudo_labels: bool = True
-    """Whether examples without a label take the class of the nearest prototype, or are left out."""
+    """Give examples without a label the class of the nearest prototype; otherwise leave
+    them out."""
 
 
 class Summary(NamedTuple):

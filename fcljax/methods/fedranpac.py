@@ -42,13 +42,13 @@ class FedRanPACOptions:
     """Options of FedRanPAC."""
 
     projection: int = 2000
-    """Width M of the random projection. A client sends M^2 parameters, and as many again where the ridge is
-    chosen."""
+    """Width M of the random projection. A client sends M^2 parameters, and M^2 more if it
+    helps to choose the ridge."""
     ridge_choice: Literal["all", "task", "fixed"] = "all"
-    """Whether the ridge is chosen on held-out examples of all tasks so far, on those of the current task, or
-    given."""
+    """Choose the ridge on held-out examples of all tasks so far (all) or of the current
+    task, or take --ridge (fixed)."""
     ridge: float = option(100.0, positive=True, only=("ridge_choice", "fixed"))
-    """Weight lambda of the squared norm of the classifier."""
+    """Weight lambda of the classifier's squared norm."""
 
 
 _ONE_PAIR = (LoraOptions(lora_pairs="one"),)  # a pair of a later task would change the features

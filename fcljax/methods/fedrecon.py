@@ -38,8 +38,8 @@ class FedReconOptions:
     """Options of FedRecon."""
 
     evaluated: Literal["server", "clients"] = "server"
-    """Where the prototypes are evaluated: on all classes so far, or per client on the classes that it has
-    learned, as in VFCL's tables."""
+    """Evaluate the prototypes on all classes so far (server), or per client on the
+    classes that it has learned, as in VFCL's tables."""
 
 
 def fedrecon(options: FedReconOptions, run: Run) -> Method:

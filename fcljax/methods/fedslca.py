@@ -42,11 +42,12 @@ class FedSLCAOptions:
     """Options of FedSLCA's classifier alignment; the values are those of SLCA's release."""
 
     align_epochs: int = 5
-    """Epochs of the server over drawn features, as many of every class."""
+    """Number of server epochs over drawn features, with equally many features of every
+    class."""
     align_samples: int = 256
-    """Features that are drawn of each class in an epoch, and of a batch."""
+    """Number of features drawn per class in an epoch; also the batch size."""
     align_lr: float = option(0.01, positive=True)
-    """Learning rate of the alignment, whose cosine schedule ends at 0."""
+    """Learning rate of the alignment; its cosine schedule ends at 0."""
     align_decay: float = 5e-4
     """Weight decay of the alignment."""
     logit_norm: float = option(0.1, positive=True)

@@ -63,7 +63,7 @@ class FPPLOptions:
     unified_weight: float = 1.0
     """Weight lambda of the unified-representation loss."""
     server_epochs: int = 5
-    """Epochs of the server's debiasing per round."""
+    """Number of epochs of the server's debiasing per round."""
     server_batch_size: int | None = option(None, unset="the clients' batch size")
     """Prototypes per step of the server's debiasing."""
     server_lr: LearningRate | None = option(
@@ -71,24 +71,26 @@ class FPPLOptions:
     )
     """Learning rate of the server's debiasing."""
     wo_unified: bool = False
-    """Ablation: no unified-representation loss."""
+    """Ablation: leave out the unified-representation loss."""
     wo_debias: bool = False
-    """Ablation: the server does not train the classifier."""
+    """Ablation: do not train the classifier at the server."""
     wo_pool: bool = False
-    """Ablation: debias on the current task's prototypes only."""
+    """Ablation: debias with the current task's prototypes only."""
     local_classes: Literal["current", "all"] = "current"
-    """Classes in the cross-entropy of the clients."""
+    """Classes in the clients' cross-entropy."""
     reduction: Reduction = "mean"
     """Reduction of the losses over a batch, at clients and server."""
     unified_average: Average = "holders"
-    """Whether the unified loss averages the examples whose class has a prototype, or the whole batch."""
+    """Average the unified loss over the examples whose class has a prototype (holders),
+    or over the whole batch."""
     prototype_view: Literal["augmented", "clean"] = "augmented"
-    """Images from which local prototypes are computed."""
+    """Images from which clients compute their prototypes."""
     prototype_download: Literal["current", "seen"] = "current"
-    """Prototypes that the server sends: of the current task's classes, or of all seen classes."""
+    """Prototypes that the server sends: those of the current task's classes, or of all
+    seen classes."""
     features: Reads = "prompted"
-    """What the classifier and prototypes read: features under the prompts, or these beside the features
-    without prompts, which the gate reads."""
+    """Input of the classifier and prototypes: features with prompts (prompted), or with
+    them also the features without prompts, which the gate reads (both)."""
 
 
 PRESETS = {

@@ -28,7 +28,7 @@ class ICaRLOptions:
     """Options of iCaRL; weight and temperature are those of TARGET's release, which keeps 2,000 images."""
 
     memory_size: int = 200
-    """Examples in the memory of a client."""
+    """Number of examples in a client's memory."""
     distill_weight: float = 1.0
     """Weight of the distillation."""
     distill_temperature: float = option(2.0, positive=True)

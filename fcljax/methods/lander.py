@@ -80,23 +80,23 @@ class LanderOptions:
     bound_weight: float = 5.0
     """Weight w_B of the distance to the anchors."""
     bound_radius: float = 0.015
-    """Radius r within which it costs nothing, as a mean square."""
+    """Radius r, as a mean square, within which the distance costs nothing."""
     current_weight: float = option(0.2, positive=True)
-    """Factor of what is learned of the current task, from the second on."""
+    """Factor of the losses on the current task, from the second task on."""
     previous_weight: float = 0.4
-    """Factor of what is kept of earlier tasks."""
+    """Factor of the losses on earlier tasks."""
     distill_temperature: float = option(2.0, positive=True)
     """Temperature of student and teacher in the clients' distillation."""
     synthetic_batch: int = 64
-    """Synthetic images per step of a client."""
+    """Number of synthetic images per client step."""
     synthesis_rounds: int = 20
-    """Rounds of the generator that add synthesis_batch images each."""
+    """Number of generator rounds that add synthesis_batch images each."""
     synthesis_batch: int = 32
-    """Images per round of the generator."""
+    """Number of images per generator round."""
     synthesis_warmup: int = option(5, least=0)
-    """Rounds of the generator before these, whose images are dropped."""
+    """Number of generator rounds before these; their images are dropped."""
     generator_steps: int = 40
-    """Steps of the generator in each of its rounds."""
+    """Number of generator steps per generator round."""
     generator_lr: float = option(2e-3, positive=True)
     """Learning rate of the generator and the random layer."""
     label_weight: float = 0.5
@@ -104,19 +104,20 @@ class LanderOptions:
     adversarial_weight: float = 1.0
     """Weight w_2 of the disagreement of global model and student in the generator's loss."""
     statistics_weight: float = 1.0
-    """Weight w_BN of the statistics of batch normalisation, in networks that have it."""
+    """Weight w_BN of the batch-normalisation statistics, for networks with batch
+    normalisation."""
     student_steps: int = 50
-    """Steps of the student in each round of the generator."""
+    """Number of student steps per generator round."""
     student_lr: float = option(2e-3, positive=True)
     """Learning rate of the student."""
     student_temperature: float = option(20.0, positive=True)
     """Temperature of the student's distillation."""
     noise_width: int = 256
-    """Width of what the random layer gives to the generator."""
+    """Width of the random layer's output, which feeds the generator."""
     generator_channels: int = 32
     """Channels of the generator's last hidden layer."""
     crop_padding: float = option(0.125, most=1.0)
-    """Padding of synthetic images before a crop, over the side."""
+    """Padding of synthetic images before a crop, as a fraction of the side."""
 
 
 _RELEASED = LanderOptions(

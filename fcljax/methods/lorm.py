@@ -47,9 +47,10 @@ class LoRMOptions:
     """Options of LoRM."""
 
     pair_gram: Literal["diagonal", "full"] = "diagonal"
-    """What clients send of the Gram matrix of a pair's inputs."""
+    """Part of a LoRA pair's input Gram matrix that clients send."""
     head_gram: float = option(0.5, least=0.0, most=1.0)
-    """Factor of the Gram matrix of features off its diagonal, in merging the classifier."""
+    """Factor of the off-diagonal entries of the features' Gram matrix when the classifier
+    is merged."""
 
 
 _LORA = LoraOptions(lora_rank=16, lora_lr=3e-4, local_lora="current", global_lora="products")

@@ -45,15 +45,17 @@ class MFCLOptions:
     for machines without an accelerator."""
 
     finetune_weight: float = 1.0
-    """Weight w_FT of the cross-entropy over all seen classes, for the classifier alone."""
+    """Weight w_FT of the cross-entropy over all seen classes, which trains the classifier
+    only."""
     distill_weight: float = 0.1
-    """Weight w_KD of the distance of what the old classifier reads."""
+    """Weight w_KD of the distance between the old classifier's inputs under old and new
+    model."""
     synthetic_batch: int = 64
-    """Synthetic images per step of a client."""
+    """Number of synthetic images per client step."""
     generator_steps: int = 100
-    """Steps of the generator after a task."""
+    """Number of generator steps after a task."""
     generator_batch: int = 64
-    """Images of a step."""
+    """Number of images per generator step."""
     generator_lr: float = option(1e-3, positive=True)
     """Learning rate of the generator."""
     label_temperature: float = option(1.0, positive=True)
@@ -61,7 +63,8 @@ class MFCLOptions:
     entropy_weight: float = 1.0
     """Weight w_IE of the balance of classes."""
     statistics_weight: float = 50.0
-    """Weight w_BN of the statistics of batch normalisation, in networks that have it."""
+    """Weight w_BN of the batch-normalisation statistics, for networks with batch
+    normalisation."""
     smooth_weight: float = 1e-3
     """Weight w_IP of the distance to smoothed images."""
     noise_width: int = 256

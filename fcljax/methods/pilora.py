@@ -71,17 +71,18 @@ class PiloraOptions:
     distance: Distance = "sqrt_scaled"
     """Distance of a feature to a prototype: ||f - m|| / sqrt(width), or ||f - m||^2."""
     negatives: Literal["seen", "all"] = "all"
-    """Prototypes in the loss: those of classes seen so far, or of all classes."""
+    """Prototypes in the loss: those of seen classes, or of all classes."""
     predict_classes: Literal["seen", "all"] = "seen"
-    """Prototypes that compete in predictions: those of classes seen so far, or of all classes."""
+    """Prototypes that compete in predictions: those of seen classes, or of all classes."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule over the rounds of a task."""
     mean_features: Literal["trajectory", "clean"] = "trajectory"
-    """Mean features come from the training steps, or from a pass over clean images after training."""
+    """Compute mean features during the training steps (trajectory), or in a pass over
+    clean images after training."""
     reweight_distance: Literal["l2", "l2sq"] = "l2"
     """Distance of a prototype to a mean feature in the re-weighting."""
     reweight_mode: Literal["divide", "multiply"] = "divide"
-    """Whether eta divides or multiplies the inverse distances in the re-weighting."""
+    """Divide or multiply the inverse distances by eta in the re-weighting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +92,9 @@ class PiloraLoraOptions(PiloraOptions):
     orthogonality_weight: float = 0.5
     """Weight gamma of the orthogonality loss between the tasks' LoRA pairs (eq. 7)."""
     wo_orthogonality: bool = False
-    """Ablation: no orthogonality loss."""
+    """Ablation: leave out the orthogonality loss."""
     l1_weight: float = 0.0
-    """Weight of the sum of |A|, an L1 loss of the release."""
+    """Weight of the release's L1 loss, the sum of |A|."""
 
 
 _RUN = RunConfig(lr=0.1, weight_decay=1e-5, train_share=0.8)

@@ -65,30 +65,30 @@ class PmaeOptions:
     """Options of pMAE; the values are the release's."""
 
     mask_ratio: float = option(0.75, most=0.99)
-    """Share of the patches that is masked."""
+    """Fraction of the patches to mask."""
     recon_length: int = 5
     """Tokens of the reconstructive prompt."""
     recon_weight: float = 1.0
     """Weight lambda of the reconstruction in the clients' loss."""
     restore_images: int = 4
-    """Images u of each class for which a client uploads what restores them."""
+    """Number u of images per class for which a client uploads what reconstructs them."""
     tune_epochs: int = option(5, least=0)
-    """Epochs of the server on restored images."""
+    """Number of server epochs on reconstructed images."""
     tune_batch: int = 128
-    """Restored images per step of the server."""
+    """Number of reconstructed images per server step."""
     tune_lr: LearningRate = option(1e-3, positive=True, learning_rate=True)
     """Learning rate of the server's Adam."""
     recon_denorm: bool = True
-    """Map restored images from the decoder's range of pixels to the classifier's."""
+    """Map reconstructed images from the decoder's pixel range to the classifier's."""
     exact_task_match: bool = True
-    """Restore a task's images with its own prompt alone, not also with those of tasks whose number starts
-    with its number."""
+    """Reconstruct a task's images with its own prompt only. Otherwise also with those of
+    tasks whose number starts with its number, as the release does."""
     headtune: bool = False
-    """Start a new task's classes in the classifier at the mean features of all clients, of length 1."""
+    """Start a new task's classes at the normalised mean features of all clients."""
     wo_recon_prompt: bool = False
-    """Ablation: the decoder gets no prompt."""
+    """Ablation: give the decoder no prompt."""
     wo_restore_pool: bool = False
-    """Ablation: restore the current task's images only."""
+    """Ablation: reconstruct the current task's images only."""
 
 
 PRESETS = {

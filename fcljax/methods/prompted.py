@@ -22,7 +22,7 @@ class PromptedOptions:
     """Options that HePCo's clients share with those of its baselines."""
 
     epoch_schedule: Schedule = "cosine"
-    """Learning-rate schedule over the epochs of a round; cosine_lag is one epoch late."""
+    """Learning-rate schedule over the epochs of a round; cosine_lag runs one epoch late."""
 
 
 # clients that exist for one round, and are averaged whatever they have

@@ -60,29 +60,30 @@ class TargetOptions(PromptedOptions):
     distill_temperature: float = option(2.0, positive=True)
     """Temperature of student and teacher in the clients' distillation."""
     synthetic_batch: int = 64
-    """Synthetic images per step of a client (release: all of them in an epoch)."""
+    """Number of synthetic images per client step (release: all of them in an epoch)."""
     local_classes: Literal["current", "seen", "all"] = "current"
-    """Classes in the cross-entropy of the clients."""
+    """Classes in the clients' cross-entropy."""
     synthesis_rounds: int = 30
-    """Rounds of the generator, each of which adds synthesis_batch images."""
+    """Number of generator rounds; each adds synthesis_batch images."""
     synthesis_batch: int = 16
-    """Images per round of the generator."""
+    """Number of images per generator round."""
     synthesis_warmup: int = 20
-    """Rounds of the generator before the student learns; in the last of them the disagreement counts."""
+    """Number of generator rounds before the student learns; the disagreement counts from
+    the last of them on."""
     generator_steps: int = 40
-    """Steps of the generator in each of its rounds."""
+    """Number of generator steps per generator round."""
     generator_lr: float = option(2e-3, positive=True)
     """Learning rate of the generator."""
     noise_lr: float = option(0.01, positive=True)
-    """Learning rate of the noise, which is new in every round of the generator."""
+    """Learning rate of the noise, which is new in every generator round."""
     meta_update: Literal["fomaml", "reptile"] = "fomaml"
-    """Meta-learning update by which the generator carries over what it learned in a round."""
+    """Meta-learning update that carries the generator from one round to the next."""
     label_weight: float = 0.5
     """Weight of the global model's cross-entropy in the generator's loss."""
     adversarial_weight: float = 1.0
     """Weight of the disagreement of global model and student in the generator's loss."""
     student_steps: int = 50
-    """Steps of the student in each round of the generator."""
+    """Number of student steps per generator round."""
     student_lr: float = option(2e-3, positive=True)
     """Learning rate of the student."""
     student_temperature: float = option(20.0, positive=True)
@@ -92,7 +93,7 @@ class TargetOptions(PromptedOptions):
     generator_channels: int = 32
     """Channels of the generator's last hidden layer."""
     crop_padding: float = option(0.125, most=1.0)
-    """Padding of synthetic images before a crop, over the side."""
+    """Padding of synthetic images before a crop, as a fraction of the side."""
 
 
 _CIFAR = TargetOptions(

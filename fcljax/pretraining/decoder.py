@@ -85,18 +85,18 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     run`. The packaged decoder was made with `--visible-weight 1`."""
 
     dataset: str = LETTERS
-    """Letters that are drawn anew for every step, as for the packaged encoder (letters), or a data set as for
-    `fcljax run`, whose test images are not used."""
+    """Letters drawn anew for every step, as for the packaged encoder (letters), or a data
+    set as for `fcljax run`, without its test images."""
     holdout: float = option(0.05, positive=True, below=1.0)
-    """Share of each class's training images that is kept for the validation loss."""
+    """Fraction of each class's training images for the validation loss."""
     validate: int = 600
-    """Largest number of images of the validation loss."""
+    """Maximum number of images for the validation loss."""
     out: Path = Path("vit_micro_decoder.safetensors")
     """File of the decoder."""
     steps: int = 5000
     """Number of optimiser steps."""
     epochs: int | None = option(None, unset="as many as --steps")
-    """Passes over the training images, in place of steps."""
+    """Number of passes over the training images; replaces --steps."""
     batch_size: int = 64
     """Images per step."""
     lr: float = option(8e-3, positive=True, most=1.0)
@@ -108,14 +108,15 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     weight_decay: float = 0.05
     """Weight decay of the matrices."""
     warmup: float = option(0.05, most=1.0)
-    """Share of the steps in which the learning rate rises from 0."""
+    """Fraction of the steps in which the learning rate rises from 0."""
     mask_ratio: float = option(0.75, positive=True, below=1.0)
-    """Share of the patches that is masked."""
+    """Fraction of the patches to mask."""
     # pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is better there
     visible_weight: float = option(0.0, most=1.0)
     """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
-    """Smallest share of the area of a crop of a photograph; letters and digits are not cropped."""
+    """Minimum area of a photograph's crop, as a fraction; letters and digits are not
+    cropped."""
     decoder_width: int = 96
     """Channels of the decoder's tokens (MAE: 512)."""
     decoder_depth: int = 3
@@ -125,7 +126,7 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     decoder_mlp: int = 384
     """Hidden units of the decoder's blocks (MAE: 2048)."""
     checkpoint_every: int = 500
-    """Steps between checkpoints, in a folder beside `out` that is removed at the end."""
+    """Steps between checkpoints, in a folder beside --out that is removed at the end."""
     resume: bool = False
     """Resume from the newest checkpoint."""
 

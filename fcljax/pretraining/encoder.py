@@ -60,21 +60,22 @@ class PretrainConfig:
     batch_size: int = 128
     """New images per step."""
     lr: float = option(0.02, positive=True, most=1.0)
-    """Peak learning rate of Muon, which trains the matrices of the blocks; cosine decay to 0 follows."""
+    """Peak learning rate of Muon, which trains the blocks' matrices; cosine decay to 0
+    follows."""
     adam_lr: float = option(2e-3, positive=True, most=1.0)
-    """Peak learning rate of Adam, which trains everything else."""
+    """Peak learning rate of Adam, which trains all other parameters."""
     warmup: float = option(0.05, most=1.0)
-    """Share of the steps in which the learning rates rise from 0."""
+    """Fraction of the steps in which the learning rates rise from 0."""
     ramp: float = option(0.4, most=1.0)
-    """Share of the steps in which distortions rise from slight to full."""
+    """Fraction of the steps in which distortions grow from slight to full."""
     smoothing: float = option(0.1, most=1.0)
     """Label smoothing of the cross-entropy."""
     temperature: float = option(16.0, positive=True)
-    """Factor from the cosines of class tokens and class weights to the logits."""
+    """Factor that turns cosines of class tokens and class weights into logits."""
     classes: int = option(len(PRETRAIN), least=2, most=len(PRETRAIN))
     """Number of characters of the alphabet to learn."""
     validate: int = 20
-    """Images per class of the validation's class means, and as many for its test."""
+    """Number of images per class for the validation's class means, and for its test."""
     seed: int = option(0, least=0, most=2**32 - 1)
     """Seed of initial weights and images."""
 

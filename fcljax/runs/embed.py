@@ -26,7 +26,7 @@ class EmbedConfig(InputConfig):
     """Options of `fcljax embed`, beside those that it shares with `fcljax run`."""
 
     out: str | None = option(None, unset="DATASET-BACKBONE.npz")
-    """File of the features, .npz, a new one."""
+    """New .npz file for the features."""
     keep_head: bool = False
     """Also write the logits of the checkpoint's classification head."""
 

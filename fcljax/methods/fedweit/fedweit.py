@@ -50,21 +50,23 @@ class FedWeITOptions:
     mask_weight: float = 0.0
     """Weight lambda_1 of the L1 norm of the masks."""
     keep_weight: float = 100.0
-    """Weight lambda_2 of the change of earlier tasks' parameters, half of which weighs the squares."""
+    """Weight lambda_2 of the change of earlier tasks' parameters; lambda_2 / 2 multiplies
+    the squares."""
     prune_threshold: float = 1e-3
-    """Task-adaptive parameters up to this size are 0 where they are sent or evaluated."""
+    """Threshold up to which task-adaptive parameters are sent and evaluated as 0."""
     client_sparsity: float = option(0.3, below=1.0)
-    """Share of each array's outputs, those with the smallest masks, whose base is not sent."""
+    """Fraction of each array's outputs whose base is not sent; they have the smallest
+    masks."""
     kb_samples: int = 5
-    """Task-adaptive parameters that a task receives from the knowledge base."""
+    """Number of task-adaptive parameters that a task receives from the knowledge base."""
     kb_tasks: int = 1
-    """Finished tasks of each client in the knowledge base."""
+    """Number of finished tasks per client in the knowledge base."""
     mask_start: float = option(0.9, positive=True, below=1.0)
     """Initial value of the masks."""
     adaptive_start: float = 0.0
-    """Initial task-adaptive parameters, as a share of the first base."""
+    """Initial task-adaptive parameters, as a fraction of the first base."""
     retroactive: bool = True
-    """Whether the task-adaptive parameters of earlier tasks go on training."""
+    """Continue training the task-adaptive parameters of earlier tasks."""
 
 
 _RUN = RunConfig(aggregator="uniform", lr=0.01)

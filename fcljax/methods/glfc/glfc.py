@@ -77,16 +77,17 @@ class GLFCOptions(ProxyOptions):
     """Options of GLFC."""
 
     memory_size: int = 200
-    """Examples in the memory of a client, shared by its old classes."""
+    """Number of examples in a client's memory, shared by its old classes."""
     memory_repeats: bool = False
-    """Whether herding may choose an example again, as the release's does."""
+    """Allow herding to choose an example twice, as the release does."""
     entropy_rise: float = 0.02
-    """Rise of the mean entropy of a client's examples at which it takes its task as new."""
+    """Rise of the mean entropy of a client's examples that signals a new task."""
     entropy_unit: Literal["share", "nats"] = "share"
-    """Unit of that rise: nats, or the entropy of a uniform guess among the seen classes."""
+    """Unit of this rise: nats, or the entropy of a uniform guess among the seen classes
+    (share)."""
     lr_schedule: Schedule = "constant"
-    """Learning-rate schedule over a task: constant, divided by 5 after 1/2, 3/4 and 9/10 of its epochs
-    (steps), or the same but for the round of each step alone (released)."""
+    """Learning-rate schedule over a task. steps: divided by 5 after 1/2, 3/4 and 9/10 of
+    its epochs; released: divided only during the round of each step."""
 
 
 # clients are averaged equally, whatever they have

@@ -38,7 +38,8 @@ class LGAOptions(GLFCOptions):
     loss_weight: float = 1.0
     """Weight lambda of the whole loss."""
     quiet_share: float = option(0.6, most=1.0)
-    """Share of a task's rounds, the first ones, in which the merged model scores 0 (release: 6 of 10)."""
+    """Fraction of a task's rounds, counted from the first, in which the merged model
+    scores 0 (release: 6 of 10)."""
 
 
 PRESETS = {

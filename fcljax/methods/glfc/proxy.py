@@ -35,23 +35,25 @@ class ProxyOptions:
     """How prototypes travel, and how the proxy judges models."""
 
     prototype_steps: int = option(50, least=0)
-    """Steps of gradient descent that perturb a prototype."""
+    """Number of gradient steps that perturb a prototype."""
     prototype_lr: float = option(0.2, positive=True)
-    """Learning rate of the steps that perturb a prototype."""
+    """Learning rate of these steps."""
     prototype_decay: float = 1e-5
-    """Weight decay of the steps that perturb a prototype."""
+    """Weight decay of these steps."""
     gradient_side: int = 32
     """Side in pixels at which prototypes are sent and rebuilt; larger images are resized to it."""
     match_steps: int = 100
-    """Steps of L-BFGS that rebuild an image (release: 250 of 20 each)."""
+    """Number of L-BFGS steps that reconstruct an image (release: 250 of 20 each)."""
     match_start: Literal["grey", "normal"] = "grey"
-    """Noise that an image is rebuilt from: of a tenth around grey, or standard normal."""
+    """Noise from which an image is reconstructed: a tenth around grey, or standard
+    normal."""
     monitor_images: int = 4
-    """Last states of each rebuilt image that models must predict."""
+    """Number of last states of each reconstructed image that models must predict."""
     monitor_padding: float = option(0.125, most=1.0)
-    """Padding of these images before a crop, over the side."""
+    """Padding of these images before a crop, as a fraction of the side."""
     reset_best: Literal["arrival", "second", "never"] = "arrival"
-    """When the best score starts anew: with new gradients, with the second task, or never."""
+    """When the best score is reset: with new gradients (arrival), with the second task,
+    or never."""
 
 
 class Sent(NamedTuple):

@@ -60,23 +60,24 @@ class HepcoOptions(PromptedOptions):
     mse_weight: float = 0.1
     """Weight lambda_MSE of the disagreement of prompts."""
     generator_steps: int = 100
-    """Steps of the generator of the task's classes."""
+    """Number of steps that train the generator of the task's classes."""
     generator_growth: int = option(50, least=0)
-    """Further steps per earlier task of the generator of older classes."""
+    """Number of further steps per earlier task for the generator of older classes."""
     generator_lr: LearningRate = option(1e-4, positive=True, learning_rate=True)
     """Learning rate of both generators."""
     generator_norm: bool = True
-    """Batch normalisation in the generators."""
+    """Use batch normalisation in the generators."""
     noise_width: int = 64
     """Width of the generators' noise."""
     label_width: int = 64
     """Width of the generators' embedding of classes."""
     latent_batch: int = 64
-    """Latents per step."""
+    """Number of latents per step."""
     replay_ratio: float = option(0.5, most=100.0)
-    """Latents of older classes over those of the task's classes in the distillation."""
+    """Ratio of latents of older classes to those of the task's classes in the
+    distillation."""
     distill_steps: int = 200
-    """Steps of the distillation."""
+    """Number of distillation steps."""
     distill_lr: LearningRate = option(1e-4, positive=True, learning_rate=True)
     """Learning rate of the distillation."""
     kl_direction: Direction = "server_client"
@@ -84,31 +85,32 @@ class HepcoOptions(PromptedOptions):
     generator_mse: Literal["sum", "mean", "none"] = "none"
     """Reduction of the prompts' disagreement in the generators' loss; none leaves it out."""
     loss_weights: Weights = "over_total"
-    """How much each client's losses count for a class."""
+    """Weights of the clients' losses for each class."""
     distill_phases: Phases = "shared"
-    """Whether prompts and classifier are distilled on the same latents, or one after the other."""
+    """Distil prompts and classifier on the same latents (shared), or one after the other."""
     wo_previous: bool = False
-    """Ablation: no generator of older classes, no replay."""
+    """Ablation: no generator of older classes and no replay."""
     wo_kl: bool = False
-    """Ablation: no disagreement of class probabilities."""
+    """Ablation: leave out the disagreement of class probabilities."""
     wo_mse: bool = False
-    """Ablation: no disagreement of prompts."""
+    """Ablation: leave out the disagreement of prompts."""
     wo_prompt_distillation: bool = False
-    """Ablation: prompts stay averaged."""
+    """Ablation: keep the averaged prompts."""
     wo_classifier_distillation: bool = False
-    """Ablation: the classifier stays averaged."""
+    """Ablation: keep the averaged classifier."""
     latents: Literal["generated", "gaussian"] = "generated"
-    """What the server distils on: latents of generators, or of normal distributions of each class, of whose
-    features clients then send sums."""
+    """Latents for the distillation: from generators (generated), or from a normal
+    distribution per class (gaussian), for which clients also send sums of features."""
     headtune: bool = False
-    """Start a new task's classes in the classifier at the mean features of all clients, of length 1; wants
-    the aggregator mean."""
+    """Start a new task's classes at the normalised mean features of all clients; needs
+    --aggregator mean."""
     features: Reads = "prompted"
-    """What the classifier reads and the server distils on: features under the prompts, or these beside the
-    frozen network's, which never change (APER, Zhou et al. 2023, arXiv 2303.07338); both wants --latents
-    gaussian."""
+    """Input of the classifier and of the distillation: features with prompts (prompted),
+    or with them also the frozen network's, which never change (both; APER, Zhou et al.
+    2023, arXiv 2303.07338). both needs --latents gaussian."""
     diagnose: bool = False
-    """Record how generated latents compare with clients' features, of which clients then send sums."""
+    """Record how generated latents compare with clients' features; clients then also send
+    sums of features."""
 
 
 _IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True, features="both")

@@ -54,22 +54,26 @@ class VFCLOptions:
     """Options of VFCL; the paper's values where it has them."""
 
     prior_weight: float = option(1.0, least=0.0)
-    """Weight lambda_p of the two priors together; with 0 neither acts."""
+    """Weight lambda_p of the two priors together; 0 switches both off."""
     global_share: float = option(0.5, least=0.0, most=1.0)
-    """Share lambda_k of the global prior in the mixture; with 1 the client's own prior does not act."""
+    """Weight lambda_k of the global prior in the mixture; 1 switches the client's prior
+    off."""
     mc_samples: int = option(1, least=1)
-    """Number n of draws of the parameters per step."""
+    """Number n of parameter draws per step."""
     exemplars: int = option(20, least=0)
-    """Examples of each class in a client's memory, chosen by herding."""
+    """Number of examples per class in a client's memory, chosen by herding."""
     mc_test_samples: int = option(5, least=0)
-    """Draws of the parameters for a second reliability diagram of their mean probabilities."""
+    """Number of parameter draws for a second reliability diagram, of their mean
+    probabilities."""
     init_std: float = option(0.02, positive=True)
-    """Initial standard deviation of all parameters, on which the paper is silent."""
+    """Initial standard deviation of all parameters; the paper does not state it."""
     kl_scale: KLScale = "per_sample"
-    """Divisor of the priors' term: the client's examples, the number of parameters, or none (eq. 9)."""
+    """Divisor of the priors' term: the client's examples, the number of parameters, or
+    none (eq. 9)."""
     merge: Literal["conflation", "tempered", "average"] = "tempered"
-    """How the server merges Gaussians: as their product (conflation), with its variance times the number of
-    clients (tempered), or by averaging means and rhos by examples (Ours-FedAvg)."""
+    """Merge of the Gaussians at the server: their product (conflation), the product with
+    its variance times the number of clients (tempered), or the mean of means and rhos
+    weighted by examples (Ours-FedAvg)."""
 
 
 _RUN = RunConfig(lr=0.01, optimiser="sgd", rounds=10)

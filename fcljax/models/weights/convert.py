@@ -32,19 +32,20 @@ class ConvertOptions:
     heads: int | None = option(None, unset="the file's, else width / 64")
     """Number of attention heads."""
     decoder_heads: int | None = option(None, unset="the file's, else 16")
-    """Number of attention heads of a masked autoencoder's decoder."""
+    """Number of attention heads in a masked autoencoder's decoder."""
     keep_head: bool = False
-    """Keep the classification head, if there is one."""
+    """Keep the classification head, if the file has one."""
     part: str = "teacher"
-    """Network to take from a file of several: teacher, student, or another part of the names before one."""
+    """Network to take from a file with several: teacher, student, or another part of the
+    names."""
     image_size: int | None = option(None, unset="the network's own")
-    """Side in pixels of the images, to which position embeddings are interpolated."""
+    """Side in pixels of the images; position embeddings are interpolated to it."""
     normalise: Literal["half", "unit", "imagenet"] | None = option(None, unset="the file's, or its kind's")
     """Pixel range that the network expects."""
     positions: Positions = "antialiased"
     """Interpolation of position embeddings."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Number format in which all weights are stored."""
+    """Number format in which the weights are stored."""
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
