@@ -4,6 +4,7 @@ import io
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
@@ -12,6 +13,7 @@ from fcljax import cli
 from fcljax.data.files.images import decode, fits
 from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError
+from fcljax.parts.server import ServerUpdate
 from fcljax.runs.model import Model
 
 METHOD = """
@@ -109,3 +111,25 @@ def test_images_of_pillow_are_read_as_files_are(mode):
     assert (network_input((8, 8)).scores([white] * 3) >= 254).all()
     with pytest.raises(InputError, match="mode 'I;16'; convert it to 8 bits"):
         network_input((8, 8)).scores([Image.fromarray(np.full((8, 8), 40000, np.uint16))])
+
+
+@pytest.mark.parametrize("where", ["loss", "server"])
+def test_a_traced_value_that_is_kept_for_another_trace_is_one_line_with_the_users_line(where):
+    kept = []
+
+    def loss(model, x, y):
+        error = (x @ model - y) ** 2
+        kept.append(error)
+        return error + 0 * kept[0] if where == "loss" else error
+
+    def update(server_round, params, state):
+        return ServerUpdate(params, jnp.sum(kept[0]))
+
+    rules = (fcljax.ServerRule("late", init=lambda key, params: jnp.zeros(()), update=update),)
+    client = fcljax.local_sgd(loss, optax.sgd(0.1), batch_size=4)
+    method = fcljax.fedavg(jnp.zeros(3), client, server_rules=rules if where == "server" else ())
+    x = np.ones((8, 3), np.float32)
+    with pytest.raises(InputError, match="method: a traced value is kept .* another trace") as raised:
+        fcljax.simulate(method, x, x[:, 0], np.arange(8) % 2, 2)
+    line = loss.__code__.co_firstlineno + 1
+    assert f"test_python_objects.py:{line} loss() made it" in str(raised.value)

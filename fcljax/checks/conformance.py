@@ -42,6 +42,7 @@ from fcljax.checks.slots import slots_stay_apart
 from fcljax.checks.statistics import batch_size_does_not_matter
 from fcljax.checks.tracing import traces_are_the_same
 from fcljax.config import RunConfig
+from fcljax.federated.check import leaks_in_one_line
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Lanes, RoundReport
 from fcljax.federated.health import training_warnings
@@ -53,6 +54,7 @@ from fcljax.types import (
 )
 
 
+@leaks_in_one_line()
 def check(settings: RunConfig) -> list[Statement]:
     """Test every statement on a method.
 

@@ -4,12 +4,14 @@ Every function that the engine calls is traced once with `jax.eval_shape`. What 
 names the function, where the user wrote it, what it returned and what was expected.
 """
 
+import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -110,22 +112,89 @@ def _code(function: Callable):
 def in_users_code(part: str, error: Exception) -> Exception:
     """What to raise for an exception of a function of a method: one line that names the user's file if the
     user's code was running, else the exception itself."""
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return leaked_tracer(error)
     place = _users_place(error)
     if place is None or isinstance(error, InputError):
         return error
     return InputError(f"method: {part}: {place}: {type(error).__name__}: {_line(error)}")
 
 
+@contextlib.contextmanager
+def leaks_in_one_line() -> Iterator[None]:
+    """Raise one line for a traced value that a user's function keeps from one trace to another.
+
+    Where functions are traced on their own, as `check_method` does, such a leak may stay unseen.
+
+    Raises:
+      InputError: naming the line of the user's file.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise leaked_tracer(error) from error
+
+
+def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
+    """Return the line for a traced value that outlived its trace: where it is read, else where it was made."""
+    place = _users_place(error)
+    places = [f"{place} reads it"] if place else []
+    made = _leaked_from()
+    if made:
+        places.append(f"{made} made it")
+    where = f": {', '.join(places)}" if places else ""
+    return InputError(
+        "method: a traced value is kept in a global or an attribute and read in another trace"
+        f"{where}; return it from the function, as state or as a report"
+    )
+
+
+class _Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Return "my_method.py:12 loss()"."""
+        name = self.function.rpartition(".")[-1]  # without the function that it was defined in
+        return f"{Path(self.file).name}:{self.line} {name}()"
+
+
 def _users_place(error: Exception) -> str | None:
     """The last line of the user's own code in a traceback: "my_method.py:12 loss()"."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}()" if own else None
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _last_users([_Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+    return str(place) if place else None
+
+
+def _last_users(calls: Sequence[_Place]) -> _Place | None:
+    """The last of some calls, outermost first, that is in the user's own code, which this package called."""
+    within = itertools.dropwhile(lambda call: not Path(call.file).is_relative_to(_PACKAGE), calls)
+    return next((call for call in reversed(list(within)) if _is_users(call.file)), None)
+
+
+def _leaked_from() -> _Place | None:
+    """The line of the user's code that made a traced value which is still alive."""
+    for value in gc.get_objects():
+        # JAX notes in each traced value where it was made
+        info = getattr(value, "_line_info", None) if isinstance(value, jax.core.Tracer) else None
+        if info is None or info.traceback is None:
+            continue
+        frames = reversed(info.traceback.frames)
+        place = _last_users([_Place(f.file_name, f.line_num, f.function_name) for f in frames])
+        if place:
+            return place
+    return None
 
 
 def _is_users(file: str) -> bool:
     """Whether a file belongs neither to this package nor to Python and its libraries."""
     theirs = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-    return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in theirs)
+    return not file.startswith(("<frozen", "<@beartype")) and not any(
+        Path(file).is_relative_to(folder) for folder in theirs
+    )
 
 
 def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes, ...]:

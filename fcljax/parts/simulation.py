@@ -21,7 +21,7 @@ from fcljax.data.store import ClientIndices
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError, choose, reason
 from fcljax.federated.aggregation import make_aggregation
-from fcljax.federated.check import Example, check_method, describe
+from fcljax.federated.check import Example, check_method, describe, leaks_in_one_line
 from fcljax.federated.engine import (
     Lanes,
     RoundInputs,
@@ -292,6 +292,7 @@ class Simulated(NamedTuple):
     examples whose loss was NaN or infinite."""
 
 
+@leaks_in_one_line()
 def simulate(
     method: Averaging | Method,
     x: Any,

@@ -16,6 +16,7 @@ from fcljax import config
 from fcljax.config import RunConfig, explain_fidelity, explain_scale
 from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
+from fcljax.federated.check import leaks_in_one_line
 from fcljax.files import read_text, write_text
 from fcljax.mesh import own_part, own_rows, put_own, put_server, put_shared
 from fcljax.results import page, trackers
@@ -99,6 +100,7 @@ class Journal(NamedTuple):
     trackers: trackers.Following
 
 
+@leaks_in_one_line()
 def run(
     settings: RunConfig,
     out: str | Path,
