@@ -136,7 +136,7 @@ def leaks_in_one_line() -> Iterator[None]:
 
 
 def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
-    """Return the line for a traced value that outlived its trace: where it is read, else where it was made."""
+    """Return the line for a traced value that outlived its trace: where it is read and was made."""
     place = _users_place(error)
     places = [f"{place} reads it"] if place else []
     made = _leaked_from()
