@@ -149,7 +149,7 @@ def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
     )
 
 
-class _Place(NamedTuple):
+class _CodeLine(NamedTuple):
     """A line of code."""
 
     file: str
@@ -165,17 +165,17 @@ class _Place(NamedTuple):
 def _users_place(error: Exception) -> str | None:
     """The last line of the user's own code in a traceback: "my_method.py:12 loss()"."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = _last_users([_Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+    place = _last_users([_CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
     return str(place) if place else None
 
 
-def _last_users(calls: Sequence[_Place]) -> _Place | None:
+def _last_users(calls: Sequence[_CodeLine]) -> _CodeLine | None:
     """The last of some calls, outermost first, that is in the user's own code, which this package called."""
     within = itertools.dropwhile(lambda call: not Path(call.file).is_relative_to(_PACKAGE), calls)
     return next((call for call in reversed(list(within)) if _is_users(call.file)), None)
 
 
-def _leaked_from() -> _Place | None:
+def _leaked_from() -> _CodeLine | None:
     """The line of the user's code that made a traced value which is still alive."""
     for value in gc.get_objects():
         # JAX notes in each traced value where it was made
@@ -183,7 +183,7 @@ def _leaked_from() -> _Place | None:
         if info is None or info.traceback is None:
             continue
         frames = reversed(info.traceback.frames)
-        place = _last_users([_Place(f.file_name, f.line_num, f.function_name) for f in frames])
+        place = _last_users([_CodeLine(f.file_name, f.line_num, f.function_name) for f in frames])
         if place:
             return place
     return None
