@@ -22,7 +22,7 @@ class Head(NamedTuple):
 
 
 def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
-    """Kernel and bias uniform in +-1/sqrt(width), as torch's Linear does."""
+    """Draw kernel and bias uniformly in +-1/sqrt(width), as torch's Linear does."""
     bound = width**-0.5
     kernel, bias = jax.random.split(key)
     return Head(
@@ -32,38 +32,40 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
 
 
 def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
-    """Kernel normal with standard deviation 0.02, truncated at two of them, bias 0, as timm's heads."""
+    """Draw a kernel of standard deviation 0.02, truncated at two of them; bias 0 (timm's heads)."""
     kernel = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, classes))
     return Head(kernel, jnp.zeros(classes))
 
 
 def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array, "batch classes"]:
-    """Logits of all classes."""
+    """Return the logits of all classes."""
     return exact_matmul(feature, head.kernel) + head.bias
 
 
 def mask_logits(
     logits: Float[Array, "*batch classes"], allowed: Bool[Array, "*allowed"]
 ) -> Float[Array, "*batch classes"]:
-    """Logits with the classes that are not allowed at the lowest finite value.
+    """Set the logits of classes that are not allowed to the lowest finite value.
 
-    They never win and get a gradient of exactly 0. (-inf would do the same but turns into nan where no class
-    is allowed.)
+    They never win and get a gradient of exactly 0.
     """
+    # -inf would do the same, but turns into nan where no class is allowed
     return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
 def masked_sum(value: Float[Array, " batch"], mask: Bool[Array, " batch"]) -> Float[Array, ""]:
-    """Sum over the examples in the mask; others may be nan, and contribute neither value nor gradient."""
+    """Sum over the examples in the mask; others may be nan, and add neither value nor gradient."""
     return jnp.sum(jnp.where(mask, value, 0.0))
 
 
 def reduce_rows(
     value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Num[Array, ""], reduction: Reduction
 ) -> Float[Array, ""]:
-    """The sum over the examples in the mask, divided by `count` (0 if that is 0) for the reduction "mean"."""
+    """Sum over the examples in the mask; "mean" divides it by `count`, or by 1 if that is 0."""
     total = masked_sum(value, mask)
-    return total if reduction == "sum" else total / jnp.maximum(count, 1)
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum(count, 1)
 
 
 def cross_entropy(
@@ -73,7 +75,10 @@ def cross_entropy(
     mask: Bool[Array, " batch"],
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Cross-entropy over the allowed classes and the examples in the mask; other classes get no gradient."""
+    """Return the cross-entropy over the allowed classes and the examples in the mask.
+
+    Other classes get no gradient.
+    """
     loss = optax.softmax_cross_entropy_with_integer_labels(mask_logits(logits, allowed), label)
     return reduce_rows(loss, mask, jnp.sum(mask), reduction)
 
@@ -84,8 +89,9 @@ def correct(
     allowed: Bool[Array, " classes"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """How many examples in the mask have their label as the highest allowed logit."""
-    return masked_sum((jnp.argmax(mask_logits(logits, allowed), axis=-1) == label).astype(jnp.float32), mask)
+    """Count the examples in the mask whose highest allowed logit is their label's."""
+    prediction = jnp.argmax(mask_logits(logits, allowed), axis=-1)
+    return masked_sum((prediction == label).astype(jnp.float32), mask)
 
 
 def distillation(
@@ -95,35 +101,40 @@ def distillation(
     mask: Bool[Array, " batch"],
     temperature: float = 2.0,
 ) -> Float[Array, ""]:
-    """Knowledge distillation over the allowed classes.
+    """Return the loss of knowledge distillation over the allowed classes.
 
-    The mean over the examples in the mask of the cross-entropy of softmax(student / T) under softmax(teacher
-    / T), without the factor T^2 (the form of LwF in TARGET's release). 0 if no class or example is left.
+    It is the mean, over the examples in the mask, of the cross-entropy between softmax(teacher / T) and
+    softmax(student / T), without the factor T^2 (LwF as in TARGET's release). 0 if no class or example
+    is left.
     """
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
-    log_odds = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
-    loss = -jnp.sum(jnp.where(allowed, target * log_odds, 0.0), axis=-1)
+    log_probability = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
+    loss = -jnp.sum(jnp.where(allowed, target * log_probability, 0.0), axis=-1)
     return reduce_rows(loss, mask, jnp.sum(mask), "mean")
 
 
 def kl(
     p: Float[Array, "*p classes"], q: Float[Array, "*q classes"], allowed: Bool[Array, "*r classes"]
 ) -> Float[Array, "*broadcast"]:
-    """The divergence KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
-    p, q = (jnp.where(allowed, jax.nn.log_softmax(mask_logits(x, allowed)), 0.0) for x in (p, q))
-    return jnp.sum(jnp.where(allowed, jnp.exp(p) * (p - q), 0.0), axis=-1)
+    """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
+
+    def log_probability(logits: Array) -> Array:
+        return jnp.where(allowed, jax.nn.log_softmax(mask_logits(logits, allowed)), 0.0)
+
+    log_p = log_probability(p)
+    log_q = log_probability(q)
+    return jnp.sum(jnp.where(allowed, jnp.exp(log_p) * (log_p - log_q), 0.0), axis=-1)
 
 
 def unit(x: Float[Array, "*rows width"], eps: float = 1e-8) -> Float[Array, "*rows width"]:
-    """Vectors of length 1; one shorter than eps stays shorter.
-
-    The guard is on the input of the root, so gradients at 0 are 0 and not nan.
-    """
-    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), eps**2))
+    """Scale vectors to length 1; one shorter than eps stays shorter."""
+    squared_norm = jnp.sum(x * x, axis=-1, keepdims=True)
+    # the guard stands inside the root: gradients at 0 are 0 and not nan
+    return x * jax.lax.rsqrt(jnp.maximum(squared_norm, eps**2))
 
 
 def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
-    """Cosine similarity of all pairs; a vector shorter than eps counts as 0."""
+    """Return the cosine similarity of all pairs; a vector shorter than eps counts as 0."""
     return exact_matmul(unit(a, eps), unit(b, eps).T)
 
 
@@ -133,9 +144,8 @@ def sum_by_class(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
-    """Sum of features and number of examples per class, as a matrix product: scatter-add is not
-    deterministic on GPUs."""
-    member = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
-    return exact_matmul(member.T, jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32)), jnp.sum(
-        member, axis=0
-    )
+    """Return the sum of features and the number of examples of each class in `classes`."""
+    # a matrix product, because scatter-add is not deterministic on GPUs
+    one_hot = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
+    masked_feature = jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32)
+    return exact_matmul(one_hot.T, masked_feature), jnp.sum(one_hot, axis=0)

@@ -1,4 +1,4 @@
-"""The networks by name, and from a static shape to a `Network`."""
+"""Make a `Network` from its static shape, and name that shape."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ def make_network(
     autoencoder: Autoencoder | None = None,
     remat: bool = False,
 ) -> Network:
-    """A network as methods see it.
+    """Make the network of a static shape.
 
     Args:
-      config: its static shape.
-      mean, std: pixel constants of the images that it is given.
-      autoencoder: around the same one, where there is a decoder.
-      remat: for gradients, keep what enters each block and compute the rest again.
+      config: the static shape.
+      mean, std: constants by which its images were normalised.
+      autoencoder: around the same network, if there is a decoder.
+      remat: for gradients, store each block's input and recompute the rest.
 
     Raises:
       InputError: for `remat` in a network without attention blocks.
@@ -50,34 +50,38 @@ def make_network(
 
 
 def network_name(config: NetworkConfig) -> str:
-    """The name of a network of this shape, whatever its images and its compute type; its shape in words if it
-    has none."""
+    """Return the name of networks of this shape, for example vit_b16, or else describe the shape.
+
+    Image size and compute type are no part of it.
+    """
     if isinstance(config, OwnConfig):
         return config.name
-    tables: tuple[Mapping[str, NetworkConfig], ...] = (VITS, CONVNETS)
-    known = (name for table in tables for name, each in table.items() if _body(each) == _body(config))
-    return next(known, _in_words(config))
+    named: Mapping[str, NetworkConfig] = {**VITS, **CONVNETS}
+    for name, named_config in named.items():
+        if _body(named_config) == _body(config):
+            return name
+    return _description(config)
 
 
 def _body(config: NetworkConfig) -> dict[str, object]:
-    """The shape that a name stands for."""
+    """Return the fields that a name stands for."""
     free = ("image_size", "stem", "epsilon", "final_norm", *OF_A_RUN)
     fields = {key: value for key, value in dataclasses.asdict(config).items() if key not in free}
-    return fields | {"kind": type(config)}
+    return fields | {"type": type(config)}
 
 
-def _in_words(config: ViTConfig | ConvNetConfig) -> str:
+def _description(config: ViTConfig | ConvNetConfig) -> str:
     if isinstance(config, ViTConfig):
         return (
             f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
         )
     if isinstance(config, ResNetConfig):
-        kind = "bottlenecks" if config.bottleneck else "blocks"
-        return f"resnet of {_listed(config.stages)} {kind}, {config.channels} channels"
+        blocks = "bottlenecks" if config.bottleneck else "blocks"
+        return f"resnet of {_dashed(config.stages)} {blocks}, {config.channels} channels"
     if isinstance(config, ConvNeXtConfig):
-        return f"convnext of {_listed(config.depths)} blocks, {_listed(config.widths)} channels"
-    return f"densenet of {_listed(config.blocks)} layers, {config.channels} channels, growth {config.growth}"
+        return f"convnext of {_dashed(config.depths)} blocks, {_dashed(config.widths)} channels"
+    return f"densenet of {_dashed(config.blocks)} layers, {config.channels} channels, growth {config.growth}"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _dashed(numbers: tuple[int, ...]) -> str:
     return "-".join(map(str, numbers))
