@@ -1,10 +1,10 @@
-"""Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs: the scores of an image and a head
-never leave the processor.
+"""Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs.
 
-What XLA makes of attention writes all scores of a batch to memory in float32 and reads them again. Of the 200
-tokens of an image they are larger than everything else in a block. Kernels for long sequences (flash
-attention) keep sums for their backward pass that are as large on a TPU, and want tokens in multiples of their
-tiles. Here the backward pass computes the scores again from the queries and keys.
+XLA's attention writes all scores of a batch to memory in float32 and reads them again. For the 200 tokens
+of an image they are larger than everything else in a block. Kernels for long sequences (flash attention)
+store sums for their backward pass that are as large on a TPU, and want tokens in multiples of their tiles.
+Here the scores of an image and a head never leave the processor: the backward pass recomputes them from
+queries and keys.
 """
 
 import functools
@@ -29,9 +29,9 @@ WARPS = {"forward": 4, "backward": 8}
 
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
-    """Whether the chip's kernel computes attention of so many tokens, with heads of this size."""
+    """Check whether the chip's kernel takes so many queries and keys, of heads of this size."""
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
-        return False  # its products have powers of 2
+        return False  # Triton's products have powers of 2
     return chip != "none" and queries >= FEWEST and keys <= MOST[chip]
 
 
@@ -42,30 +42,30 @@ def kernel_attention(
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
 ) -> Float[Array, "batch heads queries size"]:
-    """As `products.attention` of bfloat16, with the same roundings, in the kernel of a TPU or a GPU."""
-    return _each_head(_FORWARD[chip], (q,), q, k, v)[0]
+    """Compute `products.attention` of bfloat16, with its roundings, in the kernel of a TPU or a GPU."""
+    return _run_pass(_FORWARD[chip], (q,), q, k, v)[0]
 
 
 def _forward(chip: ChipKind, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     return kernel_attention(chip, q, k, v), (q, k, v)
 
 
-def _backward(chip: ChipKind, kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
-    return _each_head(_BACKWARD[chip], kept, *kept, gradient.astype(kept[0].dtype))
+def _backward(chip: ChipKind, saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
+    return _run_pass(_BACKWARD[chip], saved, *saved, gradient.astype(saved[0].dtype))
 
 
 kernel_attention.defvjp(_forward, _backward)
 
 
 class _Layout(NamedTuple):
-    """How arrays [batch, heads, tokens, size] lie for a chip's kernel."""
+    """How a chip's kernel takes arrays [batch, heads, tokens, size]."""
 
-    each: int  # heads that it takes at a time
+    heads_at_a_time: int
     to: Callable[[Array], Array]
     back: Callable[[Array, Array], Array]  # back(array, like)
-    block: Callable[[Any], Any]  # what it takes at a time of such an array
+    block: Callable[[Any], Any]  # the part of an array that one call of the kernel takes
     options: Any = None  # for the compiler
-    tokens: Mapping[str, int] = {}  # for the pass's function, where blocks have more rows than that
+    tokens: Mapping[str, int] = {}  # for the pass's function, if blocks have more rows than that
 
 
 class _Pass(NamedTuple):
@@ -73,101 +73,112 @@ class _Pass(NamedTuple):
 
     layout: Callable[[tuple[int, ...], int], _Layout]  # of q's shape and the number of keys
     function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [rows, size]
-    products: int  # operations for each of its scores, over the size of a head
+    products: int  # operations per score, over the size of a head
 
 
-def _each_head(attend: _Pass, results: tuple[Array, ...], *arrays: Array) -> tuple:
-    """attend.function(*arrays, *results), which writes the results, of each image and head.
+def _run_pass(attention_pass: _Pass, results: tuple[Array, ...], *arrays: Array) -> tuple:
+    """Run the pass's function(*arrays, *results), which writes the results, for each image and head.
 
     Args:
-      attend: the pass.
-      results: give shapes and types.
+      attention_pass: forward or backward.
+      results: arrays of the results' shapes and types.
       arrays: [batch, heads, tokens, size].
     """
-    from jax.experimental import pallas as pl  # which takes its time to load
+    from jax.experimental import pallas as pl  # slow to load
 
-    (batch, heads, queries, size) = arrays[0].shape
+    batch, heads, queries, size = arrays[0].shape
     keys = arrays[1].shape[2]
-    layout = attend.layout(arrays[0].shape, keys)
-    given = [layout.to(x) for x in arrays]
-    out = [jax.eval_shape(layout.to, x) for x in results]
+    layout = attention_pass.layout(arrays[0].shape, keys)
+    inputs = [layout.to(x) for x in arrays]
+    outputs = [jax.eval_shape(layout.to, x) for x in results]
     cost = pl.CostEstimate(
-        flops=attend.products * batch * heads * queries * keys * size,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, *out)),
+        flops=attention_pass.products * batch * heads * queries * keys * size,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *outputs)),
         transcendentals=batch * heads * queries * keys,
     )
-    found = pl.pallas_call(
-        functools.partial(attend.function, **layout.tokens),
-        out_shape=out,
-        grid=(batch * heads // layout.each,),
-        in_specs=[layout.block(x) for x in given],
-        out_specs=[layout.block(x) for x in out],
+    written = pl.pallas_call(
+        functools.partial(attention_pass.function, **layout.tokens),
+        out_shape=outputs,
+        grid=(batch * heads // layout.heads_at_a_time,),
+        in_specs=[layout.block(x) for x in inputs],
+        out_specs=[layout.block(x) for x in outputs],
         cost_estimate=cost,
         compiler_params=layout.options,
-    )(*given)
-    return tuple(layout.back(x, like) for x, like in zip(found, results, strict=True))
+    )(*inputs)
+    return tuple(layout.back(x, like) for x, like in zip(written, results, strict=True))
 
 
-def _odds(q: Array, k: Array, keys: int | None = None) -> Array:
-    """Softmax of the scores of a head [queries, keys], in the type of q; `keys`: only these first ones."""
+def _weights(q: Array, k: Array, keys: int | None = None) -> Array:
+    """Return the attention weights of a head [queries, keys], in the type of q.
+
+    With `keys`, only the first so many keys exist; the others pad them.
+    """
     score = _product(q, k, 1, 1) * q.shape[-1] ** -0.5
     if keys is not None:
         score = jnp.where(jnp.arange(len(k))[None] < keys, score, -jnp.inf)
     return jax.nn.softmax(score).astype(q.dtype)
 
 
-def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
-    """The product over these axes, as float32."""
-    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    """Contract these axes of two matrices, as float32."""
+    dimensions = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-# ---- TPU: some heads at a time, each as a whole ------------------------------------------------------------
+# ---- TPU: some heads at a time, all tokens of each ---------------------------------------------------------
 
 
 def _layout_on_tpu(shape: tuple[int, ...], keys: int) -> _Layout:
-    """[batch * heads, tokens, size]."""
+    """Lay arrays out as [batch * heads, tokens, size]."""
     from jax.experimental import pallas as pl
 
-    most = 4 if keys <= 256 else 2 if keys <= 384 else 1  # that vector memory holds
-    each = math.gcd(shape[0] * shape[1], most)
+    # what vector memory holds
+    if keys <= 256:
+        most = 4
+    elif keys <= 384:
+        most = 2
+    else:
+        most = 1
+    heads = math.gcd(shape[0] * shape[1], most)
     return _Layout(
-        each,
+        heads,
         to=lambda x: x.reshape(-1, *x.shape[2:]),
         back=lambda x, like: x.reshape(like.shape),
-        block=lambda x: pl.BlockSpec((each, *x.shape[1:]), lambda i: (i, 0, 0)),
+        block=lambda x: pl.BlockSpec((heads, *x.shape[1:]), lambda i: (i, 0, 0)),
     )
 
 
 def _attend(q: Any, k: Any, v: Any, out: Any) -> None:
     for i in range(q.shape[0]):
-        out[i] = _product(_odds(q[i], k[i]), v[i], 1, 0).astype(out.dtype)
+        out[i] = _product(_weights(q[i], k[i]), v[i], 1, 0).astype(out.dtype)
 
 
-def _attend_back(q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any) -> None:
+def _attend_back(q: Any, k: Any, v: Any, gradient: Any, grad_q: Any, grad_k: Any, grad_v: Any) -> None:
     scale = q.shape[-1] ** -0.5
     for i in range(q.shape[0]):
-        odds = _odds(q[i], k[i])
-        out = _product(odds, v[i], 1, 0).astype(q.dtype).astype(jnp.float32)
-        row = jnp.sum(gradient[i].astype(jnp.float32) * out, axis=-1, keepdims=True)
-        of_odds = _product(gradient[i], v[i], 1, 1)
-        of_score = (odds.astype(jnp.float32) * (of_odds - row) * scale).astype(q.dtype)
-        of_q[i] = _product(of_score, k[i], 1, 0).astype(of_q.dtype)
-        of_k[i] = _product(of_score, q[i], 0, 0).astype(of_k.dtype)
-        of_v[i] = _product(odds, gradient[i], 0, 0).astype(of_v.dtype)
+        weights = _weights(q[i], k[i])
+        # as in `products._attention_backward`, from the rounded output
+        out = _product(weights, v[i], 1, 0).astype(q.dtype).astype(jnp.float32)
+        row_sum = jnp.sum(gradient[i].astype(jnp.float32) * out, axis=-1, keepdims=True)
+        grad_weights = _product(gradient[i], v[i], 1, 1)
+        grad_scores = (weights.astype(jnp.float32) * (grad_weights - row_sum) * scale).astype(q.dtype)
+        grad_q[i] = _product(grad_scores, k[i], 1, 0).astype(grad_q.dtype)
+        grad_k[i] = _product(grad_scores, q[i], 0, 0).astype(grad_k.dtype)
+        grad_v[i] = _product(weights, gradient[i], 0, 0).astype(grad_v.dtype)
 
 
 # ---- GPU: one head, some queries at a time -----------------------------------------------------------------
 # Triton's arrays have powers of 2, and so have the blocks: since jax 0.12 no slice may reach beyond a block.
-# What is beyond the last token is read as zeros and not written.
+# Rows beyond the last token are read as zeros and not written.
 
 
 def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:
-    """[batch, tokens, heads, size], which is how projections leave their results and take them."""
+    """Lay arrays out as [batch, tokens, heads, size], as projections write and read them."""
     from jax.experimental import pallas as pl
 
     heads = shape[1]
     return _Layout(
-        each=1,
+        heads_at_a_time=1,
         to=lambda x: x.swapaxes(1, 2),
         back=lambda x, like: x.swapaxes(1, 2),
         block=lambda x: pl.BlockSpec(
@@ -184,22 +195,22 @@ def _triton() -> Any:
     return triton
 
 
-def _rows(ref: Any, first: Array | int, count: int, tokens: int) -> tuple[Any, Array]:
-    """`count` of a head's tokens, and which of them there are."""
+def _rows(ref: Any, start: Array | int, count: int, tokens: int) -> tuple[Any, Array]:
+    """Return a reference to `count` rows of a head, and a mask of those that are tokens."""
     from jax.experimental import pallas as pl
 
-    there = (first + jnp.arange(count) < tokens)[:, None]
-    return ref.at[pl.ds(first, count), :], there
+    exists = (start + jnp.arange(count) < tokens)[:, None]
+    return ref.at[pl.ds(start, count), :], exists
 
 
-def _read(ref: Any, first: Array | int, count: int, tokens: int) -> Array:
-    rows, there = _rows(ref, first, count, tokens)
-    return _triton().load(rows, mask=there, other=0.0)
+def _read(ref: Any, start: Array | int, count: int, tokens: int) -> Array:
+    rows, exists = _rows(ref, start, count, tokens)
+    return _triton().load(rows, mask=exists, other=0.0)
 
 
-def _write(ref: Any, first: Array | int, value: Array, tokens: int) -> None:
-    rows, there = _rows(ref, first, len(value), tokens)
-    _triton().store(rows, value.astype(ref.dtype), mask=there)
+def _write(ref: Any, start: Array | int, value: Array, tokens: int) -> None:
+    rows, exists = _rows(ref, start, len(value), tokens)
+    _triton().store(rows, value.astype(ref.dtype), mask=exists)
 
 
 def _power_of_2(tokens: int) -> int:
@@ -208,44 +219,50 @@ def _power_of_2(tokens: int) -> int:
 
 def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any, *, queries: int, keys: int) -> None:
     rows = QUERIES["forward"]
-    all_k, all_v = (_read(ref, 0, len(ref), keys) for ref in (k, v))
+    all_k = _read(k, 0, len(k), keys)
+    all_v = _read(v, 0, len(v), keys)
 
-    def some_queries(i: Array, carry: None) -> None:
-        odds = _odds(_read(q, i * rows, rows, queries), all_k, keys)
-        _write(out, i * rows, _product(odds, all_v, 1, 0), queries)
+    def attend_rows(i: Array, carry: None) -> None:
+        weights = _weights(_read(q, i * rows, rows, queries), all_k, keys)
+        _write(out, i * rows, _product(weights, all_v, 1, 0), queries)
 
-    jax.lax.fori_loop(0, -(-queries // rows), some_queries, None)
+    jax.lax.fori_loop(0, -(-queries // rows), attend_rows, None)
 
 
 def _attend_back_on_gpu(
-    q: Any, k: Any, v: Any, gradient: Any, of_q: Any, of_k: Any, of_v: Any, *, queries: int, keys: int
+    q: Any, k: Any, v: Any, gradient: Any, grad_q: Any, grad_k: Any, grad_v: Any, *, queries: int, keys: int
 ) -> None:
     rows = QUERIES["backward"]
     scale = q.shape[-1] ** -0.5
-    all_k, all_v = (_read(ref, 0, len(ref), keys) for ref in (k, v))
+    all_k = _read(k, 0, len(k), keys)
+    all_v = _read(v, 0, len(v), keys)
 
-    def some_queries(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        own_q, own_gradient = (_read(ref, i * rows, rows, queries) for ref in (q, gradient))
-        odds = _odds(own_q, all_k, keys)
-        wide = odds.astype(jnp.float32)
-        of_odds = _product(own_gradient, all_v, 1, 1)
-        row = jnp.sum(wide * of_odds, axis=-1, keepdims=True)
-        of_score = (wide * (of_odds - row) * scale).astype(own_q.dtype)
-        _write(of_q, i * rows, _product(of_score, all_k, 1, 0), queries)
-        return sums[0] + _product(of_score, own_q, 0, 0), sums[1] + _product(odds, own_gradient, 0, 0)
+    def add_gradients_of_rows(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        sum_k, sum_v = sums
+        q_rows = _read(q, i * rows, rows, queries)
+        gradient_rows = _read(gradient, i * rows, rows, queries)
+        rounded = _weights(q_rows, all_k, keys)
+        weights = rounded.astype(jnp.float32)
+        grad_weights = _product(gradient_rows, all_v, 1, 1)
+        row_sum = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
+        grad_scores = (weights * (grad_weights - row_sum) * scale).astype(q_rows.dtype)
+        _write(grad_q, i * rows, _product(grad_scores, all_k, 1, 0), queries)
+        sum_k = sum_k + _product(grad_scores, q_rows, 0, 0)
+        sum_v = sum_v + _product(rounded, gradient_rows, 0, 0)
+        return sum_k, sum_v
 
-    nothing = jnp.zeros(all_k.shape, jnp.float32)
-    sums = jax.lax.fori_loop(0, -(-queries // rows), some_queries, (nothing, nothing))
-    _write(of_k, 0, sums[0], keys)
-    _write(of_v, 0, sums[1], keys)
+    zeros = jnp.zeros(all_k.shape, jnp.float32)
+    sum_k, sum_v = jax.lax.fori_loop(0, -(-queries // rows), add_gradients_of_rows, (zeros, zeros))
+    _write(grad_k, 0, sum_k, keys)
+    _write(grad_v, 0, sum_v, keys)
 
 
-def _on_gpu(name: str, function: Callable[..., None], products: int) -> _Pass:
-    return _Pass(functools.partial(_layout_on_gpu, WARPS[name]), function, products)
+def _on_gpu(direction: str, function: Callable[..., None], products: int) -> _Pass:
+    return _Pass(functools.partial(_layout_on_gpu, WARPS[direction]), function, products)
 
 
 _FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _on_gpu("forward", _attend_on_gpu, 4)}
 _BACKWARD = {
-    "tpu": _Pass(_layout_on_tpu, _attend_back, 14),  # it computes the result again, too
+    "tpu": _Pass(_layout_on_tpu, _attend_back, 14),  # it recomputes the output, too
     "gpu": _on_gpu("backward", _attend_back_on_gpu, 10),
 }

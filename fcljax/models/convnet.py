@@ -1,8 +1,8 @@
-"""What ResNets and DenseNets share: their layers, their stems, and how methods see them.
+"""Layers, stems and the `Network` of ResNets and DenseNets.
 
-Names and shapes of layers are torchvision's. Batch normalisation keeps running means and variances (0.9 of
-the old ones and 0.1 of a batch's, whose variance is divided by the number of values; torch divides by one
-less). Padding does not influence them.
+Names and shapes of layers are torchvision's. Running statistics are 0.9 of the old ones plus 0.1 of a
+batch's. A batch's variance is divided by the number of values (torch divides by one less), and padding
+does not influence it.
 """
 
 import math
@@ -20,12 +20,11 @@ from fcljax.models.convolution import Window, conv_general_dilated, max_pool
 from fcljax.settings import Stem
 from fcljax.types import Features, Network
 
-# imagenet: 7 x 7 with stride 2, then the maximum of 3 x 3 with stride 2. cifar: 3 x 3 alone
 Colour = tuple[float, float, float]
 
 
 def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -> nn.Conv:
-    """A square convolution without bias, padded so that stride 1 keeps the size."""
+    """Make a square convolution without bias, padded so that stride 1 keeps the size."""
     return nn.Conv(
         features,
         (size, size),
@@ -39,7 +38,7 @@ def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -
 
 
 class Norm(nn.Module):
-    """Batch normalisation in float32 over the examples in the mask, and ReLU if asked for."""
+    """Batch normalisation in float32 over the examples in the mask, then ReLU if `relu`."""
 
     train: bool
     relu: bool = True
@@ -47,12 +46,18 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: Array, mask: Array | None) -> Array:
         norm = nn.BatchNorm(not self.train, momentum=0.9, epsilon=1e-5, dtype=jnp.float32, name="norm")
-        x = norm(x, mask=None if mask is None else mask[:, None, None, None])
+        if mask is not None:
+            mask = mask[:, None, None, None]
+        x = norm(x, mask=mask)
         return nn.relu(x) if self.relu else x
 
 
 class StemLayers(nn.Module):
-    """The first layers, up to the first stage."""
+    """The layers before the first stage.
+
+    cifar: a convolution of 3 x 3. imagenet: one of 7 x 7 with stride 2, then the maximum of 3 x 3 with
+    stride 2.
+    """
 
     kind: Stem
     features: int
@@ -62,9 +67,8 @@ class StemLayers(nn.Module):
     @nn.compact
     def __call__(self, x: Array, mask: Array | None) -> Array:
         if self.kind == "cifar":
-            return Norm(self.train, name="norm")(
-                layer(self.features, 3, dtype=self.dtype, name="conv")(x), mask
-            )
+            x = layer(self.features, 3, dtype=self.dtype, name="conv")(x)
+            return Norm(self.train, name="norm")(x, mask)
         x = layer(self.features, 7, 2, dtype=self.dtype, name="conv")(x)
         x = Norm(self.train, name="norm")(x, mask)
         return max_pool((3, 3), Window((2, 2), ((1, 1), (1, 1))), x)
@@ -78,44 +82,47 @@ class Variables(NamedTuple):
 
 
 def convnet_shapes(module: nn.Module, image_size: int) -> PyTree:
-    """Shapes of all variables as jax.ShapeDtypeStruct, without computing them."""
+    """Return the shapes of all variables as jax.ShapeDtypeStruct, without computing them."""
     image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
     return jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
 
 
 def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Variables:
-    """Random parameters, float32, and statistics before any batch: mean 0, variance 1.
+    """Draw parameters, float32; running statistics begin with mean 0, variance 1.
 
-    Kernels are normal with the variance 2 / fan-out (He et al. 2015), all of one draw, since one for each
-    takes longer to compile than the network.
+    Kernels are normal with variance 2 / fan-out (He et al. 2015).
     """
     named, tree = jax.tree.flatten_with_path(convnet_shapes(module, image_size))
     ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
+    # one draw for all: a draw for each kernel takes longer to compile than the network
     noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
-    first = [
-        _first_value(path[-1].key, x.reshape(like.shape))
+    leaves = [
+        _initial_value(path[-1].key, x.reshape(like.shape))
         for (path, like), x in zip(named, noise, strict=True)
     ]
-    variables = jax.tree.unflatten(tree, first)
+    variables = jax.tree.unflatten(tree, leaves)
     return Variables(variables["params"], variables["batch_stats"])
 
 
-def _first_value(name: str, noise: Array) -> Array:
-    """Of a layer's parameter by its name, from standard normal values."""
+def _initial_value(name: str, noise: Array) -> Array:
+    """Return the initial value of a layer's parameter from standard normal noise."""
     if name == "kernel":
-        return noise * math.sqrt(2 / (noise[..., 0, :].size))
-    return jnp.ones_like(noise) if name in ("scale", "var") else jnp.zeros_like(noise)
+        fan_out = noise[..., 0, :].size
+        return noise * math.sqrt(2 / fan_out)
+    if name in ("scale", "var"):
+        return jnp.ones_like(noise)
+    return jnp.zeros_like(noise)
 
 
 def convnet_network(
     module: Callable[..., nn.Module], config: Any, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3
 ) -> Network:
-    """A convolutional network as methods see it.
+    """Make the `Network` of a convolutional module.
 
     Args:
-      module: (config, train) -> the module, which gives features and taps.
+      module: (config, train) -> the module, which returns features and taps.
       config: its static shape.
-      mean, std: pixel constants of the images that it is given.
+      mean, std: constants by which its images were normalised.
     """
 
     def apply(
@@ -128,10 +135,11 @@ def convnet_network(
         if injection is not None:
             raise InputError("injection: a convolutional network has no attention to put anything into")
         variables = {"params": params.weights, "batch_stats": params.stats}
-        moving = ["batch_stats"] if train else []
-        (feature, taps), moved = module(config, train).apply(variables, image, mask, mutable=moving)
-        after = params._replace(stats=moved["batch_stats"]) if train else params
-        return Features(feature, None, taps), after
+        mutable = ["batch_stats"] if train else []
+        (feature, taps), updated = module(config, train).apply(variables, image, mask, mutable=mutable)
+        if train:
+            params = params._replace(stats=updated["batch_stats"])
+        return Features(feature, None, taps), params
 
     def init(key: PRNGKeyArray) -> Variables:
         return init_convnet(key, module(config, False), size)
@@ -144,5 +152,5 @@ def convnet_network(
 
 
 def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:
-    """The mean over all positions, float32."""
+    """Return the mean over all positions, float32."""
     return jnp.mean(x.astype(jnp.float32), axis=(1, 2))

@@ -1,5 +1,8 @@
-"""ConvNeXts (Liu et al. 2022, arXiv 2201.03545), as timm and torchvision have them: blocks of a depthwise
-7 x 7 convolution and an MLP, with LayerNorms and scaled layers. Nothing in them depends on other examples."""
+"""ConvNeXts (Liu et al. 2022, arXiv 2201.03545) as in timm and torchvision.
+
+A block is a depthwise 7 x 7 convolution and an MLP, with LayerNorms and scaled layers. No layer depends on
+other examples.
+"""
 
 import itertools
 from typing import Any
@@ -25,8 +28,7 @@ def _norm(name: str) -> nn.LayerNorm:
 
 
 class Depthwise(nn.Module):
-    """A 7 x 7 convolution of each channel by itself, as a sum of shifted images: it needs no grouped
-    convolution, in which clients with kernels of their own would be groups too."""
+    """A 7 x 7 convolution of each channel by itself."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch height width channels"]) -> Array:
@@ -36,6 +38,8 @@ class Depthwise(nn.Module):
         height = x.shape[1]
         width = x.shape[2]
         reach = KERNEL // 2
+        # A sum of shifted images. With a kernel for each client, a grouped convolution would have clients
+        # times channels groups.
         padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
         result = bias + jnp.zeros_like(x)
         for i, j in itertools.product(range(KERNEL), repeat=2):
@@ -44,7 +48,7 @@ class Depthwise(nn.Module):
 
 
 class ConvNeXtBlock(nn.Module):
-    """One block, beside its input."""
+    """One block, plus its input."""
 
     dtype: str
 
@@ -58,14 +62,16 @@ class ConvNeXtBlock(nn.Module):
 
 
 def squares(x: Float[Array, "batch height width channels"], side: int) -> Array:
-    """Neighbouring pixels as channels, in order row, column, channel; what does not fill a square is cut off,
-    as a convolution of that stride does."""
+    """Turn squares of pixels into channels, in order row, column, channel.
+
+    Rows and columns that fill no square are dropped, as by a convolution of that stride.
+    """
     height, width = (side * (size // side) for size in x.shape[1:3])
     return rearrange(x[:, :height, :width], "b (h p) (w q) c -> b h w (p q c)", p=side, q=side)
 
 
 class ConvNeXt(nn.Module):
-    """The whole network: features (the normed mean of the last stage) and every stage by its name."""
+    """The whole network; it returns features (the normed mean of the last stage) and all stages by name."""
 
     config: ConvNeXtConfig
 
@@ -85,23 +91,23 @@ class ConvNeXt(nn.Module):
 
 
 def init_convnext(key: PRNGKeyArray, config: ConvNeXtConfig) -> PyTree:
-    """Random parameters, float32."""
+    """Draw the parameters, float32."""
     image = jnp.zeros((1, config.image_size, config.image_size, 3))
     return jax.jit(lambda key, image: ConvNeXt(config).init(key, image)["params"])(key, image)
 
 
 def convnext_network(config: ConvNeXtConfig, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3) -> Network:
-    """A ConvNeXt as methods see it."""
+    """Make the `Network` of a ConvNeXt."""
 
     def init(key: PRNGKeyArray) -> PyTree:
         return init_convnext(key, config)
 
-    def apply(params, image, injection, train, mask=None):
-        del train, mask  # no layer depends on training or on other examples
+    # no layer depends on training or on other examples
+    def apply(params, image, injection, _train, _mask=None):
         if injection is not None:
             raise InputError("injection: a convolutional network has no attention to put anything into")
-        found: Any = ConvNeXt(config).apply({"params": params}, image)
-        feature, taps = found
+        output: Any = ConvNeXt(config).apply({"params": params}, image)
+        feature, taps = output
         return Features(feature, None, taps), params
 
     size = config.image_size

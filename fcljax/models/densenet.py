@@ -1,4 +1,4 @@
-"""DenseNets (Huang et al. 2017, arXiv 1608.06993): DenseNet-121 and -169, as torchvision has them."""
+"""DenseNet-121 and -169 (Huang et al. 2017, arXiv 1608.06993) as in torchvision."""
 
 import functools
 
@@ -11,7 +11,7 @@ from fcljax.models.shapes import DenseNetConfig
 
 
 class DenseLayer(nn.Module):
-    """Channels that join the block: a narrow 1 x 1 convolution, then 3 x 3."""
+    """Append `growth` channels: a narrow 1 x 1 convolution, then 3 x 3."""
 
     growth: int
     dtype: str
@@ -27,7 +27,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Module):
-    """Half the channels, half the side."""
+    """Halve the channels and the side."""
 
     dtype: str
     train: bool
@@ -40,7 +40,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """The whole network: features (the mean over all positions) and every block by its name."""
+    """The whole network; it returns features (the mean over all positions) and all blocks by name."""
 
     config: DenseNetConfig
     train: bool = False
@@ -60,4 +60,4 @@ class DenseNet(nn.Module):
         return pooled(x), taps
 
 
-densenet_network = functools.partial(convnet_network, DenseNet)  # a DenseNet as methods see it: of its config
+densenet_network = functools.partial(convnet_network, DenseNet)

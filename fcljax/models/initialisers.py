@@ -1,4 +1,4 @@
-"""First values of layers."""
+"""Initial values of layers."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,6 @@ from jaxtyping import Array
 
 
 def uniform_by_inputs(fan_in: int) -> Callable[..., Array]:
-    """First values of torch's layers: uniform in +-1/sqrt(inputs)."""
+    """Return torch's initialiser of layers: uniform in +-1/sqrt(fan_in)."""
     bound = fan_in**-0.5
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)

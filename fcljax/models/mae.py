@@ -1,8 +1,8 @@
 """A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss.
 
 After He et al. 2022 and pMAE (arXiv 2411.01916). The encoder is `apply_vit(config, params, image,
-Injection(keep=masking.keep), full=True)`, whose tokens are the latent that `decode` takes. The decoder
-predicts all patches; its predictions of visible patches are kept, not replaced by the known pixels.
+Injection(keep=masking.keep), full=True)`; its tokens are the latent that `decode` takes. The decoder
+predicts all patches. Its predictions of visible patches are not replaced by the known pixels.
 """
 
 import dataclasses
@@ -67,11 +67,12 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
       InputError: for a ratio outside [0, 1].
     """
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-    return mask_by_noise(jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys), ratio)
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
+    return mask_by_noise(noise, ratio)
 
 
 def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking:
-    """The patches with the least noise stay, in order of their noise.
+    """Show the patches with the least noise, in order of their noise, and hide the others.
 
     Raises:
       InputError: for a ratio outside [0, 1].
@@ -85,10 +86,10 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
-    """Fixed position embeddings [1 + grid * grid, width] of patches in rows: zero for the class token.
+    """Return fixed position embeddings [1 + grid * grid, width] of patches row by row.
 
-    For the others the column index is in the first half and the row index in the second, each p as
-    [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
+    That of the class token is 0. The first half of the others encodes the column p, the second half the
+    row p, as [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
 
     Raises:
       InputError: if width is not a multiple of 4.
@@ -115,8 +116,10 @@ class Decoder(nn.Module):
         position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
         mask = self.param("mask", nn.initializers.zeros, (c.width,))
         x = dense(c.width, c.dtype, "embed")(latent)
+        # mask tokens stand in for the hidden patches, and all patches go back to their order in the image
         hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
-        patches = jnp.take_along_axis(jnp.concatenate([x[:, 1:], hidden], axis=1), restore[..., None], axis=1)
+        shuffled = jnp.concatenate([x[:, 1:], hidden], axis=1)
+        patches = jnp.take_along_axis(shuffled, restore[..., None], axis=1)
         x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(c.dtype)
         for i in range(c.depth):
             joins = Joins(prompt if i == 0 else None)
@@ -137,18 +140,19 @@ def decode(
     restore: Int[Array, "batch patches"],
     prompt: Float[Array, "..."] | None = None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Pixels of every patch, [batch, patches, patch * patch * 3], in the range that the decoder learned.
-
-    Visible patches are included.
+    """Predict the pixels of all patches, visible ones included, in the range that the decoder learned.
 
     Args:
       config: the static shape.
-      params: as from `init_decoder` or `models.weights.pretrained`; an argument, never closed over. `pos` is
-        fixed: no gradient reaches it.
-      latent: the encoder's tokens after its final norm, class token first, then the visible patches.
+      params: as from `init_decoder` or `models.weights.pretrained`; an argument, never closed over. No
+        gradient reaches the fixed `pos`.
+      latent: the encoder's tokens after its final norm: class token, then the visible patches.
       restore: from the `Masking` with which they were encoded.
       prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch,
         length, width] (pMAE's reconstructive prompt).
+
+    Returns:
+      [batch, patches, patch * patch * 3].
     """
     # pyrefly: ignore[bad-return]  # a pair only where variables may change
     return Decoder(config).apply({"params": params}, latent, restore, prompt)
@@ -160,7 +164,12 @@ def autoencoder(
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
     std: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Autoencoder:
-    """The pair as methods see it. mean, std: constants of the pixels that it was trained on."""
+    """Make the `Autoencoder` of two static shapes.
+
+    Args:
+      encoder, decoder: the static shapes.
+      mean, std: constants by which the decoder's training images were normalised.
+    """
 
     def encode(params: PyTree, image: Array, keep: Array) -> Float[Array, "batch tokens width"]:
         tokens = apply_vit(encoder, params, image, Injection(keep=keep), full=True).tokens
@@ -173,30 +182,32 @@ def autoencoder(
 
 
 def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
-    """Random parameters, float32: {embed, mask, pos, block_00.., norm, predict}.
+    """Draw the parameters, float32: {embed, mask, pos, block_00.., norm, predict}.
 
-    MAE's: xavier-uniform kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions.
+    As in MAE: xavier-uniform kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
-    keys = jax.random.split(key, len(leaves))
+    shapes, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
+    keys = jax.random.split(key, len(shapes))
     return structure.unflatten(
-        [_draw(key, path[-1].key, x.shape, config) for key, (path, x) in zip(keys, leaves, strict=True)]
+        [_draw(key, path[-1].key, x.shape, config) for key, (path, x) in zip(keys, shapes, strict=True)]
     )
 
 
 def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderConfig) -> Array:
     if name == "pos":
         return sincos_positions(config.grid, config.width)
-    zeros = nn.initializers.zeros
-    ones = nn.initializers.ones
-    normal = nn.initializers.normal
-    rules = {"kernel": nn.initializers.xavier_uniform(), "bias": zeros, "scale": ones, "mask": normal(0.02)}
-    return rules[name](key, shape, jnp.float32)
+    initialisers = {
+        "kernel": nn.initializers.xavier_uniform(),
+        "bias": nn.initializers.zeros,
+        "scale": nn.initializers.ones,
+        "mask": nn.initializers.normal(0.02),
+    }
+    return initialisers[name](key, shape, jnp.float32)
 
 
 @functools.lru_cache(maxsize=64)
 def decoder_shapes(config: DecoderConfig) -> PyTree:
-    """Shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
+    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
     latent = jax.ShapeDtypeStruct((1, 1 + config.grid**2, config.encoder_width), jnp.float32)
     restore = jax.ShapeDtypeStruct((1, config.grid**2), jnp.int32)
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
@@ -205,15 +216,15 @@ def decoder_shapes(config: DecoderConfig) -> PyTree:
 def unpatchify(
     patches: Float[Array, "batch patches pixels"], patch: int
 ) -> Float[Array, "batch height width_px 3"]:
-    """The square images that `patchify` took apart."""
+    """Put square images together again that `patchify` took apart."""
     side = math.isqrt(patches.shape[1])
     return rearrange(patches, "b (h w) (p q c) -> b (h p) (w q) c", h=side, p=patch, q=patch, c=3)
 
 
 def hidden_pixels(masked: Bool[Array, "batch patches"], patch: int) -> Bool[Array, "batch height width_px 3"]:
-    """The pixels of hidden patches, of images as `unpatchify` gives them."""
-    whole = jnp.broadcast_to(masked[..., None], (*masked.shape, 3 * patch**2))
-    return unpatchify(whole.astype(jnp.float32), patch) > 0
+    """Mark the pixels of hidden patches in images as from `unpatchify`."""
+    pixels = jnp.broadcast_to(masked[..., None], (*masked.shape, 3 * patch**2))
+    return unpatchify(pixels.astype(jnp.float32), patch) > 0
 
 
 def reconstruction_loss(
@@ -222,10 +233,10 @@ def reconstruction_loss(
     masked: Bool[Array, "batch patches"],
     mask: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean squared error over the hidden patches of the whole batch; 0 if none is hidden.
+    """Return the mean squared error over the hidden patches of the batch; 0 if none is hidden.
 
-    It is sum(masked * error) / sum(masked) with error the mean over a patch's pixels (MAE, section 3, without
-    per-patch normalisation of the pixels).
+    It is sum(masked * error) / sum(masked), with error the mean over a patch's pixels (MAE, section 3,
+    without per-patch normalisation of the pixels).
 
     Args:
       prediction: from `decode`.
@@ -235,6 +246,6 @@ def reconstruction_loss(
     """
     counted = masked if mask is None else masked & mask[:, None]
     target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
-    # Chosen before the square, so that padding that is not finite has no gradient either.
+    # masked before the square: then padding that is not finite has no gradient either
     difference = jnp.where(counted[..., None], prediction - target, 0.0)
     return jnp.square(difference).mean(axis=-1).sum() / jnp.maximum(counted.sum(), 1)

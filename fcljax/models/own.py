@@ -40,13 +40,13 @@ class Backbone:
 
     @classmethod
     def of(cls, module: Any, image_size: int, variables: PyTree = None, **fields: Any) -> Backbone:
-        """The backbone that a Flax module is, in evaluation mode.
+        """Make a backbone of a Flax module, in evaluation mode.
 
         Args:
           module: of `flax.nnx`, or of `flax.linen` with its variables.
           image_size: side in pixels.
           variables: of a linen module.
-          fields: further ones of a `Backbone`.
+          fields: further fields of a `Backbone`.
 
         Raises:
           InputError: for anything else.
@@ -76,7 +76,7 @@ class Backbone:
 
 @dataclasses.dataclass(frozen=True)
 class OwnConfig:
-    """What stands for the static shape of a network of the user's own."""
+    """The static shape of a network of the user's own."""
 
     name: str
     image_size: int
@@ -86,11 +86,11 @@ class OwnConfig:
 
 
 def own_config(backbone: Backbone, place: Callable[[Callable], str]) -> OwnConfig:
-    """The shape of the features, which a trace tells.
+    """Trace a backbone for the width of its features.
 
     Args:
       backbone: the user's.
-      place: describes a function, for messages.
+      place: describes where a function is defined, for messages.
 
     Raises:
       InputError: in one line, if `apply` fails or returns anything but one vector for each image.
@@ -98,30 +98,29 @@ def own_config(backbone: Backbone, place: Callable[[Callable], str]) -> OwnConfi
     side = backbone.image_size
     image = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
     try:
-        found = jax.eval_shape(backbone.apply, backbone.params, image)
+        feature = jax.eval_shape(backbone.apply, backbone.params, image)
     except Exception as error:  # whatever a user's function raises
         raise InputError(
             f"backbone: {place(backbone.apply)} fails on images of shape [2, {side}, {side}, 3]: "
             f"{reason(error)}"
         ) from error
-    shape = getattr(found, "shape", None)
+    shape = getattr(feature, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 2:
-        said = type(found).__name__ if shape is None else f"shape {list(shape)}"
+        returned = type(feature).__name__ if shape is None else f"shape {list(shape)}"
         raise InputError(
-            f"backbone: {place(backbone.apply)} returned {said} for 2 images, and features [2, D] are needed"
+            f"backbone: {place(backbone.apply)} returned {returned} for 2 images, "
+            "and features [2, D] are needed"
         )
     return OwnConfig(backbone.name, side, shape[1], backbone.apply)
 
 
 def own_network(config: OwnConfig, mean: Colour, std: Colour) -> Network:
-    """A network of the user's own as methods see it."""
+    """Make the `Network` of a user's own backbone."""
 
-    def init(key: PRNGKeyArray) -> PyTree:
-        del key
+    def init(_key: PRNGKeyArray) -> PyTree:
         raise InputError(f"backbone: {config.name} cannot draw new values, which this method needs")
 
-    def apply(params, image, injection, train, mask=None):
-        del injection, train, mask
+    def apply(params, image, _injection, _train, _mask=None):
         return Features(config.apply(params, image).astype(jnp.float32), None, {}), params
 
     return Network(init, apply, config.width, 0, (config.image_size, config.image_size, 3), mean, std)

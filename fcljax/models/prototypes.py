@@ -15,7 +15,7 @@ def distances(
     prototypes: Float[Array, "classes width"],
     form: Distance = "sqrt_scaled",
 ) -> Float[Array, "batch classes"]:
-    """Distances of all features to all prototypes, float32.
+    """Compute the distances of all features to all prototypes, float32.
 
     Args:
       feature: f.
@@ -23,12 +23,13 @@ def distances(
       form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| / sqrt(width) (its
         release), whose gradient where f = m is taken as 0.
     """
-    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, all of them where products are
-    # taken in bfloat16. XLA fuses the difference into the sum, so [batch, classes, width] is never stored.
+    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, and all of them in bfloat16.
+    # XLA fuses the difference into the sum, so [batch, classes, width] is never stored.
     difference = feature.astype(jnp.float32)[:, None] - prototypes.astype(jnp.float32)
     squared = jnp.sum(jnp.square(difference), axis=-1)
     if form == "squared":
         return squared
+    # the inner `where` keeps the gradient at 0 finite
     positive = squared > jnp.finfo(squared.dtype).tiny
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0) / feature.shape[-1]), 0.0)
 
@@ -36,7 +37,7 @@ def distances(
 def distance_logits(
     distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]
 ) -> Float[Array, "batch classes"]:
-    """Logits whose highest is the nearest allowed prototype; other classes have the lowest finite value."""
+    """Return logits whose highest is the nearest allowed prototype; other classes never win."""
     return mask_logits(-distance, allowed)
 
 
@@ -48,9 +49,9 @@ def dce_loss(
     hardness: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Distance-based cross-entropy (PILoRA eq. 8, 9): -log softmax(-hardness * distance)[label].
+    """Return -log softmax(-hardness * distance)[label], distance-based cross-entropy (PILoRA eq. 8, 9).
 
-    Over the allowed classes and the examples in the mask; prototypes of other classes get no gradient.
+    It takes the allowed classes and the examples in the mask; other prototypes get no gradient.
     """
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
@@ -58,5 +59,5 @@ def dce_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """(mean features, which classes have any) from sums and counts; the mean of no examples is 0."""
+    """Return mean features, 0 for classes without examples, and which classes have examples."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

@@ -1,5 +1,7 @@
-"""ResNets (He et al. 2016, arXiv 1512.03385): ResNet-18 and -34 of basic blocks, ResNet-50 of bottlenecks, as
-torchvision has them."""
+"""ResNets (He et al. 2016, arXiv 1512.03385) as in torchvision.
+
+ResNet-18 and -34 have basic blocks, ResNet-50 has bottlenecks.
+"""
 
 import functools
 
@@ -11,7 +13,7 @@ from fcljax.models.shapes import ResNetConfig
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions, and the block's input beside them."""
+    """Two convolutions, plus the block's input."""
 
     features: int
     stride: int
@@ -31,8 +33,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A convolution between two of single pixels, and the block's input beside them. The stride is the middle
-    one's, as in torchvision."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, plus the block's input.
+
+    The stride is that of the 3 x 3 convolution, as in torchvision.
+    """
 
     features: int
     stride: int
@@ -55,7 +59,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The whole network: features (the mean of the last stage) and every stage by its name."""
+    """The whole network; it returns features (the mean of the last stage) and all stages by name."""
 
     config: ResNetConfig
     train: bool = False
@@ -65,16 +69,14 @@ class ResNet(nn.Module):
         c = self.config
         x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
         taps = {}
-        kind = Bottleneck if c.bottleneck else BasicBlock
+        block = Bottleneck if c.bottleneck else BasicBlock
         for stage, blocks in enumerate(c.stages):
+            channels = c.channels * 2**stage
             for i in range(blocks):
                 stride = 2 if stage and i == 0 else 1
-                block = kind(
-                    c.channels * 2**stage, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}"
-                )
-                x = block(x, mask)
+                x = block(channels, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}")(x, mask)
             taps[f"stage_{stage}"] = x
         return pooled(x), taps
 
 
-resnet_network = functools.partial(convnet_network, ResNet)  # a ResNet as methods see it: of its config
+resnet_network = functools.partial(convnet_network, ResNet)

@@ -8,17 +8,17 @@ from fcljax.settings import Stem
 ChipKind = Literal["none", "tpu", "gpu"]
 # of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP); gelu_tanh: the approximation by tanh (big_vision)
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
-OF_A_RUN = ("dtype", "kernel")  # fields of how a run computes a network, which is no part of its shape
+OF_A_RUN = ("dtype", "kernel")  # fields that say how a run computes a network of that shape
 
 
 class AttentionKernel(NamedTuple):
     """Which programs compute attention of bfloat16 in one kernel."""
 
     chip: ChipKind = "none"
-    """Whose kernel it is."""
+    """The chip that the kernel is written for."""
     each: bool = False
-    """Whether only programs that one device runs by itself (`mesh.on_each`) have it: XLA cannot divide it
-    over several devices."""
+    """Use it only in programs that one device runs by itself (`mesh.on_each`): XLA cannot divide it over
+    several devices."""
 
 
 NO_KERNEL = AttentionKernel()
@@ -28,8 +28,8 @@ NO_KERNEL = AttentionKernel()
 class ViTConfig:
     """Static shape of a ViT.
 
-    `dtype` is the type of the factors of matrix products; all else is float32. Without `final_norm`
-    the features are what the last block gives, and the parameters have no `norm`.
+    `dtype` is the type of the factors of matrix products; all else is float32. Without `final_norm` the
+    features are the last block's output, and the parameters have no `norm`.
     """
 
     image_size: int = 224
@@ -41,12 +41,12 @@ class ViTConfig:
     dtype: str = "float32"
     epsilon: float = 1e-6  # of the LayerNorms
     final_norm: bool = True
-    layer_scale: bool = False  # what each half of a block adds is scaled by channel (DINOv2)
-    registers: int = 0  # learned tokens beside the class token, which nothing reads (DINOv2)
+    layer_scale: bool = False  # attention and MLP are scaled by channel before they are added (DINOv2)
+    registers: int = 0  # learned tokens beside the class token; their outputs are unused (DINOv2)
     qk_norm: bool = False  # LayerNorms of the queries and keys of each head
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Activation = "gelu"
-    rotary_base: float = 0.0  # of the rotary positions of patches (DINOv3: 100); 0: it has none
+    rotary_base: float = 0.0  # base of the patches' rotary positions (DINOv3: 100); 0: none
     kernel: AttentionKernel = NO_KERNEL
 
     @property
@@ -64,31 +64,35 @@ VITS: dict[str, ViTConfig] = {
 
 
 def reduction(stem: Stem, stages: int) -> int:
-    """Pixels of a side that become one place of the last stage: each stage after the first halves it."""
-    return (4 if stem == "imagenet" else 1) * 2 ** (stages - 1)
+    """Return how many pixels of a side become one position of the last stage."""
+    stem_stride = 4 if stem == "imagenet" else 1
+    return stem_stride * 2 ** (stages - 1)  # each stage after the first halves the side
 
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """Static shape of a ResNet: blocks per stage; each stage doubles the channels of the one before it and
-    halves the side. `dtype` is the type of the factors of convolutions."""
+    """Static shape of a ResNet. Each stage after the first doubles the channels and halves the side.
+
+    `dtype` is the type of the factors of convolutions.
+    """
 
     image_size: int = 224
-    stages: tuple[int, ...] = (2, 2, 2, 2)
-    channels: int = 64  # of the first stage; what bottlenecks pass on has four times as many
+    stages: tuple[int, ...] = (2, 2, 2, 2)  # blocks of each
+    channels: int = 64  # of the first stage; outputs of bottlenecks have four times as many
     stem: Stem = "imagenet"
     dtype: str = "float32"
     bottleneck: bool = False
 
     @property
     def reduction(self) -> int:
-        """Pixels of a side that become one place of the last stage."""
+        """Pixels of a side that become one position of the last stage."""
         return reduction(self.stem, len(self.stages))
 
     @property
     def width(self) -> int:
         """Channels of the last stage, which are the features."""
-        return self.channels * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
+        expansion = 4 if self.bottleneck else 1
+        return self.channels * 2 ** (len(self.stages) - 1) * expansion
 
 
 RESNETS: dict[str, ResNetConfig] = {
@@ -101,11 +105,10 @@ RESNETS: dict[str, ResNetConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class DenseNetConfig:
-    """Static shape of a DenseNet: layers per block. Every layer adds `growth` channels; between blocks there
-    are half as many, and half the side."""
+    """Static shape of a DenseNet. Layers add `growth` channels; between blocks channels and side halve."""
 
     image_size: int = 224
-    blocks: tuple[int, ...] = (6, 12, 24, 16)
+    blocks: tuple[int, ...] = (6, 12, 24, 16)  # layers of each
     growth: int = 32
     channels: int = 64  # of the stem
     stem: Stem = "imagenet"
@@ -113,7 +116,7 @@ class DenseNetConfig:
 
     @property
     def reduction(self) -> int:
-        """Pixels of a side that become one place of the last block."""
+        """Pixels of a side that become one position of the last block."""
         return reduction(self.stem, len(self.blocks))
 
     @property
@@ -121,7 +124,9 @@ class DenseNetConfig:
         """Channels of the last block, which are the features."""
         width = self.channels
         for i, layers in enumerate(self.blocks):
-            width = (width // 2 if i else width) + layers * self.growth
+            if i:
+                width //= 2
+            width += layers * self.growth
         return width
 
 
@@ -133,18 +138,17 @@ DENSENETS: dict[str, DenseNetConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class ConvNeXtConfig:
-    """Static shape of a ConvNeXt: blocks and channels per stage; each stage halves the side of the one before
-    it."""
+    """Static shape of a ConvNeXt. Each stage after the first halves the side."""
 
     image_size: int = 224
-    depths: tuple[int, ...] = (3, 3, 9, 3)
-    widths: tuple[int, ...] = (96, 192, 384, 768)
-    patch: int = 4  # pixels of a side that become one place of the first stage
+    depths: tuple[int, ...] = (3, 3, 9, 3)  # blocks of each stage
+    widths: tuple[int, ...] = (96, 192, 384, 768)  # channels of each stage
+    patch: int = 4  # pixels of a side that become one position of the first stage
     dtype: str = "float32"
 
     @property
     def reduction(self) -> int:
-        """Pixels of a side that become one place of the last stage."""
+        """Pixels of a side that become one position of the last stage."""
         return self.patch * 2 ** (len(self.depths) - 1)
 
     @property
