@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from fcljax.errors import InputError
 from fcljax.models.weights.convert import ConvertOptions, convert
 from fcljax.models.weights.finding import find
-from fcljax.models.weights.naming import TensorFacts, interpret, named
+from fcljax.models.weights.naming import TensorFacts, interpret, name_tensors
 from fcljax.models.weights.pretrained import WeightOptions, load_backbone, save_native
 from fcljax.pixels import NORMALISE
 
@@ -255,7 +255,7 @@ def test_a_loaded_network_keeps_nothing_of_the_file(folder):
 
 def test_views_of_a_file_are_not_copied_before_the_network_is_built(folder):
     tensors = files.timm(ENCODER)
-    network = interpret(named(find(tensors, "teacher")), None, TensorFacts(heads=2))
+    network = interpret(name_tensors(find(tensors, "teacher")), None, TensorFacts(heads=2))
     built = flatten_dict(network.params, sep=".")
     copied = {name for name, x in built.items() if not any(np.shares_memory(x, y) for y in tensors.values())}
     assert copied == {"patch.kernel"}  # its axes change places inside rows

@@ -1,4 +1,4 @@
-"""`fcljax convert`: any file of weights as one of our own, which keeps what is known of it."""
+"""Convert any file of weights to fcljax's format, with its facts and provenance (`fcljax convert`)."""
 
 import dataclasses
 import json
@@ -11,12 +11,12 @@ from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.models.weights import checkpoints
 from fcljax.models.weights.pretrained import (
-    Loaded,
+    LoadedViT,
     WeightOptions,
     colour_text,
-    convolutional,
-    find,
-    loaded,
+    find_network,
+    load_convnet,
+    load_vit,
     save_native,
     shape_text,
 )
@@ -49,7 +49,7 @@ class ConvertOptions:
 
 
 def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
-    """Write any checkpoint as a file of our own, with its architecture, pixel constants and provenance.
+    """Write any checkpoint in fcljax's format, with its architecture, pixel constants and provenance.
 
     Args:
       source: as `load_backbone`'s checkpoint.
@@ -57,42 +57,42 @@ def convert(source: str, target: str | None, options: ConvertOptions) -> list[tu
       options: see there.
 
     Returns:
-      What was found and written, as rows (property, value).
+      The properties of the network and the file, as rows (property, value).
 
     Raises:
       InputError: as `load_backbone`, and if the target cannot be written or exists.
     """
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
-    network = find(file, options.part)
+    network = find_network(file, options.part)
     if network.family.reader != "vit":
-        convolutional(file, network, None, None, "float32", "auto")  # raises where a run would
+        load_convnet(file, network, None, None, "float32", "auto")  # raises if a run would
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
             f"`fcljax run METHOD --checkpoint {source}`"
         )
-    how = WeightOptions(
+    weight_options = WeightOptions(
         options.heads, options.decoder_heads, options.part, options.positions, options.normalise
     )
-    found = loaded(file, network, None, options.image_size, how)
-    tree = dict(found.network.params)
-    if found.network.head is not None and options.keep_head:
-        tree["head"] = found.network.head
-    if found.network.decoder is not None:
-        tree["decoder"] = found.network.decoder[1]
-    save_native(path, tree, _metadata(found), options.dtype)
-    notes = [("note", note) for note in found.notes]
-    return [*_rows(found, options.keep_head), *notes, ("written to", str(path))]
+    loaded = load_vit(file, network, None, options.image_size, weight_options)
+    params = dict(loaded.network.params)
+    if loaded.network.head is not None and options.keep_head:
+        params["head"] = loaded.network.head
+    if loaded.network.decoder is not None:
+        params["decoder"] = loaded.network.decoder[1]
+    save_native(path, params, _metadata(loaded), options.dtype)
+    notes = [("note", note) for note in loaded.notes]
+    return [*_rows(loaded, options.keep_head), *notes, ("written to", str(path))]
 
 
 def _target(source: str, target: str | None) -> Path:
-    """Where to write, found out before the work is done."""
-    name = (
-        source.removeprefix("hf:").partition(":")[0].partition("@")[0]
-        if source.startswith("hf:")
-        else Path(source).stem
-    )
-    path = Path(target if target is not None else f"{PurePosixPath(name).name}.safetensors")
+    """Return the file to write, which is checked before the network is read."""
+    if target is None:
+        name = Path(source).stem
+        if source.startswith("hf:"):  # hf:OWNER/NAME@REVISION:FILE
+            name = source.removeprefix("hf:").partition(":")[0].partition("@")[0]
+        target = f"{PurePosixPath(name).name}.safetensors"
+    path = Path(target)
     if path.suffix != ".safetensors":
         raise InputError(f"target: {str(path)!r} must end in .safetensors")
     if path.exists() or path.is_symlink():
@@ -103,26 +103,35 @@ def _target(source: str, target: str | None) -> Path:
     return path
 
 
-def _metadata(found: Loaded) -> dict[str, str]:
-    file = found.source
-    network = found.network
-    metadata = {"format": FORMAT, "source": file.source, "sha256": file.digest, "mapping": network.mapping}
-    metadata["config"] = shape_text(network.config)
-    metadata |= {"mean": json.dumps(found.mean), "std": json.dumps(found.std)}
-    metadata |= {"decoder": shape_text(network.decoder[0])} if network.decoder else {}
-    return metadata | ({"part": network.part} if network.part else {})
+def _metadata(loaded: LoadedViT) -> dict[str, str]:
+    file = loaded.source
+    network = loaded.network
+    metadata = {
+        "format": FORMAT,
+        "source": file.source,
+        "sha256": file.digest,
+        "mapping": network.mapping,
+        "config": shape_text(network.config),
+        "mean": json.dumps(loaded.mean),
+        "std": json.dumps(loaded.std),
+    }
+    if network.decoder:
+        metadata["decoder"] = shape_text(network.decoder[0])
+    if network.part:
+        metadata["part"] = network.part
+    return metadata
 
 
-def _rows(found: Loaded, keep_head: bool) -> list[tuple[str, str]]:
-    network = found.network
-    head = "none"
-    decoder = "none"
+def _rows(loaded: LoadedViT, keep_head: bool) -> list[tuple[str, str]]:
+    network = loaded.network
     config = network.config
+    head = "none"
     if network.head:
         head = f"{network.head['bias'].size} classes, {'kept' if keep_head else 'dropped'}"
+    decoder = "none"
     if network.decoder:
-        theirs = network.decoder[0]
-        decoder = f"width {theirs.width}, depth {theirs.depth}, heads {theirs.heads}"
+        shape = network.decoder[0]
+        decoder = f"width {shape.width}, depth {shape.depth}, heads {shape.heads}"
     return [
         ("mapping", network.mapping + (f" ({network.part})" if network.part else "")),
         *((field, str(getattr(config, field))) for field in ("width", "depth", "heads", "mlp", "patch")),
@@ -133,7 +142,7 @@ def _rows(found: Loaded, keep_head: bool) -> list[tuple[str, str]]:
         ("parameters", f"{sum(x.size for x in jax.tree.leaves(network.params)):,}"),
         ("head", head),
         ("decoder", decoder),
-        ("mean", colour_text(found.mean)),
-        ("std", colour_text(found.std)),
-        ("sha256", found.source.digest),
+        ("mean", colour_text(loaded.mean)),
+        ("std", colour_text(loaded.std)),
+        ("sha256", loaded.source.digest),
     ]

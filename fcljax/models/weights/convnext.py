@@ -1,7 +1,7 @@
-"""ConvNeXts in files of weights, under the names of timm, torchvision or their authors."""
+"""Read ConvNeXts from tensors under the names of timm, torchvision or their authors."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +12,9 @@ from fcljax.models.convnext import init_convnext
 from fcljax.models.networks import network_name
 from fcljax.models.shapes import ConvNeXtConfig
 from fcljax.models.weights import finding
-from fcljax.models.weights.tensors import Tensors, check_tensors, float32
-from fcljax.types import PyTree
+from fcljax.models.weights.tensors import InterpretedConvNet, Tensors, check_tensors, float32, reverse
 
-# names of modules -> timm's, of torchvision and of the authors
+# names of modules -> timm's
 _TORCHVISION = (
     (r"features\.0\.0\.", "stem.0."),
     (r"features\.0\.1\.", "stem.1."),
@@ -40,65 +39,59 @@ _AUTHORS = (
 _IN_BLOCK = {"depthwise": "conv_dw", "norm": "norm", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
-class FoundConvNeXt(NamedTuple):
-    """A network of a file."""
-
-    config: ConvNeXtConfig
-    params: PyTree
-    head: PyTree | None
-    """{"kernel", "bias"} of its classifier, if there is one."""
-    beside: tuple[str, ...]
-    """Names of what is left out."""
-
-
-def interpret(tensors: Tensors, name: str | None) -> FoundConvNeXt:
-    """The network in `tensors`, checked tensor by tensor, under our names and layouts.
+def interpret(tensors: Tensors, name: str | None) -> InterpretedConvNet:
+    """Check a network tensor by tensor, and bring it to our names and layouts.
 
     Args:
-      tensors: by name, as `finding.find` gives them.
-      name: the network that they must be; None takes the architecture from the tensors.
+      tensors: by name, as from `finding.find`.
+      name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
       InputError: for tensors that are missing, unexpected, misshaped or not finite.
     """
-    tensors = _renamed(tensors)
+    tensors = _rename(tensors)
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
         raise InputError(f"checkpoint: does not fit {name}: it is {network_name(config)}")
-    head = {key: tensors.pop(f"head.fc.{key}", None) for key in ("weight", "bias")}
-    tensors, beside = finding.split_content(tensors, lambda name: name.startswith("head.norm."))
+    weight = tensors.pop("head.fc.weight", None)
+    bias = tensors.pop("head.fc.bias", None)
+    head = None
+    if weight is not None and bias is not None:
+        head = {"kernel": weight.astype(np.float32).T, "bias": bias.astype(np.float32)}
+    tensors, left_out = finding.split_content(tensors, lambda name: name.startswith("head.norm."))
     shapes: dict[Any, Any] = flatten_dict(jax.eval_shape(lambda: init_convnext(jax.random.key(0), config)))
-    theirs = {path: _their_name(path) for path in shapes}
-    wanted = {theirs[path]: _their_shape(path, x.shape) for path, x in shapes.items()}
-    check_tensors(tensors, wanted, network_name(config))
-    flat = {path: _ours(path, float32(key, tensors[key]), shapes[path].shape) for path, key in theirs.items()}
-    classifier = None
-    if head["weight"] is not None and head["bias"] is not None:
-        classifier = {"kernel": head["weight"].astype(np.float32).T, "bias": head["bias"].astype(np.float32)}
-    return FoundConvNeXt(config, unflatten_dict(flat), classifier, beside)
+    names = {path: _timm_name(path) for path in shapes}
+    file_shapes = {names[path]: _timm_shape(path, x.shape) for path, x in shapes.items()}
+    check_tensors(tensors, file_shapes, network_name(config))
+    flat = {
+        path: _to_our_layout(path, float32(key, tensors[key]), shapes[path].shape)
+        for path, key in names.items()
+    }
+    return InterpretedConvNet(config, unflatten_dict(flat), head, left_out)
 
 
-def _renamed(tensors: Tensors) -> Tensors:
-    """Under timm's names."""
-    names: tuple[tuple[str, str], ...] = ()
+def _rename(tensors: Tensors) -> Tensors:
+    """Bring the names of torchvision or the authors to timm's."""
+    spellings: tuple[tuple[str, str], ...] = ()
     if "features.1.0.block.0.weight" in tensors:
-        names = _TORCHVISION
+        spellings = _TORCHVISION
     elif "stages.0.0.dwconv.weight" in tensors:
-        names = _AUTHORS
-    found = {}
-    for own, x in tensors.items():
-        if names is _TORCHVISION and (place := re.match(r"features\.([1-9])\.(\d+)\.", own)):
-            number = int(place[1])  # blocks at odd places, what is between stages at even ones
-            inside = f"blocks.{place[2]}" if number % 2 else f"downsample.{place[2]}"
-            own = f"stages.{number // 2}.{inside}.{own[place.end() :]}"
-        for pattern, ours in names:
-            own = re.sub(pattern, ours, own)
-        found[own] = x.reshape(-1) if own.endswith("gamma") else x  # torchvision's are [C, 1, 1]
-    return found
+        spellings = _AUTHORS
+    renamed = {}
+    for name, x in tensors.items():
+        if spellings is _TORCHVISION and (match := re.match(r"features\.([1-9])\.(\d+)\.", name)):
+            # stages have odd numbers, downsampling before the next stage even ones
+            number = int(match[1])
+            module = "blocks" if number % 2 else "downsample"
+            name = f"stages.{number // 2}.{module}.{match[2]}.{name[match.end() :]}"
+        for pattern, replacement in spellings:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = x.reshape(-1) if name.endswith("gamma") else x  # torchvision's are [C, 1, 1]
+    return renamed
 
 
 def _architecture(tensors: Tensors) -> ConvNeXtConfig:
-    """The shape that the names and kernels tell."""
+    """Return the shape that names and kernels show."""
     pattern = re.compile(r"stages\.(\d)\.blocks\.\d+\.norm\.bias$")
     stage_of = [int(match[1]) for name in tensors if (match := pattern.match(name))]
     stages = 1 + max(stage_of, default=0)
@@ -111,41 +104,41 @@ def _architecture(tensors: Tensors) -> ConvNeXtConfig:
     return ConvNeXtConfig(224, depths, widths, stem.shape[2])
 
 
-def _their_name(path: tuple[str, ...]) -> str:
-    """timm's name of a parameter by its path: its modules and its leaf."""
+def _timm_name(path: tuple[str, ...]) -> str:
+    """Return timm's name of a parameter from its path: modules, leaf."""
     *modules, leaf = path
     module = ".".join(modules)
     outside = {"stem": "stem.0", "stem_norm": "stem.1", "norm": "head.norm"}
     if match := re.fullmatch(r"down_(\d)(_norm)?", module):
-        theirs = f"stages.{match[1]}.downsample.{0 if match[2] else 1}"
+        name = f"stages.{match[1]}.downsample.{0 if match[2] else 1}"
     elif match := re.fullmatch(r"stage_(\d)_block_(\d+)", module):
         return f"stages.{match[1]}.blocks.{match[2]}.gamma"
     elif match := re.fullmatch(r"stage_(\d)_block_(\d+)\.(\w+)", module):
-        theirs = f"stages.{match[1]}.blocks.{match[2]}.{_IN_BLOCK[match[3]]}"
+        name = f"stages.{match[1]}.blocks.{match[2]}.{_IN_BLOCK[match[3]]}"
     else:
-        theirs = outside[module]
-    return f"{theirs}.{'bias' if leaf == 'bias' else 'weight'}"
+        name = outside[module]
+    return f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
 
 
-def _their_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _timm_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     if path[-1] != "kernel":
         return shape
-    if len(shape) == 3:
+    if len(shape) == 3:  # depthwise
         return shape[2], 1, shape[0], shape[1]
-    side = _side(path, shape)
-    return (shape[1], shape[0] // side**2, side, side) if side else shape[::-1]
-
-
-def _side(path: tuple[str, ...], shape: tuple[int, ...]) -> int:
-    """Of the convolutions that are products of squares of pixels; 0 for other matrices."""
+    # our products of squares of pixels are timm's convolutions
+    side = 0
     if path[0] == "stem":
-        return round((shape[0] / 3) ** 0.5)
-    return 2 if path[0].startswith("down_") else 0
+        side = round((shape[0] / 3) ** 0.5)
+    elif path[0].startswith("down_"):
+        side = 2
+    if side:
+        return shape[1], shape[0] // side**2, side, side
+    return shape[::-1]
 
 
-def _ours(path: tuple[str, ...], x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _to_our_layout(path: tuple[str, ...], x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if path[-1] != "kernel":
         return x
-    if len(shape) == 3:
+    if len(shape) == 3:  # depthwise
         return x[:, 0].transpose(1, 2, 0)
-    return x.transpose(2, 3, 1, 0).reshape(shape) if x.ndim == 4 else x.T
+    return reverse(x).reshape(shape)

@@ -1,10 +1,9 @@
-"""Files whose networks are a ViT under other names than timm's: DINOv2, DINOv3, CLIP's visual tower, MoCo v3,
-torchvision's ViT, and what flax writes.
+"""Rename the tensors of ViTs to timm's names, and those of big_vision to Google's.
 
-Each dialect renames a file's tensors to timm's names (big_vision's to Google's), so that `naming` reads them
-all: scales of layers are `ls1` and `ls2`, registers `reg_token`, the norm before the blocks `norm_pre`.
-Sources: facebookresearch's dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same names), timm's
-Eva, transformers, torchvision and google-research's big_vision.
+Dialects are the names of DINOv2, DINOv3, CLIP's visual tower, MoCo v3, torchvision's ViT, and flax. `naming`
+reads the result: scales of layers are `ls1` and `ls2`, registers `reg_token`, the norm before the blocks
+`norm_pre`. Sources: facebookresearch's dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same
+names), timm's Eva, transformers, torchvision and google-research's big_vision.
 """
 
 import re
@@ -20,18 +19,18 @@ Names = tuple[tuple[str, str], ...]
 
 
 class Dialect(NamedTuple):
-    """Another way to name a ViT."""
+    """Names of a family's tensors, with facts on its networks that files do not contain."""
 
     names: Names = ()
-    """Patterns of names -> timm's, of which the first that matches counts."""
+    """(pattern, timm's name); the first that matches counts."""
     pixels: str | None = None
-    """The pixel range that its authors trained with, of `pixels.NORMALISE`; None: nothing is known."""
+    """Pixel range of the authors' training, of `pixels.NORMALISE`; None: unknown."""
     activation: Activation | None = None
-    """The activation that its networks have where nothing else is said; None: nothing is known."""
+    """Activation that is assumed if no file beside it has one; None: no assumption."""
     doubt: str = ""
-    """What a note says of that activation, where others have the same tensors."""
+    """Remark of the note on that assumption, if other networks have the same tensors."""
     rotary: bool = False
-    """Whether queries and keys are rotated by the places of their patches; a file does not tell it."""
+    """Queries and keys are rotated by the positions of their patches."""
 
 
 _HF_ATTENTION = (
@@ -122,8 +121,9 @@ DIALECTS = {
     "fcljax": Dialect(),
 }
 MOCO_V3 = ("base_encoder", "momentum_encoder")  # before the names of its two networks
-# content beside the network in these files
-_BESIDE = re.compile(r"(embeddings\.)?mask_token|(.*\.)?position_ids|rope_embed(dings)?\.(periods|inv_freq)")
+_LEFT_OUT = re.compile(
+    r"(embeddings\.)?mask_token|(.*\.)?position_ids|rope_embed(dings)?\.(periods|inv_freq)"
+)
 DINOV3_GRID = 16  # patches per side of its authors' images; computed positions have no size of their own
 
 
@@ -132,184 +132,195 @@ class Translated(NamedTuple):
 
     tensors: Tensors
     dialect: Dialect
-    beside: tuple[str, ...] = ()
-    """Names of tensors that are left out."""
+    left_out: tuple[str, ...] = ()
+    """Names of the file's tensors that are not in `tensors`."""
 
 
 def from_flax(tensors: Tensors) -> Tensors:
-    """A file of flax under torch's names and in its layouts, as transformers has both; Google's ViTs and
-    big_vision's stay as they are, and so does what no flax has written."""
-    nested = [name for name in tensors if name.endswith("/kernel")]
-    if not nested or any(re.search(r"(^|/)embedding/kernel$", name) for name in nested):
+    """Bring a file of flax to torch's names and layouts.
+
+    Google's ViTs, big_vision's, and files that flax has not written stay as they are.
+    """
+    kernels = [name for name in tensors if name.endswith("/kernel")]
+    if not kernels or any(re.search(r"(^|/)embedding/kernel$", name) for name in kernels):
         return tensors
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, x in tensors.items():
         module, _, leaf = name.rpartition("/")
         if leaf == "kernel":
             x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
         leaf = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
-        found[f"{module}/{leaf}".replace("/", ".")] = x
-    return found
+        renamed[f"{module}/{leaf}".replace("/", ".")] = x
+    return renamed
 
 
 def translate(tensors: Tensors, family: str = "timm") -> Translated:
-    """The tensors of a network under timm's names; Google's names for big_vision's.
+    """Bring the tensors of a network to timm's names, or big_vision's to Google's.
 
     Args:
       tensors: by name, without a prefix.
       family: one of `DIALECTS`.
 
     Raises:
-      InputError: for networks with rotary positions of another kind than DINOv3's, or with gated MLPs, which
-        are not supported.
+      InputError: for unsupported networks: with rotary positions other than DINOv3's, or with gated MLPs.
     """
     _refuse(tensors, family)
     dialect = DIALECTS[family]
-    if family in ("google", "big_vision", "fcljax"):
-        return Translated(_google(tensors, dialect) if family == "big_vision" else tensors, dialect)
+    if family == "big_vision":
+        return Translated(_rename_big_vision(tensors, dialect), dialect)
+    if family in ("google", "fcljax"):
+        return Translated(tensors, dialect)
     if family in ("timm", "transformers"):
-        return Translated(_completed(_joined(tensors)), dialect)
-    kept = {_renamed(name, dialect.names): x for name, x in tensors.items() if not _BESIDE.fullmatch(name)}
-    beside = tuple(name for name in tensors if _BESIDE.fullmatch(name))
-    if family in ("CLIP", "CLIP of transformers") and "cls_token" in kept:
-        width = kept["cls_token"].size
-        kept["cls_token"] = kept["cls_token"].reshape(1, 1, -1)
-        if "pos_embed" in kept and kept["pos_embed"].size % max(width, 1) == 0:
-            kept["pos_embed"] = kept["pos_embed"].reshape(1, -1, width)
-    kept = _joined(kept)
+        return Translated(_add_missing(_fuse_qkv(tensors)), dialect)
+    left_out = tuple(name for name in tensors if _LEFT_OUT.fullmatch(name))
+    tensors = {_rename(name, dialect.names): x for name, x in tensors.items() if name not in left_out}
+    if family in ("CLIP", "CLIP of transformers") and "cls_token" in tensors:
+        width = tensors["cls_token"].size
+        tensors["cls_token"] = tensors["cls_token"].reshape(1, 1, -1)
+        if "pos_embed" in tensors and tensors["pos_embed"].size % max(width, 1) == 0:
+            tensors["pos_embed"] = tensors["pos_embed"].reshape(1, -1, width)
+    tensors = _fuse_qkv(tensors)
     if dialect.rotary:
-        kept = _without_rotary_traces(kept)
-    return Translated(_completed(kept), dialect, beside)
+        tensors = _complete_dinov3(tensors)
+    return Translated(_add_missing(tensors), dialect, left_out)
 
 
 def _refuse(tensors: Tensors, family: str) -> None:
-    other = (
-        (r"(.*\.)?rope\.", "rotary positions other than DINOv3's (EVA-02)"),
-        (
-            r"(.*\.)?mlp\.(w[123]|w12|weights_in|gate_proj|fc1_g)\.",
-            "gated MLPs (DINOv2 giant, DINOv3 S+ and H+, EVA-02)",
+    unsupported = {
+        r"(.*\.)?rope\.": "rotary positions other than DINOv3's (EVA-02)",
+        r"(.*\.)?mlp\.(w[123]|w12|weights_in|gate_proj|fc1_g)\.": (
+            "gated MLPs (DINOv2 giant, DINOv3 S+ and H+, EVA-02)"
         ),
-        (
-            r"(.*\.)?blocks\.0\.gamma_1",
-            "scaled layers as BEiT, EVA and RoPE-ViT have them, and not DINOv3's registers",
-        ),
-    )
-    if family == "DINOv3 of timm":
-        other = other[:2]
-    for pattern, what in other:
+    }
+    if family != "DINOv3 of timm":
+        unsupported[r"(.*\.)?blocks\.0\.gamma_1"] = (
+            "scaled layers as BEiT, EVA and RoPE-ViT have them, and not DINOv3's registers"
+        )
+    for pattern, feature in unsupported.items():
         name = next((name for name in tensors if re.match(pattern, name)), None)
         if name is not None:
-            raise InputError(f"checkpoint: {name} is of a network with {what}, which is not supported here")
+            raise InputError(
+                f"checkpoint: {name} is of a network with {feature}, which is not supported here"
+            )
 
 
-def _google(tensors: Tensors, dialect: Dialect) -> Tensors:
-    """big_vision's names as Google's first files have them, with a row of zeros for the class token's
-    position, and one by one the blocks that were stacked (scan)."""
+def _rename_big_vision(tensors: Tensors, dialect: Dialect) -> Tensors:
+    """Bring big_vision's tensors to the names of Google's first files.
+
+    Blocks that are stacked (scan) become one by one, and the class token gets a position of zeros.
+    """
     stacked = "Transformer/encoderblock/"
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, x in tensors.items():
         if name.startswith(stacked) and x.ndim:
             for i, block in enumerate(x):
-                inner = f"Transformer/encoderblock_{i}/{name.removeprefix(stacked)}"
-                found[_replaced(inner, dialect.names)] = block
+                block_name = f"Transformer/encoderblock_{i}/{name.removeprefix(stacked)}"
+                renamed[_replace(block_name, dialect.names)] = block
         else:
-            found[_replaced(name, dialect.names)] = x
+            renamed[_replace(name, dialect.names)] = x
     position = "Transformer/posembed_input/pos_embedding"
-    if position in found and "cls" in found:
-        found[position] = _with_class_token(found[position])
-    return found
+    if position in renamed and "cls" in renamed:
+        renamed[position] = _with_class_token(renamed[position])
+    return renamed
 
 
-def _without_rotary_traces(tensors: Tensors) -> Tensors:
-    """DINOv3's tensors with zeros for what it lacks: learned positions, and biases of keys or of all three.
+def _complete_dinov3(tensors: Tensors) -> Tensors:
+    """Add zeros for what DINOv3 lacks: learned positions, and biases of keys or of q, k and v.
 
     Raises:
-      InputError: for a network with learned positions, which is none of DINOv3's.
+      InputError: for a network with learned positions, which DINOv3 does not have.
     """
     if "pos_embed" in tensors:
         raise InputError("checkpoint: it has both DINOv3's names and pos_embed, which DINOv3 does not have")
-    found = dict(tensors)
+    completed = dict(tensors)
     for name, x in tensors.items():
         if name.endswith("attn.qkv.bias_mask"):  # its zeros are the biases of keys
-            bias = found.get(name.removesuffix("_mask"))
+            bias = completed.get(name.removesuffix("_mask"))
             if bias is not None and bias.shape == x.shape:
-                found[name.removesuffix("_mask")] = bias * found.pop(name)
+                completed[name.removesuffix("_mask")] = bias * completed.pop(name)
         if name.endswith(("attn.qkv.weight", "attn.k.weight")):
             bias = f"{name.removesuffix('weight')}bias"
-            found.setdefault(bias, np.zeros(x.shape[:1], np.float32))
-    if "cls_token" in found:
-        found["pos_embed"] = np.zeros((1, 1 + DINOV3_GRID**2, found["cls_token"].size), np.float32)
-    return found
+            completed.setdefault(bias, np.zeros(x.shape[:1], np.float32))
+    if "cls_token" in completed:
+        width = completed["cls_token"].size
+        completed["pos_embed"] = np.zeros((1, 1 + DINOV3_GRID**2, width), np.float32)
+    return completed
 
 
-def _renamed(name: str, names: Names) -> str:
+def _rename(name: str, names: Names) -> str:
     for patterns in (names, _HF_ATTENTION, _PARTS):
-        name = _replaced(name, patterns)
+        name = _replace(name, patterns)
     return name
 
 
-def _replaced(name: str, names: Names) -> str:
-    """Another name by the first pattern that its beginning matches."""
-    for pattern, ours in names:
+def _replace(name: str, names: Names) -> str:
+    """Replace the beginning of a name by the first pattern that matches it."""
+    for pattern, replacement in names:
         if re.match(pattern, name):
-            return re.sub(f"^{pattern}", ours, name)
+            return re.sub(f"^{pattern}", replacement, name)
     return name
 
 
-def _joined(tensors: Tensors) -> Tensors:
-    """Queries, keys and values as one tensor. Where keys have no biases, these are zeros: EVA, BEiT and
-    timm's DINOv3 qkvb are stored so."""
-    joined = dict(tensors)
+def _fuse_qkv(tensors: Tensors) -> Tensors:
+    """Concatenate queries, keys and values, with zeros for missing biases of keys.
+
+    EVA, BEiT and timm's DINOv3 qkvb have no biases of keys.
+    """
+    fused = dict(tensors)
     for name, x in tensors.items():
         match = re.fullmatch(r"(.*attn\.)(query|q)(\.|_)(weight|bias)", name)
         if not match:
             continue
-        before, query, dot, leaf = match.groups()
+        module, query, dot, leaf = match.groups()
         parts = ("query", "key", "value") if query == "query" else ("q", "k", "v")
-        each = [joined.pop(f"{before}{part}{dot}{leaf}", None) for part in parts]
-        if leaf == "bias" and each[1] is None:
-            each[1] = np.zeros_like(x)
-        if any(x is None for x in each):
+        qkv = [fused.pop(f"{module}{part}{dot}{leaf}", None) for part in parts]
+        if leaf == "bias" and qkv[1] is None:
+            qkv[1] = np.zeros_like(x)
+        if any(x is None for x in qkv):
             raise InputError(f"checkpoint: {name} is there, but not the keys and values that go with it")
-        joined[f"{before}qkv.{leaf}"] = np.concatenate([np.asarray(x) for x in each])
-    return joined
+        fused[f"{module}qkv.{leaf}"] = np.concatenate([np.asarray(x) for x in qkv])
+    return fused
 
 
-def _completed(tensors: Tensors) -> Tensors:
-    """Under timm's names, with zeros for what such networks may lack: the class token's position (DeiT III,
-    FlexiViT, networks with registers), and the bias of the patch embedding before a norm (CLIP). Positions of
-    registers join the registers."""
-    more: Tensors = {}
+def _add_missing(tensors: Tensors) -> Tensors:
+    """Add zeros for tensors that some networks under timm's names lack.
+
+    They are the class token's position (DeiT III, FlexiViT, networks with registers), and the bias of a patch
+    embedding before a norm (CLIP). Positions of registers are added to the registers.
+    """
+    added: Tensors = {}
     position = tensors.get("pos_embed")
     if position is not None and position.ndim == 3 and "cls_token" in tensors:
-        more |= _split_positions(position, tensors.get("reg_token"))
+        added |= _split_positions(position, tensors.get("reg_token"))
     kernel = tensors.get("patch_embed.proj.weight")
     if "norm_pre.weight" in tensors and kernel is not None and "patch_embed.proj.bias" not in tensors:
-        more["patch_embed.proj.bias"] = np.zeros(len(kernel), np.float32)
-    return tensors | more
+        added["patch_embed.proj.bias"] = np.zeros(len(kernel), np.float32)
+    return tensors | added
 
 
 def _split_positions(position: np.ndarray, registers: np.ndarray | None) -> Tensors:
-    """Positions of the class token and the patches, and the registers with theirs."""
+    """Return positions of class token and patches alone, and registers that include their positions."""
     tokens = position.shape[1]
     if is_square(tokens - 1):
         return {}
     if is_square(tokens):
         return {"pos_embed": _with_class_token(position)}
-    extra = 0 if registers is None or registers.ndim != 3 else registers.shape[1]
-    if registers is not None and extra and is_square(tokens - 1 - extra):
-        patches = np.concatenate([position[:, :1], position[:, 1 + extra :]], axis=1)
-        return {"pos_embed": patches, "reg_token": registers + position[:, 1 : 1 + extra]}
-    return {}
+    if registers is None or registers.ndim != 3:
+        return {}
+    first_patch = 1 + registers.shape[1]
+    if first_patch == 1 or not is_square(tokens - first_patch):
+        return {}
+    patches = np.concatenate([position[:, :1], position[:, first_patch:]], axis=1)
+    return {"pos_embed": patches, "reg_token": registers + position[:, 1:first_patch]}
 
 
 def _with_class_token(position: np.ndarray) -> np.ndarray:
-    """With a row of zeros first, for a class token that has no position."""
+    """Put zeros before the patches' positions, for a class token that has none."""
     if position.ndim != 3 or not is_square(position.shape[1]):
         return position
     return np.pad(position, ((0, 0), (1, 0), (0, 0)))
 
 
-def is_square(number: int) -> bool:
-    """Whether so many patches are a square grid."""
-    return number > 0 and round(number**0.5) ** 2 == number
+def is_square(patches: int) -> bool:
+    """Check whether so many patches are a square grid."""
+    return patches > 0 and round(patches**0.5) ** 2 == patches

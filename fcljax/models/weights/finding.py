@@ -1,14 +1,14 @@
-"""The one network to take from a file: whose names it has, what stands before them, and what is beside it.
+"""Find the one network of a file: its family, the prefix of its names, and what the file holds besides.
 
-Every way in (`run`, `doctor`, `convert`, `embed`, a decoder's file) asks `find`, whatever the family.
-A family is told by the name of one tensor, its anchor, and is taken only if the names that it must have are
-there too. What stands before the anchor is the network's prefix, which may be any where the file holds one
-network. Where it holds several, `part` or a known rule decides; otherwise the file is refused.
+`run`, `doctor`, `convert`, `embed` and the readers of decoders all call `find`, whatever the family.
+A family is recognised by the name of one tensor, its anchor, if the other names that it needs are there
+too. What stands before the anchor is the network's prefix. A file of one network may have any prefix. Of
+several networks, `part` or a known rule chooses; otherwise the file is refused.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from fcljax.errors import InputError, choose
@@ -18,20 +18,20 @@ Reader = Literal["vit", "convnet", "convnext"]
 
 
 class Family(NamedTuple):
-    """Networks that are told by the names of their tensors."""
+    """Networks that are recognised by the names of their tensors; patterns are of names without prefix."""
 
     name: str
     """As `dialects.DIALECTS` and messages name it."""
     anchor: str
-    """A pattern of the name, behind the prefix, of the tensor that tells it."""
+    """A pattern of the name of the tensor that shows the family."""
     needs: tuple[str, ...] = ()
-    """Patterns of names, each of which some tensor behind the prefix must have."""
+    """Patterns of names, each of which some tensor must have."""
     lacks: tuple[str, ...] = ()
-    """Patterns of names that no tensor behind the prefix may have."""
+    """Patterns of names that no tensor may have."""
     reader: Reader = "vit"
 
 
-# The first whose anchor, needs and lacks fit counts.
+# A network is of the first family whose anchor, needs and lacks fit.
 FAMILIES = (
     Family(
         "DINOv3 of transformers", r"embeddings\.patch_embeddings\.weight", (r"embeddings\.register_tokens",)
@@ -78,16 +78,16 @@ _NOT_READ = {
 }
 
 ROLES = ("teacher", "student")
-# Of two networks that differ in one part of their prefix, the one that its authors use: taken -> left out.
+# Of two networks that differ in one part of their prefix, the one that its authors use -> the other one.
 _PAIRS = {"encoder_q": "encoder_k", "base_encoder": "momentum_encoder"}
 _AVERAGED = re.compile(r"(?:(.*)_)?ema(?:_.*)?")
 _OPTIMISER = re.compile(r"opt_states?|optimizer_states?|mu|nu|exp_avg(_sq)?|param_states")
 # A head or decoder that lies one level above its network.
-_ABOVE = re.compile(
+_ONE_LEVEL_UP = re.compile(
     r"(head|classifier|fc|linear)[./](weight|bias|kernel)|(decoder\.)?(decoder_|mask_token).*"
 )
-# Other content of a training's checkpoint, by its name in notes.
-_KNOWN = {
+# Other content of a training's checkpoint, by its label in notes.
+_OTHER_CONTENT = {
     "teacher": r"teacher\..*",
     "student": r"student\..*",
     "optimizer and schedule": r"(optimizer|optimizer_states?|scaler|fp16_scaler|loss_scaler|lr_scheduler"
@@ -100,7 +100,7 @@ _KNOWN = {
     "pooler": r"pooler[./].*",
     "pre_logits": r"pre_logits[./].*",
 }
-# Heads and counters, whatever their shape: nothing of a backbone reads them.
+# Heads and counters, which no part of a backbone reads.
 _HEAD = re.compile(
     r"(head|heads|fc|classifier|linear|last_linear|proj|projector|projection|projection_head|predictor|"
     r"visual_projection|logit_scale|logit_bias)([./].*)?|(.*\.)?(position_ids|num_batches_tracked)|"
@@ -115,57 +115,58 @@ class NetworkInFile(NamedTuple):
     family: Family
     prefix: str
     tensors: Tensors
-    """By the names behind the prefix, with a head or a decoder that lies one level above."""
-    beside: tuple[str, ...]
-    """Names, without the prefix where they have it, of what is no part of the network."""
+    """By names without prefix, with a head or a decoder that lies one level above."""
+    left_out: tuple[str, ...]
+    """Names of the file's other tensors, without the part that they share with the prefix."""
 
 
 def find(tensors: Tensors, part: str) -> NetworkInFile:
-    """The network to take.
+    """Return the network of a file.
 
     Args:
-      tensors: by name, as `checkpoints.read_checkpoint` gives them.
-      part: "teacher", "student", or any other part of the names before one of several networks.
+      tensors: by name, as from `checkpoints.read_checkpoint`.
+      part: "teacher", "student", or any other part of the prefix of one of several networks.
 
     Raises:
-      InputError: if there is no network, or several of which no rule takes one.
+      InputError: if there is no network, or several of which no rule chooses one.
     """
-    candidates = _candidates(tensors)
-    if not candidates:
-        raise InputError(_nothing(tensors))
-    prefix = _chosen(list(candidates), part)
-    others = [other for other in candidates if other != prefix and other.startswith(prefix)]
-    own: Tensors = {}
-    beside: list[str] = []
-    above = _parent(prefix)
+    families = _families(tensors)
+    if not families:
+        raise InputError(_no_network(tensors))
+    prefix = _choose_prefix(list(families), part)
+    nested = tuple(other for other in families if other != prefix and other.startswith(prefix))
+    network: Tensors = {}
+    remaining: Tensors = {}
     for name, x in tensors.items():
-        if name.startswith(prefix) and not any(name.startswith(other) for other in others):
-            own[name.removeprefix(prefix)] = x
-    for name, x in tensors.items():
-        short = name.removeprefix(above)
-        if name.startswith(prefix) and not any(name.startswith(other) for other in others):
-            continue
-        if name.startswith(above) and _ABOVE.fullmatch(short) and short not in own:
-            own[short] = x
+        if name.startswith(prefix) and not name.startswith(nested):
+            network[name.removeprefix(prefix)] = x
         else:
-            beside.append(short)
-    return NetworkInFile(candidates[prefix], prefix, own, tuple(beside))
+            remaining[name] = x
+    left_out = []
+    parent = re.sub(r"[^./]+[./]$", "", prefix)
+    for name, x in remaining.items():
+        short = name.removeprefix(parent)
+        if name.startswith(parent) and _ONE_LEVEL_UP.fullmatch(short) and short not in network:
+            network[short] = x
+        else:
+            left_out.append(short)
+    return NetworkInFile(families[prefix], prefix, network, tuple(left_out))
 
 
-def _candidates(tensors: Tensors) -> dict[str, Family]:
-    """The family of each network, by its prefix."""
-    found: dict[str, Family] = {}
+def _families(tensors: Tensors) -> dict[str, Family]:
+    """Return the family of each network in a file, by the network's prefix."""
+    families: dict[str, Family] = {}
     for family in FAMILIES:
         pattern = re.compile(rf"((?:.*[./])?){family.anchor}")
         for name in tensors:
             match = pattern.fullmatch(name)
-            if match and match[1] not in found and _fits(family, match[1], tensors):
-                found[match[1]] = family
-    return found
+            if match and match[1] not in families and _fits(family, match[1], tensors):
+                families[match[1]] = family
+    return families
 
 
 def _fits(family: Family, prefix: str, tensors: Tensors) -> bool:
-    """Whether the names that the family must have are there, and none that it may not have."""
+    """Check that the names behind a prefix are those that the family needs, and none that it lacks."""
     if not family.needs and not family.lacks:
         return True
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
@@ -176,14 +177,14 @@ def _fits(family: Family, prefix: str, tensors: Tensors) -> bool:
     return all(map(has, family.needs)) and not any(map(has, family.lacks))
 
 
-def _nothing(tensors: Tensors) -> str:
-    for pattern, what in _NOT_READ.items():
+def _no_network(tensors: Tensors) -> str:
+    for pattern, family in _NOT_READ.items():
         name = next((name for name in tensors if re.fullmatch(pattern, name)), None)
         if name is not None:
-            return f"checkpoint: {name} is of {what}, which is not read here; timm's and torchvision's are"
+            return f"checkpoint: {name} is of {family}, which is not read here; timm's and torchvision's are"
     holds = listed(list(tensors)) or "no tensors"
     return (
-        "checkpoint: no Vision Transformer in it: no tensor has a name by which one is told, nor a ResNet, "
+        "checkpoint: no Vision Transformer in it: no tensor has a name that shows one, nor a ResNet, "
         f"DenseNet or ConvNeXt (docs/checkpoints.md); it holds: {holds}"
     )
 
@@ -192,48 +193,47 @@ def _nothing(tensors: Tensors) -> str:
 
 
 def components(prefix: str) -> tuple[str, ...]:
-    """The parts of a prefix."""
+    """Split a prefix at its dots or slashes."""
     return tuple(re.split(r"[./]", prefix)[:-1])
 
 
-def _parent(prefix: str) -> str:
-    """The prefix without its last part."""
-    return re.sub(r"[^./]+[./]$", "", prefix)
+def _all_components(prefixes: Iterable[str]) -> set[str]:
+    return {name for prefix in prefixes for name in components(prefix)}
 
 
-def _chosen(prefixes: list[str], part: str) -> str:
-    """The prefix of the network to take."""
-    whole = list(prefixes)
-    prefixes = _of_part(prefixes, part)
-    rules: tuple[Callable[[str], bool], ...] = (_is_optimiser, _is_averaged, _is_second(prefixes))
+def _choose_prefix(prefixes: list[str], part: str) -> str:
+    """Return the prefix of the network that `part` or a rule chooses."""
+    candidates = _of_part(prefixes, part)
+    rules: tuple[Callable[[str], bool], ...] = (_is_optimiser, _is_averaged, _is_second(candidates))
     for rule in rules:
-        rest = [prefix for prefix in prefixes if not rule(prefix)]
-        prefixes = rest or prefixes
-    if len(prefixes) == 1:
-        return prefixes[0]
-    names = sorted({name for prefix in prefixes for name in components(prefix)} - _shared(prefixes))
-    way = f"choose one with --part {' or '.join(names)}, as of fcljax convert, " if names else ""
+        preferred = [prefix for prefix in candidates if not rule(prefix)]
+        candidates = preferred or candidates
+    if len(candidates) == 1:
+        return candidates[0]
+    shared = set.intersection(*(set(components(prefix)) for prefix in candidates))
+    parts = sorted(_all_components(candidates) - shared)
+    advice = f"choose one with --part {' or '.join(parts)}, as of fcljax convert, " if parts else ""
     raise InputError(
-        f"checkpoint: it holds several networks, under {listed([repr(prefix) for prefix in whole])}; {way}"
-        "or give a file of one network"
+        f"checkpoint: it holds several networks, under {listed([repr(prefix) for prefix in prefixes])}; "
+        f"{advice}or give a file of one network"
     )
 
 
-def _of_part(prefixes: Sequence[str], part: str) -> list[str]:
-    """Those of that part, where the file has parts."""
+def _of_part(prefixes: list[str], part: str) -> list[str]:
+    """Return the prefixes of that part, or all if the file has no parts and `part` is the default."""
     chosen = [prefix for prefix in prefixes if part in components(prefix)]
-    roles = [role for role in ROLES if any(role in components(prefix) for prefix in prefixes)]
     if chosen:
         return chosen
+    parts = _all_components(prefixes)
+    roles = [role for role in ROLES if role in parts]
     if part in ROLES and roles:
         raise InputError(f"part: the checkpoint has no {part}; choose {roles[0]!r}")
-    if part == ROLES[0]:  # the default, which says nothing of a file without teacher and student
-        return list(prefixes)
+    if part == ROLES[0]:  # the default, which means nothing for a file without teacher and student
+        return prefixes
     if part in ROLES:
         raise InputError(f"part: the checkpoint has no {part}: it is no file of a teacher and a student")
-    names = {name for prefix in prefixes for name in components(prefix)} | set(ROLES)
-    choose("part", part, sorted(names))
-    return list(prefixes)
+    choose("part", part, sorted(parts | set(ROLES)))
+    return prefixes
 
 
 def _is_optimiser(prefix: str) -> bool:
@@ -245,47 +245,42 @@ def _is_averaged(prefix: str) -> bool:
 
 
 def _is_second(prefixes: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a prefix is that of the second network of a pair."""
-    there = {name for prefix in prefixes for name in components(prefix)}
-    second = {other for first, other in _PAIRS.items() if first in there}
+    """Return a check for the second networks of pairs."""
+    present = _all_components(prefixes)
+    second = {right for left, right in _PAIRS.items() if left in present}
     return lambda prefix: not second.isdisjoint(components(prefix))
 
 
-def _shared(prefixes: Sequence[str]) -> set[str]:
-    """The parts that all prefixes have."""
-    return set.intersection(*(set(components(prefix)) for prefix in prefixes))
-
-
-# ---- what is beside it -------------------------------------------------------------------------------------
+# ---- other content -----------------------------------------------------------------------------------------
 
 
 def split_content(tensors: Tensors, keep: Callable[[str], bool]) -> tuple[Tensors, tuple[str, ...]]:
-    """The network's tensors, and the names of known other content between them: heads and the like.
+    """Return the network's tensors, and the names of known other content such as heads.
 
     Args:
-      tensors: by the names behind the prefix.
-      keep: whether a name is the network's, whatever it looks like.
+      tensors: by names without prefix.
+      keep: tells that a name is the network's, even if it looks like other content.
     """
-    others = tuple(name for name in tensors if not keep(name) and (_HEAD.fullmatch(name) or _label(name)))
-    return {name: x for name, x in tensors.items() if name not in set(others)}, others
+    other = tuple(name for name in tensors if not keep(name) and (_HEAD.fullmatch(name) or _label(name)))
+    return {name: x for name, x in tensors.items() if name not in set(other)}, other
 
 
 def _label(name: str) -> str | None:
-    return next((label for label, pattern in _KNOWN.items() if re.fullmatch(pattern, name)), None)
+    return next((label for label, pattern in _OTHER_CONTENT.items() if re.fullmatch(pattern, name)), None)
 
 
 def is_left_out(names: Iterable[str], label: str) -> bool:
-    """Whether some of these names have that label."""
+    """Check whether some of these names have that label."""
     return any(_label(name) == label for name in names)
 
 
-def taken(prefix: str) -> list[str]:
-    """The notes on the network that was taken of a teacher and a student."""
+def role_notes(prefix: str) -> list[str]:
+    """Return a note on the role, teacher or student, of the network that was taken."""
     return [f"the {role}'s weights were taken" for role in sorted(ROLES) if role in components(prefix)]
 
 
-def left_out(names: Iterable[str]) -> list[str]:
-    """The note on what is left out, with counts; none for nothing, nor for counters of batches."""
+def left_out_notes(names: Iterable[str]) -> list[str]:
+    """Return a note on tensors that are left out, with counts by label, or none for no tensors."""
     counts = Counter(
         _label(name) or re.split(r"[./]", name)[0]
         for name in names
@@ -293,9 +288,9 @@ def left_out(names: Iterable[str]) -> list[str]:
     )
     if not counts:
         return []
-    order = [label for label in _KNOWN if label in counts]
-    order += sorted(label for label in counts if label not in _KNOWN)
-    parts = [f"{label} ({counts[label]})" for label in order[:MOST_LABELS]]
-    rest = sum(counts[label] for label in order[MOST_LABELS:])
-    more = f" and {rest} others" if rest else ""
+    labels = [label for label in _OTHER_CONTENT if label in counts]
+    labels += sorted(label for label in counts if label not in _OTHER_CONTENT)
+    parts = [f"{label} ({counts[label]})" for label in labels[:MOST_LABELS]]
+    remaining = sum(counts[label] for label in labels[MOST_LABELS:])
+    more = f" and {remaining} others" if remaining else ""
     return [f"left out, being no part of the backbone: {', '.join(parts)}{more}"]

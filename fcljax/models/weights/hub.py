@@ -1,8 +1,8 @@
-"""Weights by the names that people use: timm's (ARCHITECTURE.TAG) and the Hugging Face hub's (OWNER/NAME).
+"""Find and download weights by timm's names (ARCHITECTURE.TAG) and the Hugging Face hub's (OWNER/NAME).
 
-A network's name stands for a file in the user's caches, that of the hub's libraries or ours; it is never
-downloaded on the way. `fcljax weights get NAME` downloads it, resumes what broke off, and compares it with
-the hub's sha256.
+A run finds a named network in the caches, that of the hub's libraries or fcljax's, and never downloads it.
+`fcljax weights get NAME` downloads it, resumes an interrupted download, and compares it with the hub's
+sha256.
 """
 
 import contextlib
@@ -33,40 +33,40 @@ TIMEOUT = 60.0  # seconds without an answer
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub, OWNER/NAME."""
+    """Check whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub, OWNER/NAME."""
     if name.startswith((".", "/")) or name.endswith(SUFFIXES):  # a file
         return False
     return bool(re.fullmatch(r"[\w-]+\.[\w.-]+|[\w.-]+/[\w.-]+", name))
 
 
 def repository(name: str) -> str:
-    """The hub's repository of a network: timm's are all of one owner."""
+    """Return the hub's repository of a network; the owner of timm's networks is timm."""
     return name if "/" in name else f"timm/{name}"
 
 
 def find_weights(name: str, data_dir: str | Path | None = None) -> Path:
-    """The file of a network's weights in the caches.
+    """Return the file of a network's weights in the caches.
 
     Args:
       name: for which `is_hub_name` holds.
       data_dir: as of `data_folder`.
 
     Raises:
-      InputError: with the command that downloads it, if it is in none.
+      InputError: if no cache has it, with the command that downloads it.
     """
-    for folder in (_own_folder(name, data_dir), _hub_folder(name)):
+    for folder in (_cache_folder(name, data_dir), _hub_snapshot(name)):
         for file in FILES:
             if folder is not None and (folder / file).is_file():
                 return folder / file
     raise InputError(f"backbone: the weights {name!r} are not here; get them with: fcljax weights get {name}")
 
 
-def _own_folder(name: str, data_dir: str | Path | None) -> Path:
+def _cache_folder(name: str, data_dir: str | Path | None) -> Path:
     return data_folder(data_dir) / "weights" / repository(name).replace("/", "--")
 
 
-def _hub_folder(name: str) -> Path | None:
-    """The newest snapshot in the cache of huggingface_hub, which timm and transformers use."""
+def _hub_snapshot(name: str) -> Path | None:
+    """Return the newest snapshot in the cache of huggingface_hub, which timm and transformers use."""
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     root = cache / f"models--{repository(name).replace('/', '--')}"
@@ -86,11 +86,10 @@ class Fetched(NamedTuple):
 
 
 def get_weights(name: str, data_dir: str | Path | None = None, console: Console | None = None) -> Fetched:
-    """Download a network's weights and what the hub says of them, unless they are here.
+    """Download a network's weights and JSON files, unless a cache has the weights.
 
     Raises:
-      InputError: for a name that is none, a file that the hub does not have or does not give, or one whose
-        checksum differs.
+      InputError: for a wrong name, a file that the hub lacks or refuses, or one whose checksum differs.
     """
     if not is_hub_name(name):
         raise InputError(
@@ -98,27 +97,27 @@ def get_weights(name: str, data_dir: str | Path | None = None, console: Console 
             "OWNER/NAME"
         )
     with contextlib.suppress(InputError):
-        found = find_weights(name, data_dir)
-        return Fetched(found, sha256(found), found.stat().st_size)
-    folder = _own_folder(name, data_dir)
+        cached = find_weights(name, data_dir)
+        return Fetched(cached, sha256(cached), cached.stat().st_size)
+    folder = _cache_folder(name, data_dir)
     check_folder(folder, "data_dir")
     base = f"{os.environ.get('HF_ENDPOINT') or HUB}/{repository(name)}/resolve/main"
-    facts = next((each for file in FILES if (each := _facts(f"{base}/{file}", name))), None)
-    if facts is None:
+    archive = next((archive for file in FILES if (archive := _archive(f"{base}/{file}", name))), None)
+    if archive is None:
         raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
     folder.mkdir(parents=True, exist_ok=True)
     for sidecar in SIDECARS:
-        if content := _small(f"{base}/{sidecar}", name):
+        if content := _download_json(f"{base}/{sidecar}", name):
             with atomic(folder / sidecar) as temporary:
                 temporary.write_bytes(content)
-    path = folder / facts.file
-    fetch_file("weights", facts, path, console, TIMEOUT)
-    return Fetched(path, facts.sha256, facts.bytes)
+    path = folder / archive.file
+    fetch_file("weights", archive, path, console, TIMEOUT)
+    return Fetched(path, archive.sha256, archive.bytes)
 
 
-def _facts(url: str, name: str) -> Archive | None:
-    """Size and checksum of a file, as the hub states them; None if it has no such file."""
-    with _opened(urllib.request.Request(url, method="HEAD"), name) as answer:
+def _archive(url: str, name: str) -> Archive | None:
+    """Ask the hub for the size and the checksum of a file; None if it has no such file."""
+    with _open(urllib.request.Request(url, method="HEAD"), name) as answer:
         if answer is None:
             return None
         headers = answer.headers
@@ -129,9 +128,9 @@ def _facts(url: str, name: str) -> Archive | None:
         return Archive(url, size, tag, "")
 
 
-def _small(url: str, name: str) -> bytes | None:
-    """A JSON file; None if there is none."""
-    with _opened(urllib.request.Request(url), name, redirect=True) as answer:
+def _download_json(url: str, name: str) -> bytes | None:
+    """Download a small JSON file; None if the hub has none."""
+    with _open(urllib.request.Request(url), name, redirect=True) as answer:
         content = None if answer is None else answer.read(SIDECAR_BYTES)
     if content:
         try:
@@ -141,16 +140,17 @@ def _small(url: str, name: str) -> bytes | None:
     return content
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Does not follow: the hub's own answer, not that of its store, has the checksum."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the hub's answer has the checksum, that of its store does not."""
 
     def redirect_request(self, *_: object) -> None:  # pyrefly: ignore[bad-override]
         return None
 
 
 @contextlib.contextmanager
-def _opened(request: urllib.request.Request, name: str, redirect: bool = False) -> Iterator[Any]:
-    opener = urllib.request.build_opener(*([] if redirect else [_Stay]))
+def _open(request: urllib.request.Request, name: str, redirect: bool = False) -> Iterator[Any]:
+    """Open the hub's answer; None if it has no such file."""
+    opener = urllib.request.build_opener(*([] if redirect else [_NoRedirect]))
     try:
         answer = opener.open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
@@ -162,7 +162,7 @@ def _opened(request: urllib.request.Request, name: str, redirect: bool = False) 
                 f"weights: the hub refuses {name!r} (HTTP status {error.code}); if it is gated, log in and "
                 "fetch it with the hub's own program, whose cache is read too"
             ) from error
-        answer = error  # a redirection, with the headers that count
+        answer = error  # a redirection, whose headers have the checksum
     except (OSError, HTTPException) as error:
         cause = getattr(error, "reason", None)
         why = reason(cause if isinstance(cause, Exception) else error)

@@ -1,8 +1,8 @@
-"""Pretrained backbones: from the usual kinds of files of weights to a network.
+"""Load pretrained backbones from the usual kinds of files of weights.
 
-`checkpoints` reads files, `finding` takes one network of each, `naming`, `torchvision` and `convnext` know
-the names of tensors, `sidecars` what else is said. The image size, the compute type and the pixel constants
-are decided here, and a masked autoencoder's decoder joins its encoder.
+`checkpoints` reads files, `finding` finds the network in each, `naming`, `torchvision` and `convnext` know
+the names of tensors, and `sidecars` reads metadata. This module decides image size, compute type and pixel
+constants, and joins a masked autoencoder's decoder to its encoder.
 """
 
 import dataclasses
@@ -30,23 +30,17 @@ from fcljax.settings import Positions, StemChoice
 from fcljax.types import PyTree
 
 PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
-# sha256 of these files as they were packaged
+# sha256 of the packaged files
 ASSET_DIGESTS = {
     "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
 }
-VARIANTS = (
-    "layer_scale",
-    "registers",
-    "qk_norm",
-    "pre_norm",
-    "activation",
-    "rotary_base",
-)  # fields of some ViTs' shapes
+# fields of some ViTs' shapes
+VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "activation", "rotary_base")
 
-_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls them
+_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
-# Names that the authors' files have kept, of networks that were trained with ImageNet's constants.
+# in file names: networks whose authors trained with ImageNet's constants
 _IMAGENET_NAMES = ("dino", "ibot", "deit", "mae")
 
 
@@ -55,20 +49,20 @@ class PretrainedDecoder(NamedTuple):
 
     config: DecoderConfig  # at the encoder's image size
     params: PyTree  # for `decode`
-    mean: Colour  # pixel constants of the images that its encoder saw in training, and that it predicts
+    mean: Colour  # pixel constants of its encoder's training images, in which it also predicts
     std: Colour
 
 
 class Pretrained(NamedTuple):
-    """A network with what is needed to use it."""
+    """A network with its constants and the notes on how it was loaded."""
 
-    config: NetworkConfig  # at the image size that was asked for
+    config: NetworkConfig  # at the requested image size
     params: PyTree  # of the network, or of the encoder of an autoencoder
     # {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class token
     head: PyTree | None
     decoder: PretrainedDecoder | None  # a masked autoencoder's, from this file or another
-    mean: Colour  # what the weights expect to be subtracted from pixels in [0, 1]
-    std: Colour  # and what to divide them by
+    mean: Colour  # subtracted from pixels in [0, 1]
+    std: Colour  # by which these pixels are then divided
     # whose names the file has: fcljax, timm, huggingface, google, mae or torchvision; random: no file
     mapping: str
     digest: str  # the file's sha256
@@ -76,25 +70,26 @@ class Pretrained(NamedTuple):
 
 
 class WeightOptions(NamedTuple):
-    """How a file of weights is read."""
+    """How to read a file of weights."""
 
-    heads: int | None = None  # attention heads, for files that do not tell them
+    heads: int | None = None  # attention heads, if the file does not contain them
     decoder_heads: int | None = None  # the same for the decoder of a masked autoencoder
     # the network to take from a file of several: teacher, student, or another part of the names before one
     part: str = "teacher"
-    positions: Positions = "antialiased"  # how position embeddings are interpolated
-    normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else those of its kind
+    positions: Positions = "antialiased"  # interpolation of position embeddings
+    normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else its family's
     # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one that `fcljax
-    # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which nothing else is taken. None
-    # takes what the encoder's file has; for the packaged vit_micro at its own image size the packaged one.
+    # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which only the decoder is taken.
+    # None takes the decoder of the encoder's file; for the packaged vit_micro at its own image size the
+    # packaged one.
     decoder: str | None = None
     # of a convolutional network without a file; auto: "cifar" for images under 64 px, else "imagenet"
     stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
 
 
-class Loaded(NamedTuple):
-    """A file's network at the image size that was asked for, still in numpy, with pixel constants."""
+class LoadedViT(NamedTuple):
+    """A file's ViT at the requested image size, still in numpy, with pixel constants."""
 
     source: checkpoints.Checkpoint
     network: naming.Interpreted
@@ -110,7 +105,7 @@ def load_backbone(
     dtype: str = "float32",
     options: WeightOptions = WeightOptions(),  # noqa: B008
 ) -> Pretrained:
-    """A pretrained network, or a convolutional one with random values.
+    """Load a pretrained network, or make a convolutional one with random values.
 
     Args:
       name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
@@ -123,8 +118,7 @@ def load_backbone(
       options: see there.
 
     Raises:
-      InputError: for an unknown name, a missing or broken file, or tensors that do not fit (the message says
-        which).
+      InputError: for an unknown name, a missing or broken file, or tensors that do not fit.
     """
     if name is None and checkpoint is None:
         name = "vit_micro"
@@ -133,7 +127,7 @@ def load_backbone(
     if name in VITS:
         _check_size(image_size, VITS[name], name)
     file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
-    network = None if file is None else find(file, options.part)
+    network = None if file is None else find_network(file, options.part)
     if name in CONVNETS or (network and network.family.reader != "vit"):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
@@ -144,42 +138,42 @@ def load_backbone(
         if file is None or network is None:
             assert name is not None  # one of CONVNETS
             return _random_convnet(name, image_size, dtype, options)
-        return convolutional(file, network, name, image_size, dtype, options.stem)
+        return load_convnet(file, network, name, image_size, dtype, options.stem)
     if options.stem != "auto":
         raise InputError(
             f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
             "nearest: --backbone resnet18"
         )
-    decoder = options.decoder
-    if decoder is None and checkpoint is None:
-        decoder = _packaged_decoder(name, image_size)
+    decoder_source = options.decoder
+    if decoder_source is None and checkpoint is None:
+        decoder_source = _packaged_decoder(name, image_size)
     if file is None or network is None:
         file = checkpoints.read_checkpoint(packaged(name))
-        network = find(file, options.part)
-    found = loaded(file, network, name, image_size, options)
-    joined = _own_decoder(found)
+        network = find_network(file, options.part)
+    loaded = load_vit(file, network, name, image_size, options)
+    decoder = _decoder_in_file(loaded)
     notes = []
-    if decoder is not None:
-        joined, notes = _other_decoder(found, decoder, options.decoder_heads)
-    if joined:
-        config = dataclasses.replace(joined.config, dtype=dtype)
-        joined = joined._replace(config=config, params=_stored(joined.params, dtype))
-    vit = found.network
+    if decoder_source is not None:
+        decoder, notes = _load_decoder(loaded, decoder_source, options.decoder_heads)
+    if decoder:
+        config = dataclasses.replace(decoder.config, dtype=dtype)
+        decoder = decoder._replace(config=config, params=_to_device(decoder.params, dtype))
+    vit = loaded.network
     return Pretrained(
         config=dataclasses.replace(vit.config, dtype=dtype),
-        params=_stored(vit.params, dtype),
+        params=_to_device(vit.params, dtype),
         head=vit.head and jax.tree.map(jnp.array, vit.head),
-        decoder=joined,
-        mean=found.mean,
-        std=found.std,
+        decoder=decoder,
+        mean=loaded.mean,
+        std=loaded.std,
         mapping=vit.mapping,
         digest=file.digest,
-        notes=(*found.notes, *notes),
+        notes=(*loaded.notes, *notes),
     )
 
 
-def find(file: checkpoints.Checkpoint, part: str) -> finding.NetworkInFile:
-    """The one network of a file.
+def find_network(file: checkpoints.Checkpoint, part: str) -> finding.NetworkInFile:
+    """Return the network of a file.
 
     Raises:
       InputError: as `finding.find`.
@@ -187,7 +181,7 @@ def find(file: checkpoints.Checkpoint, part: str) -> finding.NetworkInFile:
     return finding.find(dialects.from_flax(file.tensors), part)
 
 
-def convolutional(
+def load_convnet(
     file: checkpoints.Checkpoint,
     network: finding.NetworkInFile,
     name: str | None,
@@ -195,7 +189,7 @@ def convolutional(
     dtype: str,
     stem: StemChoice,
 ) -> Pretrained:
-    """A convolutional network of a file.
+    """Load the convolutional network of a file.
 
     Raises:
       InputError: as `load_backbone`.
@@ -204,29 +198,29 @@ def convolutional(
         raise InputError(
             f"checkpoint: does not fit {name}: a Vision Transformer is in it ({network.family.name})"
         )
-    kind = convnext if network.family.reader == "convnext" else torchvision
-    found = kind.interpret(network.tensors, name)
-    own = getattr(found.config, "stem", None)
-    if stem not in ("auto", own):
-        raise InputError(f"stem: {stem!r} asked for, but the checkpoint has {own or 'one of its own'!r}")
-    config = _sized(found.config, image_size, dtype)
-    said = sidecars.said(file, None, found.config.width)
-    notes = [] if found.head is None else [naming.headless(found.head)]
-    notes += [
-        *finding.taken(network.prefix),
-        *finding.left_out((*network.beside, *found.beside)),
-        *said.notes,
-    ]
-    pixels = said.pixels
+    reader = convnext if network.family.reader == "convnext" else torchvision
+    convnet = reader.interpret(network.tensors, name)
+    file_stem = getattr(convnet.config, "stem", None)
+    if stem not in ("auto", file_stem):
+        raise InputError(
+            f"stem: {stem!r} asked for, but the checkpoint has {file_stem or 'one of its own'!r}"
+        )
+    config = _at_size(convnet.config, image_size, dtype)
+    facts = sidecars.read_facts(file, None, convnet.config.width)
+    notes = [] if convnet.head is None else [naming.head_note(convnet.head)]
+    notes += finding.role_notes(network.prefix)
+    notes += finding.left_out_notes((*network.left_out, *convnet.left_out))
+    notes += facts.notes
+    pixels = facts.pixels
     if pixels is None:
         pixels = NORMALISE["imagenet"]
-        notes.append(_assumed(*pixels, "imagenet"))
-    params, head = jax.tree.map(jnp.asarray, (found.params, found.head))
+        notes.append(_assumed_pixels(*pixels, "imagenet"))
+    params, head = jax.tree.map(jnp.asarray, (convnet.params, convnet.head))
     return Pretrained(config, params, head, None, *pixels, "torchvision", file.digest, tuple(notes))
 
 
 def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
-    """Values that depend on the seed alone; pixels between -1 and 1."""
+    """Draw values that depend on the seed alone; pixels are between -1 and 1."""
     config = CONVNETS[name]
     seed = options.seed
     if isinstance(config, ConvNeXtConfig):
@@ -234,18 +228,19 @@ def _random_convnet(name: str, image_size: int | None, dtype: str, options: Weig
             raise InputError(
                 f"stem: {options.stem!r} is not of {name}, which has one of its own; leave it out"
             )
-    else:
-        own = config.stem if image_size is None else "cifar" if image_size < 64 else "imagenet"
-        config = dataclasses.replace(config, stem=own if options.stem == "auto" else options.stem)
-    config = _sized(config, image_size, dtype)
+    elif options.stem != "auto":
+        config = dataclasses.replace(config, stem=options.stem)
+    elif image_size is not None:
+        config = dataclasses.replace(config, stem="cifar" if image_size < 64 else "imagenet")
+    config = _at_size(config, image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
     note = f"{name} has random values of seed {seed}: no checkpoint was named"
     return Pretrained(config, params, None, None, mean, std, "random", f"random-{name}-{seed}", (note,))
 
 
-def _sized(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNetConfig:
-    """The network at another image size, which must leave a place in its last stage."""
+def _at_size(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNetConfig:
+    """Change the image size, which must leave a position in the last stage."""
     size = config.image_size if image_size is None else image_size
     if size < config.reduction:
         raise InputError(
@@ -256,7 +251,7 @@ def _sized(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNet
 
 
 def packaged(name: str | None) -> str:
-    """The file of weights that comes with the package.
+    """Return the file of weights that comes with the package.
 
     Raises:
       InputError: if there is none of that name.
@@ -270,11 +265,10 @@ def packaged(name: str | None) -> str:
 
 
 def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
-    """None also where the file is not there: it is made anew with the encoder alone."""
     if name not in PACKAGED_DECODERS or image_size not in (None, VITS[name].image_size):
         return None
     file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
-    return str(file) if file.is_file() else None
+    return str(file) if file.is_file() else None  # missing while `fcljax pretrain-decoder` makes it anew
 
 
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
@@ -296,25 +290,30 @@ def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtyp
         if dtype == "float16" and not np.isfinite(flat[name]).all():
             raise InputError(f"dtype: {name} has values beyond float16; choose 'bfloat16' or 'float32'")
     with atomic(path) as temporary:
-        temporary.write_bytes(_safetensors(flat, metadata, _KINDS[dtype]))
+        temporary.write_bytes(_safetensors(flat, metadata, _SAFETENSORS_TYPES[dtype]))
 
 
-def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], kind: str) -> bytes:
-    """A safetensors file of these tensors in this order (the library's writer shuffles the metadata)."""
+def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], dtype: str) -> bytes:
+    """Return a safetensors file of these tensors in this order.
+
+    The library's writer shuffles the metadata, so the same tensors would give different files.
+    """
     header: dict[str, object] = {"__metadata__": metadata}
-    ends = np.cumsum([0, *(x.nbytes for x in flat.values())]).tolist()
-    for (name, x), start, end in zip(flat.items(), ends[:-1], ends[1:], strict=True):
-        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
+    end = 0
+    for name, x in flat.items():
+        start = end
+        end = start + x.nbytes
+        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
     return b"".join([len(text).to_bytes(8, "little"), text, *(x.tobytes() for x in flat.values())])
 
 
 def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: str) -> dict[str, str]:
-    """The metadata of a file of a decoder alone, for `load_backbone`.
+    """Return the metadata of a file of a decoder alone, for `load_backbone`.
 
     Args:
-      config: its static shape.
+      config: the decoder's static shape.
       mean, std: as in PretrainedDecoder.
       encoder: sha256 of the file of the encoder that it was trained on.
     """
@@ -328,13 +327,13 @@ def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: 
 
 
 def shape_text(config: ViTConfig | DecoderConfig) -> str:
-    """A static shape as metadata; what few networks have is there for those alone."""
-    usual = dataclasses.asdict(ViTConfig())
+    """Return a static shape as JSON, without fields of VARIANTS that have their default."""
+    defaults = dataclasses.asdict(ViTConfig())
     return json.dumps(
         {
             key: value
             for key, value in dataclasses.asdict(config).items()
-            if key not in OF_A_RUN and not (key in VARIANTS and value == usual[key])
+            if key not in OF_A_RUN and not (key in VARIANTS and value == defaults[key])
         }
     )
 
@@ -342,20 +341,19 @@ def shape_text(config: ViTConfig | DecoderConfig) -> str:
 def interpolate_positions(
     position: Float[Array, "tokens width"], grid: int, how: Positions = "antialiased"
 ) -> Float[Array, "tokens2 width"]:
-    """Positions for grid x grid patches by bicubic interpolation; the class token's stays.
+    """Interpolate position embeddings to grid x grid patches, bicubically; the class token's stays.
 
     Args:
       position: the class token's and those of side x side patches, row by row.
       grid: the new side, in patches.
-      how: "antialiased" is what timm 1.0 and Pillow do (a = -0.5, a kernel as wide as the new patches);
-        "plain" what timm 0.6 and most releases did, torch's `interpolate` (a = -0.75, always four values).
+      how: "antialiased" as timm 1.0 and Pillow (a = -0.5, a kernel as wide as the new patches); "plain" as
+        timm 0.6, most releases and torch's `interpolate` (a = -0.75, always four values).
     """
     cls = position[:1]
-    patches = position[1:]
-    side = round(patches.shape[0] ** 0.5)
+    side = round((len(position) - 1) ** 0.5)
     if side == grid:
         return position
-    square = patches.reshape(side, side, -1)
+    square = position[1:].reshape(side, side, -1)
     if how == "plain":
         weights = jnp.asarray(_plain_bicubic(side, grid))
         resized = jnp.einsum("iy,jx,yxd->ijd", weights, weights, square)
@@ -365,15 +363,18 @@ def interpolate_positions(
 
 
 def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
-    """Weights [new, old] of Keys' kernel on the four nearest places; beyond the border its value repeats."""
-    place = (np.arange(new) + 0.5) * old / new - 0.5
-    first = np.floor(place).astype(int) - 1
+    """Return the weights [new, old] of Keys' kernel on the four nearest positions.
+
+    Beyond the border, the border's value repeats.
+    """
+    position = (np.arange(new) + 0.5) * old / new - 0.5
+    leftmost = np.floor(position).astype(int) - 1
     weights = np.zeros((new, old))
     for tap in range(4):
-        x = np.abs(place - (first + tap))
+        x = np.abs(position - (leftmost + tap))
         near = (a + 2) * x**3 - (a + 3) * x**2 + 1
         far = a * (x**3 - 5 * x**2 + 8 * x - 4)
-        column = np.clip(first + tap, 0, old - 1)
+        column = np.clip(leftmost + tap, 0, old - 1)
         np.add.at(weights, (np.arange(new), column), np.where(x <= 1, near, far))
     return weights.astype(np.float32)
 
@@ -381,71 +382,72 @@ def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
 # ---- from a file to a network ------------------------------------------------------------------------------
 
 
-def loaded(
+def load_vit(
     file: checkpoints.Checkpoint,
     network: finding.NetworkInFile,
     name: str | None,
     image_size: int | None,
     options: WeightOptions,
-) -> Loaded:
-    """The ViT of a file.
+) -> LoadedViT:
+    """Load the ViT of a file.
 
     Args:
-      file: as it was read.
-      network: of that file, as `find` gives it.
+      file: as from `checkpoints.read_checkpoint`.
+      network: of that file, as from `find_network`.
       name, image_size, options: as of `load_backbone`.
 
     Raises:
       InputError: as `load_backbone`.
     """
-    named = naming.named(network)
+    named = naming.name_tensors(network)
     sizes = naming.sizes(named)
-    said = sidecars.said(file, sizes, sizes.width)
-    facts = _joined(naming.TensorFacts(options.heads, options.decoder_heads), said.facts)
-    vit = _with_epsilon(naming.interpret(named, name, facts), said.epsilon)
+    facts = sidecars.read_facts(file, sizes, sizes.width)
+    tensor_facts = _merge_facts(options.heads, options.decoder_heads, facts.tensors)
+    vit = _with_epsilon(naming.interpret(named, name, tensor_facts), facts.epsilon)
     _check_size(image_size, vit.config, name or "the checkpoint")
-    vit, resized = _resized(vit, image_size, options.positions)
-    mean, std, assumed = _constants(file, vit, said.pixels, options.normalise)
-    return Loaded(file, vit, mean, std, (*vit.notes, *said.notes, *resized, *assumed))
+    vit, size_notes = _resize(vit, image_size, options.positions)
+    mean, std, pixel_notes = _pixel_constants(file, vit, facts.pixels, options.normalise)
+    return LoadedViT(file, vit, mean, std, (*vit.notes, *facts.notes, *size_notes, *pixel_notes))
 
 
 def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
     if image_size is not None and (image_size % vit.patch or image_size < vit.patch):
-        fitting = max(vit.patch, round(image_size / vit.patch) * vit.patch)
+        nearest = max(vit.patch, round(image_size / vit.patch) * vit.patch)
         raise InputError(
             f"image_size: {image_size} is not a multiple of the patch size {vit.patch} of {name}; "
-            f"nearest: {fitting}"
+            f"nearest: {nearest}"
         )
 
 
-def _with_epsilon(network: naming.Interpreted, said: float | None) -> naming.Interpreted:
-    """The network with its own LayerNorms' epsilon: if not said, 1e-12 in Hugging Face's ViTs, else 1e-6."""
-    usual = 1e-12 if network.mapping == "huggingface" else network.config.epsilon
-    epsilon = usual if said is None else said
-    decoder = network.decoder and (
-        dataclasses.replace(network.decoder[0], epsilon=epsilon),
-        network.decoder[1],
-    )
+def _with_epsilon(network: naming.Interpreted, epsilon: float | None) -> naming.Interpreted:
+    """Set the epsilon of all LayerNorms; None: 1e-12 in Hugging Face's ViTs, else as the config has it."""
+    if epsilon is None:
+        epsilon = 1e-12 if network.mapping == "huggingface" else network.config.epsilon
+    decoder = network.decoder
+    if decoder:
+        decoder = (dataclasses.replace(decoder[0], epsilon=epsilon), decoder[1])
     return network._replace(config=dataclasses.replace(network.config, epsilon=epsilon), decoder=decoder)
 
 
-def _joined(asked: naming.TensorFacts, said: naming.TensorFacts) -> naming.TensorFacts:
-    for field in ("heads", "decoder_heads"):
-        ours = getattr(asked, field)
-        theirs = getattr(said, field)
-        if ours is not None and ours < 1:
-            raise InputError(f"{field}: {ours} is not positive")
-        if None not in (ours, theirs) and ours != theirs:
-            raise InputError(f"{field}: {ours} asked for, but the checkpoint has {theirs}")
-    heads = asked.heads or said.heads
-    decoder_heads = asked.decoder_heads or said.decoder_heads
-    return said._replace(heads=heads, decoder_heads=decoder_heads)
+def _merge_facts(
+    heads: int | None, decoder_heads: int | None, facts: naming.TensorFacts
+) -> naming.TensorFacts:
+    """Add the user's numbers of heads to the facts of the file, which must not contradict them."""
+    for field, option, in_file in (
+        ("heads", heads, facts.heads),
+        ("decoder_heads", decoder_heads, facts.decoder_heads),
+    ):
+        if option is not None and option < 1:
+            raise InputError(f"{field}: {option} is not positive")
+        if None not in (option, in_file) and option != in_file:
+            raise InputError(f"{field}: {option} asked for, but the checkpoint has {in_file}")
+    return facts._replace(heads=heads or facts.heads, decoder_heads=decoder_heads or facts.decoder_heads)
 
 
-def _resized(
+def _resize(
     network: naming.Interpreted, image_size: int | None, positions: Positions
 ) -> tuple[naming.Interpreted, list[str]]:
-    """The network at another image size."""
+    """Interpolate the positions to another image size; return the network, and a note if they changed."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
     old = network.config.grid
@@ -454,10 +456,8 @@ def _resized(
     params = network.params | {"pos": np.asarray(position)}
     decoder = network.decoder
     if decoder is not None:
-        decoder = (
-            dataclasses.replace(decoder[0], image_size=image_size),
-            _resized_decoder(*decoder, config.grid, positions),
-        )
+        decoder_config = dataclasses.replace(decoder[0], image_size=image_size)
+        decoder = (decoder_config, _resize_decoder(*decoder, config.grid, positions))
     note = (
         f"position embeddings were interpolated from {old} x {old} to {config.grid} x {config.grid} patches "
         f"({positions})"
@@ -465,10 +465,10 @@ def _resized(
     return network._replace(config=config, params=params, decoder=decoder), [note]
 
 
-def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions: Positions) -> PyTree:
-    """Positions that follow the sin-cos formula follow it on the other grid too."""
+def _resize_decoder(config: DecoderConfig, params: PyTree, grid: int, positions: Positions) -> PyTree:
+    """Compute positions by the sin-cos formula if the old ones follow it, else interpolate them."""
     position = params["pos"]
-    # stored in half precision they are rounded, by up to 2e-3 in bfloat16
+    # the tolerance is for positions in half precision, which rounds them by up to 2e-3 (bfloat16)
     if config.width % 4 == 0 and np.allclose(
         position, sincos_positions(config.grid, config.width), atol=5e-3
     ):
@@ -476,107 +476,112 @@ def _resized_decoder(config: DecoderConfig, params: PyTree, grid: int, positions
     return params | {"pos": np.asarray(interpolate_positions(jnp.asarray(position), grid, positions))}
 
 
-def _constants(
+def _pixel_constants(
     file: checkpoints.Checkpoint,
     network: naming.Interpreted,
-    said: tuple[Colour, Colour] | None,
+    in_file: tuple[Colour, Colour] | None,
     normalise: str | None,
 ) -> tuple[Colour, Colour, list[str]]:
-    """Mean and standard deviation of pixels: as the user or the file says, or as its kind suggests."""
+    """Return mean and standard deviation of pixels, with a note if they are assumed.
+
+    The user's choice counts first, then the file's constants, then those of the network's family.
+    """
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
-    if said is not None:
-        return *said, []
-    named = network.mapping != "google" and any(
-        word in PurePosixPath(file.source).name.lower() for word in _IMAGENET_NAMES
-    )
-    kind = network.pixels or ("imagenet" if network.torch_training or named else "half")
+    if in_file is not None:
+        return *in_file, []
+    file_name = PurePosixPath(file.source).name.lower()
+    imagenet_name = network.mapping != "google" and any(word in file_name for word in _IMAGENET_NAMES)
+    if network.pixels:
+        kind = network.pixels
+    elif network.torch_training or imagenet_name:
+        kind = "imagenet"
+    else:
+        kind = "half"
     mean, std = NORMALISE[kind]
-    return mean, std, [_assumed(mean, std, kind)]
+    return mean, std, [_assumed_pixels(mean, std, kind)]
 
 
-def _assumed(mean: Colour, std: Colour, kind: str) -> str:
+def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
     constants = f"pixel mean {colour_text(mean)} and std {colour_text(std)} are assumed ({kind})"
     return f"{constants}: the checkpoint does not tell them"
 
 
-def _stored(tree: PyTree, dtype: str) -> PyTree:
-    """Arrays of our own: kernels and biases of matrix products in the compute type, all else float32. Cast by
-    numpy, for JAX compiles a program for each shape."""
+def _to_device(tree: PyTree, dtype: str) -> PyTree:
+    """Copy parameters to the device: those of matrix products in the compute type, all others as float32."""
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
+        # numpy casts, because JAX would compile a program for each shape
         return jax.device_put(np.array(x, jnp.dtype(dtype if matrix else "float32")))
 
     return jax.tree_util.tree_map_with_path(store, tree)
 
 
-# ---- a decoder in a file of its own ------------------------------------------------------------------------
+# ---- decoders ----------------------------------------------------------------------------------------------
 
 
-def _own_decoder(loaded: Loaded) -> PretrainedDecoder | None:
-    """The decoder in the encoder's file, which works with the file's own constants."""
+def _decoder_in_file(loaded: LoadedViT) -> PretrainedDecoder | None:
+    """Return the decoder in the encoder's file, which shares the file's pixel constants."""
     decoder = loaded.network.decoder
     return decoder and PretrainedDecoder(*decoder, loaded.mean, loaded.std)
 
 
-def _other_decoder(encoder: Loaded, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
-    """The decoder in another file, at the encoder's image size, and what a user should be told."""
+def _load_decoder(encoder: LoadedViT, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
+    """Load the decoder of another file at the encoder's image size, with notes for the user."""
     try:
         file, decoder, notes = _read_decoder(encoder, source, heads)
-    except InputError as error:  # what reads any file says checkpoint
+    except InputError as error:  # readers of files name the option `checkpoint`
         raise InputError(f"decoder: {str(error).removeprefix('checkpoint: ')}") from None
-    mine = encoder.network.config
-    theirs = decoder.config
-    for what, needs, has in (
-        ("tokens of width", theirs.encoder_width, mine.width),
-        ("patches of side", theirs.patch, mine.patch),
+    vit = encoder.network.config
+    config = decoder.config
+    for what, needed, width in (
+        ("tokens of width", config.encoder_width, vit.width),
+        ("patches of side", config.patch, vit.patch),
     ):
-        if needs != has:
+        if needed != width:
             raise InputError(
-                f"decoder: {file.source!r} goes with {what} {needs}, and the encoder has {has}; train one "
+                f"decoder: {file.source!r} goes with {what} {needed}, and the encoder has {width}; train one "
                 "for it with fcljax pretrain-decoder"
             )
     trained_on = file.metadata.get("encoder_sha256")
     if trained_on not in (None, encoder.source.digest, encoder.source.metadata.get("sha256")):
         notes = [*notes, f"the decoder was trained on another encoder, the file with sha256 {trained_on}"]
-    if theirs.image_size != mine.image_size:
-        params = _resized_decoder(theirs, decoder.params, mine.grid, "antialiased")
-        decoder = decoder._replace(
-            config=dataclasses.replace(theirs, image_size=mine.image_size), params=params
-        )
+    if config.image_size != vit.image_size:
+        params = _resize_decoder(config, decoder.params, vit.grid, "antialiased")
+        config = dataclasses.replace(config, image_size=vit.image_size)
+        decoder = decoder._replace(config=config, params=params)
     return decoder, notes
 
 
 def _read_decoder(
-    encoder: Loaded, source: str, heads: int | None
+    encoder: LoadedViT, source: str, heads: int | None
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
-    """What a file's decoder is by itself, whatever the encoder: a file of a decoder alone, or a whole masked
-    autoencoder."""
+    """Read the decoder of a file, which is that of a decoder alone or of a whole masked autoencoder."""
     file = checkpoints.read_checkpoint(source)
     if not naming.is_decoder(file.tensors):
-        # heads change no shape; what the encoder has will do where the file does not tell
-        network = find(file, WeightOptions().part)
+        network = find_network(file, WeightOptions().part)
         try:
-            found = loaded(file, network, None, None, WeightOptions(decoder_heads=heads))
+            loaded = load_vit(file, network, None, None, WeightOptions(decoder_heads=heads))
         except InputError:
-            usual = encoder.network.config.heads
-            found = loaded(file, network, None, None, WeightOptions(usual, heads))
-        decoder = _own_decoder(found)
+            # the file's encoder is not used, and its heads change no shape: any number will do
+            any_heads = encoder.network.config.heads
+            loaded = load_vit(file, network, None, None, WeightOptions(any_heads, heads))
+        decoder = _decoder_in_file(loaded)
         if decoder is None:
             raise InputError(f"{file.source!r} has no decoder")
         return file, decoder, []
-    said = sidecars.said(file, None, 0)
-    facts = _joined(naming.TensorFacts(None, heads), said.facts)
-    config, params, notes = naming.interpret_decoder(file.tensors, facts)
+    facts = sidecars.read_facts(file, None, 0)
+    tensor_facts = _merge_facts(None, heads, facts.tensors)
+    config, params, notes = naming.interpret_decoder(file.tensors, tensor_facts)
     epsilon = sidecars.object_of(file, "decoder").get("epsilon", config.epsilon)
     config = dataclasses.replace(config, epsilon=sidecars.checked_epsilon(file, epsilon))
-    if said.pixels is None:
+    if facts.pixels is None:
         notes = [*notes, "the decoder's file does not tell its pixel constants: the encoder's are assumed"]
         return file, PretrainedDecoder(config, params, encoder.mean, encoder.std), notes
-    return file, PretrainedDecoder(config, params, *said.pixels), notes
+    return file, PretrainedDecoder(config, params, *facts.pixels), notes
 
 
 def colour_text(colour: Colour) -> str:
-    """A colour in a line."""
+    """Format a colour."""
     return ", ".join(f"{x:g}" for x in colour)

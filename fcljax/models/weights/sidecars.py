@@ -1,9 +1,9 @@
-"""What a file's own metadata, and the JSON files beside it, say of a network: heads, activation, epsilon,
-pixel constants.
+"""Read facts on a network from a file's metadata and the JSON files beside it.
 
-`config.json` and `preprocessor_config.json` of transformers, `config.json` of timm and
-`open_clip_config.json` are read beside a file of any name. Where such a file speaks of a network of another
-size, it belongs to another file and is not used, which a note says.
+The facts are heads, activation, epsilon, rotary base and pixel constants. `config.json` and
+`preprocessor_config.json` of transformers, `config.json` of timm and `open_clip_config.json` are read beside
+a file of any name. A JSON file with another size than the network's belongs to another file: it is not used,
+and a note says so.
 """
 
 import json
@@ -17,8 +17,8 @@ from fcljax.models.weights.checkpoints import Checkpoint
 from fcljax.models.weights.naming import TensorFacts, ViTSizes
 
 FORMAT = "fcljax-1"
-MOST_COLOUR = 1e6  # of a mean or deviation of pixels
-# transformers' names of activations -> ours
+MOST_COLOUR = 1e6  # largest mean or standard deviation of pixels
+# transformers' names -> ours
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# where configs state a size
+# our sizes -> the keys of configs
 _SIZES = {
     "width": ("hidden_size", "width", "num_features"),
     "depth": ("num_hidden_layers", "layers"),
@@ -37,91 +37,99 @@ _SIZES = {
 _OTHER_ARCHITECTURES = re.compile(r"resnet\w*(blur|aa)\w*|densenetblur\w*|resnetrs\w*")
 
 
-class Said(NamedTuple):
-    """What is known of a network from elsewhere than its tensors."""
+class NetworkFacts(NamedTuple):
+    """Facts on a network from elsewhere than its tensors."""
 
-    facts: TensorFacts = TensorFacts()
+    tensors: TensorFacts = TensorFacts()
     epsilon: float | None = None
     pixels: tuple[Colour, Colour] | None = None
     """Mean and standard deviation of pixels."""
     notes: tuple[str, ...] = ()
 
 
-def said(file: Checkpoint, sizes: ViTSizes | None, width: int) -> Said:
-    """What metadata and the files beside it say.
+def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkFacts:
+    """Read the facts in a file's metadata and in the files beside it.
 
     Args:
-      file: as `checkpoints.read_checkpoint` gives it.
+      file: as from `checkpoints.read_checkpoint`.
       sizes: of a ViT; None for other networks.
       width: of the features.
 
     Raises:
       InputError: for values that make no sense, or a network that is not supported.
     """
-    kind = file.metadata.get("format", "")
-    if kind.startswith("fcljax") and kind != FORMAT:
+    file_format = file.metadata.get("format", "")
+    if file_format.startswith("fcljax") and file_format != FORMAT:
         raise InputError(
-            f"checkpoint: {file.source!r} has format {kind!r}, and this version reads {FORMAT!r}"
+            f"checkpoint: {file.source!r} has format {file_format!r}, and this version reads {FORMAT!r}"
         )
-    if kind == FORMAT:
-        return _of_ours(file)
-    known = {"width": width} if sizes is None else sizes._asdict()
-    config, notes = _of_this_network("config.json", _vision(file.config), file.config, known)
+    if file_format == FORMAT:  # `fcljax convert` or a training wrote it, with all facts
+        config = object_of(file, "config")
+        activation = config.get("activation")
+        if activation not in (None, "gelu", "quick_gelu", "gelu_tanh"):
+            raise InputError(f"checkpoint: {file.source!r} says that its activation is {activation!r}")
+        decoder_heads = object_of(file, "decoder").get("heads")
+        keys = ("heads", "rotary_base", "epsilon")
+        return _checked_facts(file, config, keys, decoder_heads, activation, _metadata_pixels(file), [])
+    expected = {"width": width} if sizes is None else sizes._asdict()
+    config, notes = _if_of_network("config.json", _vision(file.config), file.config, expected)
     preprocessor = file.preprocessor if config or not file.config else {}
-    clip, more = _of_this_network("open_clip_config.json", _tower(file.open_clip), file.open_clip, known)
+    clip, clip_notes = _if_of_network(
+        "open_clip_config.json", _vision_tower(file.open_clip), file.open_clip, expected
+    )
     _refuse_architectures(config)
-    pixels = _metadata_pixels(file) or _pixels(file, preprocessor, config, clip)
-    vision = _vision(config)
-    heads = vision.get("num_attention_heads", _heads_of_tower(clip))
-    base = vision.get("rope_theta")
-    if base is not None and not (isinstance(base, int | float) and 1 < base <= 1e6):
-        raise InputError(f"checkpoint: {file.source!r} says that its rotary positions have base {base!r}")
-    facts = TensorFacts(
-        _whole(file, "heads", heads),
-        _whole(file, "decoder heads", vision.get("decoder_num_attention_heads")),
-        _activation(config, clip),
-        base,
-    )
-    epsilon = vision.get("layer_norm_eps")
-    return Said(facts, None if epsilon is None else checked_epsilon(file, epsilon), pixels, (*notes, *more))
+    pixels = _metadata_pixels(file) or _sidecar_pixels(file, preprocessor, config, clip)
+    vision = {"num_attention_heads": _heads_of_tower(clip)} | _vision(config)
+    decoder_heads = vision.get("decoder_num_attention_heads")
+    keys = ("num_attention_heads", "rope_theta", "layer_norm_eps")
+    activation = _activation(config, clip)
+    return _checked_facts(file, vision, keys, decoder_heads, activation, pixels, [*notes, *clip_notes])
 
 
-def _of_ours(file: Checkpoint) -> Said:
-    """Of a file that `fcljax convert` or a training wrote: it says all itself."""
-    config, decoder = (object_of(file, key) for key in ("config", "decoder"))
-    activation = config.get("activation")
-    base = config.get("rotary_base")
-    if base is not None and not (isinstance(base, int | float) and 1 < base <= 1e6):
-        raise InputError(f"checkpoint: {file.source!r} says that its rotary positions have base {base!r}")
-    if activation not in (None, "gelu", "quick_gelu", "gelu_tanh"):
-        raise InputError(f"checkpoint: {file.source!r} says that its activation is {activation!r}")
-    facts = TensorFacts(
-        _whole(file, "heads", config.get("heads")),
-        _whole(file, "decoder heads", decoder.get("heads")),
+def _checked_facts(
+    file: Checkpoint,
+    config: dict[str, Any],
+    keys: tuple[str, str, str],
+    decoder_heads: object,
+    activation: Activation | None,
+    pixels: tuple[Colour, Colour] | None,
+    notes: list[str],
+) -> NetworkFacts:
+    """Check the values of a config; `keys` are its names of heads, rotary base and epsilon."""
+    heads, rotary_base, epsilon = map(config.get, keys)
+    if rotary_base is not None and not (isinstance(rotary_base, int | float) and 1 < rotary_base <= 1e6):
+        raise InputError(
+            f"checkpoint: {file.source!r} says that its rotary positions have base {rotary_base!r}"
+        )
+    tensors = TensorFacts(
+        _positive_integer(file, "heads", heads),
+        _positive_integer(file, "decoder heads", decoder_heads),
         activation,
-        base,
+        rotary_base,
     )
-    epsilon = config.get("epsilon")
-    return Said(facts, None if epsilon is None else checked_epsilon(file, epsilon), _metadata_pixels(file))
+    if epsilon is not None:
+        epsilon = checked_epsilon(file, epsilon)
+    return NetworkFacts(tensors, epsilon, pixels, tuple(notes))
 
 
-# ---- whether it is of this network -------------------------------------------------------------------------
+# ---- parts of configs --------------------------------------------------------------------------------------
 
 
-def _of_this_network(
-    name: str, part: dict[str, Any], config: dict[str, Any], known: dict[str, int]
+def _if_of_network(
+    name: str, part: dict[str, Any], config: dict[str, Any], expected: dict[str, int]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config, or {} and a note if its part on the network states another size."""
+    """Return the config, or {} and a note if its part on the network has another size."""
     for size, keys in _SIZES.items():
         for key in keys:
             value = part.get(key)
-            if size in known and isinstance(value, int) and value != known[size]:
-                return {}, [f"{name} beside the file is not used: it says {key} {value}, here {known[size]}"]
+            if size in expected and isinstance(value, int) and value != expected[size]:
+                note = f"{name} beside the file is not used: it says {key} {value}, here {expected[size]}"
+                return {}, [note]
     return config, []
 
 
 def _vision(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json, or its part on the visual tower (CLIP)."""
+    """Return a config.json, or its part on the visual tower (CLIP)."""
     vision = config.get("vision_config")
     return vision if isinstance(vision, dict) else config
 
@@ -131,19 +139,19 @@ def _model(open_clip: dict[str, Any]) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def _tower(open_clip: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's part on the visual tower."""
+def _vision_tower(open_clip: dict[str, Any]) -> dict[str, Any]:
+    """Return open_clip's part on the visual tower."""
     vision = _model(open_clip).get("vision_cfg")
     return vision if isinstance(vision, dict) else {}
 
 
 def _heads_of_tower(open_clip: dict[str, Any]) -> int | None:
-    tower = _tower(open_clip)
+    tower = _vision_tower(open_clip)
     width = tower.get("width")
-    head = tower.get("head_width", 64)
-    if not isinstance(width, int) or not isinstance(head, int) or head < 1 or width % head:
+    head_width = tower.get("head_width", 64)
+    if not isinstance(width, int) or not isinstance(head_width, int) or head_width < 1 or width % head_width:
         return None
-    return width // head
+    return width // head_width
 
 
 def _refuse_architectures(config: dict[str, Any]) -> None:
@@ -159,13 +167,14 @@ def _refuse_architectures(config: dict[str, Any]) -> None:
 
 
 def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation | None:
-    architecture = config.get("architecture", _tower(open_clip).get("timm_model_name"))
-    if isinstance(architecture, str) and "quickgelu" in architecture:  # timm's name of CLIP's
+    tower = _vision_tower(open_clip)
+    architecture = config.get("architecture", tower.get("timm_model_name"))
+    if isinstance(architecture, str) and "quickgelu" in architecture:  # timm's names of CLIP's networks
         return "quick_gelu"
-    if isinstance(architecture, str) and ("pretrained_cfg" in config or _tower(open_clip)):
+    if isinstance(architecture, str) and ("pretrained_cfg" in config or tower):
         return "gelu"
     name = _vision(config).get("hidden_act")
-    if name is None and _tower(open_clip):
+    if name is None and tower:
         return "quick_gelu" if _model(open_clip).get("quick_gelu") else "gelu"
     if name is None:
         return None
@@ -178,10 +187,10 @@ def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation
 
 
 def checked_epsilon(file: Checkpoint, value: object) -> float:
-    """An epsilon of LayerNorms.
+    """Return the epsilon of LayerNorms that a file states.
 
     Raises:
-      InputError: if it is none.
+      InputError: if it is no number in (0, 1e-3].
     """
     if not isinstance(value, float) or not 0 < value <= 1e-3:
         raise InputError(
@@ -190,7 +199,7 @@ def checked_epsilon(file: Checkpoint, value: object) -> float:
     return value
 
 
-def _whole(file: Checkpoint, what: str, value: object) -> int | None:
+def _positive_integer(file: Checkpoint, what: str, value: object) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -199,10 +208,10 @@ def _whole(file: Checkpoint, what: str, value: object) -> int | None:
 
 
 def object_of(file: Checkpoint, key: str) -> dict[str, Any]:
-    """A JSON object in our own metadata; {} if the file is not ours or has none.
+    """Return a JSON object of our own metadata; {} if the file is not ours or lacks it.
 
     Raises:
-      InputError: if it is none.
+      InputError: if the value is no JSON object.
     """
     if file.metadata.get("format") != FORMAT or key not in file.metadata:
         return {}
@@ -219,38 +228,37 @@ def _decoded(file: Checkpoint, key: str) -> Any:
         raise InputError(f"checkpoint: {file.source!r} has broken metadata: {key}") from None
 
 
-def _pixels(
+def _sidecar_pixels(
     file: Checkpoint, preprocessor: dict[str, Any], config: dict[str, Any], open_clip: dict[str, Any]
 ) -> tuple[Colour, Colour] | None:
-    """Mean and standard deviation of pixels, if a file beside it says them."""
-    places = (
+    """Return mean and standard deviation of pixels, if a file beside it has both."""
+    sources = (
         (preprocessor, ("image_mean", "image_std")),
         (config.get("pretrained_cfg"), ("mean", "std")),
         (open_clip.get("preprocess_cfg"), ("mean", "std")),
     )
-    for place, (mean, std) in places:
-        if isinstance(place, dict) and mean in place and std in place:
-            return colour(file, mean, place[mean]), colour(file, std, place[std])
+    for source, (mean, std) in sources:
+        if isinstance(source, dict) and mean in source and std in source:
+            return _colour(file, mean, source[mean]), _colour(file, std, source[std])
     return None
 
 
 def _metadata_pixels(file: Checkpoint) -> tuple[Colour, Colour] | None:
-    """Mean and standard deviation of pixels in a file's own metadata."""
+    """Return mean and standard deviation of pixels, if a file's metadata has both."""
     if not {"mean", "std"} <= set(file.metadata):
         return None
-    mean, std = (colour(file, key, _decoded(file, key)) for key in ("mean", "std"))
-    return mean, std
+    return _colour(file, "mean", _decoded(file, "mean")), _colour(file, "std", _decoded(file, "std"))
 
 
-def colour(file: Checkpoint, what: str, value: object) -> Colour:
-    """Three numbers.
+def _colour(file: Checkpoint, what: str, value: object) -> Colour:
+    """Return three numbers; a single number stands for three.
 
     Raises:
-      InputError: if the value is none, or a standard deviation of zero.
+      InputError: for other values, or a standard deviation of zero.
     """
     values = value if isinstance(value, list) else [value] * 3
-    good = len(values) == 3 and all(isinstance(x, int | float) and abs(x) <= MOST_COLOUR for x in values)
-    if not good or ("std" in what and min(values) <= 0):
+    numbers = all(isinstance(x, int | float) and abs(x) <= MOST_COLOUR for x in values)
+    if len(values) != 3 or not numbers or ("std" in what and min(values) <= 0):
         raise InputError(
             f"checkpoint: {file.source!r} has a {what} that is not three numbers: {str(value)[:80]!r}"
         )

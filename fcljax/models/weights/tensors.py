@@ -1,44 +1,60 @@
-"""Named arrays of a file: what all families of networks ask of them."""
+"""Check and convert the named arrays of a file, for all families of networks."""
+
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from fcljax.errors import InputError
+from fcljax.models.shapes import ConvNeXtConfig, DenseNetConfig, ResNetConfig
+from fcljax.types import PyTree
 
 Tensors = dict[str, np.ndarray]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_tensors(tensors: Tensors, wanted: Shapes, name: str) -> None:
+class InterpretedConvNet(NamedTuple):
+    """A convolutional network of a file, under our names and in our layouts."""
+
+    config: ResNetConfig | DenseNetConfig | ConvNeXtConfig
+    params: PyTree
+    head: PyTree | None
+    """{"kernel", "bias"} of its classifier, if there is one."""
+    left_out: tuple[str, ...]
+    """Names of the file's other tensors."""
+
+
+def check_tensors(tensors: Tensors, shapes: Shapes, network: str) -> None:
     """Check that a file has exactly these tensors.
 
     Raises:
       InputError: naming the first tensors that are misshaped, missing or unexpected.
     """
-    found = {
+    problems = {
         "misshaped": [
             f"{key} has shape {tuple(tensors[key].shape)}, needs {shape}"
-            for key, shape in wanted.items()
+            for key, shape in shapes.items()
             if key in tensors and tuple(tensors[key].shape) != shape
         ],
-        "missing": [key for key in wanted if key not in tensors],
-        "unexpected": [key for key in tensors if key not in wanted],
+        "missing": [key for key in shapes if key not in tensors],
+        "unexpected": [key for key in tensors if key not in shapes],
     }
-    problems = [f"{kind}: {listed(keys)}" for kind, keys in found.items() if keys]
-    if problems:
-        raise InputError(f"checkpoint: does not fit {name}: {'; '.join(problems)}")
+    lines = [f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys]
+    if lines:
+        raise InputError(f"checkpoint: does not fit {network}: {'; '.join(lines)}")
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return the first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def float32(name: str, x: np.ndarray) -> np.ndarray:
-    """A tensor as float32.
+    """Return a tensor as float32.
 
     Raises:
-      InputError: if it holds no floating-point numbers, or some that are not finite.
+      InputError: if it has another type than floating-point, or values that are not finite.
     """
     if not (np.issubdtype(x.dtype, np.floating) or x.dtype == ml_dtypes.bfloat16):
         raise InputError(f"checkpoint: {name} holds {x.dtype}, and weights are floating-point numbers")
@@ -50,5 +66,5 @@ def float32(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def reverse(x: np.ndarray) -> np.ndarray:
-    """From torch's layout [out, in] or [out, in, row, column] to [in, out] or [row, column, in, out]."""
+    """Turn torch's layout [out, in] or [out, in, row, column] into [in, out] or [row, column, in, out]."""
     return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T

@@ -1,7 +1,7 @@
-"""ResNets and DenseNets under torchvision's names, which timm's share: what is in a file of weights."""
+"""Read ResNets and DenseNets from tensors under torchvision's names, which are also timm's."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -12,12 +12,12 @@ from fcljax.models.densenet import DenseNet, DenseNetConfig
 from fcljax.models.networks import network_name
 from fcljax.models.resnet import ResNet, ResNetConfig
 from fcljax.models.weights import finding
-from fcljax.models.weights.tensors import Tensors, check_tensors, float32, reverse
+from fcljax.models.weights.tensors import InterpretedConvNet, Tensors, check_tensors, float32, reverse
 from fcljax.settings import Stem
 from fcljax.types import PyTree
 
 _STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}  # by the size of the first kernel
-# our names of modules and leaves -> theirs
+# our names of modules and leaves -> torchvision's
 _OUTSIDE = {
     ResNetConfig: {"stem.conv": "conv1", "stem.norm.norm": "bn1"},
     DenseNetConfig: {
@@ -42,112 +42,105 @@ _LEAVES = {
 }
 
 
-class FoundConvNet(NamedTuple):
-    """A network of a file."""
-
-    config: ResNetConfig | DenseNetConfig
-    params: Variables
-    head: PyTree | None  # {"kernel", "bias"} of its classifier, if there is one
-    beside: tuple[str, ...]  # names of what is left out
-
-
-# other names of modules -> torchvision's: those of its own first files of DenseNets, and of ResNets as most
-# code for small images has them
+# other names of modules -> torchvision's
 _SPELLINGS = (
+    # in torchvision's first files of DenseNets
     (r"(denselayer\d+\.(?:norm|conv))\.", r"\1"),
+    # in code of ResNets for small images
     (r"^(layer\d+\.\d+\.)shortcut\.", r"\1downsample."),
 )
 _HEADS = ("fc", "classifier", "linear", "head")  # modules that may be the classifier
 
 
-def interpret(tensors: Tensors, name: str | None) -> FoundConvNet:
-    """The network in `tensors`, checked tensor by tensor, under our names and layouts.
+def interpret(tensors: Tensors, name: str | None) -> InterpretedConvNet:
+    """Check a network tensor by tensor, and bring it to our names and layouts.
 
     Args:
-      tensors: by name, as `finding.find` gives them.
+      tensors: by name, as from `finding.find`.
       name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
 
     Raises:
       InputError: for tensors that are missing, unexpected, misshaped or not finite.
     """
-    tensors = _renamed(tensors)
+    tensors = _rename(tensors)
     config = _architecture(tensors)
     if name is not None and network_name(config) != name:
         raise InputError(f"checkpoint: does not fit {name}: it is {network_name(config)}")
-    classifier, named = _head(tensors, config.width)
-    tensors = {key: x for key, x in tensors.items() if key not in named}
-    body, beside = finding.split_content(tensors, lambda key: False)
+    head = _pop_head(tensors, config.width)
+    tensors, left_out = finding.split_content(tensors, lambda _name: False)
     module = ResNet(config) if isinstance(config, ResNetConfig) else DenseNet(config)
     shapes: dict[Any, Any] = flatten_dict(convnet_shapes(module, config.image_size))
-    theirs = {path: _their_name(config, path) for path in shapes}
-    check_tensors(
-        body, {theirs[path]: _their_shape(x.shape) for path, x in shapes.items()}, network_name(config)
-    )
-    flat = {path: reverse(float32(key, body[key])) for path, key in theirs.items()}
-    variables = unflatten_dict(flat)
+    names = {path: _torchvision_name(config, path) for path in shapes}
+    file_shapes = {names[path]: _torchvision_shape(x.shape) for path, x in shapes.items()}
+    check_tensors(tensors, file_shapes, network_name(config))
+    variables = unflatten_dict({path: reverse(float32(key, tensors[key])) for path, key in names.items()})
     params = Variables(variables["params"], variables["batch_stats"])
-    return FoundConvNet(config, params, classifier, beside)
+    return InterpretedConvNet(config, params, head, left_out)
 
 
-def _their_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
-    """Of a variable by its path: its collection, its modules and its leaf."""
-    module = ".".join(path[1:-1])
-    theirs = _OUTSIDE[type(config)].get(module)
+def _torchvision_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
+    """Return the name of a variable from its path: collection, modules, leaf."""
+    _collection, *modules, leaf = path
+    module = ".".join(modules)
     if match := re.match(r"stage_(\d+)_block_(\d+)\.(.+)", module):
-        theirs = f"layer{int(match[1]) + 1}.{match[2]}.{_IN_BLOCK.get(match[3], match[3])}"
+        name = f"layer{int(match[1]) + 1}.{match[2]}.{_IN_BLOCK.get(match[3], match[3])}"
     elif match := re.match(r"block_(\d+)_layer_(\d+)\.(\w+)", module):
-        theirs = f"features.denseblock{int(match[1]) + 1}.denselayer{int(match[2]) + 1}.{match[3]}"
+        name = f"features.denseblock{int(match[1]) + 1}.denselayer{int(match[2]) + 1}.{match[3]}"
     elif match := re.match(r"transition_(\d+)\.(\w+)", module):
-        theirs = f"features.transition{int(match[1]) + 1}.{match[2]}"
-    return f"{theirs}.{_LEAVES[path[-1]]}"
+        name = f"features.transition{int(match[1]) + 1}.{match[2]}"
+    else:
+        name = _OUTSIDE[type(config)][module]
+    return f"{name}.{_LEAVES[leaf]}"
 
 
-def _their_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _torchvision_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[3], shape[2], shape[0], shape[1]) if len(shape) == 4 else shape
 
 
-def _renamed(tensors: Tensors) -> Tensors:
-    """Under the names that torchvision has today."""
-    found: Tensors = {}
+def _rename(tensors: Tensors) -> Tensors:
+    """Bring other spellings to the names that torchvision has today."""
+    renamed: Tensors = {}
     for name, x in tensors.items():
-        for pattern, theirs in _SPELLINGS:
-            name = re.sub(pattern, theirs, name)
-        found[name] = x
-    return found
+        for pattern, replacement in _SPELLINGS:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = x
+    return renamed
 
 
 def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
-    """The shape that the names and the first kernels tell, at the image size of its kind."""
+    """Return the shape that names and kernels show, at the image size of its stem."""
     dense = any(name.startswith("features.") for name in tensors)
-    first = tensors.get("features.conv0.weight" if dense else "conv1.weight")
-    if first is None or first.ndim != 4 or first.shape[2] not in _STEMS:
+    kernel = tensors.get("features.conv0.weight" if dense else "conv1.weight")
+    if kernel is None or kernel.ndim != 4 or kernel.shape[2] not in _STEMS:
         raise InputError("checkpoint: its first convolution is missing, or neither 7 x 7 nor 3 x 3")
-    stem = _STEMS[first.shape[2]]
-    channels = first.shape[0]
+    stem = _STEMS[kernel.shape[2]]
+    channels = kernel.shape[0]
     size = 224 if stem == "imagenet" else 32
     if not dense:
         bottleneck = "layer1.0.conv3.weight" in tensors
-        stages = _counted(tensors, r"layer(\d+)\.(\d+)\.")
+        stages = _count_blocks(tensors, r"layer(\d+)\.(\d+)\.")
         return ResNetConfig(size, stages, channels, stem, bottleneck=bottleneck)
-    layers = _counted(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
-    narrow = tensors.get("features.denseblock1.denselayer1.conv2.weight")
-    growth = 32 if narrow is None else narrow.shape[0]
+    layers = _count_blocks(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
+    last_kernel = tensors.get("features.denseblock1.denselayer1.conv2.weight")
+    growth = 32 if last_kernel is None else last_kernel.shape[0]
     return DenseNetConfig(size, layers, growth, channels, stem)
 
 
-def _counted(tensors: Tensors, pattern: str) -> tuple[int, ...]:
-    """How many different second numbers there are under each first one."""
-    found = {match.groups() for name in tensors if (match := re.match(pattern, name))}
-    stages = max(int(stage) for stage, _ in found)
-    return tuple(sum(int(stage) == i for stage, _ in found) for i in range(1, stages + 1))
+def _count_blocks(tensors: Tensors, pattern: str) -> tuple[int, ...]:
+    """Count the blocks of each stage; the pattern has the numbers of stage, from 1, and block."""
+    blocks = {match.groups() for name in tensors if (match := re.match(pattern, name))}
+    stages = max(int(stage) for stage, _ in blocks)
+    return tuple(sum(int(stage) == i for stage, _ in blocks) for i in range(1, stages + 1))
 
 
-def _head(tensors: Tensors, width: int) -> tuple[PyTree | None, tuple[str, ...]]:
-    """The classifier whose weight and bias are there and fit, and the names of both."""
+def _pop_head(tensors: Tensors, width: int) -> PyTree | None:
+    """Remove and return the classifier whose weight and bias are there and fit the width."""
     for module in _HEADS:
         names = (f"{module}.weight", f"{module}.bias")
         if all(name in tensors for name in names):
             weight, bias = (tensors[name].astype(np.float32) for name in names)
             if weight.shape == (bias.size, width):
-                return {"kernel": weight.T, "bias": bias}, names
-    return None, ()
+                for name in names:
+                    del tensors[name]
+                return {"kernel": weight.T, "bias": bias}
+    return None
