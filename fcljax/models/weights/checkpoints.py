@@ -1,11 +1,11 @@
-"""Files of weights as named arrays: safetensors, npz, torch's files, flax's msgpack, the Hugging Face hub.
+"""Read files of weights as named arrays: safetensors, npz, torch's files, flax's msgpack, the hub.
 
-The content of a file tells its kind; the suffix counts only where the content does not tell.
+The content of a file shows its kind; the suffix decides only if the content does not.
 
-No code in a file is ever executed. safetensors, npz and msgpack hold none; a torch file is a pickle, so its
-opcodes are checked first, without running them, and then read by a reader that knows only tensors and plain
-containers (`torch_zip.py`). Files before torch 1.6 are no zips and need torch's own weights-only loader
-(`fcljax[torch]`).
+No code in a file is ever executed. safetensors, npz and msgpack hold none. A torch file is a pickle: its
+opcodes are checked first, without running them, and then a reader that knows only tensors and plain
+containers reads it (`torch_zip.py`). Files before torch 1.6 are no zips and need torch's weights-only
+loader (`fcljax[torch]`).
 """
 
 import argparse
@@ -38,10 +38,11 @@ from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tens
 
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
 SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
-# The files of a folder or of a repository of the hub, the first of which that is there counts.
+# Files of weights in a folder or a repository of the hub; the first one that exists is read.
 USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
 INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)  # of a network in several files
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
+WEIGHT_FILES = (*USUAL_FILES, *INDICES, *OTHER_FILES)
 SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 ZIP_LIMIT = 16 * 2**30  # bytes that an archive may unpack to
 FILE_LIMIT = 64 * 2**30  # bytes of any other file
@@ -62,7 +63,7 @@ _TYPES = {
     "BOOL": np.bool_,
 }
 
-# Names in the pickles of state dicts, optimisers and numpy scalars; none of them has any effect outside.
+# Names in the pickles of state dicts, optimisers and numpy scalars; none has an effect outside.
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
@@ -82,7 +83,7 @@ _DAMAGE += (
     tarfile.TarError,
     msgpack.UnpackException,
 )
-# How files of other kinds begin, and what they are.
+# first bytes -> the kind of a file that is not read
 _OTHER_KINDS = {
     b"\x89HDF\r\n": "an HDF5 file, as Keras writes them; save its weights as .npz",
     b"\x1f\x8b": "compressed by gzip; unpack it first",
@@ -112,8 +113,8 @@ def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
     Raises:
       InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
-        package that is not there; for hub files also if they cannot be had, or differ from the checksum that
-        the hub gives. Such a file is removed from the cache.
+        package that is not installed; for hub files also if they cannot be downloaded, or differ from the
+        hub's checksum. Such a file is removed from the cache.
     """
     if str(checkpoint).startswith("hf:"):
         return _read_hub(str(checkpoint))
@@ -122,10 +123,10 @@ def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """All tensors of a file, by dotted name, and a safetensors file's metadata ({} of others).
+    """Return all tensors of a file, by dotted name, and a safetensors file's metadata ({} of others).
 
     Raises:
-      InputError: as `read`.
+      InputError: as `read_checkpoint`.
     """
     if not path.is_file():
         raise InputError(f"checkpoint: no file {str(path)!r}")
@@ -142,7 +143,7 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """The dotted names that a pickle would import, from its opcodes, which are not run.
+    """List the dotted names that a pickle would import, from its opcodes, which are not run.
 
     "?" stands for a name that opcodes alone do not show.
 
@@ -150,38 +151,38 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    # the stack, None for anything but text: STACK_GLOBAL takes the last two
-    strings: list[str | None] = []
+    # what opcodes have pushed so far, None for anything but text: STACK_GLOBAL takes the last two
+    stack: list[str | None] = []
     memo: dict[int, str | None] = {}
-    # pyrefly: ignore[bad-argument-type]  # what is read in bytes will do
+    # pyrefly: ignore[bad-argument-type]  # a stream of bytes will do
     for opcode, argument, _ in pickletools.genops(stream):
-        kind = opcode.name
-        if kind in ("GLOBAL", "INST"):
+        code = opcode.name
+        top = stack[-1] if stack else None
+        if code in ("GLOBAL", "INST"):
             names.append(str(argument).replace(" ", "."))
-        elif kind == "STACK_GLOBAL":
-            names.append(".".join(part or "?" for part in strings[-2:]) or "?")
-        elif kind.startswith("EXT"):
+        elif code == "STACK_GLOBAL":
+            names.append(".".join(part or "?" for part in stack[-2:]) or "?")
+        elif code.startswith("EXT"):
             names.append(f"copyreg extension {argument}")
-        if kind == "MEMOIZE":
-            memo[len(memo)] = strings[-1] if strings else None
-        elif kind in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[int(argument or 0)] = strings[-1] if strings else None
-        elif kind in ("GET", "BINGET", "LONG_BINGET"):
-            strings.append(memo.get(int(argument or 0)))
-        elif kind not in ("PROTO", "FRAME", "MARK", "STOP"):
-            strings.append(argument if isinstance(argument, str) else None)
+        if code == "MEMOIZE":
+            memo[len(memo)] = top
+        elif code in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[int(argument or 0)] = top
+        elif code in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo.get(int(argument or 0)))
+        elif code not in ("PROTO", "FRAME", "MARK", "STOP"):
+            stack.append(argument if isinstance(argument, str) else None)
     return names
 
 
-# ---- one kind of file each ---------------------------------------------------------------------------------
+# ---- kinds of files ----------------------------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:
-    """The kind of a file by its content, as one of .safetensors, .npz, .msgpack and .pth; by its own suffix
-    where the content does not tell.
+    """Return the kind of a file: .safetensors, .npz, .msgpack or .pth by its content, else its suffix.
 
     Raises:
-      InputError: if neither tells.
+      InputError: if neither content nor suffix shows it.
       zipfile.BadZipFile: for half a zip.
     """
     with path.open("rb") as stream:
@@ -192,7 +193,8 @@ def _kind(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
         is_torch = any(name.endswith(".pkl") for name in names)
-        return ".npz" if any(name.endswith(".npy") for name in names) and not is_torch else ".pth"
+        is_numpy = any(name.endswith(".npy") for name in names) and not is_torch
+        return ".npz" if is_numpy else ".pth"
     if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
         return ".pth"
     if start[257:262] == b"ustar":
@@ -221,59 +223,63 @@ def _read_kind(path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, 
 
 
 def _read(path: Path, source: str) -> Checkpoint:
-    """A file, a folder, or a network in several files, with the JSON files beside it."""
-    path = _usual_file(path) if path.is_dir() else path
+    """Read a file, a folder, or a network in several files, with the JSON files beside it."""
+    if path.is_dir():
+        path = _weight_file(path)
     index = _index_of(path)
-    beside = [_json(path.with_name(name)) for name in SIDECARS]
+    sidecars = [_read_json(path.with_name(name)) for name in SIDECARS]
     if index is not None:
         tensors, metadata, digest = _read_shards(index)
-        return Checkpoint(tensors, metadata, digest, source, *beside)
-    tensors, metadata = read_tensors(path)
-    return Checkpoint(tensors, metadata, sha256(path), source, *beside)
+    else:
+        tensors, metadata = read_tensors(path)
+        digest = sha256(path)
+    return Checkpoint(tensors, metadata, digest, source, *sidecars)
 
 
-def _usual_file(folder: Path) -> Path:
-    """The file of weights of a folder, by the names that libraries give.
+def _weight_file(folder: Path) -> Path:
+    """Return the file of weights in a folder, by the names that libraries give.
 
     Raises:
       InputError: if there is none.
     """
-    names = (*USUAL_FILES, *INDICES, *OTHER_FILES)
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is not None:
-        return found
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return folder / name
     if (folder / "_CHECKPOINT_METADATA").exists() or (folder / "manifest.ocdbt").exists():
         raise InputError(
             f"checkpoint: {str(folder)!r} is a checkpoint of orbax, which is not read here; write its "
             "parameters with flax.serialization.to_bytes, as .msgpack"
         )
-    raise InputError(f"checkpoint: no file {str(folder)!r}, and no {', '.join(names)} in that folder")
+    names = ", ".join(WEIGHT_FILES)
+    raise InputError(f"checkpoint: no file {str(folder)!r}, and no {names} in that folder")
 
 
 def _index_of(path: Path) -> Path | None:
-    """The index of the files of which this is one, or which it is; None for a file by itself."""
+    """Return the index of the network of which this file is a shard, or this file if it is an index."""
     if path.name.endswith(".index.json"):
         return path
     shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}(\.\w+)", path.name)
-    index = path.with_name(f"{shard[1]}{shard[2]}.index.json") if shard else path
-    return index if shard and index.is_file() else None
+    if shard is None:
+        return None
+    index = path.with_name(f"{shard[1]}{shard[2]}.index.json")
+    return index if index.is_file() else None
 
 
 def _read_shards(index: Path) -> tuple[dict[str, np.ndarray], dict[str, str], str]:
-    """The tensors of several files, one's metadata, and the sha256 of the files' digests in order.
+    """Return the tensors of several files, the last one's metadata, and the sha256 of all digests in order.
 
     Raises:
-      InputError: if the index is none, or a file or a tensor of it is missing.
+      InputError: if it is no index, or if a file or a tensor is missing.
     """
     if not index.is_file():
         raise InputError(f"checkpoint: no file {str(index)!r}")
-    shard_of = shard_names(_json(index), str(index))
+    shard_of = shard_names(_read_json(index), str(index))
     tensors: dict[str, np.ndarray] = {}
     metadata: dict[str, str] = {}
     digests = []
     for name in sorted(set(shard_of.values())):
         shard, metadata = read_tensors(index.with_name(name))
-        missing = [key for key, home in shard_of.items() if home == name and key not in shard]
+        missing = [key for key, file in shard_of.items() if file == name and key not in shard]
         if missing:
             raise InputError(
                 f"checkpoint: {name!r} has no {missing[0]!r}, which {str(index)!r} says is there"
@@ -284,7 +290,7 @@ def _read_shards(index: Path) -> tuple[dict[str, np.ndarray], dict[str, str], st
 
 
 def shard_names(index: dict[str, Any], source: str) -> dict[str, str]:
-    """The file of each tensor, of the index of a network in several files.
+    """Return the file of each tensor in the index of a network in several files.
 
     Raises:
       InputError: if it is no such index, or names a file in another folder.
@@ -300,7 +306,7 @@ def shard_names(index: dict[str, Any], source: str) -> dict[str, str]:
     return weights
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -329,10 +335,10 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 
 
 def _read_msgpack(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file of `flax.serialization`, by names with slashes."""
+    """Return the arrays of a file of `flax.serialization`, by names with slashes."""
     try:
         content = serialization.msgpack_restore(path.read_bytes())
-    except (TypeError, AttributeError, AssertionError) as error:  # of arrays that are described as none is
+    except (TypeError, AttributeError, AssertionError) as error:  # for malformed arrays
         raise ValueError(f"its msgpack makes no sense: {error}") from error
     return {name: np.asarray(x) for name, x in tensors_in("", content, np.ndarray, "/")}
 
@@ -356,7 +362,7 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_legacy(path: Path) -> dict[str, np.ndarray]:
-    """A file of torch before version 1.6, by torch's own weights-only loader."""
+    """Read a file of torch before version 1.6 with torch's weights-only loader."""
     if importlib.util.find_spec("torch") is None:
         raise InputError(
             f"checkpoint: {str(path)!r} is in the format of torch before 1.6: pip install 'fcljax[torch]', "
@@ -364,7 +370,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
         )
     import torch
 
-    with warnings.catch_warnings(), torch.serialization.safe_globals(_plumbing()):
+    with warnings.catch_warnings(), torch.serialization.safe_globals(_safe_globals()):
         warnings.simplefilter("ignore")  # old files make torch warn about its own storages
         content = torch.load(path, map_location="cpu", weights_only=True)
     return {name: _numpy(name, tensor) for name, tensor in tensors_in("", content, torch.Tensor)}
@@ -373,7 +379,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         check_members(archive, ZIP_LIMIT)
-        # what is packed a thousandfold would take a thousand times as long to look through
+        # a bomb that unpacks to a thousand times its size would take a thousand times as long to check
         check_unpacked(archive, path.stat().st_size)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         if not any(PurePosixPath(name).name == "data.pkl" for name in pickles):
@@ -386,13 +392,16 @@ def _zip_imports(path: Path) -> list[str]:
 
 
 def _legacy_imports(path: Path) -> list[str]:
-    """Files before torch 1.6: pickles of magic number, version, system, content, storages' names; bytes."""
+    """List the imports of a file before torch 1.6.
+
+    It is a row of pickles (magic number, version, system, content, names of storages), then bytes.
+    """
     with path.open("rb") as stream:
         numbers = [
             argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name.startswith("LONG")
         ]
         if numbers == [_LEGACY]:
-            return [name for _ in range(4) for name in imports(stream)]
+            return [name for _pickle in range(4) for name in imports(stream)]
         stream.seek(0)
         suspicious = [name for name in imports(stream) if not _HARMLESS.fullmatch(name)]
         if not suspicious:
@@ -400,8 +409,8 @@ def _legacy_imports(path: Path) -> list[str]:
         return suspicious
 
 
-def _plumbing() -> list[object]:
-    """What the loader may build besides tensors: settings and learning rates of DINO, iBOT and MAE."""
+def _safe_globals() -> list[object]:
+    """Return what the loader may build besides tensors: settings and learning rates of DINO, iBOT and MAE."""
     import _codecs
 
     scalar = np._core.multiarray.scalar
@@ -415,38 +424,40 @@ def _plumbing() -> list[object]:
 
 
 def _numpy(name: str, tensor: Any) -> np.ndarray:
-    """A tensor of torch; bfloat16 as float32."""
+    """Convert a tensor of torch; bfloat16 becomes float32."""
     import torch
 
     tensor = tensor.detach()
     if tensor.is_quantized or tensor.layout != torch.strided:
         raise ValueError(f"{name} is sparse or quantised")
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.numpy()
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
 def _read_hub(spec: str) -> Checkpoint:
-    found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", spec)
-    if not found:
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", spec)
+    if not match:
         raise InputError(
             f"checkpoint: {spec!r} is not hf:OWNER/NAME, hf:OWNER/NAME@REVISION "
             "or hf:OWNER/NAME@REVISION:FILE"
         )
-    repository, revision, name = found.groups()
+    repository, revision, name = match.groups()
     if name and PurePosixPath(name).suffix not in SUFFIXES:
         raise InputError(
             f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
         )
-    for candidate in (name,) if name else (*USUAL_FILES, *INDICES, *OTHER_FILES):
+    for candidate in (name,) if name else WEIGHT_FILES:
         path = _fetch(spec, repository, revision, candidate)
         if path is not None:
             break
     else:
         raise InputError(f"checkpoint: {spec!r} has no file {name or ' or '.join(USUAL_FILES)}")
     if candidate in INDICES:
-        for shard in sorted(set(shard_names(_json(path), spec).values())):
+        for shard in sorted(set(shard_names(_read_json(path), spec).values())):
             if _fetch(spec, repository, revision, shard) is None:
                 raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
     for sidecar in SIDECARS:
@@ -456,7 +467,7 @@ def _read_hub(spec: str) -> Checkpoint:
 
 
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:
-    """A file of the hub in the library's cache, verified; None if there is no such file."""
+    """Download a file of the hub into the library's cache and verify it; None if there is no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
             f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', "
@@ -466,11 +477,11 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    # The library reads these at import; a variable that is set later would be ignored.
+    # read again here, because the library reads them at import only
     endpoint = os.environ.get("HF_ENDPOINT") or None
     cache = Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
-    known = huggingface_hub.try_to_load_from_cache(repository, name, cache, revision)
-    before = _cached(cache, repository)
+    cached = huggingface_hub.try_to_load_from_cache(repository, name, cache, revision)
+    paths_before = _cached_paths(cache, repository)
     try:
         path = Path(
             huggingface_hub.hf_hub_download(
@@ -478,19 +489,19 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
             )
         )
     except EntryNotFoundError as error:
-        if isinstance(error, LocalEntryNotFoundError) and known is not huggingface_hub._CACHED_NO_EXIST:
+        if isinstance(error, LocalEntryNotFoundError) and cached is not huggingface_hub._CACHED_NO_EXIST:
             raise InputError(
                 f"checkpoint: cannot reach the hub for {name!r} of {spec!r}, and the cache does not have it"
             ) from None
         return None
     except Exception as error:  # what the transport raises differs from version to version of the library
-        _remove(_cached(cache, repository) - before)
+        _remove(_cached_paths(cache, repository) - paths_before)
         raise InputError(
             f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {reason(error)}"
         ) from None
     blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(path) != blob.name:
-        _remove(_cached(cache, repository) - before | {path, blob})
+        _remove(_cached_paths(cache, repository) - paths_before | {path, blob})
         raise InputError(
             f"checkpoint: {name!r} of {spec!r} differs from the hub's checksum {blob.name}; "
             "it was removed, try again"
@@ -498,19 +509,18 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     return path
 
 
-def _cached(cache: Path, repository: str) -> set[Path]:
-    """Everything that the cache has of a repository, locks included."""
+def _cached_paths(cache: Path, repository: str) -> set[Path]:
+    """Return all paths of a repository in the cache, locks included."""
     folders = [root / f"models--{repository.replace('/', '--')}" for root in (cache, cache / ".locks")]
     return {path for folder in folders for path in (folder, *folder.rglob("*"))}
 
 
 def _remove(paths: set[Path]) -> None:
-    """Delete files and links, and then the folders that they leave empty."""
+    """Delete files and links, then the folders that they leave empty."""
     for path in paths:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
-    for folder in sorted(
-        paths | {parent for path in paths for parent in list(path.parents)[:3]}, reverse=True
-    ):
-        with contextlib.suppress(OSError):  # not empty, or not there
+    folders = paths | {parent for path in paths for parent in list(path.parents)[:3]}
+    for folder in sorted(folders, reverse=True):  # children first
+        with contextlib.suppress(OSError):  # not empty, or already gone
             folder.rmdir()

@@ -1,7 +1,7 @@
-"""torch's files since version 1.6, read without torch: a zip with a pickle and the bytes of every storage.
+"""Read torch's files since version 1.6 without torch: a zip with a pickle and the bytes of every storage.
 
-The unpickler knows only tensors and plain containers: each name that it may look up is in one table here, and
-the objects that it builds hold data and have no behaviour.
+The unpickler knows only tensors and plain containers: one table has each name that it may look up, and the
+objects that it builds have data and no behaviour.
 """
 
 import collections
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-# Of nested dicts
+# of nested dicts
 MOST_NODES = 100_000
 MOST_DEPTH = 32
 MOST_UNPACKED = 16  # times the bytes of a file; torch packs nothing, but tensors may share a storage
 
-# torch's names of types -> numpy's; a type that is not here is refused
+# torch's names of types -> numpy's; other types are refused
 _TYPES = {
     "float64": np.float64,
     "double": np.float64,
@@ -63,27 +63,25 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A view of a storage, which is read later."""
+    """A view of a storage, which is not yet read; offset and stride are in elements."""
 
     storage: Storage
-    offset: int  # in elements, as is `stride`
+    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 class Inert:
-    """Anything else in the pickle, such as settings of a training: accepted and never used."""
+    """Stands for anything else in the pickle, such as settings of a training, and is never used."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> "Inert":
-        del args, kwargs
+    def __new__(cls, *_args: object, **_kwargs: object) -> "Inert":
         return super().__new__(cls)
 
-    def __call__(self, *args: object) -> "Inert":
-        del args
+    def __call__(self, *_args: object) -> "Inert":
         return self
 
-    def __setstate__(self, state: object) -> None:
-        del state
+    def __setstate__(self, _state: object) -> None:
+        pass
 
 
 class _Type(NamedTuple):
@@ -92,71 +90,71 @@ class _Type(NamedTuple):
     dtype: np.dtype
 
 
-def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
-    del others  # gradients and hooks
-    whole = (offset, *shape, *stride)
-    if not isinstance(storage, Storage) or not all(type(x) is int and x >= 0 for x in whole):
+# the stand-ins of torch's functions; their other arguments are gradients, hooks and states
+
+
+def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_hooks: object) -> Tensor:
+    sizes = (offset, *shape, *stride)
+    if not isinstance(storage, Storage) or not all(type(x) is int and x >= 0 for x in sizes):
         raise pickle.UnpicklingError("a tensor is not described as torch does")
     return Tensor(storage, offset, tuple(shape), tuple(stride))
 
 
-def _typed(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
-    """Of an untyped storage: the type comes among the others."""
-    kind = next((x for x in others if isinstance(x, _Type)), None)
-    if kind is None or not isinstance(storage, Storage):
+def _tensor_v3(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
+    """Make a tensor of an untyped storage; the other arguments include the type."""
+    tensor_type = next((x for x in others if isinstance(x, _Type)), None)
+    if tensor_type is None or not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor of an untyped storage has no type")
-    return _tensor(storage._replace(dtype=kind.dtype), offset, shape, stride)
+    return _tensor(storage._replace(dtype=tensor_type.dtype), offset, shape, stride)
 
 
-def _parameter(data: Any, *others: object) -> Any:
-    del others
+def _parameter(data: Any, *_hooks: object) -> Any:
     return data
 
 
-def _of_type(function: Any, kind: object, args: Any, state: object) -> Any:
-    del kind, state
-    if function not in (_tensor, _typed, _parameter):
+def _from_type(function: Any, _type: object, args: Any, _state: object) -> Any:
+    if function not in (_tensor, _tensor_v3, _parameter):
         raise pickle.UnpicklingError("a tensor of a type of its own")
     return function(*args)
 
 
 def _table() -> dict[str, object]:
-    """Every name that a pickle may look up, and its stand-in."""
+    """Return every name that a pickle may look up, with its stand-in."""
     names: dict[str, object] = {
         "collections.OrderedDict": collections.OrderedDict,
         "collections.Counter": collections.OrderedDict,
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _typed,
+        "torch._utils._rebuild_tensor_v3": _tensor_v3,
         "torch._utils._rebuild_parameter": _parameter,
-        "torch._tensor._rebuild_from_type_v2": _of_type,
+        "torch._tensor._rebuild_from_type_v2": _from_type,
         "torch.Size": tuple,
     }
     inert = ("argparse.Namespace", "_codecs.encode", "numpy.dtype", "torch.device", "torch.dtype")
     inert += ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout")
     inert += tuple(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core"))
     names |= dict.fromkeys(inert, Inert)
-    names |= {f"torch.{name}": _Type(np.dtype(kind)) for name, kind in _TYPES.items()}
-    for place in ("torch", "torch.storage"):
-        names |= {f"{place}.{name}": _Type(np.dtype(kind)) for name, kind in _STORAGES.items()}
+    names |= {f"torch.{name}": _Type(np.dtype(dtype)) for name, dtype in _TYPES.items()}
+    for module in ("torch", "torch.storage"):
+        names |= {f"{module}.{name}": _Type(np.dtype(dtype)) for name, dtype in _STORAGES.items()}
     return names
 
 
 NAMES = _table()
 
 
-class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be replaced
-    """Builds tensors and plain containers; any other name ends it."""
+class _Reader(pickle._Unpickler):  # the unpickler in Python, whose opcodes can be overridden
+    """Builds tensors and plain containers, and refuses any other name."""
 
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        whole = f"{module}.{name}"
-        if whole.startswith("numpy.dtypes.") and name.endswith("DType"):
+        full_name = f"{module}.{name}"
+        if full_name.startswith("numpy.dtypes.") and name.endswith("DType"):
             return Inert
-        if whole not in NAMES:
-            raise pickle.UnpicklingError(f"it names {whole}, which is no tensor and no plain container")
-        return NAMES[whole]
+        if full_name not in NAMES:
+            raise pickle.UnpicklingError(f"it names {full_name}, which is no tensor and no plain container")
+        return NAMES[full_name]
 
     def persistent_load(self, pid: Any) -> Storage:
         match pid:
@@ -165,12 +163,12 @@ class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be repla
         raise pickle.UnpicklingError("a storage is not described as torch does")
 
     def load_build(self) -> None:
-        """A state is dropped: objects here have none, and must not be given one."""
+        """Drop a state: the objects here have none, and must not get one."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Inert | collections.OrderedDict):
             raise pickle.UnpicklingError("it gives a state to what has none")
 
-    # pyrefly: ignore[bad-assignment]  # steps of this class, as those of pickle's are of its own
+    # pyrefly: ignore[bad-assignment]  # methods of this class, as pickle's are of its own
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
@@ -182,33 +180,33 @@ def _load(content: bytes) -> object:
 
 
 def check_unpacked(archive: zipfile.ZipFile, size: int) -> None:
-    """Check what a file of `size` bytes unpacks to.
+    """Check that a file of `size` bytes does not unpack to many times its size.
 
     Raises:
-      ValueError: if that is many times its size.
+      ValueError: if it does.
     """
     if sum(info.file_size for info in archive.infolist()) > MOST_UNPACKED * size:
         raise ValueError(f"it unpacks to more than {MOST_UNPACKED} times its size")
 
 
 def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a file, by dotted name.
+    """Return all tensors of a file, by dotted name.
 
     Raises:
       pickle.UnpicklingError: if the pickle names anything but tensors and plain containers.
-      ValueError: if it is no such file, is cut off, or is of a machine with the bytes the other way round.
+      ValueError: if it is no such file, is cut off, or is of a big-endian machine.
     """
     with zipfile.ZipFile(path) as archive:
-        found = [name for name in archive.namelist() if PurePosixPath(name).name == "data.pkl"]
-        if len(found) != 1:
+        pickles = [name for name in archive.namelist() if PurePosixPath(name).name == "data.pkl"]
+        if len(pickles) != 1:
             raise ValueError("it has no data.pkl")
-        folder = str(PurePosixPath(found[0]).parent)
+        folder = str(PurePosixPath(pickles[0]).parent)
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
             raise ValueError("its bytes are in the order of another kind of machine")
         size = path.stat().st_size
         check_unpacked(archive, size)
-        tensors = dict(tensors_in("", _load(archive.read(found[0])), Tensor))
+        tensors = dict(tensors_in("", _load(archive.read(pickles[0])), Tensor))
         if sum(map(_bytes, tensors.values())) > MOST_UNPACKED * size:
             raise ValueError(f"its tensors have more than {MOST_UNPACKED} times the bytes of the file")
         return {
@@ -222,10 +220,11 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
-    """The numbers of a tensor, in memory of their own; bfloat16 as float32, which holds the same values."""
+    """Copy a tensor out of its storage; bfloat16 becomes float32, which has the same values."""
     data = np.frombuffer(storage, tensor.storage.dtype)
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-    if 0 not in tensor.shape and tensor.offset + reach >= len(data):
+    last_index = tensor.offset
+    last_index += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    if 0 not in tensor.shape and last_index >= len(data):
         raise ValueError(f"storage {tensor.storage.member} is shorter than a tensor in it")
     if math.prod(tensor.shape) > len(data):
         raise ValueError(f"a tensor has more numbers than its storage {tensor.storage.member}")
@@ -235,25 +234,22 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
 
 
 def tensors_in(prefix: str, content: object, tensor: type, separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """The values of type `tensor` in nested dicts, with joined names; an optimiser's are left out.
+    """Yield the values of type `tensor` in nested dicts, with joined names, except an optimiser's.
 
     Raises:
-      ValueError: for dicts too deep, or with too much in them: a few that hold each other many times over
-        would take for ever.
+      ValueError: for dicts too deep or with too many entries.
     """
-    waiting = [(prefix, content, 0)]
-    seen = 0
-    while waiting:
-        name, value, depth = waiting.pop()
-        seen += 1
-        if seen > MOST_NODES or depth > MOST_DEPTH:
+    # The limits stop a few dicts that contain each other many times over.
+    stack = [(prefix, content, 0)]
+    nodes = 0
+    while stack:
+        name, value, depth = stack.pop()
+        nodes += 1
+        if nodes > MOST_NODES or depth > MOST_DEPTH:
             raise ValueError(f"it has more than {MOST_NODES:,} entries, or more than {MOST_DEPTH} levels")
-        if isinstance(value, dict):
-            own = [
-                (key, inner) for key, inner in value.items() if isinstance(key, str) and key != "optimizer"
-            ]
-            waiting += [
-                (f"{name}{separator}{key}" if name else key, inner, depth + 1) for key, inner in reversed(own)
-            ]
-        elif isinstance(value, tensor):
+        if isinstance(value, tensor):
             yield name, value
+        elif isinstance(value, dict):
+            for key, child in reversed(value.items()):  # popped in the dict's order
+                if isinstance(key, str) and key != "optimizer":
+                    stack.append((f"{name}{separator}{key}" if name else key, child, depth + 1))
