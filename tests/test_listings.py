@@ -797,7 +797,8 @@ def test_reading_tfds_data_needs_no_tensorflow(made):
 
 def test_missing_packages_are_named(made, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    assert "needs the packages tensorflow-datasets and array_record" in refusal("imagenet_r", made.parents[1])
+    line = refusal("imagenet_r", made.parents[1])
+    assert "needs the packages tensorflow-datasets and array_record" in line and "'fcljax[tfds]'" in line
 
 
 # What is here and what is not

@@ -184,9 +184,9 @@ class Attention(nn.Module):
         c = self.config
         # The projection is sliced because q, k and v are not computed for the same tokens.
         kernel, bias = self._parameters(dense(3 * c.width, c.dtype, "qkv"), x)
+        q = matmul(x[:, :queries], kernel[:, : c.width]) + bias[: c.width]
         kv_kernel = kernel[:, c.width :]
         kv_bias = bias[c.width :]
-        q = matmul(x[:, :queries], kernel[:, : c.width]) + bias[: c.width]
         kv = matmul(x, kv_kernel) + kv_bias
         if lora is not None:
             q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)

@@ -1,10 +1,11 @@
-"""Data sets that tensorflow-datasets has prepared with file_format="array_record", read without TensorFlow.
+"""Read data sets that tensorflow-datasets has prepared with file_format="array_record", without TensorFlow.
 
-Tried with its version 4.9.10, on archives in the official layout. Its imagenet_r and caltech_birds2011 keep
-the names of files and its cifar10 and cifar100 the number of each image, so that these give the same arrays
-as the official files, bit by bit. Its fashion_mnist, omniglot and domainnet have an order of their own: the
-same images (of domainnet the cleaned version), but other drawings of omniglot and other images of domainnet
-are for testing. Preparing anything needs TensorFlow itself, and so `download` does without the library.
+It needs the extra `tfds`, and was tried with version 4.9.10 on archives in the official layout. The library's
+imagenet_r and caltech_birds2011 contain the names of files and its cifar10 and cifar100 the number of each
+image, so these give the same arrays as the official files, bit by bit. Its fashion_mnist, omniglot and
+domainnet have another order: the same images (of domainnet the cleaned version), but other drawings of
+omniglot and other images of domainnet are for testing. Preparing anything needs TensorFlow itself, and so
+`download` does without the library.
 """
 
 import hashlib
@@ -35,116 +36,131 @@ FOLDER = "tensorflow_datasets"  # below the data folder
 Read = Callable[[Sequence[Path]], Listing]  # from the folders of prepared builders
 
 
+class _Records(NamedTuple):
+    """The records of a data set; a source is one split of one builder."""
+
+    sources: list[Any]  # random access to records
+    names: list[str]  # of the sources, for messages
+    features: list[Any]  # of each source
+
+
+class _Row(NamedTuple):
+    """A record without its image."""
+
+    source: int
+    index: int  # in its source
+    values: tuple[Any, ...]  # of the requested features
+
+
 def find_builders(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
-    """What these builders have prepared in `folder`, if all of them have."""
-    versions = [_newest(folder / builder) for builder in builders]
-    found = [version for version in versions if version is not None]
-    if not found or len(found) < len(versions):
-        return None
-    return Raw(folder / builders[0].partition("/")[0], partial(_scan, read, found), "tfds")
+    """Return the data that all of these builders have prepared in `folder`; None if one has not."""
+    versions = []
+    for builder in builders:
+        newest = _newest(folder / builder)
+        if newest is None:
+            return None
+        versions.append(newest)
+    return Raw(folder / builders[0].partition("/")[0], partial(_scan, read, versions), "tfds")
 
 
 def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
-    """Labels and split as they are, images in the order of `field`."""
+    """List images with the builder's labels and splits, in the order of `field`."""
     records = _records(versions, ("train", "test"))
-    rows = _fields(records, ["label", *([field] if field else [])])
+    rows = _rows(records, ["label", *([field] if field else [])])
     splits = []
-    for index in range(2):
-        chosen = sorted((row for row in rows if row[0] == index), key=lambda row: row[3:])
-        splits.append(LabelledItems(chosen, [row[2] for row in chosen]))
+    for source in range(2):
+        ordered = sorted((row for row in rows if row.source == source), key=lambda row: row.values[1:])
+        splits.append(LabelledItems(ordered, [row.values[0] for row in ordered]))
     return _listing(versions, records, records.features[0]["label"].names, *splits)
 
 
 def from_own_splits(versions: Sequence[Path]) -> Listing:
-    """A data set that we know nothing of: its images and labels, tested on its test split, else on its
-    validation split, else on a random fifth.
+    """List the images and labels of any data set.
+
+    The test split is for testing, else the validation split, else a random fifth.
 
     Raises:
-      InputError: for one without images, labels or training examples.
+      InputError: for a data set without images, labels or training examples.
     """
     import tensorflow_datasets as tfds
 
     info = tfds.builder_from_directory(versions[0]).info
-    lacks = [what for what in ("image", "label") if what not in info.features]
-    if lacks or "train" not in info.splits:
-        what = "split 'train'" if not lacks else f"feature {lacks[0]!r}"
-        raise InputError(f"dataset: {str(versions[0])!r} has no {what}")
-    tested = next((split for split in ("test", "validation") if split in info.splits), None)
-    records = _records(versions, ("train", tested) if tested else ("train",))
-    rows = _fields(records, ["label"])
-    names, numbers = _class_numbers(records, [row[2] for row in rows])
-    labelled = [(*row[:2], number) for row, number in zip(rows, numbers, strict=True)]
-    splits = [
-        LabelledItems(some, [row[2] for row in some]) for some in _by_source(labelled, len(records.sources))
-    ]
-    train, test = splits if tested else random_split(splits[0])
+    for feature in ("image", "label"):
+        if feature not in info.features:
+            raise InputError(f"dataset: {str(versions[0])!r} has no feature {feature!r}")
+    if "train" not in info.splits:
+        raise InputError(f"dataset: {str(versions[0])!r} has no split 'train'")
+    test_split = next((split for split in ("test", "validation") if split in info.splits), None)
+    records = _records(versions, ("train", test_split) if test_split else ("train",))
+    rows = _rows(records, ["label"])
+    names, labels = _class_numbers(records, [row.values[0] for row in rows])
+    splits = [LabelledItems([], []) for _source in records.sources]
+    for row, label in zip(rows, labels, strict=True):
+        splits[row.source].items.append(row)
+        splits[row.source].labels.append(label)
+    train, test = splits if test_split else random_split(splits[0])
     notes = [f"{len(train.items):,} training and {len(test.items):,} test images of {len(names)} classes"]
-    if tested != "test":
-        what = f"the {tested} split" if tested else "a random fifth of the training examples"
-        notes.append(f"tested on {what}, for there is no test split")
-    unread = sorted(set(info.splits) - {"train", tested})
+    if test_split != "test":
+        source = f"the {test_split} split" if test_split else "a random fifth of the training examples"
+        notes.append(f"tested on {source}, for there is no test split")
+    unread = sorted(set(info.splits) - {"train", test_split})
     if unread:
         notes.append(f"not read: the splits {', '.join(unread)}")
     return _listing(versions, records, names, train, test)._replace(notes=("; ".join(notes),))
 
 
-def _class_numbers(records: "_Records", labels: list[str | int]) -> tuple[list[str], list[int]]:
-    """The names of the classes, and each label's number among them; -1: none."""
+def _class_numbers(records: _Records, labels: list[str | int]) -> tuple[list[str], list[int]]:
+    """Return the names of the classes, and the number of each label's class; -1: no label."""
     names = getattr(records.features[0]["label"], "names", None)
     if names is not None:
         return list(names), [label if isinstance(label, int) else names.index(label) for label in labels]
     texts = [None if _is_missing(label) else str(label) for label in labels]
-    found = natural_order([text for text in texts if text is not None])
-    number: dict[str | None, int] = {name: i for i, name in enumerate(found)}
-    return found, [number.get(text, -1) for text in texts]
+    classes = natural_order([text for text in texts if text is not None])
+    number: dict[str | None, int] = {name: i for i, name in enumerate(classes)}
+    return classes, [number.get(text, -1) for text in texts]
 
 
 def _is_missing(label: str | int) -> bool:
     return not label.strip() if isinstance(label, str) else label < 0
 
 
-def _by_source(rows: list[tuple], sources: int) -> list[list[tuple]]:
-    return [[row for row in rows if row[0] == source] for source in range(sources)]
-
-
 def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
-    """All images of all splits, split at random.
+    """List all images of all splits, and split them at random.
 
-    `field` holds a path that ends in CLASS/FILE; without it the label gives the class.
+    The class is the folder in the path CLASS/FILE of `field`, or else the label's.
     """
     records = _records(versions, splits)
-    names = [features["label"].names for features in records.features]
     tree = {}
-    for row in _fields(records, ["label", *([field] if field else [])]):
-        # each builder has names of its own
-        if not field and row[2] < 0:
-            raise InputError(f"dataset: {records.names[row[0]]}, record {row[1]} has the label {row[2]}")
-        tree.setdefault(row[3].split("/")[-2] if field else names[row[0]][row[2]], []).append(row)
+    for row in _rows(records, ["label", *([field] if field else [])]):
+        if field:
+            name = row.values[1].split("/")[-2]
+        else:
+            label = row.values[0]
+            if label < 0:
+                raise InputError(f"dataset: {_record_name(records, row)} has the label {label}")
+            # builders may name the same classes in another order
+            name = records.features[row.source]["label"].names[label]
+        tree.setdefault(name, []).append(row)
     if field:
         for rows in tree.values():
-            rows.sort(key=lambda row: row[3].split("/")[-1])
+            rows.sort(key=lambda row: row.values[1].split("/")[-1])
     classes = sorted(tree)
     return _listing(versions, records, classes, *random_split(table(classes, tree)))
 
 
 def omniglot(versions: Sequence[Path]) -> Listing:
-    """Characters of all alphabets; the last 5 drawings of each are for testing."""
+    """List the characters of all alphabets; the last 5 drawings of each are for testing."""
     records = _records(versions, ("train", "test"))
     alphabets = records.features[0]["alphabet"].names
     tree = {}
-    for row in _fields(records, ["alphabet", "alphabet_char_id"]):
-        tree.setdefault(f"{alphabets[row[2]]}/character{row[3] + 1:02d}", []).append(row)
+    for row in _rows(records, ["alphabet", "alphabet_char_id"]):
+        alphabet, character = row.values
+        tree.setdefault(f"{alphabets[alphabet]}/character{character + 1:02d}", []).append(row)
     return _listing(versions, records, sorted(tree), *last_drawings(tree))
 
 
-class _Records(NamedTuple):
-    sources: list[Any]  # random access to records
-    names: list[str]  # of the sources, for messages
-    features: list[Any]  # of each source
-
-
 def _newest(folder: Path) -> Path | None:
-    """The newest prepared version of a builder."""
+    """Return the newest prepared version of a builder."""
     versions = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -155,13 +171,14 @@ def _newest(folder: Path) -> Path | None:
 
 def _scan(read: Read, versions: Sequence[Path]) -> Scan:
     facts = [
-        (version.parent.name, version.name, [tuple(file_facts(each, each.name)) for each in visible(version)])
+        (version.parent.name, version.name, [tuple(file_facts(file, file.name)) for file in visible(version)])
         for version in versions
     ]
-    return Scan(hashlib.sha256(repr(facts).encode()).hexdigest(), lambda: _checked(read, versions))
+    return Scan(hashlib.sha256(repr(facts).encode()).hexdigest(), lambda: _read_checked(read, versions))
 
 
-def _checked(read: Read, versions: Sequence[Path]) -> Listing:
+def _read_checked(read: Read, versions: Sequence[Path]) -> Listing:
+    """Call `read`, and report what the library raises as one line."""
     where = f"dataset: {str(versions[0])!r}"
     try:
         return read(versions)
@@ -169,40 +186,38 @@ def _checked(read: Read, versions: Sequence[Path]) -> Listing:
         raise
     except ImportError as error:
         raise InputError(
-            f"{where} needs the packages tensorflow-datasets and array_record ({error})"
+            f"{where} needs the packages tensorflow-datasets and array_record ({error}): "
+            "pip install 'fcljax[tfds]'"
         ) from error
     except NotImplementedError as error:
         raise InputError(f"{where} is not in array_record files; prepare it with that file_format") from error
-    # a damaged folder can raise anything in the library, and it is the folder's fault
-    except Exception as error:
+    except Exception as error:  # the library can raise anything on a damaged folder
         raise InputError(f"{where} cannot be read by tensorflow-datasets ({reason(error)})") from error
 
 
 def _records(versions: Sequence[Path], splits: Sequence[str]) -> _Records:
     import tensorflow_datasets as tfds
 
-    sources = []
-    names = []
-    features = []
+    records = _Records([], [], [])
     for version in versions:
         builder = tfds.builder_from_directory(version)
-        # images as files, for our own decoder
-        raw = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
+        # images stay encoded, for the package's decoder
+        decoders = {name: tfds.decode.SkipDecoding() for name in builder.info.features}
         for split in splits:
             # pyrefly: ignore[bad-argument-type]  # the library wraps its methods, which hides their self
-            sources.append(builder.as_data_source(split, decoders=raw))
-            names.append(f"{version}, {split}")
-            features.append(builder.info.features)
-    return _Records(sources, names, features)
+            records.sources.append(builder.as_data_source(split, decoders=decoders))
+            records.names.append(f"{version}, {split}")
+            records.features.append(builder.info.features)
+    return records
 
 
-def _fields(records: _Records, fields: Sequence[str]) -> list[tuple]:
-    """For each record its source, its index there and the fields."""
+def _rows(records: _Records, fields: Sequence[str]) -> list[_Row]:
+    """Read these features of all records."""
     rows = []
     for number, source in enumerate(records.sources):
         for index in range(len(source)):
             record = source[index]
-            rows.append((number, index, *(_plain(record[field]) for field in fields)))
+            rows.append(_Row(number, index, tuple(_plain(record[field]) for field in fields)))
     return rows
 
 
@@ -221,19 +236,22 @@ def _listing(
 
 
 def _split(records: _Records, split: LabelledItems) -> UndecodedSplit:
-    items = [item[:2] for item in split.items]
-    names = [f"{records.names[source]}, record {index}" for source, index in items]
-    height, width, _ = records.features[0]["image"].shape
+    names = [_record_name(records, row) for row in split.items]
+    height, width, _channels = records.features[0]["image"].shape
 
     def fetch(indices: Sequence[int]) -> list:
-        return [_image(records, *items[i], name=names[i]) for i in indices]
+        return [_image(records, split.items[i]) for i in indices]
 
     size = (height, width) if height and width else None
     return UndecodedSplit(np.array(split.labels, np.int64), names, fetch, size)
 
 
-def _image(records: _Records, source: int, index: int, name: str) -> bytes:
+def _record_name(records: _Records, row: _Row) -> str:
+    return f"{records.names[row.source]}, record {row.index}"
+
+
+def _image(records: _Records, row: _Row) -> bytes:
     try:
-        return records.sources[source][index]["image"]
-    except Exception as error:  # as above
-        raise InputError(f"dataset: {name} cannot be read ({reason(error)})") from error
+        return records.sources[row.source][row.index]["image"]
+    except Exception as error:  # as in `_read_checked`
+        raise InputError(f"dataset: {_record_name(records, row)} cannot be read ({reason(error)})") from error
