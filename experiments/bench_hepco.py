@@ -94,7 +94,7 @@ def server_step(width: int, clients: int) -> tuple[Callable, tuple]:
     params = model.init(keys[0], Frozen(()))
     clients_own = [noisy(model, params, task, key) for key in keys[2:]]
     gathered = jax.tree.map(lambda *leaves: jnp.stack(leaves), *clients_own)
-    past = latent.init(params, model.trainable(params, task))._replace(examples=jnp.full(CLASSES, 50.0))
+    past = latent.init(params, model.trainable(params, task))._replace(class_examples=jnp.full(CLASSES, 50.0))
     examples = jnp.tile(jnp.where(task.current, 10, 0), (clients, 1))
 
     def step(params: Params, gathered: Params, key: jax.Array) -> Params:

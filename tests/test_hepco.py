@@ -33,7 +33,7 @@ from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
 from fcljax.methods.hepco import diagnosis as D
 from fcljax.methods.hepco import hepco as H
-from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
+from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
 from fcljax.methods.prompted import epoch_factor
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.initialisers import uniform_by_inputs
@@ -186,7 +186,7 @@ def test_clients_count_by_their_rows_over_all_rows():
     cifar = cifar.at[4].set(0).at[4, 4:10].set(50)  # together they have ten classes
     weight = H.class_weights(cifar, jnp.ones(5, bool), "over_total")
     np.testing.assert_allclose(weight[0, 0], 0.031447, atol=1e-6)
-    np.testing.assert_allclose(jax.nn.softmax(H._odds(rows.sum(0))), [0.5, 0.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(jax.nn.softmax(H.log_frequencies(rows.sum(0))), [0.5, 0.5, 0], rtol=1e-6)
 
 
 def test_the_generator_of_older_classes_trains_longer_in_every_task():
@@ -223,7 +223,7 @@ def test_prompts_are_compared_by_a_sum_of_squares():
     head = init_head(KEY, TINY.width, 4)
     student, teacher = Params(base, head), Params(base._replace(prompt=base.prompt + 0.1), head)
     teachers = H.Teachers(student, jax.tree.map(lambda x: x[None], teacher), jnp.full((1, 4), 0.2))
-    gap = H.prompt_gap(H.Study(options(), model, student, task), student, teachers, query)
+    gap = H.prompt_gap(H.LatentModel(options(), model, student, task), student, teachers, query)
     np.testing.assert_allclose(0.2 * gap, [[0.2 * 20 * TINY.width * 0.01]], rtol=1e-5)
     assert np.isclose(0.2 * 20 * 768 * 0.01, 30.72)
 
@@ -233,7 +233,7 @@ def test_prompts_that_are_sums_are_compared_without_being_made():
     """With the gradients that generators need, for clients far from the server's model and near to it."""
     opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
-    part, study = model.trainable(params, task), H.Study(opts, model, params, task)
+    part, study = model.trainable(params, task), H.LatentModel(opts, model, params, task)
     for share in (1.0, 1e-3):
         near = lambda mine, theirs, share=share: mine + share * (theirs - mine)
         parts = jax.tree.map(near, part, aggregate.gather["trainable"])
@@ -250,7 +250,7 @@ def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     opts, _, model, params, aggregate, _ = world()
     task, z = TASKS[1], jax.random.normal(KEY, (5, FORMULA.width))
     teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
-    study, label = H.Study(opts, model, params, task), jnp.full(5, np.argmax(task.current))
+    study, label = H.LatentModel(opts, model, params, task), jnp.full(5, np.argmax(task.current))
     gaps = H.prompt_gaps(study, teachers)
 
     def of(**more):
@@ -335,7 +335,7 @@ def world(**values):
         jnp.arange(3),
         jnp.array([True, True, False]),
     )
-    past = H.Past(Start(move(9), jnp.int32(1)), jnp.where(TASKS[0].current, 3.0, 0.0))
+    past = H.History(Start(move(9), jnp.int32(1)), jnp.where(TASKS[0].current, 3.0, 0.0))
     return config.part(H.HepcoOptions, cfg), run, model, params, aggregate, past
 
 
@@ -412,12 +412,14 @@ def test_the_step_is_what_its_formulas_say():
         return generator
 
     new = train(keys[0], 3, odds(rows.sum(0)), [part(0), part(1)], weight[:2])
-    older = train(keys[1], 3 + 2, odds(past.examples * old), [past.start.trainable], [old.astype(np.float32)])
+    older = train(
+        keys[1], 3 + 2, odds(past.class_examples * old), [past.start.trainable], [old.astype(np.float32)]
+    )
 
     def draw(key):
         first, second = jax.random.split(key)
         noise, y = conditions(first, 6, odds(rows.sum(0)))
-        old_noise, old_y = conditions(second, 3, odds(past.examples * old))
+        old_noise, old_y = conditions(second, 3, odds(past.class_examples * old))
         value = generate(shape, new, noise, y, False)[0]
         return value, generate(shape, older, old_noise, old_y, False)[0], y, old_y
 
@@ -449,7 +451,7 @@ def test_what_is_reported_of_the_distillation_is_the_sum_of_its_losses():
     model = Params((), jnp.float32(2.0))
     loss = {"classifier": lambda trainable, latents: trainable.classifier**2}
     nothing = H.Composite(H.Latents(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32)), None)
-    after, totals = H._descend(loss, optax.sgd(0.25), model, lambda key: nothing, KEY, jnp.int32(2))
+    after, totals = H.train_parts(loss, optax.sgd(0.25), model, lambda key: nothing, KEY, jnp.int32(2))
     assert (float(after.classifier), float(totals["classifier"])) == (0.5, 4 + 1)
 
 
@@ -493,7 +495,7 @@ def test_every_reading_changes_the_result(field, value):
 def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
     """O11: the gradient of the generators' loss is the same without it."""
     opts, _, model, params, aggregate, _ = world(fidelity="released")
-    study = H.Study(opts, model, params, TASKS[1])
+    study = H.LatentModel(opts, model, params, TASKS[1])
     teachers = H.Teachers(params, aggregate.gather["trainable"], jnp.ones((3, SIZES.classes)))
     gaps = H.prompt_gaps(study, teachers)
     loss_at = lambda z, **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
@@ -509,7 +511,7 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
     part = aggregate.gather["trainable"]
     teachers = H.Teachers(params, part, jnp.ones((3, SIZES.classes)))
     z, label = jax.random.normal(KEY, (5, FORMULA.width)), jnp.full(5, np.argmax(TASKS[1].current))
-    study = H.Study(opts, model, params, TASKS[1])
+    study = H.LatentModel(opts, model, params, TASKS[1])
     gaps = H.prompt_gaps(study, teachers)
     loss = lambda **more: H.generator_loss(with_options(study, **more), teachers, gaps, z, label)
     own = z @ params.classifier.kernel + params.classifier.bias
@@ -546,13 +548,15 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
         jnp.ones(SIZES.classes) * TASKS[1].current,
         past,
         TASKS[1],
-        init_generator(shape, KEY),
-        init_generator(shape, KEY),
+        H.Generators(init_generator(shape, KEY), init_generator(shape, KEY)),
         KEY,
     )
     batch = jax.jit(draw)()
-    assert batch.new.value.shape == (64, FORMULA.width) and batch.old.value.shape == (count, FORMULA.width)
-    assert np.asarray(TASKS[1].current)[batch.new.label].all()
+    assert batch.current.value.shape == (64, FORMULA.width) and batch.old.value.shape == (
+        count,
+        FORMULA.width,
+    )
+    assert np.asarray(TASKS[1].current)[batch.current.label].all()
     assert np.asarray(TASKS[1].old)[batch.old.label].all()
 
 
@@ -560,7 +564,9 @@ def test_so_many_latents_of_older_classes_are_replayed(ratio, count):
 def test_the_first_task_has_no_previous_model():
     """Whatever stands in its place does nothing; afterwards the model and the rows are kept."""
     opts, run, model, params, aggregate, past = world()
-    first = past._replace(start=past.start._replace(task=jnp.int32(-1)), examples=jnp.zeros(SIZES.classes))
+    first = past._replace(
+        start=past.start._replace(task=jnp.int32(-1)), class_examples=jnp.zeros(SIZES.classes)
+    )
     spoilt = jax.tree.map(lambda x: x + 5, first.start.trainable)
     poisoned = first._replace(start=first.start._replace(trainable=spoilt))
     task = TASKS[0]
@@ -572,7 +578,9 @@ def test_the_first_task_has_no_previous_model():
     same(one, two)
     assert norm(jax.tree.map(jnp.subtract, one, params)) > 1e-4
     same(kept.start.trainable, model.trainable(BROADCAST(params), task))  # what the round began with
-    assert int(kept.start.task) == 0 and kept.examples.tolist() == (6 * np.asarray(task.current)).tolist()
+    assert (
+        int(kept.start.task) == 0 and kept.class_examples.tolist() == (6 * np.asarray(task.current)).tolist()
+    )
 
 
 @pytest.mark.long
@@ -620,13 +628,17 @@ def test_latents_between_all_seen_classes_have_an_entropy_of_one():
 
 
 def test_a_diagnosis_speaks_of_the_generators_that_there_are():
-    opts, run, model, params, _, _ = world()
-    study, shape = H.Study(opts, model, params, TASKS[1]), GeneratorConfig(SIZES.classes, run.network.width)
+    opts, run, model, params, _, past = world()
+    study, shape = (
+        H.LatentModel(opts, model, params, TASKS[1]),
+        GeneratorConfig(SIZES.classes, run.network.width),
+    )
     examples = jnp.ones(SIZES.classes)
 
     def found():
-        made = ("new", init_generator(shape, KEY), examples), ("older", Generator((), ()), examples)
-        return H.diagnosis(study, shape, no_moments(run.sizes.classes, run.network.width), made, KEY)
+        no_features = no_moments(run.sizes.classes, run.network.width)
+        history = past._replace(features=no_features)
+        return H.diagnosis(study, shape, H.Generators(init_generator(shape, KEY)), examples, history, KEY)
 
     says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
     assert set(jax.eval_shape(found)) == {f"new_{what}" for what in says}
@@ -639,9 +651,9 @@ def test_a_diagnosis_records_and_changes_nothing():
     total = jax.tree.map(jnp.ones_like, no_moments(run.sizes.classes, run.network.width))
     gather = aggregate.gather | {"features": total}
     own = dataclasses.replace(opts, diagnose=True)
-    asked = played(own, run, model, params, aggregate._replace(gather=gather), past._replace(real=total))
+    asked = played(own, run, model, params, aggregate._replace(gather=gather), past._replace(features=total))
     same(plain.params, asked.params)
-    same(asked.state.real, jax.tree.map(lambda x: 2 * x, total))
+    same(asked.state.features, jax.tree.map(lambda x: 2 * x, total))
     more = set(asked.metrics) - set(plain.metrics)
     says = ("recognised", "coverage", "entropy", "nearest", "distance", "spread")
     assert more == {f"{which}_{what}" for which in ("new", "older") for what in says}
@@ -677,7 +689,7 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
     assert reports == ["class_examples", "trainable", "features"]
     nothing = no_moments(run.sizes.classes, run.network.width)
     far = jax.tree.map(jnp.ones_like, nothing)
-    past = past._replace(real=nothing)
+    past = past._replace(features=nothing)
 
     def after(sums):
         gather = aggregate.gather | {"features": sums}
@@ -686,14 +698,14 @@ def test_with_normal_latents_no_generator_trains_and_clients_send_sums():
     one, other = after(nothing), after(far)
     assert float(one.metrics["generator"].weight) == 0
     assert norm(jax.tree.map(jnp.subtract, one.params, other.params)) > 1e-5
-    same(other.state.real, far)
+    same(other.state.features, far)
 
 
 def test_of_both_features_prompts_read_the_frozen_network_s_and_the_classifier_all():
     opts, run, *_ = world(fidelity="improved")
     model = linear_learner(run, features=opts.features)
     params = model.init(KEY, SCALE)
-    study = H.Study(opts, model, params, TASKS[1])
+    study = H.LatentModel(opts, model, params, TASKS[1])
     frozen, prompted = jax.random.normal(KEY, (2, 5, run.network.width))
     both = jnp.concatenate([frozen, prompted], axis=-1)
     trainable = study.trainable

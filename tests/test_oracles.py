@@ -194,8 +194,8 @@ def test_hepcos_losses_and_their_gradients():
     task = TASKS[1]
     around = seen_by_rules(model, now(task, frozen=SCALE), aggregate)
     examples = aggregate.gather["class_examples"].astype(jnp.float32)
-    clients = H._clients(options, around, params, examples)
-    previous, study = H._previous(params, past, task), H.Study(options, model, params, task)
+    clients = H.client_teachers(options, around, params, examples)
+    previous, study = H.previous_teacher(params, past, task), H.LatentModel(options, model, params, task)
     draw = np.random.default_rng(0)
     z, old_z = draw.normal(size=(4, WIDTH)), draw.normal(size=(2, WIDTH))
     labels, old_labels = [3, 4, 4, 3], [0, 2]

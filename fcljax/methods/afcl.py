@@ -1,17 +1,18 @@
 """AFCL: analytic federated continual learning (Tang et al. 2025, arXiv 2505.12245).
 
-    once per task   each client k sends  G_k = H_k^T H_k  and  Q_k = H_k^T Y_k,  H_k the frozen network's
-                    features of its examples and Y_k their one-hot labels
-                    the server adds them up and updates what it knows by recursive least squares:
+    once per task   each client k sends  G_k = H_k^T H_k  and  Q_k = H_k^T Y_k,  where H_k are
+                    the frozen network's features and Y_k the one-hot labels
+                    the server sums them and updates by recursive least squares:
                         R^-1 <- R^-1 + G,      W <- W + R (Q - G W)
     prediction      the largest entry of h^T W
 
-R starts as I / gamma, so that after any tasks of any clients in any order W is the ridge regression of all
-their examples together, argmin ||Y - H W||^2 + gamma ||W||^2. No gradient is taken, a task needs one round,
-and old examples are not needed again. Classes that are not known yet have columns of 0 in W and Q, which is
-the paper's splitting into known and unknown classes at a fixed shape.
+R starts as I / gamma, so that after any tasks of any clients in any order W is the ridge
+regression of all their examples together, argmin ||Y - H W||^2 + gamma ||W||^2. No gradient
+is taken, a task needs one round, and old examples are not needed again. Classes that are not
+known yet have columns of 0 in W and Q, which is the paper's splitting into known and unknown
+classes at a fixed shape.
 
-The server keeps R^-1 and not R: both recursions are the same, this one inverts nothing twice.
+The server keeps R^-1 and not R: the recursion is the same, and nothing is inverted twice.
 """
 
 import dataclasses
@@ -44,32 +45,30 @@ class Regression(NamedTuple):
     """The parameters of the classifier."""
 
     inner: PyTree
-    """Nothing: no classifier trains."""
+    """Always (): no classifier trains."""
     weights: Float[Array, "D C"]
-    """W; 0 for classes that nobody had examples of."""
+    """W; 0 for classes without examples so far."""
 
 
 def afcl(options: AFCLOptions, run: Run) -> Method:
-    """AFCL as a method; nothing trains."""
+    """Compose AFCL; nothing trains."""
     width = run.network.width
     classes = run.sizes.classes
 
-    def first(key: PRNGKeyArray, inner: PyTree) -> Regression:
-        del key
+    def init(_key: PRNGKeyArray, inner: PyTree) -> Regression:
         return Regression(inner, jnp.zeros((width, classes)))
 
-    head = computed(classes, first, _predict)
+    classifier = computed(classes, init, _predict)
     rule = recursive_least_squares(width, classes, options.ridge)
-    return federate(run, learner(run.network, run.adapter, head), server_rules=(rule,))
+    return federate(run, learner(run.network, run.adapter, classifier), server_rules=(rule,))
 
 
-def _predict(params: Regression, feature: Array, task: Task) -> Array:
-    del task
+def _predict(params: Regression, feature: Array, _task: Task) -> Array:
     return exact_matmul(feature, params.weights)
 
 
 def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRule:
-    """The recursion over tasks; its state is R^-1, gamma I at first.
+    """Update W by the moments of each task; the state is R^-1, initially gamma I.
 
     Args:
       width: D.
@@ -77,15 +76,14 @@ def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRul
       ridge: gamma.
     """
 
-    def init(params: Params, trainable: Params) -> Float[Array, "D D"]:
-        del params, trainable
+    def init(_params: Params, _trainable: Params) -> Float[Array, "D D"]:
         return ridge * jnp.eye(width)
 
-    def update(round: ServerRound, params: Params, knowledge: Float[Array, "D D"]) -> ServerUpdate:
-        gram, products, _ = round.reports["moments"]
-        knowledge, weights = recursion(knowledge, params.classifier.weights, gram, products)
-        head = params.classifier._replace(weights=weights)
-        return ServerUpdate(params._replace(classifier=head), knowledge)
+    def update(round: ServerRound, params: Params, inverse_r: Float[Array, "D D"]) -> ServerUpdate:
+        gram, cross, _ = round.reports["moments"]
+        inverse_r, weights = recursion(inverse_r, params.classifier.weights, gram, cross)
+        classifier = params.classifier._replace(weights=weights)
+        return ServerUpdate(params._replace(classifier=classifier), inverse_r)
 
     report = moments_report(width, classes, _features)
     return ServerRule("least_squares", update, init, reports=(report,), when="task_start")
@@ -96,12 +94,19 @@ def _features(step: ClientStep) -> Float[Array, "batch D"]:
 
 
 def recursion(
-    knowledge: Float[Array, "D D"],
+    inverse_r: Float[Array, "D D"],
     weights: Float[Array, "D C"],
     gram: Float[Array, "D D"],
-    products: Float[Array, "D C"],
+    cross: Float[Array, "D C"],
 ) -> tuple[Float[Array, "D D"], Float[Array, "D C"]]:
-    """(R^-1 + G, W + R (Q - G W)), with R of after the update."""
-    knowledge = knowledge + gram
-    error = products - jnp.dot(gram, weights, precision=jax.lax.Precision.HIGHEST)
-    return knowledge, weights + solve_ridge(knowledge, error, 0.0)
+    """Return (R^-1 + G, W + R (Q - G W)) for R after the update.
+
+    Args:
+      inverse_r: R^-1 before the update.
+      weights: W.
+      gram: G.
+      cross: Q.
+    """
+    inverse_r = inverse_r + gram
+    error = cross - jnp.dot(gram, weights, precision=jax.lax.Precision.HIGHEST)
+    return inverse_r, weights + solve_ridge(inverse_r, error, 0.0)

@@ -1,12 +1,14 @@
 """Ditto: a personal model beside the global one (Li et al., ICML 2021, arXiv 2012.04221).
 
     client    trains the global model w as in FedAvg and sends it
-              then trains its own model v on   L_ce(v) + lambda / 2 ||v - w_t||^2,   w_t what it was sent
+              then trains its personal model v on  L_ce(v) + lambda / 2 ||v - w_t||^2,
+              where w_t is the global model that it received                     (eq. 1)
     server    averages the global models
 
-The larger lambda, the nearer a client's own model stays to the global one. Clients are evaluated with their
-own models, which they keep over rounds and tasks (algorithm 1); the global model is FedAvg's. v has one
-meaning in all tasks, so adapters of which each task has parameters of its own are refused.
+The larger lambda, the nearer a personal model stays to the global one. Clients are evaluated
+with their personal models, which they keep over rounds and tasks (algorithm 1); the global
+model is FedAvg's. v has one meaning in all tasks, so adapters of which each task has its own
+parameters are refused.
 """
 
 import dataclasses
@@ -38,15 +40,15 @@ PRESETS = {"intended": Preset(DittoOptions(), adapters=(LoraOptions(lora_pairs="
 
 
 class Personal(NamedTuple):
-    """A client that trains its own model."""
+    """A client that trains its personal model."""
 
     model: Params
-    """v."""
+    """The personal model v."""
     optimiser: PyTree
 
 
 def ditto(options: DittoOptions, run: Run) -> Method:
-    """Ditto as a method.
+    """Compose Ditto.
 
     Raises:
       InputError: for an adapter that trains other parameters in each task.
@@ -57,14 +59,15 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     method = federate(run, model, loss=loss, client_rules=(rule,))
 
     def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
-        params = model.merge(server.params, round_context.task, state[0])
+        personal = state[0]
+        params = model.merge(server.params, round_context.task, personal)
         return method.predict(round_context, server._replace(params=params), batch)
 
     return method._replace(predict_client=predict_client, personal=True)
 
 
 def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapter) -> ClientRule:
-    """After training, as many epochs on the client's own model; its state is that model.
+    """Train the client's personal model for as many epochs after training; it is the state.
 
     Args:
       weight: lambda.
@@ -72,10 +75,8 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
       training: epochs, batch size, optimiser and learning rate.
       adapter: for its learning rate; it must train the same parameters in every task.
     """
-    rate = adapter.rate
 
-    def init(key: PRNGKeyArray, trainable: Params) -> Params:
-        del key
+    def init(_key: PRNGKeyArray, trainable: Params) -> Params:
         if not all_last(adapter, trainable.adapter):
             raise InputError(
                 "adapter: ditto keeps a client's own model over tasks, and this adapter trains other "
@@ -83,30 +84,34 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
             )
         return trainable
 
-    def start(context: ClientContext, model: Params, key: PRNGKeyArray) -> Personal:
-        del context, key
+    def start(_context: ClientContext, model: Params, _key: PRNGKeyArray) -> Personal:
         return Personal(model, training.optimiser.init(model))
 
-    def end(context: ClientContext, memory: Personal, trainable: Params, state: Params) -> Params:
-        del context, trainable, state
+    def end(_context: ClientContext, memory: Personal, _trainable: Params, _state: Params) -> Params:
         return memory.model
 
     def step(step: ClientStep, memory: Personal) -> Personal:
-        gradient = jax.grad(functools.partial(personal_loss, weight, loss, step))(memory.model)
-        direction, optimiser = training.optimiser.update(gradient, memory.optimiser, memory.model)
-        by: Params = optax.tree.scale(-training.lr, direction)
-        if rate is not None:
-            by = by._replace(adapter=optax.tree.scale(rate / training.lr, by.adapter))
-        moved: Params = optax.tree.add(memory.model, by)
-        return Personal(moved._replace(stats=step.forward(memory.model).stats), optimiser)
+        model = memory.model
+        loss_of = functools.partial(personal_loss, weight, loss, step)
+        gradient = jax.grad(loss_of)(model)
+        direction, optimiser = training.optimiser.update(gradient, memory.optimiser, model)
+        update: Params = optax.tree.scale(-training.lr, direction)
+        if adapter.rate is not None:  # the adapter has a learning rate of its own
+            scaled = optax.tree.scale(adapter.rate / training.lr, update.adapter)
+            update = update._replace(adapter=scaled)
+        updated: Params = optax.tree.add(model, update)
+        # running statistics move by the forward pass, not by a gradient
+        stats = step.forward(model).stats
+        return Personal(updated._replace(stats=stats), optimiser)
 
     view = View(training.epochs, training.batch_size)
-    own = ClientPass("after_training", view, step, trains=True)
-    return ClientRule("ditto", None, init, start, (own,), end)
+    personal_pass = ClientPass("after_training", view, step, trains=True)
+    return ClientRule("ditto", None, init, start, (personal_pass,), end)
 
 
 def personal_loss(weight: float, loss: Loss, step: ClientStep, model: Params) -> Float[Array, ""]:
-    """L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
+    """Return L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
     value = loss.value(step.forward(model), step.batch, step.context.task)
-    by = optax.tree.sub(model._replace(stats=()), step.context.payload.trainable._replace(stats=()))
-    return value + weight / 2 * optax.tree.norm(by, squared=True)
+    global_model = step.context.payload.trainable._replace(stats=())
+    difference = optax.tree.sub(model._replace(stats=()), global_model)
+    return value + weight / 2 * optax.tree.norm(difference, squared=True)

@@ -1,11 +1,13 @@
-"""Fed-CPrompt (Bagwe et al. 2023) as HePCo compares with it (specification A7).
+"""Fed-CPrompt (Bagwe et al. 2023) as HePCo compares with it.
 
-    client    trains prompts on   L_ce + max(near ||z - z_newest||^2 - far ||z - z_last||^2 + margin, 0),
-              which keeps its logits near the newest global model's and away from those of the last task's
-    server    averages, and sends the model that the task began with too    (parts/task_start.py)
+    client    trains prompts on
+                  L_ce + max(near ||z - z_newest||^2 - far ||z - z_start||^2 + margin, 0)
+              which keeps its logits z near those of the newest global model and away from
+              those of the model that the task began with
+    server    averages, and sends that model too                  (parts/task_start.py)
 
-No code of the paper is public. This is the contrastive loss of HePCo's release, on logits and not on prompts,
-with its margin and weights; HePCo's text says no more than that there is one.
+No code of the paper is public. This is the contrastive loss of HePCo's release, on logits and
+not on prompts, with its margin and weights; HePCo's text only says that there is one.
 """
 
 import dataclasses
@@ -41,27 +43,27 @@ PRESETS = {
 
 
 def fed_cprompt(options: CPromptOptions, run: Run) -> Method:
-    """Fed-CPrompt as a method."""
+    """Compose Fed-CPrompt."""
+    rule = contrast(options.contrast_near, options.contrast_far, options.contrast_margin)
     return federate(
         run,
         linear_learner(run),
         loss=cross_entropy_loss(),
-        client_rules=(contrast(options.contrast_near, options.contrast_far, options.contrast_margin),),
+        client_rules=(rule,),
         server_rules=(send_start_of_task(),),
         learning_rate=epoch_schedule(options, run),
     )
 
 
 def contrast(near: float, far: float, margin: float) -> ClientRule:
-    """The contrastive loss, from the second task on, when there is a model of an earlier one."""
+    """Add the contrastive loss from the second task on, when there is an earlier model."""
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
-        own = step.output.logits
+        logits = step.output.logits
         newest = step.forward(context.payload.trainable).logits
-        last = step.forward(teacher(context)).logits
-        value = contrastive_loss(own, newest, last, step.batch.mask, near, far, margin)
+        start = step.forward(teacher(context)).logits
+        value = contrastive_loss(logits, newest, start, step.batch.mask, near, far, margin)
         return jnp.where(jnp.any(context.task.old), value, 0.0)
 
     return ClientRule("contrast", loss)
@@ -70,16 +72,19 @@ def contrast(near: float, far: float, margin: float) -> ClientRule:
 def contrastive_loss(
     logits: Float[Array, "batch C"],
     newest: Float[Array, "batch C"],
-    last: Float[Array, "batch C"],
+    start: Float[Array, "batch C"],
     mask: Bool[Array, " batch"],
     near: float,
     far: float,
     margin: float,
 ) -> Float[Array, ""]:
-    """max(sum over the examples of near ||z - z_newest||^2 - far ||z - z_last||^2, plus the margin, 0), over
-    the logits of all classes."""
+    """Return max(sum_i near ||z - z_newest||^2 - far ||z - z_start||^2 + margin, 0).
 
-    def distance(other: Float[Array, "batch C"]) -> Float[Array, " batch"]:
-        return jnp.sum((logits - other) ** 2, axis=-1)
+    The sum runs over the examples i in the mask; z are the logits of all classes.
+    """
 
-    return jnp.maximum(masked_sum(near * distance(newest) - far * distance(last), mask) + margin, 0.0)
+    def distance(global_logits: Float[Array, "batch C"]) -> Float[Array, " batch"]:
+        return jnp.sum((logits - global_logits) ** 2, axis=-1)
+
+    difference = near * distance(newest) - far * distance(start)
+    return jnp.maximum(masked_sum(difference, mask) + margin, 0.0)

@@ -1,8 +1,10 @@
-"""FedAvg: clients train, the server averages, nothing is done against forgetting (McMahan et al. 2017).
+"""FedAvg: clients train and the server averages; nothing acts against forgetting (McMahan
+et al. 2017).
 
-`fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row): one prompt per task,
-which the untrained gate picks; as in the release, that gate travels and is counted. `linear`, `joint`, `l2p`,
-`dualprompt` and `coda-prompt` are FedAvg on other adapters.
+`fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row): one
+prompt per task, which the untrained gate picks; as in the release, that gate travels and is
+counted. `linear`, `joint`, `l2p`, `dualprompt` and `coda-prompt` are FedAvg on other
+adapters.
 """
 
 import dataclasses
@@ -10,8 +12,9 @@ from typing import Literal
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.adapters.prompts import PromptOptions
+from fcljax.methods.fppl import fppl_keys
 from fcljax.parts.federate import Run, federate, linear_learner
-from fcljax.parts.learner import cross_entropy_loss, one_key, three_keys, two_keys
+from fcljax.parts.learner import cross_entropy_loss, one_key, two_keys
 from fcljax.settings import NoOptions, Preset, RunConfig
 from fcljax.types import Method
 
@@ -36,13 +39,14 @@ JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), (LoraOptions(lora
 
 
 def fedavg(options: FedAvgOptions, run: Run) -> Method:
-    """FedAvg with the losses of FPPL's release."""
+    """Compose FedAvg with the losses of FPPL's release."""
     loss = cross_entropy_loss(options.local_classes, options.reduction)
-    return federate(run, linear_learner(run, three_keys), loss=loss)
+    return federate(run, linear_learner(run, fppl_keys), loss=loss)
 
 
-def plain(options: NoOptions, run: Run) -> Method:
-    """FedAvg with cross-entropy over the classes of the current task."""
-    del options
-    keys = one_key if run.adapter.plain else two_keys
+def plain(_options: NoOptions, run: Run) -> Method:
+    """Compose FedAvg with cross-entropy over the classes of the current task."""
+    keys = two_keys
+    if run.adapter.plain:  # the classifier alone draws
+        keys = one_key
     return federate(run, linear_learner(run, keys), loss=cross_entropy_loss())

@@ -1,7 +1,7 @@
-"""FedAvg-Prompt (HePCo's first baseline, specification A2): HePCo's clients, and a server that only averages.
+"""FedAvg-Prompt (HePCo's first baseline): HePCo's clients, and a server that only averages.
 
-With one client that has everything it is the centralised prompting of HePCo's table 1; with `prox_weight` it
-is FedProx on prompts.
+With one client that has everything it is the centralised prompting of HePCo's table 1; with
+`prox_weight` it is FedProx on prompts.
 """
 
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
@@ -17,6 +17,6 @@ CENTRALIZED = with_changes(
 
 
 def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:
-    """FedAvg-Prompt as a method."""
+    """Compose FedAvg-Prompt."""
     schedule = epoch_schedule(options, run)
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), learning_rate=schedule)

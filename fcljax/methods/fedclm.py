@@ -34,7 +34,7 @@ PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs=
 
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:
-    """FedCLM as a method."""
+    """Compose FedCLM."""
     width = run.network.width
     classes = run.sizes.classes
     means = nearest_mean(width, classes, options.classifier, inner=linear(width, classes))

@@ -1,9 +1,10 @@
-"""FedLwF.MC (HePCo's baseline, specification A4): learning without forgetting as binary problems (Rebuffi et
+"""FedLwF.MC (a baseline of HePCo): learning without forgetting as binary problems (Rebuffi et
 al. 2017), for clients that keep nothing.
 
-    client    trains the whole network on one sigmoid per seen class: the targets of the task's classes are
-              the labels, those of old classes what the model says that the task began with
-    server    averages, and sends that model too    (parts/task_start.py)
+    client    trains the whole network on one sigmoid per seen class. Targets are labels for
+              the task's classes, and for old classes the probabilities of the model that
+              the task began with
+    server    averages, and sends that model too                  (parts/task_start.py)
 """
 
 import jax
@@ -21,7 +22,7 @@ from fcljax.types import Method
 
 
 def fedlwf_mc(options: PromptedOptions, run: Run) -> Method:
-    """FedLwF.MC as a method."""
+    """Compose FedLwF.MC."""
     return federate(
         run,
         linear_learner(run),
@@ -33,14 +34,14 @@ def fedlwf_mc(options: PromptedOptions, run: Run) -> Method:
 
 
 def binary_problems() -> ClientRule:
-    """The whole loss: binary cross-entropy, old classes against the sigmoid of the teacher's logits."""
+    """Add the whole loss, `distilled_binary_loss`, with the model that the task began with."""
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         batch = step.batch
         task = step.context.task
-        old = step.forward(teacher(step.context)).logits
-        return distilled_binary_loss(step.output.logits, old, batch.label, task.old, task.seen, batch.mask)
+        logits = step.output.logits
+        teacher_logits = step.forward(teacher(step.context)).logits
+        return distilled_binary_loss(logits, teacher_logits, batch.label, task.old, task.seen, batch.mask)
 
     return ClientRule("lwf_mc", loss)
 
@@ -53,8 +54,17 @@ def distilled_binary_loss(
     seen: Bool[Array, " C"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """The mean over the examples in the mask and the seen classes."""
-    known = jax.nn.one_hot(label, logits.shape[-1])
-    target = jnp.where(old, jax.nn.sigmoid(jax.lax.stop_gradient(teacher)), known)
-    each = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
-    return reduce_rows(jnp.sum(each, -1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")
+    """Return the mean binary cross-entropy over the examples in the mask and the seen classes.
+
+    Args:
+      logits: of the client's model.
+      teacher: logits of the model that the task began with; they get no gradient.
+      label: targets of classes that are not old.
+      old: classes whose targets are the teacher's sigmoids.
+      seen: classes that count.
+      mask: examples that count.
+    """
+    one_hot = jax.nn.one_hot(label, logits.shape[-1])
+    target = jnp.where(old, jax.nn.sigmoid(jax.lax.stop_gradient(teacher)), one_hot)
+    loss = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
+    return reduce_rows(jnp.sum(loss, -1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")

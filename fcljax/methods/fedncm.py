@@ -1,7 +1,8 @@
 """FedNCM (Legate et al. 2023): a training-free classifier of class means of features.
 
-task start  each client sends, once, the sum of its features and its number of examples of each class
-            the server's means are those of all examples together, whoever holds them
+task start  each client sends, once, the sum of its features and its number of examples
+            of each class
+            the server's means are those of all examples, however they are partitioned
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ class FedNCMOptions:
 
 
 def fedncm(options: FedNCMOptions, run: Run) -> Method:
-    """FedNCM as a method; nothing trains."""
+    """Compose FedNCM; nothing trains."""
     means = nearest_mean(run.network.width, run.sizes.classes, options.classifier)
     model = learner(run.network, run.adapter, means)
     return federate(run, model, server_rules=(class_mean_rule(run, "task_start"),))

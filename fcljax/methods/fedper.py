@@ -7,16 +7,15 @@ Clients are evaluated as themselves, each with its own classifier.
 """
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.methods.fedavg import NoOptions
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
-from fcljax.settings import Preset
+from fcljax.settings import NoOptions, Preset
 from fcljax.types import Method
 
 PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
 
 
-def fedper(options: NoOptions, run: Run) -> Method:
-    """FedPer as a method."""
-    del options
-    return federate(run, linear_learner(run), loss=cross_entropy_loss(), personal=("classifier",))
+def fedper(_options: NoOptions, run: Run) -> Method:
+    """Compose FedPer."""
+    loss = cross_entropy_loss()
+    return federate(run, linear_learner(run), loss=loss, personal=("classifier",))

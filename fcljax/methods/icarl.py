@@ -1,14 +1,15 @@
 """iCaRL+FL: replay (Rebuffi et al. 2017) in the form of TARGET's release (ICCV 2023).
 
-    client    trains on its examples of the task and on as many exemplars of earlier tasks,
-              L_ce over all seen classes + weight * L_distil,   the latter from the model that the task
-              began with    (parts/task_start.py)
-    task end  each client offers its examples to its buffer, a uniform sample    (parts/replay.py)
+    client    trains on its examples of the task and on as many exemplars of earlier tasks:
+              L_ce over all seen classes + weight * L_distil, which distils from the
+              model that the task began with                      (parts/task_start.py)
+    task end  each client offers its examples to its replay buffer, which holds a uniform
+              sample of them                                      (parts/replay.py)
     server    averages, and sends that model too
 
-The release has neither herding nor the nearest-mean classifier of the original, and draws its buffer anew
-every round from all old data, which a client that may only keep the buffer cannot do. Here every example has
-a random priority of its own, and the buffer holds the examples of the highest.
+The release has neither herding nor the nearest-mean classifier of the original, and draws its
+buffer anew every round from all old data, which a client that may only keep the buffer cannot
+do. Here each example has a random priority, and the buffer holds the highest.
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ PRESETS = {"intended": Preset(ICaRLOptions(), *RELEASED_RUN)}
 
 
 def icarl(options: ICaRLOptions, run: Run) -> Method:
-    """iCaRL+FL as a method."""
-    rules = (
+    """Compose iCaRL+FL."""
+    client_rules = (
         replay(options.memory_size, run.training.batch_size),
         distil_task_start(options.distill_weight, options.distill_temperature),
     )
@@ -48,6 +49,6 @@ def icarl(options: ICaRLOptions, run: Run) -> Method:
         run,
         linear_learner(run),
         loss=cross_entropy_loss("seen"),
-        client_rules=rules,
+        client_rules=client_rules,
         server_rules=(send_start_of_task(),),
     )

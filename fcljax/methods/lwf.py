@@ -1,11 +1,12 @@
 """LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV 2023).
 
-    client    trains on   L_ce + weight * L_distil,   which keeps the logits of old classes, on its own images
-              of the current task, near those of the model that the task began with    (parts/task_start.py)
+    client    trains on  L_ce + weight * L_distil  on its examples of the current task;
+              L_distil keeps the logits of old classes near those of the model that the
+              task began with                                     (parts/task_start.py)
     server    averages, and sends that model too
 
-The release keeps the model of the task before at every client. A client that takes part in some rounds only
-does not have it, so it is sent in every round.
+The release keeps the model of the previous task at every client. A client that takes part in
+some rounds only does not have it, so it is sent in every round.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
 
 
 def lwf(options: LwFOptions, run: Run) -> Method:
-    """LwF+FL as a method."""
+    """Compose LwF+FL."""
     return federate(
         run,
         linear_learner(run),

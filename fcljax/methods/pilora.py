@@ -1,22 +1,22 @@
-"""PILoRA: prototype guided incremental LoRA for federated class-incremental learning (Guo et al., ECCV 2024,
-arXiv 2401.02094).
+"""PILoRA: prototype guided incremental LoRA for federated class-incremental learning
+(Guo et al., ECCV 2024, arXiv 2401.02094).
 
 One round of task t (Algorithm 1 of the paper):
 
     server    sends the task's LoRA pair (A_t, B_t) and the prototypes m_c of its classes
-    client k  trains both for E epochs on   L = L_dce + lambda L_pl + gamma L_ort              (eq. 15)
+    client k  trains both for E epochs on L = L_dce + lambda L_pl + gamma L_ort (eq. 15)
               sends them, with its mean feature mu_kc of each class c that it holds
-    server    averages the LoRA pairs, weighted by examples                                    (eq. 4)
-              merges the prototypes, each client weighted by how close its m_kc lies to the
-              mean features of all clients                                                     (eq. 11-14)
+    server    averages the LoRA pairs, weighted by examples                     (eq. 4)
+              merges the prototypes, each client weighted by how close its m_kc lies
+              to the mean features of all clients                               (eq. 11-14)
 
-Where the paper and the authors' code differ, an option says which one is meant; the presets are the three
-readings.
+Where the paper and the authors' code differ, an option says which one is meant; the
+presets are the three readings.
 """
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +25,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError, choose
+from fcljax.federated import rules, sums
 from fcljax.federated.distances import EQUAL_DISTANCES
-from fcljax.federated.rules import uniform_mean
-from fcljax.federated.sums import cast_like, where_valid, widen
-from fcljax.models.heads import cross_entropy, reduce_rows
+from fcljax.models import heads
 from fcljax.models.products import exact_einsum
 from fcljax.models.prototypes import Distance
 from fcljax.models.vit import Lora
 from fcljax.options import option
-from fcljax.parts.classifiers import current_classes, merge_current, prototypes
+from fcljax.parts import classifiers, reports
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
-from fcljax.parts.reports import (
-    PROTOTYPE_DISTANCE,
-    Prototypes,
-    class_prototypes,
-    prototype_distance,
-    start_at_class_means,
-)
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Batch, Method, Task, View, Weighted
@@ -53,8 +45,8 @@ Schedule = Literal["cosine", "cosine_lag", "constant"]
 
 @dataclasses.dataclass(frozen=True)
 class PiloraOptions:
-    """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on CIFAR-100, 5e-3 on
-    TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
+    """Options of PILoRA. Prototypes train at the run's learning rate (paper: 2e-3 on
+    CIFAR-100, 5e-3 on TinyImageNet), LoRA at `lora_lr` (1e-5, 5e-6)."""
 
     prototype_weight: float = 0.001
     """Weight lambda of the prototype loss (eq. 10)."""
@@ -117,49 +109,55 @@ PRESETS = {
 
 
 def pilora(options: PiloraOptions, run: Run) -> Method:
-    """PILoRA as a method, on any adapter."""
-    width = run.network.width
-    classes = run.sizes.classes
-    classifier = prototypes(width, classes, options.distance, options.prototype_init)
-    on_lora = (lora_losses(options),) if isinstance(options, PiloraLoraOptions) else ()
-    merging = average_prototypes(run) if options.wo_reweight else reweight_prototypes(options, run)
+    """Compose PILoRA on any adapter."""
+    classifier = classifiers.prototypes(
+        run.network.width, run.sizes.classes, options.distance, options.prototype_init
+    )
+    client_rules = [prototype_loss(options.prototype_weight)]
+    if isinstance(options, PiloraLoraOptions):  # the run's adapter is LoRA
+        client_rules.append(lora_losses(options))
+    server_rules = [reweight_prototypes(options, run)]
+    if options.wo_reweight:
+        server_rules = [average_prototypes(run)]
+    if options.headtune:
+        server_rules.append(head_tune(run))
     return federate(
         run,
-        learner(run.network, run.adapter, classifier, _prototypes_first),
+        learner(run.network, run.adapter, classifier, classifier_then_adapter),
         loss=distance_cross_entropy(options.negatives, options.hardness),
-        client_rules=(prototype_loss(options.prototype_weight), *on_lora),
-        server_rules=(merging, head_tune(run)) if options.headtune else (merging,),
+        client_rules=tuple(client_rules),
+        server_rules=tuple(server_rules),
         learning_rate=functools.partial(learning_rate_factor, options.schedule),
         predicts=options.predict_classes,
     )
 
 
-def _prototypes_first(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The prototypes draw from the first of two keys, the adapter from the second."""
-    first, second = jax.random.split(key)
-    return second, first
+def classifier_then_adapter(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Return the keys of adapter and classifier; prototypes draw from the first of two."""
+    prototype_key, lora_key = jax.random.split(key)
+    return lora_key, prototype_key
 
 
 def learning_rate_factor(
-    schedule: Schedule, round: ArrayLike, rounds: int, epoch: ArrayLike = 0
+    schedule: Schedule, round: ArrayLike, rounds: int, _epoch: ArrayLike = 0
 ) -> Float[Array, ""]:
-    """The factor on all learning rates in round r of a task of R rounds; all epochs of a round share it.
+    """Return the factor on all learning rates in round r of R rounds, the same in all epochs.
 
-    1 ("constant"), (1 + cos(pi r / R)) / 2 ("cosine"), or that of the round before, and 1 in the first
-    ("cosine_lag": the release moves one round late).
+    constant: 1; cosine: (1 + cos(pi r / R)) / 2; cosine_lag: as in round r - 1, and 1 in
+    the first round (release).
     """
-    del epoch
     if schedule == "constant":
         return jnp.ones(())
-    position = jnp.maximum(round - 1, 0) if schedule == "cosine_lag" else round
-    return jnp.asarray(0.5 * (1 + jnp.cos(jnp.pi * position / rounds)), jnp.float32)
+    if schedule == "cosine_lag":
+        round = jnp.maximum(round - 1, 0)
+    return jnp.asarray(0.5 * (1 + jnp.cos(jnp.pi * round / rounds)), jnp.float32)
 
 
 # ---- client: L = L_dce + lambda L_pl + gamma L_ort (eq. 15) ------------------------------------------------
 
 
 def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
-    """L_dce (eq. 8, 9): cross-entropy over the negative distances to the prototypes.
+    """Return L_dce (eq. 8, 9): cross-entropy of the negative distances to the prototypes.
 
     Args:
       classes: whose prototypes compete.
@@ -167,22 +165,23 @@ def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
     """
 
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-        logits = hardness * output.logits  # the classifier's logits are negative distances
-        return cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
+        # the classifier's logits are negative distances
+        logits = hardness * output.logits
+        return heads.cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
 
     return Loss(value, classes)
 
 
 def prototype_loss(weight: float) -> ClientRule:
-    """lambda L_pl (eq. 10): the distance of each example to the prototype of its own class.
+    """Add lambda L_pl (eq. 10), which pulls features to the prototypes of their classes.
 
     Args:
       weight: lambda.
     """
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
-        return weight * pl_loss(-step.output.logits, step.batch.label, step.batch.mask)
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
+        distance = -step.output.logits
+        return weight * pl_loss(distance, step.batch.label, step.batch.mask)
 
     return ClientRule("prototype", loss)
 
@@ -190,86 +189,117 @@ def prototype_loss(weight: float) -> ClientRule:
 def pl_loss(
     distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
-    """L_pl (eq. 10): the mean, over the examples in the mask, of the distance to the own prototype."""
-    own = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
-    return reduce_rows(own, mask, jnp.sum(mask), "mean")
+    """Return L_pl (eq. 10): the mean distance of examples to their classes' prototypes."""
+    to_prototype = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
+    return heads.reduce_rows(to_prototype, mask, jnp.sum(mask), "mean")
 
 
 def lora_losses(options: PiloraLoraOptions) -> ClientRule:
-    """gamma L_ort (eq. 7), and the release's L1 penalty.
+    """Add gamma L_ort (eq. 7) and the release's L1 penalty."""
 
-    A single pair for all tasks has no earlier ones to be orthogonal to.
-    """
-
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""] | float:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""] | float:
         pair = step.trainable.adapter
-        pairs = step.context.cached.adapter
-        apart = isinstance(pairs, Lora) and not options.wo_orthogonality
-        overlap = orthogonality(pairs, pair, step.context.task.index) if apart else 0.0
-        penalty = options.orthogonality_weight * overlap
-        return penalty + options.l1_weight * l1(pair) if options.l1_weight else penalty
+        task_pairs = step.context.cached.adapter
+        penalty = 0.0
+        # one pair that serves all tasks has no earlier ones to be orthogonal to
+        if isinstance(task_pairs, Lora) and not options.wo_orthogonality:
+            overlap = orthogonality(task_pairs, pair, step.context.task.index)
+            penalty = options.orthogonality_weight * overlap
+        if options.l1_weight:
+            penalty = penalty + options.l1_weight * l1(pair)
+        return penalty
 
     return ClientRule("lora", loss)
 
 
-def orthogonality(pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
-    """l_ort (eq. 7): sum over earlier tasks i, blocks, and q and v of sum_rs |A_i A_t^T|_rs.
+def orthogonality(task_pairs: Lora, current: Lora, task: ArrayLike) -> Float[Array, ""]:
+    """Return L_ort (eq. 7): sum_{i < t} |A_i A_t^T|_1 over queries, values and blocks.
 
-    Exactly 0 in the first task. `pairs` are constants and only their A are read, so clients need not cache
-    the B for it.
+    It is exactly 0 in the first task.
+
+    Args:
+      task_pairs: the pairs of all tasks, which get no gradient. Only their A are read, so
+        clients need not cache the B for it.
+      current: the pair of task t.
+      task: t.
     """
-    past = jnp.arange(pairs.a_q.shape[0]) < task
-    return _overlap(pairs.a_q, current.a_q, past) + _overlap(pairs.a_v, current.a_v, past)
+    earlier = jnp.arange(task_pairs.a_q.shape[0]) < task
+    queries = _absolute_products(task_pairs.a_q, current.a_q, earlier)
+    values = _absolute_products(task_pairs.a_v, current.a_v, earlier)
+    return queries + values
 
 
 def l1(current: Lora) -> Float[Array, ""]:
-    """Sum of |A_t| over q and v (the release's penalty; B is not in it)."""
+    """Return the sum of |A_t| over queries and values (release; B is not penalised)."""
     return jnp.sum(jnp.abs(current.a_q)) + jnp.sum(jnp.abs(current.a_v))
 
 
-def _overlap(
-    old: Float[Array, "tasks blocks rank width"],
-    new: Float[Array, "blocks rank width"],
-    past: Bool[Array, " tasks"],
-):
-    # in full precision, since the loss drives these products to 0
-    product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(old), new)
-    return jnp.sum(jnp.where(past[:, None, None, None], jnp.abs(product), 0.0))
+def _absolute_products(
+    task_a: Float[Array, "tasks blocks rank width"],
+    current_a: Float[Array, "blocks rank width"],
+    earlier: Bool[Array, " tasks"],
+) -> Float[Array, ""]:
+    """Return the sum over earlier tasks and blocks of the entries of |A_i A_t^T|."""
+    # in full precision: the loss drives these products to 0, where bfloat16 would leave its rounding
+    product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(task_a), current_a)
+    return jnp.sum(jnp.where(earlier[:, None, None, None], jnp.abs(product), 0.0))
 
 
 # ---- server: prototypes (eq. 11-14); LoRA pairs are averaged, A and B apart (eq. 4) ------------------------
 
 
 def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
-    """Merges the clients' prototypes by their weights (eq. 11-14)."""
-    clean = View(1, run.training.batch_size, augment=False)
-    # mean features of the training views before each step (release), or of a clean pass after training
-    view = clean if options.mean_features == "clean" else None
-    features = class_prototypes("features", run.sizes.task_classes, run.network.width, view)
+    """Merge the clients' prototypes by their weights (eq. 11-14), in place of their mean."""
+    view = None  # mean features of the training views, each before its step (release)
+    if options.mean_features == "clean":
+        view = View(1, run.training.batch_size, augment=False)
+    features = reports.class_prototypes("features", run.sizes.task_classes, run.network.width, view)
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        mean_features: Prototypes = round.reports["features"]
+        prototypes = round.reports["classifier"]
+        features: reports.Prototypes = round.reports["features"]
         merged = prototype_reweight(
-            round.reports["classifier"],
-            mean_features.vector,
-            mean_features.present,
+            prototypes,
+            features.vector,
+            features.present,
             round.valid,
             distance=options.reweight_distance,
             temperature=options.reweight_temperature,
             temperature_mode=options.reweight_mode,
         )
-        holds = mean_features.present & round.valid[:, None]
-        away = prototype_distance(merged, mean_features._replace(present=holds))
-        metrics = {PROTOTYPE_DISTANCE: Weighted(away, jnp.float32(1))}
+        holders = features._replace(present=features.present & round.valid[:, None])
+        distance = reports.prototype_distance(merged, holders)
+        metrics = {reports.PROTOTYPE_DISTANCE: Weighted(distance, jnp.float32(1))}
         return ServerUpdate(replace_prototypes(params, round.task, merged), state, metrics)
 
     return ServerRule("reweight", update, reports=(features, OfEachClient("classifier")))
 
 
-def replace_prototypes(params: Params, task: Task, merged: Float[Array, "Ct width"]) -> Params:
-    """The parameters with these prototypes of the task's classes."""
-    return params._replace(classifier=merge_current(params.classifier, task, merged))
+def replace_prototypes(params: Params, task: Task, prototypes: Float[Array, "Ct width"]) -> Params:
+    """Return the parameters with these prototypes of the task's classes."""
+    return params._replace(classifier=classifiers.merge_current(params.classifier, task, prototypes))
+
+
+def prototype_reweight(
+    prototype: Float[Array, "K C D"],
+    feature_mean: Float[Array, "K C D"],
+    present: Bool[Array, "K C"],
+    valid: Bool[Array, " K"],
+    **weighting: Any,
+) -> Float[Array, "C D"]:
+    """Return the global prototypes m = sum_k w_k m_k (PILoRA eq. 14).
+
+    Arguments and errors are those of `prototype_weights`, which makes w_k.
+
+    Returns:
+      [C, D]; the plain mean over valid clients for a class that no client holds; zeros if
+      no client is valid.
+    """
+    weight = prototype_weights(prototype, feature_mean, present, valid, **weighting)
+    # an upload that is not valid may be NaN, which a weight of 0 would not remove
+    prototype_or_zero = sums.where_valid(prototype, valid, 0.0)
+    merged = jnp.sum(weight[..., None] * prototype_or_zero, axis=0)
+    return sums.cast_like(merged, prototype)
 
 
 def prototype_weights(
@@ -282,110 +312,105 @@ def prototype_weights(
     temperature: float = 0.2,
     temperature_mode: str = "divide",
 ) -> Float[Array, "K C"]:
-    """PILoRA's weights of the clients' prototypes, per class (PILoRA eq. 11-13).
+    """Return PILoRA's weights w_k of the clients' prototypes, per class (PILoRA eq. 11-13).
 
-        d_k = sum_j dist(m_k, mu_j),   a_k = (1/d_k - min 1/d) / (max 1/d - min 1/d),   w = softmax_k(a_k /
-        temperature)
+        d_k = sum_j dist(m_k, mu_j)                                        (eq. 11)
+        a_k = (1/d_k - min 1/d) / (max 1/d - min 1/d)                      (eq. 12)
+        w   = softmax_k(a_k / temperature)                                 (eq. 13)
 
-    with k over the valid clients, holders of the class or not, and j over those that hold it. The paper has
-    dist = squared L2 and exp(temperature * a); its release has L2 and exp(a / temperature).
+    k runs over the valid clients, holders of the class or not; j over those that hold
+    it. The paper has dist = squared L2 and exp(temperature * a); its release has L2 and
+    exp(a / temperature).
 
     Args:
       prototype: m_k, the clients' learned prototypes.
       feature_mean: mu_j, the clients' mean features; read only where present.
-      present: which client has rows of which class.
-      valid: which clients count.
+      present: which client has examples of which class.
+      valid: clients whose upload arrived.
       distance: 'l2' or 'l2sq'.
       temperature: positive.
       temperature_mode: 'divide' or 'multiply'.
 
     Returns:
-      Weights that sum to 1 over the valid clients: uniform where all distances are equal (one client
-      included) and for classes that nobody holds. All 0 if nobody is valid.
+      Weights that sum to 1 over the valid clients: uniform where all distances are equal
+      (one client included) and for classes that no client holds. All 0 if no client is
+      valid.
 
     Raises:
-      InputError: unknown distance or temperature_mode, or a temperature that is not positive.
+      InputError: for an unknown distance or temperature_mode, or a temperature that is not
+        positive.
     """
     choose("distance", distance, ("l2", "l2sq"))
     choose("temperature_mode", temperature_mode, ("divide", "multiply"))
     if not temperature > 0:
         raise InputError(f"temperature: must be positive, got {temperature}; the paper has 0.2")
-    spread = _spread(prototype, feature_mean, present, valid, distance)
-    # a is unchanged when all 1/d are scaled, so d_min/d in [0, 1] replaces 1/d: no overflow, and d = 0 has
-    # its limit, 1
-    valid = valid[:, None]
-    nearest = jnp.min(jnp.where(valid, spread, jnp.inf), axis=0)
-    inverse = jnp.where(spread > 0, nearest / jnp.where(spread > 0, spread, 1), 1)
-    lowest = jnp.min(jnp.where(valid, inverse, 1), axis=0)
-    equal = 1 - lowest < EQUAL_DISTANCES
-    score = jnp.where(equal, 1, (inverse - lowest) / jnp.where(equal, 1, 1 - lowest))
-    scale = 1 / temperature if temperature_mode == "divide" else temperature
-    odds = jnp.where(valid, jnp.exp(scale * (score - 1)), 0)
-    return odds / jnp.maximum(jnp.sum(odds, axis=0), jnp.finfo(odds.dtype).tiny)
+    distance_sum = _distance_sums(prototype, feature_mean, present, valid, distance)  # eq. 11
+    closeness = _min_max_inverse(distance_sum, valid)  # eq. 12
+    scale = 1 / temperature
+    if temperature_mode == "multiply":
+        scale = temperature
+    # eq. 13; closeness - 1 is at most 0, so that no exponential overflows
+    unnormalised = jnp.where(valid[:, None], jnp.exp(scale * (closeness - 1)), 0)
+    total = jnp.sum(unnormalised, axis=0)
+    return unnormalised / jnp.maximum(total, jnp.finfo(unnormalised.dtype).tiny)
 
 
-def prototype_reweight(
+def _distance_sums(
     prototype: Float[Array, "K C D"],
     feature_mean: Float[Array, "K C D"],
     present: Bool[Array, "K C"],
     valid: Bool[Array, " K"],
-    *,
-    distance: str = "l2",
-    temperature: float = 0.2,
-    temperature_mode: str = "divide",
-) -> Float[Array, "C D"]:
-    """Global prototypes m = sum_k w_k m_k with PILoRA's weights; arguments and errors of `prototype_weights`
-    (PILoRA eq. 11-13).
-
-    Returns:
-      [C, D]; the plain mean over valid clients for a class that nobody holds; zeros if nobody is valid.
-    """
-    weight = prototype_weights(
-        prototype,
-        feature_mean,
-        present,
-        valid,
-        distance=distance,
-        temperature=temperature,
-        temperature_mode=temperature_mode,
-    )
-    return cast_like(jnp.sum(weight[..., None] * where_valid(prototype, valid, 0.0), axis=0), prototype)
-
-
-def _spread(prototype: Array, feature_mean: Array, present: Array, valid: Array, distance: str) -> Array:
-    """d [K, C]: every client's prototype to the mean features of all holders; one holder at a time, as [K, K,
-    C, D] may not fit."""
+    distance: str,
+) -> Float[Array, "K C"]:
+    """Return d of eq. 11: a client's prototype to the mean features of all holders, summed."""
     holds = present & valid[:, None]
-    prototype = where_valid(prototype, valid, 0.0)
-    feature = jnp.where(holds[..., None], widen(feature_mean), 0)
+    prototype = sums.where_valid(prototype, valid, 0.0)
+    feature_mean = jnp.where(holds[..., None], sums.widen(feature_mean), 0)
 
-    def to_holder(one: tuple[Array, Array]) -> Array:
-        squared = jnp.sum(jnp.square(prototype - one[0]), axis=-1)
-        return jnp.where(one[1], squared if distance == "l2sq" else jnp.sqrt(squared), 0)
+    def to_one_holder(holder: tuple[Array, Array]) -> Float[Array, "K C"]:
+        mean, holds_class = holder
+        result = jnp.sum(jnp.square(prototype - mean), axis=-1)
+        if distance == "l2":
+            result = jnp.sqrt(result)
+        return jnp.where(holds_class, result, 0)
 
-    return jnp.sum(jax.lax.map(to_holder, (feature, holds)), axis=0)
+    # one holder at a time: the differences of all pairs, [K, K, C, D], may not fit into memory
+    return jnp.sum(jax.lax.map(to_one_holder, (feature_mean, holds)), axis=0)
+
+
+def _min_max_inverse(distance: Float[Array, "K C"], valid: Bool[Array, " K"]) -> Float[Array, "K C"]:
+    """Return 1/d scaled to [0, 1] over the valid clients (eq. 12), 1 where all d are equal."""
+    valid = valid[:, None]
+    # the result is unchanged when all 1/d are scaled, so min(d)/d in [0, 1] replaces 1/d:
+    # it cannot overflow, and has its limit 1 at d = 0
+    nearest = jnp.min(jnp.where(valid, distance, jnp.inf), axis=0)
+    inverse = jnp.where(distance > 0, nearest / jnp.where(distance > 0, distance, 1), 1)
+    lowest = jnp.min(jnp.where(valid, inverse, 1), axis=0)
+    all_equal = 1 - lowest < EQUAL_DISTANCES
+    return jnp.where(all_equal, 1, (inverse - lowest) / jnp.where(all_equal, 1, 1 - lowest))
 
 
 def average_prototypes(run: Run) -> ServerRule:
-    """Ablation: merges the clients' prototypes by their plain mean, or by the run's aggregation rule."""
-    rule = run.aggregation.reduce
+    """Merge the prototypes by their mean or the run's aggregation rule (ablation)."""
+    reduce = run.aggregation.reduce
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        sent = round.reports["classifier"]
-        weights = round.weights
-        valid = round.valid
-        before = round.previous.payload.trainable.classifier
-        merged = rule(sent, before, weights, valid, round.key) if rule else uniform_mean(sent, weights, valid)
+        prototypes = round.reports["classifier"]
+        if reduce is None:
+            merged = rules.uniform_mean(prototypes, round.weights, round.valid)
+        else:
+            reference = round.previous.payload.trainable.classifier
+            merged = reduce(prototypes, reference, round.weights, round.valid, round.key)
         return ServerUpdate(replace_prototypes(params, round.task, merged), state)
 
     return ServerRule("average", update, reports=(OfEachClient("classifier", follows_rule=True),))
 
 
 def head_tune(run: Run) -> ServerRule:
-    """+HeadTune: a task's prototypes start at the mean features of all clients."""
+    """Start a task's prototypes at the mean features of all clients (+HeadTune)."""
 
     def place(params: Params, task: Task, means: Array, present: Array) -> Params:
-        kept = current_classes(params.classifier, task)
-        return replace_prototypes(params, task, jnp.where(present[:, None], means, kept))
+        initial = classifiers.current_classes(params.classifier, task)
+        return replace_prototypes(params, task, jnp.where(present[:, None], means, initial))
 
-    return start_at_class_means(run, place)
+    return reports.start_at_class_means(run, place)

@@ -1,6 +1,7 @@
 """What HePCo (Halbe et al. 2024, section 4.1) and its baselines share.
 
-Clients exist for one round, their learning rate falls over its epochs, and their runs have the same presets.
+Clients exist for one round, their learning rate falls over its epochs, and their runs have
+the same presets.
 """
 
 import dataclasses
@@ -38,19 +39,23 @@ WHOLE = with_changes(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5)
 
 
 def epoch_schedule(options: PromptedOptions, run: Run) -> LearningRateFactor:
-    """The clients' learning rate falls over the epochs of every round."""
+    """Return a learning-rate factor that falls over the epochs of every round."""
 
-    def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
-        del round, rounds
+    def factor(_round: Array, _rounds: int, epoch: Array) -> Float[Array, ""]:
         return epoch_factor(options.epoch_schedule, epoch, run.training.epochs)
 
     return factor
 
 
 def epoch_factor(schedule: Schedule, epoch: ArrayLike, epochs: int) -> Float[Array, ""]:
-    """The factor on the learning rate in epoch e of E: cos(99 pi e / (200 (E - 1))), from 1 to 0.0157, or
-    that of the epoch before ("cosine_lag": the release moves one epoch late)."""
+    """Return the factor on the learning rate in epoch e of E.
+
+    constant: 1; cosine: cos(99 pi e / (200 (E - 1))), which falls from 1 to 0.0157;
+    cosine_lag: as in epoch e - 1, and 1 in the first (release).
+    """
     if schedule == "constant":
         return jnp.ones(())
-    position = jnp.maximum(epoch - 1, 0) if schedule == "cosine_lag" else epoch
-    return jnp.asarray(jnp.cos(99 * jnp.pi * position / (200 * max(epochs - 1, 1))), jnp.float32)
+    if schedule == "cosine_lag":
+        epoch = jnp.maximum(epoch - 1, 0)
+    steps = max(epochs - 1, 1)  # a single epoch has the factor 1
+    return jnp.asarray(jnp.cos(99 * jnp.pi * epoch / (200 * steps)), jnp.float32)

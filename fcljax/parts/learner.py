@@ -288,11 +288,6 @@ def two_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     return adapter, classifier
 
 
-def three_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """FPPL's adapter draws from the first two of three keys, the classifier from the third."""
-    return key, jax.random.split(key, 3)[2]
-
-
 def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """A classifier alone draws from the key itself."""
     return key, key

@@ -1,19 +1,21 @@
-"""HePCo: continual adaptation of vision transformers for federated learning (Halbe et al. 2024, TMLR).
+"""HePCo: continual adaptation of vision transformers for federated learning (Halbe et al.
+2024, TMLR).
 
 One round of task t:
 
-    clients   exist for one round: train a weighted prompt pool (adapters/pool.py) and a classifier (sec. 4.1)
+    clients   exist for one round: train a weighted prompt pool (adapters/pool.py) and a
+              classifier (sec. 4.1)
               send both, with their numbers of examples per class; keep nothing
-    server    averages them; then, on the averaged model,                                           (sec. 4.2)
-              trains a generator of latents of the task's classes, which the clients' models
-              recognise and of which the averaged one thinks otherwise                               (eq. 2-5)
+    server    averages them; then, on the averaged model,                     (sec. 4.2)
+              trains a generator of latents of the task's classes, which the
+              clients' models recognise and on which the averaged one disagrees (eq. 2-5)
               and one of older classes, under the model that the task began with
-              distils prompts                                                                        (eq. 6)
-              and the classifier on their latents                                                   (sec. 5.3)
+              distils prompts                                                   (eq. 6)
+              and the classifier on their latents                             (sec. 5.3)
 
-Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so any adapter runs; one
-without prompts leaves the classifier to be distilled. Where the paper and the authors' code differ, an option
-says which one is meant; the presets are the readings.
+Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so any
+adapter runs; one without prompts leaves the classifier to be distilled. Where the paper and
+the authors' code differ, an option says which one is meant; the presets are the readings.
 """
 
 import dataclasses
@@ -29,18 +31,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import possible_counts
-from fcljax.methods.hepco.diagnosis import PER_CLASS, compare, real_features
+from fcljax.methods import prompted
+from fcljax.methods.hepco import diagnosis as diagnostics
 from fcljax.methods.hepco.generator import Generator, GeneratorConfig, generate, init_generator
-from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
-from fcljax.models.heads import cross_entropy, kl, mask_logits
+from fcljax.models import heads
 from fcljax.models.products import exact_einsum
 from fcljax.options import option
+from fcljax.parts import reports, task_start
 from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, feature_width, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, Reads, cross_entropy_loss
-from fcljax.parts.reports import ClassMoments, no_moments, normal_of, start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.parts.task_start import Start, began_with, no_start, valid_parameters
 from fcljax.settings import Preset
 from fcljax.types import ClientContext, LearningRate, Method, Metrics, Task, Weighted
 
@@ -48,11 +49,11 @@ Direction = Literal["server_client", "client_server"]
 Weights = Literal["over_total", "per_class", "uniform"]
 Phases = Literal["shared", "sequential"]
 
-TEACHERS_AT_A_TIME = 16  # bounds the memory of their prompts where they run at once
+TEACHERS_AT_ONCE = 16  # bounds the memory of their prompts on accelerators
 
 
 @dataclasses.dataclass(frozen=True)
-class HepcoOptions(PromptedOptions):
+class HepcoOptions(prompted.PromptedOptions):
     """Options of HePCo; the values are the release's."""
 
     kl_weight: float = 1.0
@@ -115,23 +116,24 @@ class HepcoOptions(PromptedOptions):
 
 _IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True, features="both")
 PRESETS = {
-    "intended": CLIENT["intended"]._replace(options=HepcoOptions()),
+    "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
     # class means are sums over examples, so clients count by their examples everywhere
-    "improved": Preset(_IMPROVED, dataclasses.replace(CLIENT["intended"].run, aggregator="mean")),
-    "paper": CLIENT["paper"]._replace(
+    "improved": Preset(_IMPROVED, dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean")),
+    "paper": prompted.CLIENT["paper"]._replace(
         options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
     ),
-    "released": CLIENT["released"]._replace(
+    "released": prompted.CLIENT["released"]._replace(
         options=HepcoOptions("cosine_lag", kl_direction="client_server", distill_phases="sequential")
     ),
 }
 
 
 def hepco(options: HepcoOptions, run: Run) -> Method:
-    """HePCo as a method, on any adapter.
+    """Compose HePCo on any adapter.
 
     Raises:
-      InputError: for an ablation of what the generators do not see anyway, or generators of two features.
+      InputError: for an ablation of what the generators do not see anyway, or generators of
+        two features.
     """
     if options.features == "both" and options.latents != "gaussian":
         raise InputError("features: generators make one feature, not both; nearest: --latents gaussian")
@@ -139,27 +141,30 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
-    starting = (start_at_class_means(run, weights_at_means, options.features),) if options.headtune else ()
+    server_rules = [latent_distillation(options, run)]
+    if options.headtune:
+        place = reports.weights_at_means
+        server_rules.append(reports.start_at_class_means(run, place, options.features))
     return federate(
         run,
         linear_learner(run, features=options.features),
         loss=cross_entropy_loss(),
-        server_rules=(latent_distillation(options, run), *starting),
-        learning_rate=epoch_schedule(options, run),
+        server_rules=tuple(server_rules),
+        learning_rate=prompted.epoch_schedule(options, run),
     )
 
 
-# ---- server: latent generation and distillation (section 4.2) ----------------------------------------------
+# ---- server: latent generation and distillation (section 4.2) ----------------------------
 
 
-class Past(NamedTuple):
+class History(NamedTuple):
     """What the server keeps of earlier rounds."""
 
-    start: Start
-    """The model that the task began with, which is what the task before ended with."""
-    examples: Float[Array, " C"]
+    start: task_start.Start
+    """The model that the task began with, with which the previous task ended."""
+    class_examples: Float[Array, " C"]
     """Numbers of examples of each class in all rounds so far."""
-    real: ClassMoments | None = None
+    features: reports.ClassMoments | None = None
     """Sums of the clients' features in all rounds so far; None: nothing reads them."""
 
 
@@ -169,16 +174,25 @@ class Teachers(NamedTuple):
     cached: Params
     """The parameters that all of them share."""
     trainable: Params
-    """Their own, [J, ...]."""
+    """The trainable parameters of each, [J, ...]."""
     weight: Float[Array, "J C"]
     """How much each counts for latents of a class."""
+
+
+class Generators(NamedTuple):
+    """The generators of a round; one that is not trained has no parameters."""
+
+    current: Generator = Generator((), ())
+    """Of the task's classes."""
+    old: Generator = Generator((), ())
+    """Of classes of earlier tasks."""
 
 
 Gaps = Callable[[Array], Float[Array, "J batch"]]  # of latents [batch, width], to each teacher
 
 
 class Latents(NamedTuple):
-    """Drawn latents and the classes that they were drawn for."""
+    """Latents drawn for given classes."""
 
     value: Float[Array, "batch width"]
     label: Int[Array, " batch"]
@@ -187,175 +201,314 @@ class Latents(NamedTuple):
 class Composite(NamedTuple):
     """A batch of the distillation."""
 
-    new: Latents
+    current: Latents
     """Of the task's classes."""
     old: Latents | None
     """Of older classes; None: without replay."""
 
 
 def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
-    """From the averaged model to one that also fits the clients' models on latents of the task's classes, and
-    the model before the task on latents of older classes."""
-    sizes = run.sizes
+    """Train the averaged model on the server, without data.
+
+    It learns from the clients' models on latents of the task's classes, and from the model
+    before the task on latents of older classes.
+    """
     width = feature_width(run, options.features)
     shape = GeneratorConfig(
-        sizes.classes, width, options.noise_width, options.label_width, options.generator_norm
+        run.sizes.classes,
+        width,
+        options.noise_width,
+        options.label_width,
+        options.generator_norm,
     )
-    gaussian = options.latents == "gaussian"
+    needs_features = options.diagnose or options.latents == "gaussian"
 
-    def init(params: Params, trainable: Params) -> Past:
-        real = no_moments(run.sizes.classes, width) if options.diagnose or gaussian else None
-        return Past(no_start(params, trainable), jnp.zeros(sizes.classes), real)
+    def init(params: Params, trainable: Params) -> History:
+        start = task_start.no_start(params, trainable)
+        features = None
+        if needs_features:
+            features = reports.no_moments(run.sizes.classes, width)
+        return History(start, jnp.zeros(run.sizes.classes), features)
 
-    def update(round: ServerRound, params: Params, past: Past) -> ServerUpdate:
+    def update(round: ServerRound, params: Params, history: History) -> ServerUpdate:
         task = round.task
         keys = jax.random.split(round.key, 3)
-        anybody = jnp.any(round.valid)
-        sent = round.reports["class_examples"]
-        examples = jnp.where(round.valid[:, None], sent, 0).astype(jnp.float32)
-        past = Past(began_with(round, past.start), past.examples + examples.sum(0), past.real)
-        clients = _clients(options, round, params, examples)
-        previous = _previous(params, past, task)
-        study = Study(options, round.learner, params, task)
-        steps = jnp.where(anybody, 0 if gaussian else options.generator_steps, 0)
-        new = older = Generator((), ())
-        found = Weighted(jnp.zeros(()), jnp.zeros(()))
-        if past.real is not None:
-            past = past._replace(real=jax.tree.map(jnp.add, past.real, round.reports["features"]))
-        if not gaussian:
-            new, found = train_generator(study, shape, clients, keys[0], steps, _odds(examples.sum(0)))
-        if not (gaussian or options.wo_previous):
-            more = steps_of_older(options, steps, task.index)
-            older, _ = train_generator(study, shape, previous, keys[1], more, _odds(past.examples * task.old))
-        draw = functools.partial(draw_latents, options, shape, examples.sum(0), past, task, new, older)
-        trainable, losses = distil(study, clients, previous, draw, keys[2], anybody)
+        client_examples = valid_examples(round)
+        class_examples = client_examples.sum(0)
+        history = updated_history(history, round, class_examples)
+
+        model = LatentModel(options, round.learner, params, task)
+        clients = client_teachers(options, round, params, client_examples)
+        previous = previous_teacher(params, history, task)
+        generators, generator_loss = train_generators(
+            model, shape, clients, previous, class_examples, history, jnp.any(round.valid), keys
+        )
+        draw = functools.partial(draw_latents, options, shape, class_examples, history, task, generators)
+        trainable, metrics = distil(model, clients, previous, draw, keys[2], jnp.any(round.valid))
         if options.diagnose:
-            assert past.real is not None
-            made = ("new", new, examples.sum(0)), ("older", older, past.examples * task.old)
-            losses |= diagnosis(study, shape, past.real, made, jax.random.fold_in(round.key, 3))
+            key = jax.random.fold_in(round.key, 3)
+            metrics |= diagnosis(model, shape, generators, class_examples, history, key)
         merged = round.learner.merge(params, task, trainable)
-        return ServerUpdate(merged, past, losses | {"generator": found})
+        return ServerUpdate(merged, history, metrics | {"generator": generator_loss})
 
     counts = Report("class_examples", finalize=class_examples, possible=possible_examples)
-    features = (real_features(run, width),) if options.diagnose or gaussian else ()
+    features = ()
+    if needs_features:
+        features = (diagnostics.real_features(run, width),)
     return ServerRule("latent", update, init, reports=(counts, OfEachClient("trainable"), *features))
 
 
-def class_examples(end: ClientEnd, total: tuple) -> Int[Array, " C"]:
-    """The numbers of examples of each class that a client reports."""
-    del total
+def class_examples(end: ClientEnd, _total: tuple) -> Int[Array, " C"]:
+    """Return the client's numbers of examples of each class."""
     return end.context.client.class_examples
 
 
-def possible_examples(context: ClientContext, sent: Int[Array, " C"]) -> Bool[Array, ""]:
-    """Whether these numbers of examples of each class can be true; they weigh a client as a teacher."""
-    return possible_counts(sent, context.client.examples)
+def possible_examples(context: ClientContext, reported: Int[Array, " C"]) -> Bool[Array, ""]:
+    """Check reported numbers of examples against the client's total, which the server knows.
+
+    They weigh a client as a teacher, so an inflated report would outvote the others.
+    """
+    return possible_counts(reported, context.client.examples)
 
 
-def _clients(
-    options: HepcoOptions, round: ServerRound, params: Params, examples: Float[Array, "clients C"]
+def valid_examples(round: ServerRound) -> Float[Array, "clients C"]:
+    """Return each client's numbers of examples per class, 0 where no upload arrived."""
+    examples = round.reports["class_examples"]
+    return jnp.where(round.valid[:, None], examples, 0).astype(jnp.float32)
+
+
+def updated_history(history: History, round: ServerRound, class_examples: Float[Array, " C"]) -> History:
+    """Return the history with the reports of a round, `class_examples` summed over clients."""
+    features = history.features
+    if features is not None:
+        features = jax.tree.map(jnp.add, features, round.reports["features"])
+    start = task_start.began_with(round, history.start)
+    return History(start, history.class_examples + class_examples, features)
+
+
+def client_teachers(
+    options: HepcoOptions,
+    round: ServerRound,
+    params: Params,
+    examples: Float[Array, "clients C"],
 ) -> Teachers:
-    """The clients' models as teachers of the task's classes."""
+    """Return the clients' models as teachers of the task's classes."""
     mean = round.learner.trainable(params, round.task)
     weight = class_weights(examples, round.valid, options.loss_weights)
-    return Teachers(params, valid_parameters(round, mean), weight)
+    return Teachers(params, task_start.valid_parameters(round, mean), weight)
 
 
-def _previous(params: Params, past: Past, task: Task) -> Teachers:
-    """The model that the task began with as the one teacher of older classes."""
-    trainable = jax.tree.map(lambda leaf: leaf[None], past.start.trainable._replace(extra={}))
+def previous_teacher(params: Params, history: History, task: Task) -> Teachers:
+    """Return the model that the task began with as the one teacher of older classes."""
+    start = history.start.trainable._replace(extra={})
+    trainable = jax.tree.map(lambda leaf: leaf[None], start)
     return Teachers(params, trainable, task.old.astype(jnp.float32)[None])
 
 
-class Study(NamedTuple):
-    """What the losses of the server share."""
+class LatentModel(NamedTuple):
+    """The averaged model as a function of latents, which are features and queries at once."""
 
     options: HepcoOptions
     learner: Learner
     params: Params
-    """The averaged model."""
+    """The averaged parameters of all tasks."""
     task: Task
 
     @property
     def trainable(self) -> Params:
-        """The averaged model's trainable parameters."""
+        """The averaged trainable parameters."""
         return self.learner.trainable(self.params, self.task)
 
-    def logits(self, cached: Params, trainable: Params, latent: Array) -> Float[Array, "batch C"]:
-        """What a model's classifier says of latents: they are features and queries at once."""
-        classifier = self.learner.classifier
-        return classifier.logits(cached.classifier, trainable.classifier, latent, self.task)
+    def logits(
+        self, cached: Params, trainable: Params, latent: Float[Array, "batch width"]
+    ) -> Float[Array, "batch C"]:
+        """Return the logits of a model with these parameters."""
+        logits_of = self.learner.classifier.logits
+        return logits_of(cached.classifier, trainable.classifier, latent, self.task)
 
-    def teachers_logits(self, teachers: Teachers, latent: Array) -> Float[Array, "J batch C"]:
-        """The same of each teacher."""
-        return jax.vmap(lambda one: self.logits(teachers.cached, one, latent))(teachers.trainable)
+    def teachers_logits(
+        self, teachers: Teachers, latent: Float[Array, "batch width"]
+    ) -> Float[Array, "J batch C"]:
+        """Return the logits of each teacher."""
+        logits_of_teacher = functools.partial(self.logits, teachers.cached, latent=latent)
+        return jax.vmap(logits_of_teacher)(teachers.trainable)
 
-    def prompt(self, cached: Params, trainable: Params, latent: Array) -> Array:
-        """A model's prompts for latents."""
-        prompt = self.learner.adapter.prompt
-        assert prompt is not None
+    def prompt(self, cached: Params, trainable: Params, latent: Float[Array, "batch width"]) -> Array:
+        """Return the prompts [batch, ...] of a model with these parameters."""
+        prompt_of = self.learner.adapter.prompt
+        assert prompt_of is not None
         # the query is the frozen network's feature, which comes first if there are both
         query = latent[..., : self.learner.network.width]
-        return prompt(cached.adapter, trainable.adapter, query, self.task)
+        return prompt_of(cached.adapter, trainable.adapter, query, self.task)
 
 
 def class_weights(
     examples: Float[Array, "clients C"], valid: Bool[Array, " clients"], kind: Weights
 ) -> Float[Array, "clients C"]:
-    """How much each client's losses count for latents of each class.
+    """Return how much each client's losses count for latents of each class.
 
-    over_total: its examples of the class over all clients' examples of all classes, plus 1 for each class
-      that nobody has (release); per_class: over all clients' examples of the class; uniform: 1 for everybody
-      (eq. 2 to 4b).
+    over_total: its examples of the class over all clients' examples of all classes, plus 1
+      for each class without examples (release)
+    per_class: its examples of the class over all clients' examples of the class
+    uniform: 1 for each client (eq. 2 to 4b)
     """
-    total = examples.sum(0)
+    class_total = examples.sum(0)
     if kind == "uniform":
         return jnp.broadcast_to(valid[:, None], examples.shape).astype(jnp.float32)
     if kind == "per_class":
-        return examples / jnp.maximum(total, 1)
-    return examples / (jnp.sum(total) + jnp.sum(total == 0))
+        return examples / jnp.maximum(class_total, 1)
+    return examples / (jnp.sum(class_total) + jnp.sum(class_total == 0))
 
 
-def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
-    """Steps of the generator of older classes in task number `task`, from 0: more in every task, and none in
-    the first or where nobody takes part (`steps` is 0)."""
-    return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
-
-
-def _odds(examples: Float[Array, " C"]) -> Float[Array, " C"]:
-    """Log-probabilities of classes, up to a constant: classes are drawn as often as they occur."""
+def log_frequencies(examples: Float[Array, " C"]) -> Float[Array, " C"]:
+    """Return log-probabilities of classes, up to a constant, from their numbers of examples."""
     return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
 
 
-# ---- generation --------------------------------------------------------------------------------------------
+# ---- generation --------------------------------------------------------------------------
+
+
+def train_generators(
+    model: LatentModel,
+    shape: GeneratorConfig,
+    clients: Teachers,
+    previous: Teachers,
+    class_examples: Float[Array, " C"],
+    history: History,
+    any_client: Bool[Array, ""],
+    keys: PRNGKeyArray,
+) -> tuple[Generators, Weighted]:
+    """Train the generators that the options ask for; no step where no client takes part.
+
+    Args:
+      model: the averaged model.
+      shape: of a generator.
+      clients: teachers of the task's classes.
+      previous: teacher of older classes.
+      class_examples: of this round, summed over clients.
+      history: with this round's examples.
+      any_client: whether an upload arrived.
+      keys: the first for the generator of the task's classes, the second for the other.
+
+    Returns:
+      The generators, and the mean loss of that of the task's classes.
+    """
+    options = model.options
+    if options.latents == "gaussian":
+        return Generators(), Weighted(jnp.zeros(()), jnp.zeros(()))
+    steps = jnp.where(any_client, options.generator_steps, 0)
+    frequencies = log_frequencies(class_examples)
+    current, loss = train_generator(model, shape, clients, keys[0], steps, frequencies)
+    if options.wo_previous:
+        return Generators(current), loss
+    old_steps = steps_of_older(options, steps, model.task.index)
+    old_frequencies = log_frequencies(history.class_examples * model.task.old)
+    old, _ = train_generator(model, shape, previous, keys[1], old_steps, old_frequencies)
+    return Generators(current, old), loss
+
+
+def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
+    """Return the steps of the generator of older classes in task number `task`, from 0.
+
+    They grow with every task. There are none in the first task, or where no client takes
+    part (`steps` is 0).
+    """
+    return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
+
+
+def train_generator(
+    model: LatentModel,
+    shape: GeneratorConfig,
+    teachers: Teachers,
+    key: PRNGKeyArray,
+    steps: Int[Array, ""],
+    frequencies: Float[Array, " C"],
+) -> tuple[Generator, Weighted]:
+    """Return a new generator after `steps` steps of Adam (eq. 5), and its mean loss.
+
+    Args:
+      model: the averaged model.
+      shape: of the generator.
+      teachers: what its loss compares the averaged model with.
+      key: of its first values, noise and classes.
+      steps: 0 or more.
+      frequencies: log-probabilities of the classes that latents are drawn for.
+    """
+    options = model.options
+    gaps = prompt_gaps(model, teachers)
+    adam = optax.adam(options.generator_lr)
+    generator = init_generator(shape, jax.random.fold_in(key, 0))
+
+    def step(i: Array, carry: tuple) -> tuple:
+        generator, optimiser, total = carry
+        step_key = jax.random.fold_in(key, i + 1)
+        noise, label = _conditions(step_key, options.latent_batch, shape, frequencies)
+
+        def loss(params):
+            candidate = generator._replace(params=params)
+            latent, updated = generate(shape, candidate, noise, label, True)
+            return generator_loss(model, teachers, gaps, latent, label), updated
+
+        (value, updated), gradient = jax.value_and_grad(loss, has_aux=True)(generator.params)
+        update, optimiser = adam.update(gradient, optimiser)
+        params = optax.apply_updates(generator.params, update)
+        return updated._replace(params=params), optimiser, total + value
+
+    start = (generator, adam.init(generator.params), jnp.zeros(()))
+    generator, _, total = jax.lax.fori_loop(0, steps, step, start)
+    return generator, Weighted(total, steps.astype(jnp.float32))
+
+
+def _conditions(
+    key: PRNGKeyArray, count: int, shape: GeneratorConfig, frequencies: Float[Array, " C"]
+) -> tuple[Float[Array, "count noise"], Int[Array, " count"]]:
+    """Draw the noise and the classes of `count` latents."""
+    noise_key, label_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, (count, shape.noise))
+    return noise, jax.random.categorical(label_key, frequencies, shape=(count,))
 
 
 def generator_loss(
-    study: Study,
+    model: LatentModel,
     teachers: Teachers,
     gaps: Gaps,
     latent: Float[Array, "batch width"],
     label: Int[Array, " batch"],
 ) -> Float[Array, ""]:
-    """L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5): latents that the teachers recognise, and of which
-    the averaged model thinks otherwise. `gaps` are those of its prompts and the teachers'."""
-    options = study.options
-    task = study.task
-    trainable = study.trainable
+    """Return L_cls - lambda_KL L_KL - lambda_MSE L_MSE (eq. 5).
+
+    The teachers recognise latents of low loss, and the averaged model disagrees with them.
+
+    Args:
+      model: the averaged model.
+      teachers: J models.
+      gaps: between its prompts and the teachers' (`prompt_gaps`).
+      latent: z.
+      label: the classes that the latents were drawn for.
+    """
+    options = model.options
+    seen = model.task.seen
     weight = teachers.weight[:, label]
-    theirs = study.teachers_logits(teachers, latent)
-    own = study.logits(study.params, trainable, latent)
-    known = mask_logits(theirs, task.seen)
-    right = optax.softmax_cross_entropy_with_integer_labels(known, jnp.broadcast_to(label, weight.shape))
-    loss = jnp.sum(weight * right)
-    if not options.wo_kl:
-        apart = divergence(theirs, own, task.seen, options.kl_direction)
-        loss = loss - options.kl_weight * jnp.sum(weight * apart)
-    # the release takes the query out of the gradient in its prompt module, so that L_MSE has none here
-    if study.learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
+    teacher_logits = model.teachers_logits(teachers, latent)
+    server_logits = model.logits(model.params, model.trainable, latent)
+
+    # L_cls, eq. 2
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
+        heads.mask_logits(teacher_logits, seen), jnp.broadcast_to(label, weight.shape)
+    )
+    loss = jnp.sum(weight * cross_entropy)
+
+    if not options.wo_kl:  # L_KL, eq. 4a
+        disagreement = divergence(teacher_logits, server_logits, seen, options.kl_direction)
+        loss = loss - options.kl_weight * jnp.sum(weight * disagreement)
+
+    # L_MSE, eq. 4b. The release takes the query out of the gradient in its prompt module, so
+    # that this loss does not move its generators: generator_mse "none" does the same
+    if model.learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
         gap = jnp.sum(weight * gaps(latent))
-        count = prompt_size(study, trainable, latent)
-        loss = loss - options.mse_weight * (gap / count if options.generator_mse == "mean" else gap)
+        if options.generator_mse == "mean":
+            gap = gap / prompt_size(model, latent)
+        loss = loss - options.mse_weight * gap
     return loss
 
 
@@ -365,259 +518,277 @@ def divergence(
     seen: Bool[Array, " C"],
     direction: Direction,
 ) -> Float[Array, "J batch"]:
-    """KL(server || client) (eq. 4a) or KL(client || server) (release), over the seen classes."""
-    return kl(server, client, seen) if direction == "server_client" else kl(client, server, seen)
+    """Return KL(server || client) (eq. 4a) or KL(client || server) (release) of logits."""
+    if direction == "server_client":
+        return heads.kl(server, client, seen)
+    return heads.kl(client, server, seen)
 
 
-def prompt_size(study: Study, trainable: Params, latent: Array) -> int:
-    """How many parameters a latent's prompts have, in all blocks together."""
-    shape = jax.eval_shape(lambda: study.prompt(study.params, trainable, latent)).shape
-    return math.prod(shape[1:])
+def prompt_size(model: LatentModel, latent: Float[Array, "batch width"]) -> int:
+    """Return the number of scalars in a latent's prompts, in all blocks together."""
+    prompt = functools.partial(model.prompt, model.params, model.trainable, latent)
+    return math.prod(jax.eval_shape(prompt).shape[1:])
 
 
-def prompt_gaps(study: Study, teachers: Teachers) -> Gaps:
-    """`prompt_gap` of the averaged model and teachers that stay as they are, for many latents.
+def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
+    """Return `prompt_gap` of the averaged model and fixed teachers, fast for many latents.
 
-    Prompts that are sums w P of a basis P with weights w are compared without being made: w_s P_s - w_j P_j
-    is (w_s - w_j) P_j + w_s (P_s - P_j), whose square needs no more than the products of these bases.
+    Prompts that are mixtures w P of a basis P are compared without being made. With s for the
+    server and j for a teacher,
+
+        w_s P_s - w_j P_j = (w_s - w_j) P_j + w_s (P_s - P_j)
+
+    so the squared norm needs only the products of the rows of [P_j; P_s - P_j].
     """
-    params = study.params
-    own = study.trainable
-    mixture = study.learner.adapter.mixture
+    student = model.trainable
+    mixture = model.learner.adapter.mixture
     if mixture is None:
-        return functools.partial(prompt_gap, study, own, teachers)
-    nowhere = jnp.ones((1, study.learner.network.width))  # a basis does not depend on the latent
+        return functools.partial(prompt_gap, model, student, teachers)
+    any_latent = jnp.ones((1, model.learner.network.width))  # a basis does not depend on it
 
     def mixed(trainable: Params, latent: Array):
-        return mixture(params.adapter, trainable.adapter, latent, study.task)
+        return mixture(model.params.adapter, trainable.adapter, latent, model.task)
 
-    def products(theirs: Params) -> Float[Array, "groups both both"]:
-        basis = mixed(theirs, nowhere).basis
-        own_basis = mixed(own, nowhere).basis
-        both = jnp.concatenate([basis, own_basis - basis], axis=1)
-        return exact_einsum("gmn,gkn->gmk", both, both)
+    def products(teacher: Params) -> Float[Array, "groups rows rows"]:
+        basis = mixed(teacher, any_latent).basis
+        student_basis = mixed(student, any_latent).basis
+        rows = jnp.concatenate([basis, student_basis - basis], axis=1)
+        return exact_einsum("gmn,gkn->gmk", rows, rows)
 
-    square = jax.lax.map(products, teachers.trainable)
+    teacher_products = jax.lax.map(products, teachers.trainable)
 
-    def gap(latent: Float[Array, "batch width"]) -> Float[Array, "J batch"]:
-        weight_own = mixed(own, latent).weight
+    def gaps(latent: Float[Array, "batch width"]) -> Float[Array, "J batch"]:
+        student_weight = mixed(student, latent).weight
 
-        def one(theirs: Params, square: Float[Array, "groups both both"]) -> Float[Array, " batch"]:
-            weight = jnp.concatenate([weight_own - mixed(theirs, latent).weight, weight_own], axis=-1)
-            return exact_einsum("bgm,gmk,bgk->b", weight, square, weight)
+        def gap(teacher: Params, product: Float[Array, "groups rows rows"]) -> Float[Array, " batch"]:
+            difference = student_weight - mixed(teacher, latent).weight
+            weight = jnp.concatenate([difference, student_weight], axis=-1)
+            return exact_einsum("bgm,gmk,bgk->b", weight, product, weight)
 
-        return jax.vmap(one)(teachers.trainable, square)
+        return jax.vmap(gap)(teachers.trainable, teacher_products)
 
-    return gap
+    return gaps
 
 
 def prompt_gap(
-    study: Study, trainable: Params, teachers: Teachers, latent: Float[Array, "batch width"]
+    model: LatentModel,
+    student: Params,
+    teachers: Teachers,
+    latent: Float[Array, "batch width"],
 ) -> Float[Array, "J batch"]:
-    """||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4b).
+    """Return ||rho_s(z) - rho_j(z)||^2, summed over blocks, tokens and channels (eq. 4b)."""
+    student_prompt = model.prompt(model.params, student, latent)
 
-    Accelerators take some teachers at once, a CPU one after the other, which spares it batched products. What
-    many teachers leave for the gradient is computed again.
-    """
-    own = study.prompt(study.params, trainable, latent)
-
-    def gap(theirs: Params) -> Float[Array, " batch"]:
-        square = (own - study.prompt(teachers.cached, theirs, latent)) ** 2
+    def gap(teacher: Params) -> Float[Array, " batch"]:
+        square = (student_prompt - model.prompt(teachers.cached, teacher, latent)) ** 2
         return jnp.sum(square, axis=tuple(range(1, square.ndim)))
 
-    each = jax.checkpoint(gap) if len(teachers.weight) > TEACHERS_AT_A_TIME else gap
+    if len(teachers.weight) > TEACHERS_AT_ONCE:
+        # many teachers' intermediate values do not fit: the gradient computes them again
+        gap = jax.checkpoint(gap)
+    # a CPU takes one teacher after the other, since batched products are slow there
     return jax.lax.platform_dependent(
         teachers.trainable,
-        cpu=functools.partial(jax.lax.map, each),
-        default=functools.partial(jax.lax.map, each, batch_size=TEACHERS_AT_A_TIME),
+        cpu=functools.partial(jax.lax.map, gap),
+        default=functools.partial(jax.lax.map, gap, batch_size=TEACHERS_AT_ONCE),
     )
 
 
-def train_generator(
-    study: Study,
-    shape: GeneratorConfig,
-    teachers: Teachers,
-    key: PRNGKeyArray,
-    steps: Int[Array, ""],
-    odds: Float[Array, " C"],
-) -> tuple[Generator, Weighted]:
-    """A new generator after so many steps of Adam on its loss under these teachers, and the mean loss."""
-    options = study.options
-    gaps = prompt_gaps(study, teachers)
-    adam = optax.adam(options.generator_lr)
-    generator = init_generator(shape, jax.random.fold_in(key, 0))
-
-    def step(i: Array, carry: tuple) -> tuple:
-        generator, optimiser, total = carry
-        noise, label = _conditions(jax.random.fold_in(key, i + 1), options.latent_batch, shape, odds)
-
-        def loss(params):
-            latent, moved = generate(shape, generator._replace(params=params), noise, label, True)
-            return generator_loss(study, teachers, gaps, latent, label), moved
-
-        (value, moved), gradient = jax.value_and_grad(loss, has_aux=True)(generator.params)
-        update, optimiser = adam.update(gradient, optimiser)
-        return moved._replace(params=optax.apply_updates(generator.params, update)), optimiser, total + value
-
-    start = (generator, adam.init(generator.params), jnp.zeros(()))
-    generator, _, total = jax.lax.fori_loop(0, steps, step, start)
-    return generator, Weighted(total, steps.astype(jnp.float32))
-
-
-def _conditions(
-    key: PRNGKeyArray, count: int, shape: GeneratorConfig, odds: Float[Array, " C"]
-) -> tuple[Float[Array, "count noise"], Int[Array, " count"]]:
-    """Noise and classes of so many latents."""
-    first, second = jax.random.split(key)
-    noise = jax.random.normal(first, (count, shape.noise))
-    return noise, jax.random.categorical(second, odds, shape=(count,))
-
-
 def diagnosis(
-    study: Study,
+    model: LatentModel,
     shape: GeneratorConfig,
-    real: ClassMoments,
-    made: tuple[tuple[str, Generator, Float[Array, " C"]], ...],
+    generators: Generators,
+    class_examples: Float[Array, " C"],
+    history: History,
     key: PRNGKeyArray,
 ) -> Metrics:
-    """`diagnosis.compare` for each generator, by name, with the examples of the classes that it makes; one
-    that was left out says nothing."""
-    found: Metrics = {}
-    label = jnp.repeat(jnp.arange(shape.classes), PER_CLASS)
-    for i, (name, generator, examples) in enumerate(made):
+    """Return `diagnostics.compare` of each trained generator, as new_... and older_....
+
+    Args:
+      model: the averaged model.
+      shape: of a generator.
+      generators: one that was not trained has no metrics.
+      class_examples: of this round; the current generator makes these classes.
+      history: the old generator makes its classes of earlier tasks.
+      key: of the noise.
+    """
+    assert history.features is not None
+    examples_by_generator = {
+        "new": (generators.current, class_examples),
+        "older": (generators.old, history.class_examples * model.task.old),
+    }
+    metrics: Metrics = {}
+    label = jnp.repeat(jnp.arange(shape.classes), diagnostics.PER_CLASS)
+    for i, (name, (generator, examples)) in enumerate(examples_by_generator.items()):
         if not generator.params:
             continue
         noise = jax.random.normal(jax.random.fold_in(key, i), (len(label), shape.noise))
-        latent = generate(shape, generator, noise, label, False)[0]
-        logits = study.logits(study.params, study.trainable, latent)
-        says = compare(latent, label, examples > 0, logits, study.task.seen, real)
-        found |= {f"{name}_{what}": value for what, value in says.items()}
-    return found
+        latent, _ = generate(shape, generator, noise, label, False)
+        logits = model.logits(model.params, model.trainable, latent)
+        comparison = diagnostics.compare(
+            latent, label, examples > 0, logits, model.task.seen, history.features
+        )
+        metrics |= {f"{name}_{metric}": value for metric, value in comparison.items()}
+    return metrics
 
 
-# ---- distillation ------------------------------------------------------------------------------------------
+# ---- distillation ------------------------------------------------------------------------
 
 
 def draw_latents(
     options: HepcoOptions,
     shape: GeneratorConfig,
-    examples: Float[Array, " C"],
-    past: Past,
+    class_examples: Float[Array, " C"],
+    history: History,
     task: Task,
-    new: Generator,
-    older: Generator,
+    generators: Generators,
     key: PRNGKeyArray,
 ) -> Composite:
-    """A composite batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
+    """Draw a batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
+    batch = options.latent_batch
+    replay = int(batch * options.replay_ratio)
+    if options.wo_previous:
+        replay = 0
 
-    count = options.latent_batch
-    replay = 0 if options.wo_previous else int(count * options.replay_ratio)
-
-    def drawn(generator: Generator, key: PRNGKeyArray, number: int, examples: Float[Array, " C"]) -> Latents:
+    def draw(generator: Generator, key: PRNGKeyArray, count: int, examples: Float[Array, " C"]) -> Latents:
+        frequencies = log_frequencies(examples)
         if options.latents == "gaussian":
-            assert past.real is not None
-            return normal_latents(past.real, key, number, _odds(examples))
-        # the first of as many as are drawn of either kind: one size is compiled, not two
-        noise, label = _conditions(key, max(count, replay), shape, _odds(examples))
-        noise = noise[:number]
-        label = label[:number]
-        return Latents(generate(shape, generator, noise, label, False)[0], label)
+            assert history.features is not None
+            return normal_latents(history.features, key, count, frequencies)
+        # both kinds draw as many conditions as the larger one needs: one size is compiled
+        noise, label = _conditions(key, max(batch, replay), shape, frequencies)
+        noise = noise[:count]
+        label = label[:count]
+        latent, _ = generate(shape, generator, noise, label, False)
+        return Latents(latent, label)
 
     keys = jax.random.split(key)
-    old = drawn(older, keys[1], replay, past.examples * task.old) if replay else None
-    return Composite(drawn(new, keys[0], count, examples), old)
+    old = None
+    if replay:
+        old = draw(generators.old, keys[1], replay, history.class_examples * task.old)
+    return Composite(draw(generators.current, keys[0], batch, class_examples), old)
 
 
-def normal_latents(real: ClassMoments, key: PRNGKeyArray, count: int, odds: Float[Array, " C"]) -> Latents:
-    """Draws of normal distributions with the classes' means and variances."""
-    first, second = jax.random.split(key)
-    label = jax.random.categorical(second, odds, shape=(count,))
-    mean, variance = normal_of(real)
-    noise = jax.random.normal(first, (count, mean.shape[1]))
+def normal_latents(
+    features: reports.ClassMoments,
+    key: PRNGKeyArray,
+    count: int,
+    frequencies: Float[Array, " C"],
+) -> Latents:
+    """Draw from normal distributions with the classes' means and variances."""
+    noise_key, label_key = jax.random.split(key)
+    label = jax.random.categorical(label_key, frequencies, shape=(count,))
+    mean, variance = reports.normal_of(features)
+    noise = jax.random.normal(noise_key, (count, mean.shape[1]))
     return Latents(mean[label] + jnp.sqrt(variance[label]) * noise, label)
 
 
 def distil(
-    study: Study,
+    model: LatentModel,
     clients: Teachers,
     previous: Teachers,
     draw: Callable[[PRNGKeyArray], Composite],
     key: PRNGKeyArray,
-    anybody: Bool[Array, ""],
+    any_client: Bool[Array, ""],
 ) -> tuple[Params, dict[str, Weighted]]:
-    """The averaged model's trainable parameters after distilling prompts (eq. 6) and classifier (section
-    5.3)."""
-    options = study.options
-    losses = dict[str, Callable]()
-    if study.learner.adapter.prompt and not options.wo_prompt_distillation:
-        losses["adapter"] = functools.partial(prompt_loss, study, clients, previous)
+    """Distil prompts (eq. 6) and classifier (section 5.3); no step where no client takes part.
+
+    Returns:
+      The averaged model's trainable parameters after it, and the mean loss of each part.
+    """
+    options = model.options
+    losses: dict[str, Callable] = {}
+    if model.learner.adapter.prompt and not options.wo_prompt_distillation:
+        losses["adapter"] = functools.partial(prompt_loss, model, clients, previous)
     if not options.wo_classifier_distillation:
-        losses["classifier"] = functools.partial(label_loss, study, previous)
-    together = [losses] if options.distill_phases == "shared" else [{name: losses[name]} for name in losses]
-    trainable = study.trainable
-    found = {}
-    steps = jnp.where(anybody, options.distill_steps, 0)
-    for i, each in enumerate(together):
-        own = jax.random.fold_in(key, i)
-        trainable, totals = _descend(each, optax.adam(options.distill_lr), trainable, draw, own, steps)
-        found |= {name: Weighted(total, steps.astype(jnp.float32)) for name, total in totals.items()}
-    return trainable, found
+        losses["classifier"] = functools.partial(label_loss, model, previous)
+
+    phases = [losses]
+    if options.distill_phases == "sequential":
+        phases = [{part: loss} for part, loss in losses.items()]
+    trainable = model.trainable
+    steps = jnp.where(any_client, options.distill_steps, 0)
+    metrics = {}
+    for i, phase_losses in enumerate(phases):
+        adam = optax.adam(options.distill_lr)
+        phase_key = jax.random.fold_in(key, i)
+        trainable, totals = train_parts(phase_losses, adam, trainable, draw, phase_key, steps)
+        for part, total in totals.items():
+            metrics[part] = Weighted(total, steps.astype(jnp.float32))
+    return trainable, metrics
 
 
-def _descend(
+def train_parts(
     losses: dict[str, Callable],
-    adam: optax.GradientTransformation,
+    optimiser: optax.GradientTransformation,
     trainable: Params,
-    draw: Callable,
+    draw: Callable[[PRNGKeyArray], Composite],
     key: PRNGKeyArray,
     steps: Int[Array, ""],
 ) -> tuple[Params, dict[str, Array]]:
-    """So many steps of each loss on the part that it is named by, and the sums of the losses.
+    """Take `steps` steps of each loss on the part of the parameters that it is named by.
 
     The losses of a step share its latents, and each sees what the one before it has changed.
+
+    Returns:
+      The parameters, and the sum of each loss over the steps.
     """
 
     def step(i: Array, carry: tuple) -> tuple:
-        trainable, optimisers, totals = carry
+        trainable, states, totals = carry
         latents = draw(jax.random.fold_in(key, i))
-        for name, loss in losses.items():
-            loss_of = functools.partial(_loss_of_part, name, loss, trainable, latents)
-            value, gradient = jax.value_and_grad(loss_of)(getattr(trainable, name))
-            update, optimiser = adam.update(gradient, optimisers[name])
-            part = optax.apply_updates(getattr(trainable, name), update)
-            trainable = trainable._replace(**{name: part})
-            optimisers = optimisers | {name: optimiser}
-            totals = totals | {name: totals[name] + value}
-        return trainable, optimisers, totals
+        for part, loss in losses.items():
+            params = getattr(trainable, part)
+            loss_of = functools.partial(_loss_of_part, part, loss, trainable, latents)
+            value, gradient = jax.value_and_grad(loss_of)(params)
+            update, state = optimiser.update(gradient, states[part])
+            trainable = trainable._replace(**{part: optax.apply_updates(params, update)})
+            states = states | {part: state}
+            totals = totals | {part: totals[part] + value}
+        return trainable, states, totals
 
-    optimisers = {name: adam.init(getattr(trainable, name)) for name in losses}
-    start = (trainable, optimisers, dict.fromkeys(losses, jnp.zeros(())))
+    states = {part: optimiser.init(getattr(trainable, part)) for part in losses}
+    start = (trainable, states, dict.fromkeys(losses, jnp.zeros(())))
     trainable, _, totals = jax.lax.fori_loop(0, steps, step, start)
     return trainable, totals
 
 
-def _loss_of_part(name: str, loss: Callable, trainable: Params, latents: Composite, part) -> Array:
-    return loss(trainable._replace(**{name: part}), latents)
+def _loss_of_part(part: str, loss: Callable, trainable: Params, latents: Composite, params) -> Array:
+    """Return the loss as a function of one part of the parameters, its last argument."""
+    return loss(trainable._replace(**{part: params}), latents)
 
 
 def prompt_loss(
-    study: Study, clients: Teachers, previous: Teachers, trainable: Params, batch: Composite
+    model: LatentModel,
+    clients: Teachers,
+    previous: Teachers,
+    trainable: Params,
+    batch: Composite,
 ) -> Float[Array, ""]:
-    """eq. 6: the prompts of new latents go to the clients', those of older ones to the previous model's."""
+    """Return eq. 6: on the task's latents prompts approach the clients', on older ones the
+    previous model's."""
 
-    def pull(teachers: Teachers, latents: Latents) -> Float[Array, ""]:
-        gap = prompt_gap(study, trainable, teachers, latents.value)
+    def weighted_gap(teachers: Teachers, latents: Latents) -> Float[Array, ""]:
+        gap = prompt_gap(model, trainable, teachers, latents.value)
         return jnp.sum(teachers.weight[:, latents.label] * gap)
 
-    loss = pull(clients, batch.new)
-    return loss if batch.old is None else loss + pull(previous, batch.old)
+    loss = weighted_gap(clients, batch.current)
+    if batch.old is not None:
+        loss = loss + weighted_gap(previous, batch.old)
+    return loss
 
 
-def label_loss(study: Study, previous: Teachers, trainable: Params, batch: Composite) -> Float[Array, ""]:
-    """Section 5.3: mean cross-entropy of the classes that latents were drawn for, among all seen so far."""
-    both = [batch.new] if batch.old is None else [batch.new, batch.old]
-    value, label = (jnp.concatenate(each) for each in zip(*both, strict=True))
-    # latents drawn before there is a previous model do not count
-    used = (jnp.arange(len(label)) < len(batch.new.label)) | (previous.weight[0, label] > 0)
-    logits = study.logits(study.params, trainable, value)
-    return cross_entropy(logits, label, study.task.seen, used)
+def label_loss(
+    model: LatentModel, previous: Teachers, trainable: Params, batch: Composite
+) -> Float[Array, ""]:
+    """Return the mean cross-entropy of the latents' classes among all seen (section 5.3)."""
+    latents = [batch.current]
+    if batch.old is not None:
+        latents.append(batch.old)
+    value = jnp.concatenate([part.value for part in latents])
+    label = jnp.concatenate([part.label for part in latents])
+    # older latents that are drawn before there is a previous model do not count
+    is_current = jnp.arange(len(label)) < len(batch.current.label)
+    counts = is_current | (previous.weight[0, label] > 0)
+    logits = model.logits(model.params, trainable, value)
+    return heads.cross_entropy(logits, label, model.task.seen, counts)
