@@ -1,7 +1,7 @@
 """Pictures for the documentation, made in Chromium: of the report page, and of what `fcljax watch` shows.
 
 python experiments/screenshots.py report REPORT.html [--out docs/images]
-python experiments/screenshots.py watch RUN_DIR RUNS_DIR [--out docs/images]   # a run, a folder of runs
+python experiments/screenshots.py watch RUNS_DIR [--out docs/images]
 """
 
 import argparse
@@ -15,58 +15,60 @@ import chromium
 from PIL import Image
 from rich.console import Console
 
-from fcljax.results.watch import look, run_dirs, view
+from fcljax.results.watch import read_status, run_dirs, status_view
 
-# width, height, and whether a phone shows it
-SHOTS = {"report-wide.png": (1440, 1900, False), "report-phone.png": (390, 1700, True)}
+# width, height, whether a phone shows it, and the colour scheme that the browser prefers
+SHOTS = {
+    "report-wide.png": (1440, 1900, False, "light"),
+    "report-phone.png": (390, 1700, True, "dark"),
+}
 COLORS = 128  # which keep the files small
-COLUMNS = 100  # of the terminal
-FONT = "DejaVu Sans Mono"  # which has the block characters of curves
+COLUMNS = 80  # of the terminal
+FONT = "DejaVu Sans Mono"
 
 
 def main() -> None:
     """Write the pictures that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("report", "watch"))
-    parser.add_argument(
-        "of", nargs="+", help="report: the page; watch: a run directory, and a folder of runs"
-    )
+    parser.add_argument("path", help="report: the page; watch: a folder of runs")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    (report if options.what == "report" else watch)(*options.of, out=options.out)
+    if options.what == "report":
+        for name, shot in SHOTS.items():
+            shoot(options.path, options.out / name, *shot)
+    else:
+        watch(options.path, options.out)
 
 
-def report(page: str, out: Path) -> None:
-    """The page on a wide screen and on a phone."""
-    for name, (width, height, mobile) in SHOTS.items():
-        shoot(page, out / name, width, height, mobile)
-
-
-def watch(run: str, runs: str, out: Path) -> None:
-    """What `fcljax watch` shows now of a run, and of a folder of runs."""
-    for name, folder in (("watch-run.png", run), ("watch-runs.png", runs)):
-        picture = terminal(folder)
-        width, height = (
-            int(float(side)) for side in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture)[0]
-        )
-        with tempfile.TemporaryDirectory() as place:
-            page = Path(place) / "watch.html"
-            page.write_text(f'<html lang="en"><body style="margin:0">{picture}</body></html>', "utf-8")
-            shoot(str(page), out / name, width, height, False)
+def watch(runs: str, out: Path) -> None:
+    """Draw what `fcljax watch` shows now of a folder of runs."""
+    picture = terminal(runs)
+    sides = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture)[0]
+    width, height = (int(float(side)) for side in sides)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "watch.html"
+        page.write_text(f'<html lang="en"><body style="margin:0">{picture}</body></html>', "utf-8")
+        shoot(str(page), out / "watch.png", width, height)
 
 
 def terminal(folder: str) -> str:
-    """An SVG of the terminal after `fcljax watch FOLDER`, with letters of this machine."""
+    """Return an SVG of the terminal after `fcljax watch FOLDER`, with letters of this machine."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(view([look(each) for each in run_dirs(folder)], time.time()))
-    drawn = console.export_svg(title=f"fcljax watch runs/{Path(folder).name}")
-    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.S).replace("Fira Code", FONT)
+    console.print(status_view([read_status(path) for path in run_dirs(folder)], time.time()))
+    svg = console.export_svg(title=f"fcljax watch runs/{Path(folder).name}")
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.S).replace("Fira Code", FONT)
 
 
-def shoot(page: str, path: Path, width: int, height: int, mobile: bool) -> None:
-    """A picture of a page."""
+def shoot(
+    page: str, path: Path, width: int, height: int, mobile: bool = False, scheme: str = "light"
+) -> None:
+    """Write a picture of a page."""
     with chromium.opened(page, width, 900, mobile) as opened:
+        opened.send(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
         chromium.screenshot(opened, path, height)
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLORS).save(path, optimize=True)

@@ -2,9 +2,11 @@
 look like rich's markup, and need not be UTF-8."""
 
 import html
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +25,38 @@ from fcljax.errors import one_line
 def plain_text(value: object) -> Text:
     """A value in one line, for a terminal and for the cell of a table."""
     return Text(one_line(str(value)))
+
+
+def new_table(*columns: str, title: str = "", caption: str = "", right: Collection[str] = ()) -> Table:
+    """Return an empty table in the one style of all commands, narrow enough for 80 columns.
+
+    Args:
+      columns: their names.
+      title, caption: lines above and below.
+      right: names of the columns that align to the right, such as numbers.
+    """
+    table = Table(
+        title=plain_text(title) if title else None,
+        caption=plain_text(caption) if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def duration(seconds: float | int) -> str:
+    """Return a time as seconds (12.3 s), from a minute on as minutes (2:44) or hours (1:02:44)."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def add_row(table: Table, *cells: object, style: str | None = None, end_section: bool = False) -> None:

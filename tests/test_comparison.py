@@ -22,7 +22,7 @@ def test_the_table_shows_a_run_in_percent_and_all_that_it_sent():
         "12.50",
         "1,234.50",
         "0.17",
-        "2 min 00 s",
+        "2:00",
         "123.4",
     ):
         assert cell in text
@@ -31,7 +31,7 @@ def test_the_table_shows_a_run_in_percent_and_all_that_it_sent():
 
 def test_seeds_of_one_setting_get_a_row_with_mean_and_population_deviation():
     text = text_of(results_table([summary(seed=s, A_avg=a) for s, a in ((1, 0.70), (2, 0.72), (3, 0.75))]))
-    assert "3 seeds" in text and "72.33 ± 2.05" in text and "70.00" in text
+    assert "3 seeds" in text and "72.33±2.05" in text and "70.00" in text
 
 
 def test_every_number_of_a_row_of_seeds_is_a_mean_over_them():
@@ -46,7 +46,7 @@ def test_every_number_of_a_row_of_seeds_is_a_mean_over_them():
         for factor in (1, 3)
     ]
     row = next(line for line in text_of(results_table(runs)).splitlines() if "2 seeds" in line)
-    assert row.split()[-5:] == ["40.00", "100.00", "20.0", "s", "200.0"]
+    assert row.split()[-5:] == ["40.00", "100.00", "20", "s", "200.0"]
 
 
 OTHER = [{"method": "pilora"}, {"dataset": "cub"}, {"backbone": "tiny"}, {"fidelity": "paper"}, {"A": [0.5]}]
@@ -75,7 +75,7 @@ def test_the_table_breaks_no_word_at_80_columns():
 
 
 @pytest.mark.parametrize(
-    "seconds, shown", [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.0, "1 min 01 s"), (18420.0, "5 h 07 min")]
+    "seconds, shown", [(0.04, "0.04 s"), (59.0, "59 s"), (61.0, "1:01"), (18420.0, "5:07:00")]
 )
 def test_times_are_readable(seconds, shown):
     assert shown in text_of(results_table([summary(time={"client_s": seconds})]))

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_page import made, whole
 from test_watch import begun, shown
 
 import fcljax
@@ -159,12 +158,6 @@ def test_warnings_of_several_runs_name_them(tmp_path):
     assert said.count("warning:") == 1 and "b: warning: the clients' loss was NaN" in said
 
 
-def test_the_page_of_an_older_run_reads_its_lines():
-    found = made(whole(), lines=rounds({"loss": None}))
-    assert "warnings" in found.ids and any("NaN or infinite" in cell for row in found.rows for cell in row)
-    assert "warnings" not in made(whole(), lines=rounds({})).ids
-
-
 # ---- metrics of server rules once a task -------------------------------------------------------------------
 
 
@@ -178,10 +171,6 @@ def test_what_a_server_rule_measures_once_a_task_is_in_the_log_and_on_the_page()
         1,
         7,
     )
-    more = records.record(0, 1, RoundReport({"loss": 0.5}), NOT_EVALUATED, NO_TRAFFIC)
-    found = made(whole(), lines=[line, more])
-    assert ["fppl", "ranpac_ridge", "100"] in found.rows and ["fppl", "loss", "0.5"] in found.rows
-    assert not any("slot_efficiency" in row for row in found.rows)
 
 
 @pytest.mark.long
@@ -196,4 +185,3 @@ def test_methods_that_measure_once_a_task_log_it_in_every_task(method, key, tmp_
     )
     lines = (found.folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all(f'"{key}"' in line for line in lines)
-    assert key in found.page.read_text()

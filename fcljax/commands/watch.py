@@ -19,7 +19,7 @@ class WatchOptions:
 
 
 def watch(arguments: list[str]) -> int:
-    """`fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it quietly."""
+    """Run `fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it without a message."""
     about = "Follow runs in the terminal, also runs on another machine."
     words = Words("RUN_DIR")
     folders, options = parsed(WatchOptions(), arguments, ["watch"], about, words)

@@ -1,9 +1,9 @@
-"""The report page of runs: one HTML file that loads nothing, made from what their folders hold."""
+"""Make the report page of runs: one HTML file that loads nothing, from the summaries in their folders."""
 
 import base64
 import hashlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -14,13 +14,12 @@ from fcljax import __version__
 from fcljax.errors import InputError, printable
 from fcljax.files import check_folder, open_regular, write_text
 from fcljax.results.comparison import groups_of
-from fcljax.results.run_folder import FinishedRun, changed_files, load_summary, read_lines, run_folders
+from fcljax.results.run_folder import Summary, changed_files, load_summary, run_folders
 
 NAME = "report.html"
-PICTURE = Path("figures") / "restored.png"
-MADE = b"<p>Made by fcljax"  # in the footer
+FOOTER = b"<p>Made by fcljax"
 MAX_PAGE = 2**25  # bytes that are read of a page
-MAX_PICTURES = 2**21  # bytes of all pictures together; the page stays below 5 MB
+MAX_NAMES = 4  # in the title
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -40,30 +39,35 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
     """
     if not run_dirs:
         raise InputError("run: nothing to report; give at least one run directory")
-    folder = Path(run_dirs[0]) if len(run_dirs) == 1 else Path(run_dirs[0]).parent
-    path = Path(out) if out is not None else folder / NAME
+    if out is not None:
+        path = Path(out)
+    elif len(run_dirs) == 1:
+        path = Path(run_dirs[0]) / NAME
+    else:
+        path = Path(run_dirs[0]).parent / NAME
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(
             f"out: {str(path)!r} is no name of a page; nearest: {str(path.with_suffix('.html'))!r}"
         )
-    text = render(read_runs(run_dirs), run_dirs)
+    folders = [folder for run_dir in run_dirs for folder in run_folders(run_dir)]
+    text = render({str(folder): load_summary(folder) for folder in folders}, run_dirs)
     check_folder(path.parent)
     write_text(path, text)
     return path
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is a report page, which may be made again."""
+    """Check whether a file is a report page, which may be replaced."""
     try:
         with open_regular(path) as stream:
-            return MADE in stream.read(MAX_PAGE)
+            return FOOTER in stream.read(MAX_PAGE)
     except OSError:
         return False
 
 
 def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], None]) -> bool:
-    """As `report`, but a failure is reported in one line, since the runs and their results do not depend on
-    the page. Returns whether the page was made."""
+    """Make the page as `report` does, but report a failure in one line, since the runs and their results do
+    not depend on the page. Return whether the page was made."""
     try:
         report(run_dirs, out)
     except Exception as error:
@@ -72,27 +76,14 @@ def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], 
     return True
 
 
-def read_runs(run_dirs: Sequence[str | Path]) -> list[FinishedRun]:
-    """The finished runs in these folders.
+def render(runs: Mapping[str, Summary], run_dirs: Sequence[str | Path]) -> str:
+    """Return the page as HTML.
 
-    Raises:
-      InputError: for a run that `load_summary` refuses.
+    Args:
+      runs: folder -> its summary.
+      run_dirs: as the user named them, for the command that makes the page.
     """
-    runs = []
-    left = MAX_PICTURES
-    for folder in (found for each in run_dirs for found in run_folders(each)):
-        picture = _picture(folder / PICTURE, left)
-        left -= len(picture or "")
-        summary = load_summary(folder)
-        # a line of another run's task would make columns for it
-        lines = [line for line in read_lines(folder / "metrics.jsonl") if line["task"] < len(summary["A"])]
-        runs.append(FinishedRun(str(folder), summary, lines, picture))
-    return runs
-
-
-def render(runs: Sequence[FinishedRun], run_dirs: Sequence[str | Path]) -> str:
-    """The page of these runs as HTML. `run_dirs`: as the user named them, for the command that makes it."""
-    from fcljax.results.page_parts import parts_of  # imports matplotlib, which takes a second
+    from fcljax.results.page_parts import sections_of  # imports matplotlib, which takes a second
 
     style = _asset("page.css")
     script = _asset("page.js")
@@ -104,11 +95,11 @@ def render(runs: Sequence[FinishedRun], run_dirs: Sequence[str | Path]) -> str:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    again = shlex.join(["fcljax", "report", *map(str, run_dirs)])
+    command = shlex.join(["fcljax", "report", *map(str, run_dirs)])
     page = environment.from_string(_asset("page.html")).render(
-        title=_title(runs),
+        title=_title(list(runs.values())),
         lead=_lead(runs),
-        parts=parts_of(runs, again),
+        sections=sections_of(list(runs.values()), command),
         version=__version__,
         style=Markup(style),
         script=Markup(script),
@@ -122,35 +113,24 @@ def _asset(name: str) -> str:
     return (resources.files("fcljax") / "assets" / "report" / name).read_text(encoding="utf-8")
 
 
-def _title(runs: Sequence[FinishedRun]) -> str:
-    return (
-        f"{_few([run.summary['method'] for run in runs])} on {_few([run.summary['dataset'] for run in runs])}"
-    )
+def _title(summaries: Sequence[Summary]) -> str:
+    return " on ".join(_first_names([run[key] for run in summaries]) for key in ("method", "dataset"))
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:4]) + (f" and {len(distinct) - 4} more" if len(distinct) > 4 else "")
+    more = f" and {len(distinct) - MAX_NAMES} more" if len(distinct) > MAX_NAMES else ""
+    return ", ".join(distinct[:MAX_NAMES]) + more
 
 
-def _lead(runs: Sequence[FinishedRun]) -> str:
-    said = "".join(f" {line}." for run in runs for line in changed_files(run.folder))
-    if len(runs) == 1:
-        return f"One run, seed {runs[0].summary['seed']}.{said}"
-    return f"{len(runs)} runs of {len(groups_of([run.summary for run in runs]))} settings.{said}"
+def _lead(runs: Mapping[str, Summary]) -> str:
+    warnings = "".join(f" {line}." for folder in runs for line in changed_files(folder))
+    summaries = list(runs.values())
+    if len(summaries) == 1:
+        return f"One run, seed {summaries[0]['seed']}.{warnings}"
+    return f"{len(summaries)} runs of {len(groups_of(summaries))} settings.{warnings}"
 
 
 def _hash(text: str) -> str:
-    """Of the page's script or style, so that its policy allows this one and no other."""
+    """Return the hash of the page's script or style, so that its policy allows this one and no other."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _picture(path: Path, most: int) -> str | None:
-    """A PNG as the URI of its data, if it is there and has less than `most` characters."""
-    try:
-        with open_regular(path) as stream:
-            content = stream.read(most + 1)
-    except OSError:
-        return None
-    uri = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    return uri if content.startswith(b"\x89PNG") and len(uri) <= most else None

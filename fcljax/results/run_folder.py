@@ -3,9 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fcljax.errors import InputError
 from fcljax.files import open_regular, read_text, write_text
@@ -38,17 +38,6 @@ SUMMARY_KEYS = (
     *(f"communication.{way}_{unit}" for way in ("upload", "download") for unit in ("scalars", "bytes")),
     *(f"time.{part}_s" for part in ("compile", "client", "server", "eval")),
 )
-
-
-class FinishedRun(NamedTuple):
-    """A run that has a summary."""
-
-    folder: str
-    summary: Summary
-    lines: Sequence[dict[str, Any]] = ()
-    """of metrics.jsonl"""
-    picture: str | None = None
-    """the picture of its reconstructed images as a data URI, if it has one"""
 
 
 def write_json(path: str | Path, obj: object) -> None:
