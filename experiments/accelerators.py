@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,6 +22,7 @@ from fcljax.checks import chips
 from fcljax.checks.plan import Stand, experiment
 from fcljax.errors import InputError
 from fcljax.methods import METHODS as ALL
+from fcljax.studies import papers
 
 METHODS = ("fppl", "pilora", "hepco", "pmae", "vfcl")
 TABLE_CHIPS = ("v5e", "v5e-16", "h100", "h200")
@@ -36,8 +36,8 @@ def settings_of(method: str, more: dict[str, Any]) -> config.RunConfig:
 
 
 def _base(method: str) -> dict[str, Any]:
-    """The options of experiments/METHOD.yaml; for a method without a file HePCo's but its learning rate."""
-    file = Path(__file__).parent / f"{method}.yaml"
+    """Return the options of the method's paper; for a method without a file HePCo's but its learning rate."""
+    file = papers.FOLDER / f"{method}.yaml"
     if not file.exists():
         return {key: value for key, value in _base("hepco").items() if key != "lr"}
     return yaml.safe_load(file.read_text())["base"]

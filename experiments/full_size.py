@@ -7,7 +7,7 @@
 A piece takes --minutes, 9 by default, since a lent machine is often given for ten. It then asks
 `fcljax reproduce` to stop, which ends the round, writes a checkpoint and exits; the next piece resumes there,
 bit for bit. FOLDER is all that has to be kept between pieces. A piece that is killed costs the rounds since
-the last checkpoint. Data sets and checkpoints are those of the paper's file under experiments/: put them
+the last checkpoint. Data sets and checkpoints are those of the paper's file in fcljax/assets/papers: put them
 where `fcljax data list` and docs/checkpoints.md say.
 
 Exit codes: 0 when the table is finished, 75 when another piece is needed, else that of `fcljax reproduce`.

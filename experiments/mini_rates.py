@@ -31,10 +31,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("table")
     parser.add_argument("run", help="name of a run of that table")
     parser.add_argument("grid", nargs="+", help="OPTION=VALUE,VALUE...")
-    parser.add_argument("--experiments", default="experiments")
     parser.add_argument("--out", required=True, help="folder of the runs; goes on with one that is there")
     given = parser.parse_args(arguments)
-    made = reproduce.plan(papers.find_columns(given.experiments, given.system, given.table), "mini", None)
+    made = reproduce.plan(papers.find_columns(papers.FOLDER, given.system, given.table), "mini", None)
     choices = {run.name: run for run in made.runs}
     base = choices[choose("run", given.run, choices)]
     runs = combinations(base, dict(map(values_of, given.grid)))

@@ -20,6 +20,7 @@ ASSETS = (
     "fcljax/assets/vit_micro.safetensors",
     "fcljax/assets/vit_micro_decoder.safetensors",
     "fcljax/assets/archives.tsv",
+    "fcljax/assets/papers/fppl.yaml",
     "fcljax/assets/report/page.css",
     "fcljax/assets/report/page.html",
     "fcljax/assets/report/page.js",

@@ -1,4 +1,4 @@
-"""The papers' tables in experiments/: every row is a run with the paper's settings and upload."""
+"""The papers' tables of the package: every row is a run with the paper's settings and upload."""
 
 import dataclasses
 import json
@@ -27,8 +27,8 @@ from fcljax.studies import papers, reproduce
 from fcljax.studies.papers import Row
 from fcljax.types import Frozen, Sizes
 
-FOLDER = small_runs.ROOT / "experiments"
-FILES = sorted(path for path in FOLDER.glob("*.yaml") if papers.MARK in path.read_text())
+FOLDER = papers.FOLDER
+FILES = sorted(FOLDER.glob("*.yaml"))
 PAPERS = {path.stem: papers.parse_paper(str(path), config.load_yaml(path)) for path in FILES}
 TABLES = [(system, table) for system, paper in PAPERS.items() for table in paper.tables]
 COLUMNS = {

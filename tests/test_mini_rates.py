@@ -23,7 +23,7 @@ def test_rates_of_mini_scale_are_tried_on_held_out_images(monkeypatch, capsys):
         return {run.name: state for run, state in zip(runs, states, strict=True)}
 
     monkeypatch.setattr(mini_rates.sweeps, "sweep", sweep)
-    table = ["pilora", "table3", "--experiments", str(small_runs.ROOT / "experiments"), "--out", "x"]
+    table = ["pilora", "table3", "--out", "x"]
     mini_rates.main([*table, "pilora_a6_seed-2023", "lora_lr=1e-4,1e-3", "classes_per_client=3"])
     assert [run.cfg.lora_lr for run in made] == [1e-4, 1e-3]
     assert {(run.cfg.holdout, run.cfg.classes_per_client, run.cfg.seed) for run in made} == {(0.25, 3, 2023)}

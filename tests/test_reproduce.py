@@ -1,5 +1,6 @@
 """`fcljax reproduce`: rows as runs, mini scale, what is written, and mistakes in one line."""
 
+import configparser
 import dataclasses
 import functools
 import json
@@ -41,6 +42,9 @@ tables:
     - {method: linear, options: {lr: 0.01}, numbers: [SECOND, 50]}
 verified: {}
 """
+
+
+OF_FOLDER = ["reproduce", "--experiments", "experiments"]
 
 
 def tiny(first, second):
@@ -100,8 +104,7 @@ def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
 )
 def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    where = [] if "--experiments" in arguments else ["--experiments", str(FOLDER)]
-    assert cli.main(["reproduce", *arguments, *where[: 2 * bool(len(arguments) > 1)]]) == 2
+    assert cli.main(["reproduce", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and said in err
     assert not list(tmp_path.iterdir())
@@ -110,7 +113,7 @@ def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
 def test_a_row_that_is_no_run_is_named(folder, capsys):
     path = folder / "x.yaml"
     path.write_text(path.read_text().replace("{lr: 0.01}", "{lora_lr: 0.01}"))
-    assert cli.main(["reproduce", "x", "table1"]) == 2
+    assert cli.main([*OF_FOLDER, "x", "table1"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "--lora-lr goes with" in err
 
@@ -153,7 +156,7 @@ def test_one_row_is_run_alone_with_the_settings_that_it_has_in_the_table(capsys)
     assert [run.cfg for run in alone.runs] == [settings[name] for name in same.runs]
     columns = planned("hepco", "table1", row="target --lr 5e-5").parts
     assert [part.column.name for part in columns] == ["cifar-100", "domainnet", "imagenet-r"]
-    arguments = ["fppl", "table3", "--row", "fppl [ud]", "--dry-run", "--experiments", str(FOLDER)]
+    arguments = ["fppl", "table3", "--row", "fppl [ud]", "--dry-run"]
     assert cli.main(["reproduce", *arguments]) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fcljax run")]
     assert "--wo-fusion" in command and "--wo-debias" not in command
@@ -363,7 +366,7 @@ def swept(monkeypatch):
 
 def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsys):
     before = (folder / "x.yaml").read_bytes()
-    assert cli.main(["reproduce", "x", "table1", "--seeds", "3", "--out", "out"]) == 0
+    assert cli.main([*OF_FOLDER, "x", "table1", "--seeds", "3", "--out", "out"]) == 0
     said, out = capsys.readouterr().out, Path("out")
     text = (out / "table.md").read_text()
     assert "| linear | A\\_avg (%) | 40.00 ± 1.00 | 40.00 ± 0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
@@ -383,7 +386,7 @@ def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, f
     path = folder / "x.yaml"
     path.write_text(tiny("40", paper))
     before = path.read_text()
-    arguments = ["reproduce", "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
+    arguments = [*OF_FOLDER, "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
     assert cli.main(arguments) == 0
     (column,) = papers.find_columns(folder, "x", "table1")
     assert ("stays as it was" in capsys.readouterr().out) == (status is None)
@@ -404,14 +407,14 @@ def test_a_run_that_failed_is_said_and_counts_for_nothing(folder, monkeypatch, c
 
     monkeypatch.setattr(sweeps, "sweep", sweep)
     before = (folder / "x.yaml").read_bytes()
-    assert cli.main(["reproduce", "x", "table1", "--scale", "paper", "--out", "out"]) == 1
+    assert cli.main([*OF_FOLDER, "x", "table1", "--scale", "paper", "--out", "out"]) == 1
     assert "failed: dataset: 'x' is not here" in Path("out/table.md").read_text()
     assert "Of 1 further pairs a row was not run." in capsys.readouterr().out
     assert (folder / "x.yaml").read_bytes() == before
 
 
 def test_only_the_plan_is_listed_when_nothing_is_to_be_run(folder, capsys):
-    assert cli.main(["reproduce", "x", "table1", "--dry-run", "--seeds", "2"]) == 0
+    assert cli.main([*OF_FOLDER, "x", "table1", "--dry-run", "--seeds", "2"]) == 0
     assert "4 runs" in capsys.readouterr().out and sorted(path.name for path in Path().iterdir()) == [
         "experiments"
     ]
@@ -425,11 +428,44 @@ def test_the_advice_of_a_stopped_run_is_the_command_that_goes_on():
     assert _command(["x", "y", "--resume=c"], Path("c")) == "fcljax reproduce x y --resume c"
 
 
+def test_the_files_of_papers_are_package_data():
+    """As an installed package has them: the wheel takes what setup.cfg's globs name."""
+    setup = configparser.ConfigParser()
+    setup.read(small_runs.ROOT / "setup.cfg")
+    package = small_runs.ROOT / "fcljax"
+    globs = setup["options.package_data"]["fcljax"].split()
+    data = {path for pattern in globs for path in package.glob(pattern)}
+    assert {path.stem for path in data if path.suffix == ".yaml"} == {
+        "fppl",
+        "hepco",
+        "pilora",
+        "pmae",
+        "vfcl",
+    }
+    assert {path for path in (package / "assets").rglob("*") if path.is_file()} <= data
+
+
+def test_reproduce_reads_the_package_and_not_the_working_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    assert cli.main(["reproduce", "pmae", "table1", "--dry-run"]) == 0
+    assert "runs" in capsys.readouterr().out
+
+
+def test_a_verdict_on_the_package_s_own_file_is_only_reported(folder, monkeypatch):
+    monkeypatch.setattr(papers, "write_verified", lambda *_: pytest.fail("written"))
+    made = planned("x", "table1", "paper", 3, folder)
+    summary = {"A_avg": 0.9, "A_last": 0.5, "time": {"client_s": 1.0}}
+    outcomes = {run.name: Outcome("finished", 0, "", summary) for run in made.runs}
+    found = reproduce.results(made, outcomes, folder)
+    assert reproduce.record_paper_runs(found, outcomes, made, "cpu", False) == ["table1: not reproduced"]
+
+
 @pytest.mark.long
 def test_a_row_of_a_table_is_reproduced_at_mini_scale_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(small_runs.ROOT))
-    arguments = ["reproduce", "fppl", "table1", "--row", "fppl", "--experiments", str(FOLDER)]
+    arguments = ["reproduce", "fppl", "table1", "--row", "fppl"]
     assert cli.main([*arguments, "--out", "out"]) == 0
     rows = json.loads((tmp_path / "out" / "table.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["seeds"] == 1 for row in rows)

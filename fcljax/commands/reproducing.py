@@ -22,7 +22,7 @@ class ReproduceOptions(ProgramOptions):
     scale: Literal["mini", "paper"] = "mini"
     """mini: the same design in minutes on two CPU cores, without downloads, to check the
     order of the rows. paper: the paper's scale, which also writes status and cost into
-    the paper's file."""
+    the paper's file in --experiments."""
     seeds: int | None = option(None, most=config.MOST_SEEDS, unset="1; paper: as many as the paper had")
     """Number of seeds per row, counted from the first seed of its column."""
     out: str | None = option(None, unset="runs/reproduce-...-TIME")
@@ -34,8 +34,8 @@ class ReproduceOptions(ProgramOptions):
     row: str | None = option(None, unset="all")
     """The only row to run: method and options, e.g. "pilora --headtune". In a table with
     columns, add the column's name in brackets."""
-    experiments: str = "experiments"
-    """Folder with the papers' files, as in the repository."""
+    experiments: str | None = option(None, unset="those of the package")
+    """Folder with the papers' files, such as your own (docs/reproducing.md)."""
     dry_run: bool = False
     """Only list the runs; with --row also print their commands."""
 
@@ -55,7 +55,7 @@ def reproduce(arguments: list[str]) -> int:
 
     if options.resume and options.out:
         raise InputError(f"resume: {options.resume!r} already has a folder; leave out --out")
-    columns = papers.find_columns(options.experiments, *names)
+    columns = papers.find_columns(options.experiments or papers.FOLDER, *names)
     plan = work.plan(columns, options.scale, options.seeds, options.row)
     console = Console()
     if options.dry_run:
@@ -67,11 +67,11 @@ def reproduce(arguments: list[str]) -> int:
     ways = sweeps.Ways([None] * options.jobs, options=passed_on(options))
     with signals.advised(lambda: sweeps.advice(out, _command(arguments, out))):
         outcomes = sweeps.sweep(plan.runs, out, options.resume is not None, ways, Console(stderr=True))
-    return _show(plan, outcomes, out, console)
+    return _show(plan, outcomes, out, console, options.experiments is not None)
 
 
-def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
-    """Write and show the results."""
+def _show(plan: Any, outcomes: Any, out: Path, console: Console, write_files: bool) -> int:
+    """Write and show the results; `write_files`: status and cost into the papers' files too."""
     from fcljax.studies import paper_tables as tables
     from fcljax.studies import reproduce as work
 
@@ -82,7 +82,7 @@ def _show(plan: Any, outcomes: Any, out: Path, console: Console) -> int:
     lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
     lines += [f"the paper's claim: {claim}" for claim in plan.column.entry.claims]
     if plan.scale == "paper":
-        lines += work.record_paper_runs(found, outcomes, plan, _device())
+        lines += work.record_paper_runs(found, outcomes, plan, _device(), write_files)
     for line in [*lines, f"table: {out / work.TEXT}"]:
         say(console, line)
     return int(any(each.why for each in found))

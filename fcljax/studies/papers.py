@@ -1,4 +1,4 @@
-"""The files of experiments/: the tables of a paper as data, one YAML file for each paper.
+"""Read the tables of papers as data, one YAML file for each paper: fcljax/assets/papers, or a user's folder.
 
 docs/reproducing.md describes the format with an example. The settings of a row are those of `base`, of its
 table, its column and its own options; later ones win. Accuracies and forgetting are in %, metrics that end
@@ -20,6 +20,7 @@ from fcljax.methods import check_no_code
 from fcljax.options import flag
 from fcljax.studies import typed
 
+FOLDER = Path(__file__).parent.parent / "assets" / "papers"
 Status = Literal["unverified", "reproduced", "not reproduced"]
 MARK = "\ntables:"
 VERIFIED = "\nverified:"
@@ -95,7 +96,7 @@ class Verified:
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """A file of experiments/."""
+    """A paper's file."""
 
     paper: str
     method: str
@@ -178,7 +179,7 @@ def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(
-            f"experiments: no folder {str(folder)!r}; give that of the repository, --experiments FOLDER"
+            f"experiments: no folder {str(folder)!r}; without the option, the package's own files are read"
         )
     papers = {path.stem: path for path in sorted(folder.glob("*.yaml")) if MARK in _text(path)}
     if not papers:
@@ -193,7 +194,7 @@ def _text(path: Path) -> str:
 
 
 def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
-    """A file of experiments/ from its content.
+    """A paper's file from its content.
 
     Raises:
       InputError: one line with the file, the place in it, and what is wrong.

@@ -305,9 +305,10 @@ def shown(made: Plan, found: Sequence[RowResult]) -> Table:
 
 
 def record_paper_runs(
-    found: Sequence[RowResult], outcomes: Mapping[str, Outcome], made: Plan, device: str
+    found: Sequence[RowResult], outcomes: Mapping[str, Outcome], made: Plan, device: str, write_file: bool
 ) -> list[str]:
-    """Write status and cost of runs at the paper's scale into the file of the paper.
+    """Judge runs at the paper's scale, and write status and cost into the file of the paper with
+    `write_file`: the package's own files are not the user's to change.
 
     Returns:
       A line for each column: its new status, or why it stays as it was.
@@ -326,6 +327,6 @@ def record_paper_runs(
         hours = sum(sum(each["time"].values()) for each in summaries) / 3600
         verified[key] = Verified(status, f"{len(names)} runs, {hours:.2f} hours in all, {device}")
         said.append(f"{key}: {status}")
-    if verified:
+    if verified and write_file:
         papers.write_verified(found[0].column.path, verified)
     return said
