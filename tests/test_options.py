@@ -193,234 +193,67 @@ def test_few_options_of_a_method_and_its_adapter_are_none(method):
     assert unset == (["server_batch_size", "server_lr"] if method == "fppl" else [])
 
 
-# What the sources use (specifications: FPPL 0, PILoRA 0, HePCo 5, baselines A and C), as they are by default.
-SOURCES = {
-    "fppl": dict(
-        temperature=0.2,
-        unified_weight=1.0,
-        server_epochs=5,
-        prompt_length=20,
-        prompt_blocks=5,
-        wo_unified=False,
-        wo_debias=False,
-        wo_pool=False,
-        wo_fusion=False,
-    ),
-    "pilora": dict(
-        prototype_weight=1e-3,
-        hardness=1.0,
-        reweight_temperature=0.2,
-        prototype_init=0.1,
-        orthogonality_weight=0.5,
-        lora_rank=4,
-        lora_blocks=1,
-        lora_lr=1e-5,
-        wo_reweight=False,
-        wo_orthogonality=False,
-        headtune=False,
-        weight_decay=1e-5,
-    ),
-    "pmae": dict(
-        mask_ratio=0.75,
-        recon_length=5,
-        recon_weight=1.0,
-        restore_images=4,
-        tune_epochs=5,
-        tune_batch=128,
-        tune_lr=1e-3,
-        vpt_length=20,
-        vpt_blocks=5,
-        lr=1e-3,
-        wo_recon_prompt=False,
-        wo_restore_pool=False,
-    ),
-    "ewc": dict(
-        ewc_weight=1000.0,
-        fisher_measured="task",
-        fisher_gradients="examples",
-        fisher_limit=1e-4,
-        lora_pairs="one",
-        optimiser="sgd",
-        lr=0.01,
-        lora_lr=0.01,
-        momentum=0.9,
-        weight_decay=0.0,
-    ),
-    "lwf": dict(
-        distill_weight=3.0,
-        distill_temperature=2.0,
-        lora_pairs="one",
-        optimiser="sgd",
-        lr=0.01,
-        lora_lr=0.01,
-        momentum=0.9,
-        weight_decay=5e-4,
-    ),
-    "icarl": dict(
-        distill_weight=1.0,
-        distill_temperature=2.0,
-        memory_size=200,
-        lora_pairs="one",
-        optimiser="sgd",
-        lr=0.01,
-        lora_lr=0.01,
-        momentum=0.9,
-        weight_decay=5e-4,
-    ),
-    "fedclm": dict(lora_pairs="one", classifier="nearest"),
-    "joint": dict(lora_pairs="one", rounds=15),
-    "hepco": dict(
-        kl_weight=1.0,
-        mse_weight=0.1,
-        generator_steps=100,
-        generator_growth=50,
-        generator_lr=1e-4,
-        generator_norm=True,
-        noise_width=64,
-        label_width=64,
-        latent_batch=64,
-        replay_ratio=0.5,
-        distill_steps=200,
-        distill_lr=1e-4,
-        pool_size=100,
-        pool_length=20,
-        pool_blocks=5,
-        split_ratio=0.1,
-        imbalance=1.0,
-        wo_previous=False,
-        wo_kl=False,
-        wo_mse=False,
-        wo_prompt_distillation=False,
-        wo_classifier_distillation=False,
-    ),
-    "fedprox": dict(prox_weight=0.01),
-    "fed-cprompt": dict(contrast_near=1000.0, contrast_far=10.0, contrast_margin=1.0),
-    "fedavg-ft": dict(lr=5e-5, full_lr=5e-5),
-    "fedlwf-mc": dict(lr=5e-5, full_lr=5e-5),
-    "cfed": dict(
-        distill_weight=0.1,
-        distill_temperature=2.0,
-        reviewer_share=0.4,
-        server_steps=0,
-        server_batch=128,
-        lr=5e-5,
-        full_lr=5e-5,
-    ),
-    "target": dict(
-        distill_weight=25.0,
-        distill_temperature=2.0,
-        noise_lr=0.01,
-        label_weight=0.5,
-        adversarial_weight=1.0,
-        noise_width=256,
-        crop_padding=0.125,
-        synthesis_rounds=30,
-        synthesis_batch=16,
-        synthesis_warmup=20,
-        student_steps=50,
-        student_lr=2e-3,
-        student_temperature=20.0,
-        generator_lr=2e-3,
-        meta_update="fomaml",
-        lr=5e-5,
-        full_lr=5e-5,
-    ),
-    "vfcl": dict(
-        prior_weight=1.0,
-        global_share=0.5,
-        mc_samples=1,
-        init_std=0.02,
-        kl_scale="per_sample",
-        exemplars=20,
-        full_lr=0.01,
-        lr=0.01,
-        optimiser="sgd",
-        momentum=0.0,
-        rounds=10,
-        epochs=5,
-        batch_size=32,
-    ),
-    "glfc": dict(
-        prototype_steps=50,
-        prototype_lr=0.2,
-        prototype_decay=1e-5,
-        aggregator="uniform",
-        memory_size=200,
-        memory_repeats=False,
-        entropy_unit="share",
-        lr_schedule="constant",
-        reset_best="arrival",
-        monitor_images=4,
-        gradient_side=32,
-    ),
-    "lga": dict(loss_weight=1.0, quiet_share=0.6, aggregator="uniform", reset_best="arrival"),
-    "fedweit": dict(
-        sparse_weight=1e-3,
-        mask_weight=0.0,
-        keep_weight=100.0,
-        prune_threshold=1e-3,
-        client_sparsity=0.3,
-        kb_samples=5,
-        kb_tasks=1,
-        retroactive=True,
-        aggregator="uniform",
-        full_lr=1e-3 / 3,
-    ),
-    "centralized-prompt": dict(clients=1, rounds=1, epochs=20, partition="iid"),
-    # their releases (docs/fidelity.md); sizes are for machines without an accelerator
-    "mfcl": dict(
-        finetune_weight=1.0,
-        distill_weight=0.1,
-        generator_steps=100,
-        generator_lr=1e-3,
-        entropy_weight=1.0,
-        statistics_weight=50.0,
-        smooth_weight=1e-3,
-        synthetic_batch=64,
-        generator_batch=64,
-        noise_width=256,
-        generator_channels=32,
-    ),
-    "lander": dict(
-        bound_weight=5.0,
-        bound_radius=0.015,
-        current_weight=0.2,
-        previous_weight=0.4,
-        distill_temperature=2.0,
-        generator_steps=40,
-        generator_lr=2e-3,
-        label_weight=0.5,
-        adversarial_weight=1.0,
-        statistics_weight=1.0,
-        student_temperature=20.0,
-        noise_width=256,
-        synthetic_batch=64,
-        synthesis_rounds=20,
-        synthesis_batch=32,
-        synthesis_warmup=5,
-        student_steps=50,
-        student_lr=2e-3,
-        generator_channels=32,
-    ),
-    "scaffold": dict(optimiser="sgd", lr=0.1, lora_lr=0.1, lora_pairs="one"),
-    "feddyn": dict(optimiser="sgd", lr=0.1, lora_lr=0.1, lora_pairs="one", dynamic_weight=0.01),
-    "ditto": dict(personal_weight=1.0, lora_pairs="one"),
-    "fedproto": dict(proto_weight=1.0, proto_predict="linear", lora_pairs="one"),
-    "lorm": dict(rounds=5, lr=3e-4, lora_lr=3e-4, lora_pairs="task", lora_rank=16),
-    "dolfin": dict(memory_first=0.95, memory_last=1.0, lora_lr=5e-4, lora_pairs="task", lora_rank=10),
-    "c2prompt": dict(
-        rounds=3,
-        lr=1e-2,
-        coda_components=80,
-        coda_length=10,
-        compensation_length=3,
-        compensation_share=0.5,
-        kd_temperature=3.0,
-    ),
-    "fed-talora": dict(lora_lr=1e-3, lora_pairs="one", lora_rank=4),
-    "fedslca": dict(lr=1e-2, full_lr=1e-4, align_epochs=5, align_samples=256, align_lr=0.01, logit_norm=0.1),
-    "afcl": dict(ridge=1.0),
-}
+# Defaults that papers or their releases state; docs/fidelity.md says where.
+SOURCES = yaml.safe_load(
+    """
+    fppl: {temperature: 0.2, unified_weight: 1.0, server_epochs: 5, prompt_length: 20,
+      prompt_blocks: 5}
+    pilora: {prototype_weight: 0.001, hardness: 1.0, reweight_temperature: 0.2,
+      prototype_init: 0.1, orthogonality_weight: 0.5, lora_rank: 4, lora_blocks: 1,
+      lora_lr: 1.0e-5, weight_decay: 1.0e-5}
+    pmae: {mask_ratio: 0.75, recon_length: 5, recon_weight: 1.0, restore_images: 4,
+      tune_epochs: 5, tune_batch: 128, tune_lr: 0.001, vpt_length: 20, vpt_blocks: 5,
+      lr: 0.001}
+    ewc: {ewc_weight: 1000.0, fisher_measured: task, fisher_gradients: examples,
+      fisher_limit: 0.0001, optimiser: sgd, lr: 0.01, momentum: 0.9, weight_decay: 0.0}
+    lwf: {distill_weight: 3.0, distill_temperature: 2.0, optimiser: sgd, lr: 0.01,
+      momentum: 0.9, weight_decay: 0.0005}
+    icarl: {distill_weight: 1.0, distill_temperature: 2.0, memory_size: 200,
+      optimiser: sgd, lr: 0.01, momentum: 0.9, weight_decay: 0.0005}
+    joint: {rounds: 15}
+    hepco: {kl_weight: 1.0, mse_weight: 0.1, generator_steps: 100, generator_growth: 50,
+      generator_lr: 0.0001, generator_norm: true, noise_width: 64, replay_ratio: 0.5,
+      distill_steps: 200, distill_lr: 0.0001, pool_size: 100, pool_length: 20,
+      pool_blocks: 5, split_ratio: 0.1, imbalance: 1.0}
+    fedprox: {prox_weight: 0.01}
+    fed-cprompt: {contrast_near: 1000.0, contrast_far: 10.0, contrast_margin: 1.0}
+    fedavg-ft: {lr: 5.0e-5}
+    fedlwf-mc: {lr: 5.0e-5}
+    cfed: {distill_weight: 0.1, distill_temperature: 2.0, reviewer_share: 0.4,
+      server_steps: 0, server_batch: 128, lr: 5.0e-5}
+    target: {distill_weight: 25.0, distill_temperature: 2.0, noise_lr: 0.01,
+      label_weight: 0.5, adversarial_weight: 1.0, crop_padding: 0.125,
+      student_temperature: 20.0, generator_lr: 0.002, lr: 5.0e-5}
+    vfcl: {prior_weight: 1.0, global_share: 0.5, mc_samples: 1, init_std: 0.02,
+      kl_scale: per_sample, exemplars: 20, full_lr: 0.01, lr: 0.01, optimiser: sgd,
+      momentum: 0.0, rounds: 10, epochs: 5, batch_size: 32}
+    glfc: {prototype_steps: 50, prototype_lr: 0.2, prototype_decay: 1.0e-5,
+      aggregator: uniform, memory_size: 200, memory_repeats: false, entropy_unit: share,
+      lr_schedule: constant, reset_best: arrival}
+    lga: {loss_weight: 1.0, quiet_share: 0.6, aggregator: uniform, reset_best: arrival}
+    fedweit: {sparse_weight: 0.001, mask_weight: 0.0, keep_weight: 100.0,
+      prune_threshold: 0.001, client_sparsity: 0.3, kb_samples: 5, kb_tasks: 1,
+      retroactive: true, aggregator: uniform, full_lr: 0.0003333333333333333}
+    centralized-prompt: {clients: 1, rounds: 1, epochs: 20, partition: iid}
+    mfcl: {finetune_weight: 1.0, distill_weight: 0.1, generator_lr: 0.001,
+      entropy_weight: 1.0, statistics_weight: 50.0, smooth_weight: 0.001}
+    lander: {bound_weight: 5.0, bound_radius: 0.015, current_weight: 0.2,
+      previous_weight: 0.4, distill_temperature: 2.0, generator_lr: 0.002,
+      label_weight: 0.5, adversarial_weight: 1.0, statistics_weight: 1.0,
+      student_temperature: 20.0}
+    scaffold: {optimiser: sgd, lr: 0.1}
+    feddyn: {optimiser: sgd, lr: 0.1, dynamic_weight: 0.01}
+    ditto: {personal_weight: 1.0}
+    fedproto: {proto_weight: 1.0}
+    lorm: {rounds: 5, lr: 0.0003, lora_lr: 0.0003, lora_rank: 16}
+    dolfin: {memory_first: 0.95, memory_last: 1.0, lora_lr: 0.0005, lora_rank: 10}
+    c2prompt: {rounds: 3, lr: 0.01, coda_components: 80, coda_length: 10,
+      compensation_length: 3, compensation_share: 0.5, kd_temperature: 3.0}
+    fed-talora: {lora_rank: 4}
+    fedslca: {lr: 0.01, align_epochs: 5, align_samples: 256, align_lr: 0.01,
+      logit_norm: 0.1}
+    """
+)
 
 
 @pytest.mark.parametrize("method", SOURCES)

@@ -28,6 +28,7 @@ from fcljax.results.run_folder import Number, Summary, value_at
 
 MAX_MATRICES = 24
 MAX_ROWS = 1_000  # of a table
+MAX_WARNINGS = 20
 MAX_NAMES = 6  # of runs in a sentence
 SHADES = 10  # of a table's cells, from white to dark
 NONE = "-"
@@ -220,24 +221,20 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
     if pairs:
         caption = f"{groups[0].name} minus another, seed by seed: points, and 95 % interval (Student's t)"
         tables.append(_table(caption, ("The other", "Seeds", "A_avg", "A_last"), pairs))
-    warnings = [
-        (name, line.removeprefix("warning: "))
-        for name, run in runs.items()
-        for line in run.get("warnings") or []
-    ]
-    if warnings:
-        caption = f"Warnings of {len(dict(warnings))} runs"
-        tables.append(_table(caption, ("Run", "Warning"), warnings[:MAX_ROWS]))
     folded = []
     if len(runs) > len(groups):
         columns = {name: columns[name] for name in ("A_avg", "A_last", "Forgetting")}
         by_run = {name: [run] for name, run in runs.items()}
         folded = [_summary_table("Every run, in %", "Run", by_run, columns)]
-    text = (
+    text = [
         "A_t is the mean Class-IL accuracy over the tasks learned so far: all their classes compete. A_avg "
         "is the mean of A_t over t, and A_last its value after the last task. In Task-IL only the classes of "
         "the image's own task compete. Upload and download: all clients, all rounds.",
-    )
+    ]
+    warnings = [f"{name}: {line}" for name, run in runs.items() for line in run.get("warnings") or []]
+    text += warnings[:MAX_WARNINGS]
+    if len(warnings) > MAX_WARNINGS:
+        text.append(f"{len(warnings) - MAX_WARNINGS} more warnings are in summary.json.")
     return Section("results", "Results", text, tables=tables, folded=folded)
 
 
