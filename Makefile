@@ -13,9 +13,10 @@ demo: .venv/ready
 test: .venv/ready lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
-# What is long and rarely breaks.
+# What is long and rarely breaks. Then the tests of the benches, with the fixtures of tests/conftest.py.
 test-long: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -p conftest experiments/tests
 
 # What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, type checkers, the site and the
 # notebook. Then checkpoints of other libraries against these libraries themselves.
