@@ -130,6 +130,19 @@ def test_a_finished_run_is_resumed_only_with_the_same_arrays(result):
 
 
 @pytest.mark.long
+def test_a_batch_is_cut_to_the_largest_client_and_a_line_says_so(tmp_path, capsys):
+    short = SHORT | {"image_size": 8, "progress": True, "epochs": 1}
+    runs = [
+        fcljax.run("linear", DATA, batch_size=size, out=tmp_path / str(size), **short)
+        for size in (1024, 10**9)
+    ]
+    assert runs[0].metrics["accuracy"] == runs[1].metrics["accuracy"]
+    assert "batch size: " in capsys.readouterr().err and runs[1].settings.batch_size == 10**9
+    again = fcljax.run("linear", DATA, batch_size=10**9, out=runs[1].folder, resume=True, **short)
+    assert again.metrics == runs[1].metrics
+
+
+@pytest.mark.long
 def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=X[:300], y_train=Y[:300], x_test=X[300:], y_test=Y[300:])
     short = SHORT | {"image_size": 8, "progress": False}

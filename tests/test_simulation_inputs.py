@@ -11,6 +11,7 @@ from flax import nnx
 
 import fcljax
 from fcljax.errors import InputError
+from fcljax.options import LARGEST_INT
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 3)).astype(np.float32)
@@ -35,9 +36,11 @@ def by_hand(y, gradient_of, weights, rounds, lr=0.05):
     return weights
 
 
-def test_targets_of_several_axes_are_those_of_federated_averaging_by_hand():
+@pytest.mark.parametrize("batch_size", [100, LARGEST_INT])  # padding of so large a batch would fill memory
+def test_targets_of_several_axes_are_those_of_federated_averaging_by_hand(batch_size):
     y = RNG.normal(size=(24, 2)).astype(np.float32)
-    found = fcljax.simulate(fcljax.fedavg({"w": jnp.zeros((3, 2))}, SGD), X, y, OWNER, rounds=3)
+    client = fcljax.local_sgd(squares, optax.sgd(0.05), batch_size=batch_size)
+    found = fcljax.simulate(fcljax.fedavg({"w": jnp.zeros((3, 2))}, client), X, y, OWNER, rounds=3)
     expected = by_hand(y, lambda w, x, y: 2 * x.T @ (x @ w - y) / len(x), np.zeros((3, 2)), 3)
     np.testing.assert_allclose(found.model["w"], expected, atol=1e-5)
 

@@ -24,6 +24,7 @@ TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
 MOST_LANES = 16  # of one device
 LEAST_USEFUL = 0.85  # of the steps that lanes are paid for, clients must use
+LARGE_BATCH = 1024  # examples; smaller batches are compiled as they are, however few examples clients have
 MOST_SHUFFLED = 100_000  # clients; a permutation of a million takes longer than a round of 200 of them
 TRIED_ROUNDS = 16  # of a run, to choose its lanes
 SHARE = 2  # of a device's even part of the clients, that it has slots for
@@ -132,6 +133,20 @@ def _wanted(participation: float, eligible: int) -> int:
         return min(int(participation), eligible)
     # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point
     return int(np.ceil(participation * eligible - 1e-9))
+
+
+def largest_batch(batch_size: int, examples: int) -> int:
+    """Return the batch size that is compiled: a large one is cut to what the largest client has.
+
+    A step takes the same examples as before, without the padding.
+
+    Args:
+      batch_size: that was asked for.
+      examples: the most that a client has; 0: not known.
+    """
+    if batch_size <= LARGE_BATCH or not examples:
+        return batch_size
+    return min(batch_size, examples)
 
 
 def phase_steps(count: Counts, view: View) -> Counts:

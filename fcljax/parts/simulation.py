@@ -32,7 +32,7 @@ from fcljax.federated.engine import (
 from fcljax.federated.faults import CHECKED, check_claims, corrupt
 from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
 from fcljax.federated.keys import RunKey
-from fcljax.federated.schedule import ClientPartition, capacities, participants
+from fcljax.federated.schedule import ClientPartition, capacities, largest_batch, participants
 from fcljax.options import LARGEST_INT
 from fcljax.parts.client import ClientRule, Training
 from fcljax.parts.federate import Run, federate
@@ -171,10 +171,11 @@ def fedavg(
     aggregation = make_aggregation(merging_options(merging))
     # federate subtracts what the optimiser gives, and optax's updates are added
     descent = optax.chain(client.optimiser, optax.scale(-1.0))
-    training = Training(client.epochs, client.batch_size, 1.0, descent)
     learner = _learner(params, model_of, client.loss)
 
     def build(sizes: Sizes) -> Method:
+        batch_size = largest_batch(client.batch_size, sizes.examples)
+        training = Training(client.epochs, batch_size, 1.0, descent)
         run = Run(sizes, learner.network, learner.adapter, training, aggregation, client_rules)
         method = federate(run, learner, loss=Loss(_mean_loss), server_rules=server_rules, predicts="all")
         if malicious > sizes.clients:

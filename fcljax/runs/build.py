@@ -27,7 +27,13 @@ from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_byte
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
 from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
 from fcljax.federated.rates import Rates, with_rates
-from fcljax.federated.schedule import Capacity, ClientPartition, capacities, paying_mesh
+from fcljax.federated.schedule import (
+    Capacity,
+    ClientPartition,
+    capacities,
+    largest_batch,
+    paying_mesh,
+)
 from fcljax.mesh import AnyMesh, device_count, with_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
@@ -85,6 +91,11 @@ class Experiment(NamedTuple):
     inputs: Inputs
     sizes: Sizes
     key: jax.Array
+
+    @property
+    def batch_size(self) -> int:
+        """The most examples of a step."""
+        return largest_batch(self.settings.batch_size, self.sizes.examples)
 
     def read(self, split: Split, index: Array) -> Array:
         """These images as network input, under the clean view."""
@@ -293,7 +304,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     aggregation = make_aggregation(config.part(AggregationOptions, settings))
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
-    run = Run(sizes, network, adapter, make_train(settings), aggregation, terms)
+    run = Run(sizes, network, adapter, make_train(settings, sizes), aggregation, terms)
     try:
         method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     except Exception as error:
@@ -311,14 +322,14 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     return corrupt(method, settings.attack, settings.malicious)
 
 
-def make_train(cfg: TrainConfig) -> Training:
+def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
     """How clients train: by Adam or gradient descent, with weight decay added to the gradient."""
     direction = joined_steps(optax.scale_by_adam())
     if cfg.optimiser == "sgd":
         direction = joined_steps(optax.trace(cfg.momentum)) if cfg.momentum else optax.identity()
     if cfg.weight_decay:
         direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
-    return Training(cfg.epochs, cfg.batch_size, cfg.lr, direction)
+    return Training(cfg.epochs, largest_batch(cfg.batch_size, sizes.examples), cfg.lr, direction)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
@@ -431,8 +442,10 @@ def shared_out(
         shared = shared or 1
         count = count or devices // shared
     elif not count or not shared:
-        filled = TRAINING * forward_flops(backbone) * settings.batch_size / FILLING
-        divide = (1,) if settings.adapter == "full" else range(1, settings.batch_size + 1)
+        most = max(int(partition.count.max()) for partition in every)
+        batch_size = largest_batch(settings.batch_size, most)
+        filled = TRAINING * forward_flops(backbone) * batch_size / FILLING
+        divide = (1,) if settings.adapter == "full" else range(1, batch_size + 1)
         may = [
             each for each in divide if devices % each == 0 and (not count or count % (devices // each) == 0)
         ]

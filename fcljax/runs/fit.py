@@ -160,7 +160,7 @@ def _smaller(exp: Experiment, asked: RunConfig, need: Need, room: int) -> RunCon
     if not asked.lanes and lanes > devices:
         fewer = max(1, min(int(share * lanes), lanes - 1) // devices)
         return dataclasses.replace(exp.settings, lanes=fewer * devices)
-    size = exp.settings.microbatch or exp.settings.batch_size
+    size = exp.settings.microbatch or exp.batch_size
     if asked.microbatch or size == 1 or not divisible(exp):
         return None
     most = max(1, min(int(share * size), size - 1))
@@ -176,7 +176,7 @@ def explanation(exp: Experiment, need: int, room: int) -> str:
     """One line: what is needed, what there is, the nearest settings."""
     settings = exp.settings
     devices = device_count(exp.engine.mesh)
-    size = settings.microbatch or settings.batch_size
+    size = settings.microbatch or exp.batch_size
     nearest = []
     if exp.engine.lanes.count > devices:
         nearest.append(f"--lanes {max(1, exp.engine.lanes.count // devices // 2) * devices}")

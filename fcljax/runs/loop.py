@@ -149,6 +149,11 @@ def _build(session: Session) -> Experiment:
 
     def checked() -> Experiment:
         exp = build(session.settings, session.supplied)
+        if exp.batch_size < exp.settings.batch_size:
+            session.observer.say(
+                f"batch size: {exp.batch_size}, not {exp.settings.batch_size}, because no client has more "
+                "examples; the steps are the same"
+            )
         memory.check_memory(exp)
         return fit.on_devices(exp, session.observer.say)
 

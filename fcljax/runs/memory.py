@@ -52,7 +52,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
     resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
     one = _forward(exp)
     devices = device_count(exp.engine.mesh)
-    batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
+    batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.batch_size)
     if jax.default_backend() != "cpu" and not exp.settings.microbatch:
         batch = 1  # `fit` chooses lanes and microbatches
     return {
