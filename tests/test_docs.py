@@ -36,9 +36,9 @@ from fcljax.parts.client import (
     Report,
 )
 from fcljax.parts.federate import Run, federate
-from fcljax.parts.learner import Learner
+from fcljax.parts.learner import Learner, Loss, Output, Params
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.types import Task
+from fcljax.types import Batch, ClientContext, ClientInfo, Sizes, Task
 
 DOCS = small_runs.ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -200,6 +200,7 @@ def arguments_of(hint):
 
 PARTS = (ClientRule, ClientPass, Replay, ClientStep, Report, OfEachClient, ClientEnd)
 PARTS += (ServerRule, ServerRound, ServerUpdate, Run, Learner, Task)
+PARTS += (ClientContext, ClientInfo, Params, Output, Batch, Sizes, Loss)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)

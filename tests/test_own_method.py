@@ -4,9 +4,10 @@ import json
 import re
 
 import jax.numpy as jnp
+import optax
 import pytest
 import small_runs
-from micro import NETWORK, SIZES
+from micro import FROZEN, NETWORK, SIZES, begin, engine_of, play
 from small_runs import COMMON
 from test_guards import context
 
@@ -46,6 +47,9 @@ def test_the_page_has_the_recipes_that_authors_ask_for():
         "Robust prototypes",
         "Personal heads",
         "Replay at the server",
+        "Freeze the first n blocks",
+        "A personal model with its own accuracy",
+        "Own metric, optimiser and aggregation rule",
     ]
 
 
@@ -116,6 +120,33 @@ def test_replay_at_the_server_keeps_old_classes(recipe, tmp_path):
     plain, _ = ran("linear", tmp_path / "plain", "--clients", "2")
     assert all("replay_loss" in line for line in lines)
     assert summary["A_last"] > plain["A_last"] + 0.2
+
+
+@pytest.mark.long
+def test_frozen_blocks_keep_their_values_and_the_others_train(recipe):
+    given = {"batch_size": 4, "epochs": 1, "frozen_blocks": 1, "full_lr": 1e-2}
+    settings = config.resolve(config.from_mapping(recipe("Freeze the first n blocks"), given, "options"))
+    method = make_method(settings, SIZES, NETWORK)
+    *_, (server, _, _) = play(engine_of(method), *begin(method), rounds=1)
+    change = optax.tree.sub(server.params.adapter, dict(FROZEN.network))
+    moved = {name for name, part in change.items() if optax.tree.norm(part) > 1e-4}
+    assert moved == {"block_01", "norm"}
+
+
+@pytest.mark.long
+def test_clients_are_evaluated_with_what_they_trained(recipe, tmp_path):
+    file = recipe("A personal model with its own accuracy")
+    summary, _ = ran(file, tmp_path / "local", "--clients", "2", "--scale", "paper")
+    first, second = summary["personal"]["accuracy"][-1]
+    assert first != second  # of the two clients, on each task
+
+
+@pytest.mark.long
+def test_a_majority_of_signs_moves_the_model_and_its_metric_is_recorded(recipe, tmp_path):
+    title = "Own metric, optimiser and aggregation rule"
+    summary, lines = ran(recipe(title), tmp_path / "vote", "--clients", "2", "--rounds", "3")
+    entries = WIDTH * 10 + 10
+    assert all(0 < line["majority_step"] <= 0.01 * entries**0.5 * 1.001 for line in lines)
 
 
 @pytest.mark.long

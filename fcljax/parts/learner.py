@@ -172,7 +172,9 @@ class Params(NamedTuple):
     """The parameters of a learner: those of all tasks, the trainable ones of a task, or the cached ones."""
 
     adapter: PyTree
+    """Parameters of the adapter; () where nothing trains inside the network."""
     classifier: PyTree
+    """Parameters of the classifier."""
     extra: dict[str, PyTree] = {}
     """Parameters of client rules that train some of their own, by the rule's name."""
     stats: PyTree = ()
