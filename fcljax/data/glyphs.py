@@ -1,13 +1,13 @@
-"""Glyph images: a data set of any size with two disjoint alphabets, rendered from matplotlib's fonts.
+"""Render glyph images: a data set of any size with two disjoint alphabets, from matplotlib's fonts.
 
 `PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian and Georgian letters)
-is for class-incremental runs and for validating a backbone on classes it has never seen. Neither holds a
+is for class-incremental runs and for validating a backbone on classes it has never seen. Neither contains a
 digit or numeral of any script, nor a character that DejaVu Sans draws like a digit.
 
-Every letter is rendered once per font and kept as a signed distance field, so that stroke weight is a
-threshold and warps stay smooth. An image is one batched gather (rotation, slant, scale, perspective and
-elastic warp at once) and two small matrix products (blur and low resolution): about 20,000 images a second on
-one core. The n-th image of a class depends on seed, character, fonts, size, style and n only.
+Every letter is rendered once per font into a signed distance field, so that stroke weight is a threshold and
+warps stay smooth. An image is one batched gather (rotation, slant, scale, perspective and elastic warp at
+once) and two small matrix products (blur and low resolution): about 20,000 images a second on one core. The
+n-th image of a class depends on seed, character, fonts, size, style and n only.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from scipy import ndimage
 from fcljax.errors import InputError, choose
 
 # Chosen greedily (letters before symbols, Latin before Greek before Cyrillic before the rest) among
-# characters that at least 3 fonts have, are not numeric in any sense of Unicode and carry no diacritic: one
-# was left out when its `outline` correlates above 0.9 (0.85 for symbols, 0.82 for Canadian syllabics) with
-# that of a digit or of a character already chosen. GLYPHS are the 100 most distinct ones, by the same rule,
-# of the Armenian and Georgian letters that at least 8 fonts have.
+# characters that at least 3 fonts have, are not numeric in any sense of Unicode and carry no diacritic. A
+# character is left out if its `outline` correlates above 0.9 (0.85 for symbols, 0.82 for Canadian syllabics)
+# with that of a digit or of a character already chosen. GLYPHS are the 100 most distinct ones, by the same
+# rule, of the Armenian and Georgian letters that at least 8 fonts have.
 PRETRAIN = (
     "ACDEFGHIJKLMNOPQRTUVWXYZabdefkmnpqrstuyÆÐÞßæðŊƐƕƪɐɔɘɞɣɩɮɯɶɷɸɹʁʇʉʊʌʍʎʔʕʖʗʙʚʜʞʣʤʦʧꜧƍƏƜƢƣƦƩƷƸǶȜȸȹɁɄʩʪʫʬ"
     "ʭᴔᴖᴗᴝᴞᴟⱵⱷꜦꞍȢȣɂᴃᴎᴑᴒᴙᴚẞỺỻꜢꜤꜨꜩꜲꜴꜶꜷꜸꜹꜼꜽꝆꞀꞂꟻꟼꟽꟿᴕΓΔΞΦΨΩαβζκλμνξπςφωϘϚϝϞϟϠϡϗϺϻͲͳͶͼϏЂЉЋЏБДЖЛЦЩЪЫЭЮЯпфъыьђњћѢ"
@@ -61,17 +61,20 @@ _UNIT = 1 / 8192  # of the int16 distances
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How strongly images are distorted. Lengths are in half image sides; draws from ranges are uniform."""
+    """How strongly images are distorted.
 
-    rotation: float = 15.0  # degrees, either way
-    slant: float = 0.3  # horizontal shear, either way
+    Lengths are in half image sides. Draws from ranges are uniform, and symmetric if one bound is given.
+    """
+
+    rotation: float = 15.0  # degrees
+    slant: float = 0.3  # horizontal shear
     scale: tuple[float, float] = (0.6, 1.0)  # half the longer side of the glyph
-    aspect: float = 0.25  # log of the stretch of one axis against the other, either way
-    shift: float = 0.12  # translation beyond what keeps the glyph inside, either way
-    perspective: float = 0.15  # change of magnification between the centre and a border, either way
+    aspect: float = 0.25  # log of the stretch of one axis against the other
+    shift: float = 0.12  # translation beyond what keeps the glyph inside
+    perspective: float = 0.15  # change of magnification between the centre and a border
     elastic: float = 0.2  # largest displacement of a control point
     stroke: tuple[float, float] = (0.05, 0.2)  # half the stroke width
-    pressure: float = 0.35  # variation of the stroke width along the strokes, relative, either way
+    pressure: float = 0.35  # relative variation of the stroke width along the strokes
     resolution: tuple[int, int] = (8, 32)  # pixels per side before scaling up to the image; mostly low
     blur: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)  # standard deviations in pixels
     contrast: float = 0.45  # least difference between ink and paper, of 1
@@ -80,8 +83,10 @@ class Style:
 
 
 class Fields(NamedTuple):
-    """Signed distance fields of G glyphs (a character in a font), grouped by class: those of class c are
-    first[c] .. first[c] + number[c] - 1."""
+    """Signed distance fields of glyphs (a character in a font), grouped by class.
+
+    The glyphs of class c are first[c] .. first[c] + number[c] - 1.
+    """
 
     distance: Int16[np.ndarray, "glyphs cell cell"]  # to the outline, positive inside, in _UNIT half-extents
     ink: Float32[np.ndarray, " glyphs"]  # half the typical stroke width, in half-extents of the glyph
@@ -96,47 +101,50 @@ def _font_path(font: str) -> pathlib.Path:
 
 @functools.cache
 def _characters(font: str) -> frozenset[str]:
-    """The characters of a font: of Computer Modern only ASCII letters, as its other code points are wrong."""
+    """Return the characters of a font."""
     with TTFont(_font_path(font), lazy=True) as file:
-        found = {chr(code) for code in file.getBestCmap() or ()}
+        characters = {chr(code) for code in file.getBestCmap() or ()}
+    # code points of Computer Modern other than ASCII letters are wrong
     ascii_only = font.startswith("cm")
-    return frozenset(c for c in found if not ascii_only or c.isascii() and c.isalpha())
+    return frozenset(c for c in characters if not ascii_only or c.isascii() and c.isalpha())
 
 
 def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
-    """The character, white on black, centred in a side x side image, its longer side `extent` pixels."""
+    """Draw a character, white on black, centred in side x side pixels, its longer side `extent` pixels."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
     ink = ink.crop(ink.getbbox())
     width, height = (max(1, round(length * extent / max(ink.size))) for length in ink.size)
+    scaled = ink.resize((width, height), Image.Resampling.BOX)
     image = Image.new("L", (side, side))
-    image.paste(
-        ink.resize((width, height), Image.Resampling.BOX), ((side - width) // 2, (side - height) // 2)
-    )
+    image.paste(scaled, ((side - width) // 2, (side - height) // 2))
     return image
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """A character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and norm 1, whatever its size.
+    """Return a character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and norm 1.
 
-    The inner product of two of them is their correlation; `PRETRAIN` and `GLYPHS` are chosen by it.
+    The inner product of two outlines is their correlation, by which `PRETRAIN` and `GLYPHS` are chosen.
     """
     font = ImageFont.truetype(_font_path("DejaVuSans"), 64)
     image = _bitmap(char, font, 24, 20.0).filter(ImageFilter.GaussianBlur(1.3))
     pixels = np.asarray(image, dtype=np.float64).ravel()
-    return (pixels - pixels.mean()) / np.linalg.norm(pixels - pixels.mean())
+    centred = pixels - pixels.mean()
+    return centred / np.linalg.norm(centred)
 
 
 def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, float]:
-    """Distance field, half stroke width, half gap of a glyph. A bar's mean distance is 1/2 its half-width."""
+    """Return the distance field of a glyph, half its stroke width and half its gap."""
     half_extent = _CELL / _REACH
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
-    to_border, from_border = (np.asarray(ndimage.distance_transform_edt(m)) for m in (inside, ~inside))
+    to_border = np.asarray(ndimage.distance_transform_edt(inside))
+    from_border = np.asarray(ndimage.distance_transform_edt(~inside))
     distance = (to_border - from_border) / half_extent
     rows = np.nonzero(inside.any(1))[0]
     columns = np.nonzero(inside.any(0))[0]
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    # the mean distance inside a bar is half of its half-width
     ink = 2 * box[box > 0].mean()
     gap = -2 * box[box < 0].mean() if (box < 0).any() else ink
     pooled = distance.reshape(_CELL, 2, _CELL, 2).mean((1, 3))
@@ -144,25 +152,32 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
 
 
 def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
-    """The distance fields of `chars` in all `fonts` that have them; class c is chars[c]. About 1 ms each.
+    """Compute the distance fields of `chars` in all `fonts` that have them, in about 1 ms each.
+
+    Class c is chars[c].
 
     Raises:
-      InputError: a font is unknown, or no font has some character.
+      InputError: for an unknown font, or a character that no font has.
     """
     names = [choose("fonts", font, FONTS) for font in fonts]
     loaded = [(_characters(name), ImageFont.truetype(_font_path(name), 96)) for name in names]
-    glyphs = [[_field(char, font) for known, font in loaded if char in known] for char in chars]
-    for char, found in zip(chars, glyphs, strict=True):
-        if not found:
+    glyphs = []
+    number = []
+    for char in chars:
+        of_char = [_field(char, font) for characters, font in loaded if char in characters]
+        if not of_char:
             raise InputError(f"chars: no font of {', '.join(names)} has {char!r} (U+{ord(char):04X})")
-    number = np.array([len(found) for found in glyphs])
-    distance, ink, gap = zip(*(glyph for found in glyphs for glyph in found), strict=True)
+        glyphs += of_char
+        number.append(len(of_char))
+    distance, ink, gap = zip(*glyphs, strict=True)
     first = np.cumsum(number) - number
-    return Fields(np.stack(distance), np.asarray(ink, np.float32), np.asarray(gap, np.float32), first, number)
+    ink = np.asarray(ink, np.float32)
+    gap = np.asarray(gap, np.float32)
+    return Fields(np.stack(distance), ink, gap, first, np.array(number))
 
 
 class _Draws(NamedTuple):
-    """One uniform number in [0, 1) per image and column; `warp` and `press` hold control points."""
+    """Uniform numbers in [0, 1), one per image; `warp` and `press` have one per control point."""
 
     font: np.ndarray
     rotation: np.ndarray
@@ -196,29 +211,29 @@ def _split(uniform: np.ndarray) -> _Draws:
     return _Draws(*uniform[:, :_SCALARS].T, warp=points[:, :2], press=points[:, 2])
 
 
-def _between(u: np.ndarray, low: float, high: float) -> np.ndarray:
-    return low + (high - low) * u
+def _between(uniform: np.ndarray, low: float, high: float) -> np.ndarray:
+    return low + (high - low) * uniform
 
 
-def _column(u: np.ndarray) -> np.ndarray:
-    """A number per image, for all its pixels."""
-    return u[:, None, None]
+def _symmetric(uniform: np.ndarray, bound: float) -> np.ndarray:
+    return _between(uniform, -bound, bound)
 
 
-def _either(u: np.ndarray, bound: float) -> np.ndarray:
-    return _between(u, -bound, bound)
+def _per_image(values: np.ndarray) -> np.ndarray:
+    """Reshape [N] to [N, 1, 1]: a number for all pixels of an image."""
+    return values[:, None, None]
 
 
 @functools.lru_cache(maxsize=16)
-def _smooth(size: int) -> np.ndarray:
-    """[size, control] weights that spread control points over pixels smoothly."""
+def _spread(size: int) -> np.ndarray:
+    """Return weights [size, control] that spread control points over pixels smoothly."""
     distance = np.linspace(-1, 1, size)[:, None] - np.linspace(-1, 1, _CONTROL)[None]
     weight = np.exp(-0.5 * (distance * _CONTROL / 1.6) ** 2)
     return (weight / weight.sum(1, keepdims=True)).astype(np.float32)
 
 
 def _shrink(size: int, to: int) -> np.ndarray:
-    """[to, size] area averaging."""
+    """Return weights [to, size] of area averaging."""
     low = np.arange(to)[:, None] * size / to
     high = (np.arange(to)[:, None] + 1) * size / to
     pixel = np.arange(size)[None]
@@ -226,47 +241,58 @@ def _shrink(size: int, to: int) -> np.ndarray:
 
 
 def _enlarge(size: int, source: int) -> np.ndarray:
-    """[size, source] bilinear interpolation between pixel centres."""
+    """Return weights [size, source] of bilinear interpolation between pixel centres."""
     centre = np.clip((np.arange(size) + 0.5) * source / size - 0.5, 0, source - 1)
     return np.clip(1 - np.abs(centre[:, None] - np.arange(source)[None]), 0, None)
 
 
 def _gauss(size: int, sigma: float) -> np.ndarray:
-    return ndimage.gaussian_filter1d(np.eye(size), sigma, axis=0, mode="nearest") if sigma else np.eye(size)
+    if not sigma:
+        return np.eye(size)
+    return ndimage.gaussian_filter1d(np.eye(size), sigma, axis=0, mode="nearest")
 
 
 @functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
-    """[resolutions, blurs, size, size]: blur, shrink to the resolution and enlarge again, along one axis."""
+    """Return matrices [resolutions, blurs, size, size] that blur, shrink and enlarge along one axis."""
+    lenses = []
     low, high = style.resolution
-    passes = [
-        _enlarge(size, n) @ _shrink(size, n) if n < size else np.eye(size) for n in range(low, high + 1)
-    ]
-    return np.array([[one @ _gauss(size, sigma) for sigma in style.blur] for one in passes], dtype=np.float32)
+    for resolution in range(low, high + 1):
+        scaling = np.eye(size)
+        if resolution < size:
+            scaling = _enlarge(size, resolution) @ _shrink(size, resolution)
+        lenses.append([scaling @ _gauss(size, sigma) for sigma in style.blur])
+    return np.array(lenses, dtype=np.float32)
 
 
 def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where pixels come from, x and y in half-extents of the glyph [N, size, size], and its scale [N]."""
+    """Return where pixels come from, x and y [N, size, size], and the glyph's scale [N].
+
+    x and y are in half-extents of the glyph.
+    """
     axis = ((np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1).astype(np.float32)
-    spread = _smooth(size)
-    bend = spread @ (_either(draw.warp, 2.0) * (draw.elastic * style.elastic)[:, None, None, None]) @ spread.T
-    tilt_x, tilt_y = (_column(_either(tilt, style.perspective)) for tilt in (draw.tilt_x, draw.tilt_y))
+    spread = _spread(size)
+    displacement = _symmetric(draw.warp, 2.0) * (draw.elastic * style.elastic)[:, None, None, None]
+    warp = spread @ displacement @ spread.T
+    tilt_x = _per_image(_symmetric(draw.tilt_x, style.perspective))
+    tilt_y = _per_image(_symmetric(draw.tilt_y, style.perspective))
     depth = 1 + tilt_x * axis + tilt_y * axis[:, None]
     scale = _between(draw.scale, *style.scale)
-    stretch = np.exp(_either(draw.aspect, style.aspect) / 2)
-    room = np.clip(1 - scale, 0, None) + style.shift
-    x = (axis + bend[:, 0]) / depth - _column(_either(draw.shift_x, 1.0) * room)
-    y = (axis[:, None] + bend[:, 1]) / depth - _column(_either(draw.shift_y, 1.0) * room)
-    angle = np.deg2rad(_either(draw.rotation, style.rotation))
-    cos = _column(np.cos(angle))
-    sin = _column(np.sin(angle))
-    x, y = cos * x + sin * y, cos * y - sin * x
-    x = x + _column(_either(draw.slant, style.slant)) * y
-    return x / _column(scale * stretch), y * _column(stretch / scale), scale
+    stretch = np.exp(_symmetric(draw.aspect, style.aspect) / 2)
+    margin = np.clip(1 - scale, 0, None) + style.shift
+    x = (axis + warp[:, 0]) / depth - _per_image(_symmetric(draw.shift_x, 1.0) * margin)
+    y = (axis[:, None] + warp[:, 1]) / depth - _per_image(_symmetric(draw.shift_y, 1.0) * margin)
+    angle = np.deg2rad(_symmetric(draw.rotation, style.rotation))
+    cos = _per_image(np.cos(angle))
+    sin = _per_image(np.sin(angle))
+    rotated_x = cos * x + sin * y
+    rotated_y = cos * y - sin * x
+    slanted_x = rotated_x + _per_image(_symmetric(draw.slant, style.slant)) * rotated_y
+    return slanted_x / _per_image(scale * stretch), rotated_y * _per_image(stretch / scale), scale
 
 
 def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Bilinear samples of the glyphs' distances at x, y (half-extents)."""
+    """Sample the glyphs' distances at x, y (half-extents) bilinearly."""
     half = _CELL / 2
     x = np.clip(x * (half / _REACH) + half - 0.5, 0, _CELL - 1.001).astype(np.float32)
     y = np.clip(y * (half / _REACH) + half - 0.5, 0, _CELL - 1.001).astype(np.float32)
@@ -274,38 +300,38 @@ def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarra
     row = y.astype(np.int32)
     x = x - column
     y = y - row
-    at = (glyph * _CELL**2)[:, None, None] + row * _CELL + column
+    index = (glyph * _CELL**2)[:, None, None] + row * _CELL + column
     flat = distance.reshape(-1)
-    top = flat.take(at) * (1 - x) + flat.take(at + 1) * x
-    bottom = flat.take(at + _CELL) * (1 - x) + flat.take(at + _CELL + 1) * x
+    top = flat.take(index) * (1 - x) + flat.take(index + 1) * x
+    bottom = flat.take(index + _CELL) * (1 - x) + flat.take(index + _CELL + 1) * x
     return (top + (bottom - top) * y) * np.float32(_UNIT)
 
 
-def _pen(
+def _thickening(
     fields: Fields, glyph: np.ndarray, draw: _Draws, scale: np.ndarray, size: int, style: Style
 ) -> np.ndarray:
-    """How much to thicken strokes, [N, size, size]: up to where thin parts would vanish or gaps close."""
+    """Return how much to thicken strokes, [N, size, size]."""
     stroke = _between(draw.stroke, *style.stroke)
-    grow = np.clip(
-        stroke - fields.ink[glyph] * scale, -0.2 * fields.ink[glyph] * scale, 0.5 * fields.gap[glyph] * scale
-    )
-    spread = _smooth(size)
-    pressure = (
-        spread
-        @ (_either(draw.press, 2.0) * (draw.pressure * style.pressure * stroke)[:, None, None])
-        @ spread.T
-    )
-    return grow[:, None, None] + pressure
+    ink = fields.ink[glyph]
+    gap = fields.gap[glyph]
+    # beyond these bounds thin parts would vanish or gaps close
+    thickening = np.clip(stroke - ink * scale, -0.2 * ink * scale, 0.5 * gap * scale)
+    spread = _spread(size)
+    pressure = _symmetric(draw.press, 2.0) * _per_image(draw.pressure * style.pressure * stroke)
+    return _per_image(thickening) + spread @ pressure @ spread.T
 
 
 def _expose(ink: np.ndarray, draw: _Draws, noise: np.ndarray, style: Style) -> np.ndarray:
-    """Ink to gray levels, both in 0..1: half of the images have black paper and full ink, as scans do."""
+    """Turn ink into grey levels, both in 0..1."""
+    # the clips give half of the images black paper and full ink, as scans have
     slack = (1 - style.contrast) / 2
-    paper = np.clip(_between(draw.paper, -slack, slack), 0, None)
-    full = 1 - np.clip(_between(draw.ink, -slack, slack), 0, None)
-    gray = _column(paper) + _column(full - paper) * ink ** _column(np.exp(_either(draw.gamma, 0.4)))
-    gray = gray + noise * _column(np.clip(_between(draw.noise, -style.noise, style.noise), 0, None))
-    return np.where(_column(draw.polarity < style.dark_on_light), 1 - gray, gray)
+    paper = np.clip(_symmetric(draw.paper, slack), 0, None)
+    full_ink = 1 - np.clip(_symmetric(draw.ink, slack), 0, None)
+    gamma = np.exp(_symmetric(draw.gamma, 0.4))
+    deviation = np.clip(_symmetric(draw.noise, style.noise), 0, None)
+    grey = _per_image(paper) + _per_image(full_ink - paper) * ink ** _per_image(gamma)
+    grey = grey + noise * _per_image(deviation)
+    return np.where(_per_image(draw.polarity < style.dark_on_light), 1 - grey, grey)
 
 
 def draw_glyphs(
@@ -315,19 +341,19 @@ def draw_glyphs(
     noise: Float32[np.ndarray, "n size size"],
     style: Style,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Gray images of the classes `label`, from uniforms in [0, 1) and normal noise: pure, image by image."""
+    """Draw grey images of the classes `label`, each from its uniforms in [0, 1) and its normal noise."""
     size = noise.shape[-1]
     draw = _split(uniform)
     glyph = fields.first[label] + (draw.font * fields.number[label]).astype(np.int64)
     x, y, scale = _source(draw, size, style)
-    distance = _lookup(fields.distance, glyph, x, y) * scale[:, None, None]
-    ink = np.clip(
-        0.5 + (distance + _pen(fields, glyph, draw, scale, size, style)) * np.float32(size / 2), 0, 1
-    ).astype(np.float32)
+    distance = _lookup(fields.distance, glyph, x, y) * _per_image(scale)
+    distance = distance + _thickening(fields, glyph, draw, scale, size, style)
+    ink = np.clip(0.5 + distance * np.float32(size / 2), 0, 1).astype(np.float32)
     low, high = style.resolution
-    # squared: half of all lie in the lowest quarter
-    coarse = ((high + 1 - low) * draw.resolution**2).astype(np.int64)
-    lens = _lenses(size, style)[coarse, (draw.blur * len(style.blur)).astype(np.int64)]
+    # squared: half of all images lie in the lowest quarter of resolutions
+    resolution = ((high + 1 - low) * draw.resolution**2).astype(np.int64)
+    blur = (draw.blur * len(style.blur)).astype(np.int64)
+    lens = _lenses(size, style)[resolution, blur]
     ink = np.clip(lens @ ink @ lens.transpose(0, 2, 1), 0, 1)
     return np.clip(_expose(ink, draw, noise, style) * 255 + 0.5, 0, 255).astype(np.uint8)
 
@@ -339,37 +365,40 @@ def sample_glyphs(
     size: int = 32,
     style: Style | None = None,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """One random gray image per label, from `rng`: a stream of fresh training images."""
+    """Draw one random grey image per label from `rng`, a stream of fresh training images."""
     uniform = rng.random((len(label), _COLUMNS), dtype=np.float32)
     noise = rng.standard_normal((len(label), size, size), dtype=np.float32)
     return draw_glyphs(fields, label, uniform, noise, style or Style())
 
 
-def _of_class(
+def _render_class(
     fields: Fields, label: int, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> np.ndarray:
-    """The first `count` images of a class; generators fill image by image, so that earlier images stay."""
+    """Render the first `count` images of a class."""
+    # generators fill arrays image by image: a larger count leaves the first images as they are
     uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
     labels = np.full(count, label)
-    parts = [np.zeros((0, size, size), np.uint8)]
+    blocks = [np.zeros((0, size, size), np.uint8)]
     for start in range(0, count, 256):  # bounded memory, and arrays that stay in cache
-        some = slice(start, start + 256)
-        parts.append(draw_glyphs(fields, labels[some], uniform[some], noise[some], style))
-    return np.concatenate(parts)
+        block = slice(start, start + 256)
+        blocks.append(draw_glyphs(fields, labels[block], uniform[block], noise[block], style))
+    return np.concatenate(blocks)
 
 
 def _check_counts(**fields: tuple[int, int]) -> None:
-    for field, (value, least) in fields.items():
-        if value < least:
-            raise InputError(f"{field}: must be at least {least}, not {value}")
+    """Check fields, given as name=(value, smallest value)."""
+    for field, (value, smallest) in fields.items():
+        if value < smallest:
+            raise InputError(f"{field}: must be at least {smallest}, not {value}")
 
 
 def _render(
     fields: Fields, chars: str, count: int, stream: tuple[int, ...], size: int, style: Style
 ) -> tuple[np.ndarray, np.ndarray]:
     grey = [
-        _of_class(fields, label, count, (*stream, ord(char)), size, style) for label, char in enumerate(chars)
+        _render_class(fields, label, count, (*stream, ord(char)), size, style)
+        for label, char in enumerate(chars)
     ]
     labels = np.repeat(np.arange(len(chars), dtype=np.int64), count)
     return np.repeat(np.concatenate(grey)[..., None], 3, axis=-1), labels
@@ -383,13 +412,14 @@ def render(
     size: int = 32,
     style: Style | None = None,
 ) -> tuple[UInt8[np.ndarray, "n size size 3"], Int64[np.ndarray, " n"]]:
-    """Images of `chars`, sorted by class, and labels: label i is chars[i].
+    """Render images of `chars`, sorted by class, and labels: label i is chars[i].
 
-    Gray levels are repeated in three channels. The n-th image of a class depends on (seed, character, fonts,
+    Grey levels are repeated in three channels. The n-th image of a class depends on (seed, character, fonts,
     size, style, n) only: not on count_per_class or the other characters.
 
     Raises:
-      InputError: an unknown font, a character that no font has, or a count, seed or size that is too small.
+      InputError: for an unknown font, a character that no font has, or a count, seed or size that is too
+        small.
     """
     _check_counts(count_per_class=(count_per_class, 0), seed=(seed, 0), size=(size, 8), chars=(len(chars), 1))
     return _render(glyph_fields(chars, fonts), chars, count_per_class, (seed,), size, style or Style())
@@ -402,13 +432,13 @@ def glyphs(
     size: int = 32,
     chars: str = GLYPHS,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Data for class-incremental runs: x_train uint8[N, size, size, 3], y_train int64[N], x_test, y_test.
+    """Render x_train uint8[N, size, size, 3], y_train int64[N], x_test and y_test.
 
-    Both are sorted by class, and come from disjoint random streams, so that either can grow without the other
-    changing.
+    Both splits are sorted by class. They come from disjoint random streams, so that one can grow without
+    changing the other.
 
     Raises:
-      InputError: a count, seed or size that is too small.
+      InputError: for a count, seed or size that is too small.
     """
     _check_counts(
         train_per_class=(train_per_class, 0),

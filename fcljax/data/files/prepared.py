@@ -1,4 +1,4 @@
-"""The prepared cache: images decoded once into arrays on disk, which later runs map into memory.
+"""Decode images once into arrays on disk, the prepared cache, which later runs map into memory.
 
 A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written under another name and
 renamed when it is complete, so that a reader sees all of it or nothing. Its name ends in a key, a hash of
@@ -36,31 +36,31 @@ FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the
 
 _BLOCK = 128  # images in memory at a time
 _BYTES = 1 << 24  # of an array in memory at a time, while it is hashed or copied
-SUM = "sha256"  # of a manifest: the checksum of the rest of it
+SUM = "sha256"  # key of a manifest's checksum of its other content
 
-_LONG = 2000  # images from which a progress bar is worth its line
+_LONG = 2000  # images from which a progress bar is shown
 
 
 class UndecodedSplit(NamedTuple):
     """Images of one split before decoding."""
 
     labels: Int64[np.ndarray, " N"]
-    names: Sequence[str]  # [N] for messages: the path, or another place of the image
-    fetch: Callable[[Sequence[int]], list[Picture]]  # from indices to what is decoded
-    size: tuple[int, int] | None = None  # height and width of every image, where known beforehand
-    columns: Mapping[str, Sequence[str]] = {}  # what else is known of each image [N]
-    wrong_labels: Mapping[int, str] = {}  # what stands in place of a label, of images whose label is -1
+    names: Sequence[str]  # [N] for messages: the path or another location
+    fetch: Callable[[Sequence[int]], list[Picture]]  # fetch(indices) -> encoded images
+    size: tuple[int, int] | None = None  # height and width of all images, if known before decoding
+    columns: Mapping[str, Sequence[str]] = {}  # further facts on each image [N], for example its site
+    wrong_labels: Mapping[int, str] = {}  # what the data have in place of a label, if the label is -1
 
     def take(self, indices: np.ndarray) -> "UndecodedSplit":
-        """These images, in this order."""
-        chosen = indices.tolist()
+        """Return these images, in this order."""
+        selected = indices.tolist()
         return UndecodedSplit(
             self.labels[indices],
-            [self.names[i] for i in chosen],
-            lambda some: self.fetch([chosen[i] for i in some]),
+            [self.names[i] for i in selected],
+            lambda positions: self.fetch([selected[i] for i in positions]),
             self.size,
-            {name: [values[i] for i in chosen] for name, values in self.columns.items()},
-            {n: self.wrong_labels[i] for n, i in enumerate(chosen) if i in self.wrong_labels},
+            {name: [values[i] for i in selected] for name, values in self.columns.items()},
+            {n: self.wrong_labels[i] for n, i in enumerate(selected) if i in self.wrong_labels},
         )
 
 
@@ -71,7 +71,7 @@ class Listing(NamedTuple):
     class_names: tuple[str, ...]
     train: UndecodedSplit
     test: UndecodedSplit
-    notes: tuple[str, ...] = ()  # how the raw data were read, and what of them was not
+    notes: tuple[str, ...] = ()  # how the raw data were read, and what was not read
 
 
 class Prepared(NamedTuple):
@@ -86,22 +86,25 @@ class Prepared(NamedTuple):
     size_test: Int32[np.ndarray, "M 2"] | None
     class_names: tuple[str, ...]
     digest: str
-    skipped: tuple[str, ...]  # images that were left out: which, and why
-    without_label: int = 0  # of those that were left out
+    skipped: tuple[str, ...]  # why each image that is left out was skipped
+    without_label: int = 0  # how many of these have no label
 
 
 class PreparedInfo(NamedTuple):
-    """What `fcljax data prepare` reports."""
+    """The report of `fcljax data prepare`."""
 
     folder: Path | None  # None for data that stay in memory
     counts: tuple[int, int]  # training and test images
     bytes: int  # of all arrays
-    digest: str  # sha256 of what the arrays hold
-    skipped: tuple[str, ...]  # unreadable images that were left out: which, and why
+    digest: str  # sha256 of the arrays' content
+    skipped: tuple[str, ...]  # why each image that is left out was skipped
 
 
 def place(root: Path, label: str, name: str, fingerprint: str, geometry: Geometry) -> Path:
-    """The folder of prepared data with these properties. `label` is for people; all else is in the key."""
+    """Return the folder of prepared data with these properties.
+
+    `label` is for people; all others decide the key.
+    """
     facts = json.dumps([FORMAT, name, fingerprint, list(geometry)])
     return root / f"{label}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -123,9 +126,9 @@ def build(
     `images.fits`.
 
     Args:
-      facts: what the manifest says about the source, its name among it.
+      facts: the manifest's entries on the source, its name included.
       skip_corrupt: leave out images that cannot be decoded, and list them in the manifest.
-      force: replace what is at `target`.
+      force: replace the folder at `target`.
 
     Raises:
       InputError: for an image that cannot be decoded or has no label, for a class without images, and for a
@@ -158,12 +161,13 @@ def build(
 
 
 def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
-    """The prepared data set in `target`. The manifest, labels, sizes, columns and names are compared with
-    their checksums; images are too if their file's size or time is not the one that was noted, and always
-    with `full`.
+    """Open the prepared data set in `target`, and check it.
+
+    The manifest, labels, sizes, columns and names are compared with their checksums, and images if `full` or
+    if their file's time has changed.
 
     Raises:
-      InputError: for a damaged one, with the command that rebuilds the data set `name`.
+      InputError: for damaged data, with the command that rebuilds the data set `name`.
     """
     try:
         manifest = read_manifest(target)
@@ -194,10 +198,10 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
 
 
 def read_manifest(target: Path) -> dict[str, Any]:
-    """The manifest of a prepared data set. Those of the first versions have no checksum.
+    """Read the manifest of a prepared data set, and check its checksum, which first versions lack.
 
     Raises:
-      OSError, ValueError: if there is none or it is damaged.
+      OSError, ValueError: if it is missing or damaged.
     """
     try:
         manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
@@ -221,7 +225,7 @@ def write_manifest(target: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _sum_of_manifest(manifest: Mapping[str, Any]) -> str:
-    """sha256 of what a manifest says, but for the times of files, which copies change."""
+    """Return the sha256 of a manifest without the times of files, which copies change."""
     arrays = {
         key: {name: value for name, value in facts.items() if name != "time"}
         for key, facts in manifest["arrays"].items()
@@ -231,14 +235,14 @@ def _sum_of_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def info(prepared: Prepared) -> PreparedInfo:
-    """What to report about a prepared data set."""
+    """Return the report on a prepared data set."""
     counts = len(prepared.y_train), len(prepared.y_test)
     size = sum(file.stat().st_size for file in prepared.folder.glob("*.npy"))
     return PreparedInfo(prepared.folder, counts, size, prepared.digest, prepared.skipped)
 
 
 def digest_of_arrays(arrays: dict[str, np.ndarray]) -> str:
-    """sha256 over the arrays, their names, types and shapes."""
+    """Return the sha256 of the arrays, their names, types and shapes."""
     return _digest({key: _sha256(array) for key, array in arrays.items()})
 
 
@@ -263,7 +267,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     return (array[start : start + length] for start in range(0, len(array), length))
 
 
-# Writing
+# ---- writing -----------------------------------------------------------------------------------------------
 
 
 class _Work(NamedTuple):
@@ -271,55 +275,57 @@ class _Work(NamedTuple):
 
     folder: Path
     geometry: Geometry
-    size: tuple[int, int] | None  # height and width of all images that are stored as they are
+    size: tuple[int, int] | None  # height and width of all images, if they are stored as they are
     skip_corrupt: bool
     pool: Executor
-    advance: Callable[[int], None]  # the progress, by so many images
+    advance: Callable[[int], None]  # advances the progress bar by so many images
 
 
 @contextlib.contextmanager
 def one_process(target: Path, console: Console, remove_on_error: bool = False) -> Iterator[None]:
-    """One process works on `target`, the others wait. The system lifts the lock when its holder dies; its
-    file stays, unless it is to be removed on an error."""
+    """Hold the lock of `target`, for which other processes wait.
+
+    The system lifts the lock when its holder dies; its file stays, unless `remove_on_error`.
+    """
 
     def wait() -> None:
         say(console, f"waiting for another process that prepares {target.name}")
 
     with owned(target.parent / f".{target.name}.lock", wait, remove_on_error) as locked:
-        # Where files cannot be locked all processes decode, the first to finish wins, and each removes its
+        # On file systems without locks all processes decode. The first to finish wins, and each removes its
         # own leftovers.
-        for left in leftovers(target) if locked else ():
-            shutil.rmtree(left, ignore_errors=True)
+        for folder in leftovers(target) if locked else ():
+            shutil.rmtree(folder, ignore_errors=True)
         yield
 
 
 def _move(folder: Path, target: Path, force: bool) -> None:
     if force and target.exists():
         with temporary_folder(target) as old:
-            target.rename(old / "old")  # a process that has it mapped keeps it
+            target.rename(old / "old")  # processes that have mapped it can go on
             os.replace(folder, target)
         return
     try:
         os.replace(folder, target)
     except OSError:
         if not (target / "manifest.json").exists():
-            raise  # else another process was faster, and has the same
+            raise  # else another process was faster, with the same result
 
 
 def _write(
     folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
 ) -> dict[str, Any]:
-    """Write all arrays to `folder`; what the manifest says of them."""
-    listing, unlabelled = _labelled(listing)
+    """Write all arrays to `folder`, and return their manifest."""
+    listing, unlabelled = _drop_unlabelled(listing)
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:
         size = _common_size(listing, geometry, pool)
         work = _Work(folder, geometry, size, skip_corrupt, pool, advance)
         _check_space(work, listing)
-        train, left_out = _write_split(work, "train", listing.train)
-        test, also = _write_split(work, "test", listing.test)
-    left_out += also
-    texts = _write_names(folder, listing, {entry["file"] for entry in left_out})
+        train, unreadable = _write_split(work, "train", listing.train)
+        test, unreadable_test = _write_split(work, "test", listing.test)
+    unreadable += unreadable_test
+    texts = _write_names(folder, listing, {entry["file"] for entry in unreadable})
     labels = [np.load(folder / f"y_{split}.npy") for split in ("train", "test")]
     _check_classes(listing, labels, "no readable")
     arrays = train | test
@@ -331,7 +337,7 @@ def _write(
         "stored": "as they are" if size else "resized",
         "counts": {"train": len(labels[0]), "test": len(labels[1])},
         "class_names": list(listing.class_names),
-        "skipped": left_out + unlabelled,
+        "skipped": unreadable + unlabelled,
         "without_label": len(unlabelled),
         "arrays": arrays,
         "texts": texts,
@@ -340,17 +346,21 @@ def _write(
 
 
 def skipped_in_words(skipped: int, unlabelled: int) -> str:
-    """How many images were skipped, and why."""
+    """Say how many images were skipped, and why."""
     unreadable = skipped - unlabelled
-    counts = {f"{unreadable} unreadable images": unreadable, f"{unlabelled} without a label": unlabelled}
-    return " and ".join(text for text, count in counts.items() if count)
+    parts = []
+    if unreadable:
+        parts.append(f"{unreadable} unreadable images")
+    if unlabelled:
+        parts.append(f"{unlabelled} without a label")
+    return " and ".join(parts)
 
 
 def _check_labels(listing: Listing) -> None:
     """Check that every image has a label.
 
     Raises:
-      InputError: naming the first that has none.
+      InputError: naming the first image without one.
     """
     for images in (listing.train, listing.test):
         missing = np.flatnonzero(images.labels < 0)
@@ -362,38 +372,40 @@ def _check_labels(listing: Listing) -> None:
 
 
 def _no_label(images: UndecodedSplit, index: int) -> str:
-    there = images.wrong_labels.get(index)
-    what = f"has the label {there}" if there else "has no label"
-    return f"{images.names[index]!r} {what}; labels are whole numbers from 0, or text"
+    wrong_label = images.wrong_labels.get(index)
+    problem = f"has the label {wrong_label}" if wrong_label else "has no label"
+    return f"{images.names[index]!r} {problem}; labels are whole numbers from 0, or text"
 
 
-def _labelled(listing: Listing) -> tuple[Listing, list[dict[str, str]]]:
-    """The images that have a label, and what the manifest says of the others."""
+def _drop_unlabelled(listing: Listing) -> tuple[Listing, list[dict[str, str]]]:
+    """Return the listing of labelled images, and the manifest's entries on the others."""
     splits = []
-    left_out = []
+    skipped = []
     for images in (listing.train, listing.test):
         missing = np.flatnonzero(images.labels < 0)
-        left_out += [{"file": images.names[i], "reason": _no_label(images, i)} for i in missing.tolist()]
+        skipped += [{"file": images.names[i], "reason": _no_label(images, i)} for i in missing.tolist()]
         splits.append(images.take(np.flatnonzero(images.labels >= 0)) if len(missing) else images)
     train, test = splits
-    return listing._replace(train=train, test=test), left_out
+    return listing._replace(train=train, test=test), skipped
 
 
 def _write_names(folder: Path, listing: Listing, skipped: set[str]) -> dict[str, str]:
-    """Write the names of the images that are there, below the folder of the raw data, and their columns.
-    Returns sha256 of each file, by name."""
-    sums = {}
+    """Write the names and columns of the images that were decoded.
+
+    Names are relative to the folder of the raw data. Returns the sha256 of each file, by its name.
+    """
+    checksums = {}
     for split, images in (("train", listing.train), ("test", listing.test)):
-        kept = [i for i, name in enumerate(images.names) if name not in skipped]
-        names = [images.names[i].removeprefix(f"{listing.where}/") for i in kept]
+        decoded = [i for i, name in enumerate(images.names) if name not in skipped]
+        names = [images.names[i].removeprefix(f"{listing.where}/") for i in decoded]
         texts = {names_file(folder, split): json.dumps(names)}
-        columns = {name: [values[i] for i in kept] for name, values in images.columns.items()}
+        columns = {name: [values[i] for i in decoded] for name, values in images.columns.items()}
         if columns:
             texts[columns_file(folder, split)] = json.dumps(columns)
         for path, text in texts.items():
             write_text(path, text)
-            sums[path.name] = hashlib.sha256(text.encode()).hexdigest()
-    return sums
+            checksums[path.name] = hashlib.sha256(text.encode()).hexdigest()
+    return checksums
 
 
 @contextlib.contextmanager
@@ -406,6 +418,7 @@ def _progress(console: Console, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> None:
+    """Check that the labels of both splits contain every class; `lack` is "no" or "no readable"."""
     for split, present in zip(("training", "test"), labels, strict=True):
         missing = np.setdiff1d(np.arange(len(listing.class_names)), present)
         if len(missing):
@@ -417,7 +430,7 @@ def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> Non
 
 
 def _shape(work: _Work, split: str) -> tuple[int, int]:
-    """Height and width in which the images of a split are stored."""
+    """Return the height and width in which the images of a split are stored."""
     side = work.geometry.train if split == "train" else work.geometry.test
     return work.size or (side, side)
 
@@ -436,7 +449,7 @@ def _check_space(work: _Work, listing: Listing) -> None:
 
 
 def _common_size(listing: Listing, geometry: Geometry, pool: Executor) -> tuple[int, int] | None:
-    """The one height and width of all readable images if they are small enough to be stored as they are."""
+    """Return the height and width of all readable images, if they are the same and small enough to store."""
     common = None
     for split in (listing.train, listing.test):
         for size in [split.size] if split.size else _sizes(split, pool):
@@ -455,7 +468,7 @@ def _size(picture: Picture, name: str) -> tuple[int, int] | None:
     try:
         return size_of(picture, name)
     except (InputError, OSError):
-        return None  # decoding raises it again
+        return None  # decoding reports it
 
 
 def _blocks_of(split: UndecodedSplit) -> Iterator[tuple[list[Picture], Sequence[str]]]:
@@ -465,7 +478,7 @@ def _blocks_of(split: UndecodedSplit) -> Iterator[tuple[list[Picture], Sequence[
 
 
 def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | dict[str, str]:
-    """An image as it is stored, or why it is skipped."""
+    """Decode an image as it is stored, or return the manifest's entry on why it is skipped."""
     fit = None if work.size else fits(work.geometry)[split == "test"]
     try:
         decoded = decode(picture, name, fit)
@@ -474,7 +487,7 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
                 f"dataset: {name!r} has {decoded.width}x{decoded.height} pixels, unlike the others"
             )
         return decoded
-    except OSError as error:  # of the file system, not of the image: never skipped
+    except OSError as error:  # a fault of the file system, not of the image: never skipped
         raise InputError(f"dataset: {name!r} cannot be read ({error.strerror or error})") from error
     except InputError as error:
         if not work.skip_corrupt:
@@ -483,31 +496,31 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
 
 
 def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[str, dict], list[dict]]:
-    """Write the arrays of a split; what the manifest says of each, and which images were skipped."""
+    """Write the arrays of a split; return the manifest's entries on them and on the skipped images."""
     shape = _shape(work, split)
     path = work.folder / f"x_{split}.npy"
-    sums = hashlib.sha256()
-    kept = []
+    checksum = hashlib.sha256()
+    decoded = []  # indices of images
     sizes = []
     skipped = []
-    done = 0
+    processed = 0
     _allocate(path, (len(images.names), *shape, 3))
     for pictures, names in _blocks_of(images):
         results = list(work.pool.map(partial(_decode, work, split), pictures, names))
-        good = [(done + i, x) for i, x in enumerate(results) if isinstance(x, Decoded)]
-        pixels = np.stack([x.pixels for _, x in good]) if good else np.empty((0, *shape, 3), np.uint8)
-        # mapped anew, so that it does not fill up memory
-        np.load(path, mmap_mode="r+")[len(kept) : len(kept) + len(good)] = pixels
-        sums.update(pixels.data)
+        block = [x for x in results if isinstance(x, Decoded)]
+        pixels = np.stack([x.pixels for x in block]) if block else np.empty((0, *shape, 3), np.uint8)
+        # mapped anew for each block, so that written pages do not fill up memory
+        np.load(path, mmap_mode="r+")[len(decoded) : len(decoded) + len(block)] = pixels
+        checksum.update(pixels.data)
         skipped += [x for x in results if not isinstance(x, Decoded)]
-        kept += [index for index, _ in good]
-        sizes += [(x.height, x.width) for _, x in good]
-        done += len(results)
+        decoded += [processed + i for i, x in enumerate(results) if isinstance(x, Decoded)]
+        sizes += [(x.height, x.width) for x in block]
+        processed += len(results)
         work.advance(len(results))
-    if len(kept) < done:
-        _shorten(path, len(kept))
-    facts = {f"x_{split}": _facts(path, _finish(sums, np.dtype(np.uint8), (len(kept), *shape, 3)))}
-    facts |= _save(work.folder, f"y_{split}", images.labels[kept])
+    if len(decoded) < processed:
+        _shorten(path, len(decoded))
+    facts = {f"x_{split}": _facts(path, _finish(checksum, np.dtype(np.uint8), (len(decoded), *shape, 3)))}
+    facts |= _save(work.folder, f"y_{split}", images.labels[decoded])
     if not work.size and (split == "train" or work.geometry.squash):
         facts |= _save(work.folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2))
     return facts, skipped
@@ -515,7 +528,7 @@ def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> None:
     np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    # a full disk is an error here; later, on a mapped page, it would kill the process
+    # A full disk is an error here. Later, on a mapped page, it would kill the process.
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as handle:
             try:
@@ -526,14 +539,15 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> None:
 
 
 def _shorten(path: Path, length: int) -> None:
-    full = np.load(path, mmap_mode="r")
-    part = path.with_name(f"part_{path.name}")
-    target = np.lib.format.open_memmap(part, mode="w+", dtype=full.dtype, shape=(length, *full.shape[1:]))
+    array = np.load(path, mmap_mode="r")
+    shortened = path.with_name(f"part_{path.name}")
+    shape = (length, *array.shape[1:])
+    target = np.lib.format.open_memmap(shortened, mode="w+", dtype=array.dtype, shape=shape)
     start = 0
-    for block in _blocks(full[:length]):
+    for block in _blocks(array[:length]):
         target[start : start + len(block)] = block
         start += len(block)
-    os.replace(part, path)
+    os.replace(shortened, path)
 
 
 def _save(folder: Path, key: str, array: np.ndarray) -> dict[str, dict]:
@@ -558,17 +572,18 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    touched = path.stat().st_mtime_ns != facts.get("time")
-    if (full or touched or not path.name.startswith("x")) and _sha256(array) != facts["sha256"]:
+    changed = path.stat().st_mtime_ns != facts.get("time")
+    is_image = path.name.startswith("x")
+    if (full or changed or not is_image) and _sha256(array) != facts["sha256"]:
         raise ValueError(f"{path.name} does not match its checksum")
     return array
 
 
 def _check_texts(target: Path, manifest: dict[str, Any]) -> None:
-    """Check names and columns, of which manifests of the first versions have no checksums.
+    """Check names and columns against their checksums, which manifests of the first versions lack.
 
     Raises:
-      OSError, ValueError: for one that is not as it was written.
+      OSError, ValueError: for a file that has changed or is new.
     """
     for name, sha256 in manifest.get("texts", {}).items():
         if hashlib.sha256((target / name).read_bytes()).hexdigest() != sha256:
