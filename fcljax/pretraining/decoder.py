@@ -1,4 +1,4 @@
-"""A decoder for a frozen encoder, as a masked autoencoder has one: `fcljax pretrain-decoder`.
+"""Train the decoder of a masked autoencoder for a frozen encoder: `fcljax pretrain-decoder`.
 
 The frozen encoder sees a random quarter of an image's patches; the decoder learns to predict the pixels of
 the others (He et al. 2022, with pMAE's choices, arXiv 2411.01916, section V-A: un-normalised pixels as the
@@ -11,12 +11,12 @@ decoder has seen neither a digit nor a letter of `data.glyphs.GLYPHS`. Its learn
 validation loss on 600 fresh letters after 600 steps of 64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393, 0.370 and
 0.402.
 
-The defaults took 13 minutes of one CPU core that was shared with other work (20 by the clock) and gave the
-packaged file. Its validation loss (mean squared error of hidden patches, pixels in -1..1) is 0.240; the mean
-patch of each position has 0.478, and each image's own mean colour, if it were known, 0.236. From four visible
-patches of 16 the decoder predicts paper, ink and the position of the letter, blurred, but few strokes.
-Measured once after everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and 0.407 on the
-test digits of the data set `digits`, for which their own mean patch is better (0.228).
+The defaults took 13 minutes of one shared CPU core (20 by the clock) and gave the packaged file. Its
+validation loss (mean squared error of hidden patches, pixels in -1..1) is 0.240. The mean patch of each
+position has 0.478, and the mean colour of each image, if it were known, 0.236. From four visible patches of
+16 the decoder predicts paper, ink and the position of the letter, blurred, but few strokes. Measured once
+after everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and 0.407 on the test digits of
+the data set `digits`, for which their mean patch is better (0.228).
 """
 
 import dataclasses
@@ -73,16 +73,18 @@ from fcljax.runs.inputs import load_network, load_split, report_notes, with_cons
 from fcljax.types import PyTree
 
 LETTERS = "letters"
-_POINTS = 50  # of the loss curve, at most
+_MOST_POINTS = 50  # of the loss curve
 _PANEL = 8  # images in the figure
 # options that do not influence the weights
-_ELSEWHERE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
+_WITHOUT_INFLUENCE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainDecoderConfig(BackboneConfig, SplitConfig):
-    """Options of `fcljax pretrain-decoder`, beside those of images and backbone that it shares with `fcljax
-    run`. The packaged decoder was made with `--visible-weight 1`."""
+    """Options of `fcljax pretrain-decoder`, beside those of images and backbone of `fcljax run`.
+
+    The packaged decoder was made with `--visible-weight 1`.
+    """
 
     dataset: str = LETTERS
     """Letters drawn anew for every step, as for the packaged encoder (letters), or a data
@@ -111,7 +113,7 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Fraction of the steps in which the learning rate rises from 0."""
     mask_ratio: float = option(0.75, positive=True, below=1.0)
     """Fraction of the patches to mask."""
-    # pMAE's server trains on the whole output, which is noise where nothing was learned: 1 is better there
+    # pMAE's server trains on the whole output. With weight 0 its visible patches are noise, so 1 is better.
     visible_weight: float = option(0.0, most=1.0)
     """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
@@ -131,29 +133,29 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Resume from the newest checkpoint."""
 
 
-class Shown(NamedTuple):
+class StoredImages(NamedTuple):
     """Some images as they are stored."""
 
     image: Any  # uint8 [N, H, W, 3], of numpy or jax
     size: Any = None  # [N, 2], before they were squeezed into a square; None: they are square
 
-    def take(self, index: np.ndarray | slice) -> "Shown":
-        """These of the images."""
-        return Shown(self.image[index], None if self.size is None else self.size[index])
+    def take(self, index: np.ndarray | slice) -> "StoredImages":
+        """Return the images of this index."""
+        return StoredImages(self.image[index], None if self.size is None else self.size[index])
 
 
 class Images(NamedTuple):
     """The images of a training."""
 
-    batch: Callable[[int], Shown]  # of a step
-    per_epoch: int | None  # steps that see each image once; None: no image is seen twice
-    held_out: Shown  # for the validation loss
-    crops: bool  # whether training images are cropped and flipped
+    batch: Callable[[int], StoredImages]  # batch(step)
+    steps_per_epoch: int | None  # None: no image is used twice
+    held_out: StoredImages  # for the validation loss
+    crops: bool  # crop and flip training images
     digest: str = ""  # of data sets
 
 
 class DecoderPlan(NamedTuple):
-    """Everything that jit specialises on."""
+    """All static arguments, on which jit specialises."""
 
     config: PretrainDecoderConfig
     steps: int
@@ -164,19 +166,19 @@ class DecoderPlan(NamedTuple):
 
 
 class DecoderState(NamedTuple):
-    """What training changes."""
+    """The state of the training."""
 
     params: PyTree  # the decoder's
     opt: optax.OptState
-    curve: Float[Array, "2 points"]  # mean training loss and validation loss of every stretch of steps
+    curve: Float[Array, "2 points"]  # training loss and validation loss; a point is the mean of several steps
 
 
-class Moment(NamedTuple):
-    """When a step is done: its number, and its share of a point of the loss curve."""
+class StepPosition(NamedTuple):
+    """The position of a step in the training."""
 
     step: int
-    point: int
-    share: float
+    point: int  # of the loss curve
+    weight: float  # of this step's loss in that point
 
 
 class Strips(NamedTuple):
@@ -195,9 +197,9 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
         raise InputError(f"epochs: {cfg.epochs} of letters, which are new in every step; give --steps")
     fields = glyph_fields(PRETRAIN)
 
-    def draw(seed: int, step: int, count: int) -> Shown:
-        gray, _ = fresh_letters(fields, seed, step, count, size, Style())
-        return Shown(np.repeat(gray[..., None], 3, axis=-1))
+    def draw(seed: int, step: int, count: int) -> StoredImages:
+        grey, _label = fresh_letters(fields, seed, step, count, size, Style())
+        return StoredImages(np.repeat(grey[..., None], 3, axis=-1))
 
     held_out = draw(VALIDATION_SEED, 0, cfg.validate)
     return Images(lambda step: draw(cfg.seed, step, cfg.batch_size), None, held_out, crops=False)
@@ -205,19 +207,22 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
     dataset = load_split(cfg, size)  # its test images are held-out training images
-    train = Shown(dataset.x_train, dataset.size_train)
-    held_out = Shown(dataset.x_test, dataset.size_test)
+    train = StoredImages(dataset.x_train, dataset.size_train)
+    held_out = StoredImages(dataset.x_test, dataset.size_test)
     count = len(dataset.y_train)
-    batch = cfg.batch_size
-    if count < batch:
-        raise InputError(f"batch_size: {batch} of {count} training images; nearest: {count}")
-    some = np.linspace(0, len(dataset.y_test) - 1, min(cfg.validate, len(dataset.y_test))).astype(int)
+    batch_size = cfg.batch_size
+    if count < batch_size:
+        raise InputError(f"batch_size: {batch_size} of {count} training images; nearest: {count}")
+    steps_per_epoch = count // batch_size
+    # spread over the split, which is sorted by class
+    validation = np.linspace(0, len(dataset.y_test) - 1, min(cfg.validate, len(dataset.y_test))).astype(int)
 
-    def draw(step: int) -> Shown:
-        epoch, i = divmod(step, count // batch)
-        return train.take(np.sort(_order(cfg.seed, epoch, count)[i * batch : (i + 1) * batch]))
+    def draw(step: int) -> StoredImages:
+        epoch, i = divmod(step, steps_per_epoch)
+        indices = _order(cfg.seed, epoch, count)[i * batch_size : (i + 1) * batch_size]
+        return train.take(np.sort(indices))
 
-    return Images(draw, count // batch, held_out.take(some), dataset.augment, dataset.digest)
+    return Images(draw, steps_per_epoch, held_out.take(validation), dataset.augment, dataset.digest)
 
 
 @functools.lru_cache(maxsize=1)
@@ -231,23 +236,26 @@ def random_crops(
     keys: Key[Array, " batch"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """Random crops, resized as in MAE (bicubic, antialiased, in grey levels), and flips, normalised:
-    `data.augment.train_view` with another kernel."""
-    stored = jnp.array(images.shape[1:3])
-    whole = jnp.broadcast_to(stored, (len(images), 2)) if sizes is None else sizes
-    boxes, flips = sample_crops(preprocess, whole, keys)
+    """Crop at random, resize as in MAE (bicubic, antialiased, in grey levels), flip and normalise.
+
+    It is `data.augment.train_view` with another kernel; arguments as there.
+    """
+    stored_size = jnp.array(images.shape[1:3])
+    original_sizes = jnp.broadcast_to(stored_size, (len(images), 2)) if sizes is None else sizes
+    boxes, flips = sample_crops(preprocess, original_sizes, keys)
     side = preprocess.image_size
 
-    def crop(image, box, flip, whole):
-        box = box * jnp.tile(stored / whole, 2)  # in stored pixels
+    def crop(image, box, flip, original_size):
+        box = box * jnp.tile(stored_size / original_size, 2)  # in stored pixels
         scale = side / box[2:]
         grey = jax.image.scale_and_translate(
             image.astype(jnp.float32), (side, side, 3), (0, 1), scale, -box[:2] * scale, "cubic"
         )
         return jnp.where(flip, grey[:, ::-1], grey)
 
-    grey = jnp.clip(jnp.round(jax.vmap(crop)(images, boxes, flips, whole)), 0, 255).astype(jnp.uint8)
-    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # which only normalises at this size
+    grey = jax.vmap(crop)(images, boxes, flips, original_sizes)
+    grey = jnp.clip(jnp.round(grey), 0, 255).astype(jnp.uint8)
+    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # at this size it only normalises
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ def random_crops(
 def _reconstruct(
     plan: DecoderPlan, encoder: PyTree, params: PyTree, image: Array, masking: Masking
 ) -> Float[Array, "batch patches pixels"]:
-    """The decoder's pixels from the frozen encoder's features of the visible patches."""
+    """Predict pixels from the frozen encoder's features of the visible patches."""
     latent = apply_vit(plan.encoder, encoder, image, Injection(keep=masking.keep), full=True).tokens
     assert latent is not None
     return decode(plan.decoder, params, latent, masking.restore)
@@ -279,83 +287,93 @@ def _optimiser(plan: DecoderPlan) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    plan: DecoderPlan, encoder: PyTree, state: DecoderState, shown: Shown, moment: Moment
+    plan: DecoderPlan, encoder: PyTree, state: DecoderState, batch: StoredImages, position: StepPosition
 ) -> tuple[DecoderState, Float[Array, ""]]:
-    """One update, and its loss on hidden patches."""
-    (image, size) = shown
-    (step, point, share) = moment
-    views, masks = jax.random.split(jax.random.fold_in(_keys(plan.config.seed)[1], step))
-    seen = clean_view(plan.preprocess, image, size)
+    """Update the decoder once, and return its loss on hidden patches."""
+    image, size = batch
+    _init_key, training_key = _keys(plan.config.seed)
+    view_key, mask_key = jax.random.split(jax.random.fold_in(training_key, position.step))
+    view = clean_view(plan.preprocess, image, size)
     if plan.crops:
-        seen = random_crops(plan.preprocess, image, jax.random.split(views, len(image)), size)
-    masking = random_mask(masks, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
+        view = random_crops(plan.preprocess, image, jax.random.split(view_key, len(image)), size)
+    masking = random_mask(mask_key, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
 
     def objective(params: PyTree) -> tuple[Array, Array]:
-        patches = _reconstruct(plan, encoder, params, seen, masking)
+        patches = _reconstruct(plan, encoder, params, view, masking)
         weight = plan.config.visible_weight
-        hidden = reconstruction_loss(patches, seen, masking.masked)
-        visible = reconstruction_loss(patches, seen, ~masking.masked) if weight else 0.0
+        hidden = reconstruction_loss(patches, view, masking.masked)
+        visible = reconstruction_loss(patches, view, ~masking.masked) if weight else 0.0
         return hidden + weight * visible, hidden
 
     params, opt, loss = optimiser_step(_optimiser(plan), objective, state.params, state.opt)
-    return DecoderState(params, opt, state.curve.at[0, point].add(share * loss)), loss
+    curve = state.curve.at[0, position.point].add(position.weight * loss)
+    return DecoderState(params, opt, curve), loss
 
 
 def _keys(seed: int) -> Key[Array, "2"]:
-    """The keys of the initial parameters, and of views and masks."""
+    """Return the key of the initial parameters, and that of views and masks."""
     return jax.random.split(jax.random.key(seed))
 
 
 # ---- held-out images ---------------------------------------------------------------------------------------
 
 
-def _held_out(plan: DecoderPlan, shown: Shown, first: Array) -> tuple[Array, Masking]:
-    """The clean view, and masks that depend on the images' positions alone, of which `first` is the first."""
-    image, size = shown
-    positions = first + jnp.arange(len(image))
+def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tuple[Array, Masking]:
+    """Return clean views and masks; `start` is the first image's position, on which masks depend alone."""
+    image, size = images
+    positions = start + jnp.arange(len(image))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(VALIDATION_SEED), positions)
     masking = random_mask(keys, len(image), plan.encoder.grid**2, plan.config.mask_ratio)
     return clean_view(plan.preprocess, image, size), masking
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown, first: Array) -> Array:
-    seen, masking = _held_out(plan, shown, first)
-    return reconstruction_loss(_reconstruct(plan, encoder, params, seen, masking), seen, masking.masked)
+def _loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredImages, start: Array) -> Array:
+    view, masking = _held_out_views(plan, images, start)
+    return reconstruction_loss(_reconstruct(plan, encoder, params, view, masking), view, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score_constant(plan: DecoderPlan, patches: Array, shown: Shown, first: Array) -> Array:
-    seen, masking = _held_out(plan, shown, first)
-    constant = jnp.broadcast_to(patches, (len(shown.image), *patches.shape))
-    return reconstruction_loss(constant, seen, masking.masked)
+def _loss_of_constant(plan: DecoderPlan, patches: Array, images: StoredImages, start: Array) -> Array:
+    view, masking = _held_out_views(plan, images, start)
+    prediction = jnp.broadcast_to(patches, (len(images.image), *patches.shape))
+    return reconstruction_loss(prediction, view, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean_patches(plan: DecoderPlan, shown: Shown, first: Array) -> Array:
-    return patchify(_held_out(plan, shown, first)[0], plan.encoder.patch).mean(0)
+def _mean_patches(plan: DecoderPlan, images: StoredImages, start: Array) -> Array:
+    view, _masking = _held_out_views(plan, images, start)
+    return patchify(view, plan.encoder.patch).mean(0)
 
 
-def _average(f: Callable[[Shown, int], Array], held_out: Shown, batch: int) -> Float[np.ndarray, "..."]:
-    """The mean of f(images, position of the first) over all images, which all have equally many hidden
-    patches."""
-    starts = range(0, len(held_out.image), batch)
-    parts = [held_out.take(slice(start, start + batch)) for start in starts]
-    means = [np.asarray(f(part, start), np.float64) for part, start in zip(parts, starts, strict=True)]
-    return np.asarray(np.average(means, axis=0, weights=[len(part.image) for part in parts]))
+def _mean_over_batches(
+    function: Callable[[StoredImages, int], Array], held_out: StoredImages, batch_size: int
+) -> Float[np.ndarray, "..."]:
+    """Return the mean of function(batch, position of its first image) over all images.
+
+    Means of batches may be averaged, because all images have equally many hidden patches.
+    """
+    means = []
+    weights = []
+    for start in range(0, len(held_out.image), batch_size):
+        batch = held_out.take(slice(start, start + batch_size))
+        means.append(np.asarray(function(batch, start), np.float64))
+        weights.append(len(batch.image))
+    return np.asarray(np.average(means, axis=0, weights=weights))
 
 
-def validation_loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, held_out: Shown) -> float:
-    """Mean squared error of normalised pixels over hidden patches, whose choice is fixed."""
-    score = functools.partial(_score, plan, encoder, params)
-    return float(_average(score, held_out, plan.config.batch_size))
+def validation_loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, held_out: StoredImages) -> float:
+    """Return the mean squared error of normalised pixels over hidden patches, whose choice is fixed."""
+    loss = functools.partial(_loss, plan, encoder, params)
+    return float(_mean_over_batches(loss, held_out, plan.config.batch_size))
 
 
-def baseline_loss(plan: DecoderPlan, held_out: Shown) -> float:
-    """The validation loss of the best constant prediction: the mean patch of each position."""
-    batch = plan.config.batch_size
-    patches = jnp.asarray(_average(functools.partial(_mean_patches, plan), held_out, batch), jnp.float32)
-    return float(_average(functools.partial(_score_constant, plan, patches), held_out, batch))
+def baseline_loss(plan: DecoderPlan, held_out: StoredImages) -> float:
+    """Return the validation loss of the best constant prediction: the mean patch of each position."""
+    batch_size = plan.config.batch_size
+    mean = _mean_over_batches(functools.partial(_mean_patches, plan), held_out, batch_size)
+    loss = functools.partial(_loss_of_constant, plan, jnp.asarray(mean, jnp.float32))
+    return float(_mean_over_batches(loss, held_out, batch_size))
 
 
 # ---- all steps ---------------------------------------------------------------------------------------------
@@ -373,9 +391,10 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> D
     vit = _vit_of(backbone)
     patches = vit.grid**2
     if not 1 <= int(patches * (1 - cfg.mask_ratio)) < patches:
+        nearest = 1 - 1 / patches if cfg.mask_ratio > 0.5 else 1 / patches
         raise InputError(
             f"mask_ratio: {cfg.mask_ratio} of {patches} patches leaves none hidden or none visible; nearest: "
-            f"{1 - 1 / patches if cfg.mask_ratio > 0.5 else 1 / patches:.4g}"
+            f"{nearest:.4g}"
         )
     decoder = DecoderConfig(
         vit.image_size,
@@ -385,58 +404,42 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> D
         cfg.decoder_depth,
         cfg.decoder_heads,
         cfg.decoder_mlp,
-        "float32" if cfg.dtype == "auto" else cfg.dtype,  # it trains
+        "float32" if cfg.dtype == "auto" else cfg.dtype,  # trainable: not bfloat16 by itself
     )
-    views = input_pipeline(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
-    views = dataclasses.replace(
-        with_constants(views, cfg, backbone), crop_scale=(cfg.crop_scale, 1.0), flip=0.5
-    )
-    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.per_epoch or 0)
-    return DecoderPlan(_trained(cfg), steps, vit, decoder, views, images.crops)
-
-
-def _trained(cfg: PretrainDecoderConfig) -> PretrainDecoderConfig:
-    """The settings without those that need no new trace, such as the output file."""
-    return dataclasses.replace(cfg, out=Path(), resume=False, checkpoint_every=1, data_dir=None)
-
-
-def _start(plan: DecoderPlan) -> DecoderState:
-    params = init_decoder(_keys(plan.config.seed)[0], plan.decoder)
-    return DecoderState(params, _optimiser(plan).init(params), jnp.zeros((2, min(plan.steps, _POINTS))))
+    preprocess = input_pipeline(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
+    preprocess = with_constants(preprocess, cfg, backbone)
+    preprocess = dataclasses.replace(preprocess, crop_scale=(cfg.crop_scale, 1.0), flip=0.5)
+    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.steps_per_epoch or 0)
+    # options such as the output file need no new trace
+    static = dataclasses.replace(cfg, out=Path(), resume=False, checkpoint_every=1, data_dir=None)
+    return DecoderPlan(static, steps, vit, decoder, preprocess, images.crops)
 
 
 def _train(
-    plan: DecoderPlan, encoder: PyTree, images: Images, manager: CheckpointManager, every: int
+    plan: DecoderPlan, encoder: PyTree, images: Images, manager: CheckpointManager, checkpoint_every: int
 ) -> DecoderState:
-    """The state after all remaining steps, or when the training has diverged.
+    """Do all remaining steps, and return the state, also if the training has diverged.
 
     JAX computes a step in the background while the next batch is read.
-
-    Args:
-      plan: of the training.
-      encoder: frozen parameters.
-      images: of the training.
-      manager: of checkpoints.
-      every: steps between checkpoints.
     """
-    state, done = _begin(plan, manager)
+    state, steps_done = _start_or_resume(plan, manager)
     points = np.arange(plan.steps) * state.curve.shape[1] // plan.steps
-    share = 1 / np.bincount(points).astype(np.float32)
+    weights = 1 / np.bincount(points).astype(np.float32)
     recent = []
     validation = float("nan")
-    with training_bar("pretrain-decoder", plan.steps, done, "loss", "validation") as show:
-        for step in range(done, plan.steps):
+    with training_bar("pretrain-decoder", plan.steps, steps_done, "loss", "validation") as show:
+        for step in range(steps_done, plan.steps):
             point = points[step]
-            last = step + 1 == plan.steps
-            moment = Moment(step, point, share[point])
-            state, loss = _step(plan, encoder, state, images.batch(step), moment)
+            is_last = step + 1 == plan.steps
+            position = StepPosition(step, point, weights[point])
+            state, loss = _step(plan, encoder, state, images.batch(step), position)
             recent = [*recent[-19:], loss]
-            if last or points[step + 1] != point:
+            if is_last or points[step + 1] != point:
                 validation = validation_loss(plan, encoder, state.params, images.held_out)
                 state = state._replace(curve=state.curve.at[1, point].set(validation))
                 if not np.isfinite(validation):
                     break
-            if (step + 1) % every == 0 or last:
+            if (step + 1) % checkpoint_every == 0 or is_last:
                 checkpoint.save(manager, checkpoint.Snapshot(step + 1, state, {}))
             show(step + 1, recent, [validation])
             signals.check()
@@ -444,38 +447,42 @@ def _train(
     return state
 
 
-def _begin(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
-    """The newest checkpoint, or the state before the first step, and the number of steps that are done."""
-    state = _start(plan)
+def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
+    """Return the state of the newest checkpoint, or the initial state, and the number of steps done."""
+    init_key, _training_key = _keys(plan.config.seed)
+    params = init_decoder(init_key, plan.decoder)
+    curve = jnp.zeros((2, min(plan.steps, _MOST_POINTS)))
+    state = DecoderState(params, _optimiser(plan).init(params), curve)
     snapshot = checkpoint.latest(manager, state)
-    return (state, 0) if snapshot is None else (snapshot.state, snapshot.step)
+    if snapshot is None:
+        return state, 0
+    return snapshot.state, snapshot.step
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def _folder(out: Path) -> Path:
-    """Where the checkpoints of an unfinished training are."""
+def _checkpoints_folder(out: Path) -> Path:
     return Path(out).with_suffix(".checkpoints")
 
 
-def _check(cfg: PretrainDecoderConfig) -> None:
-    """Check everything that needs no file of weights or images."""
+def _check_options(cfg: PretrainDecoderConfig) -> None:
+    """Check all options before any file of weights or images is read."""
     check_ranges(cfg)
     check_weights_file(cfg.out)
     width = cfg.decoder_width
     heads = cfg.decoder_heads
-    if width % 4:  # of the fixed positions
+    if width % 4:  # a quarter each for sines and cosines of rows and columns
         raise InputError(
             f"decoder_width: {width} is not a multiple of 4; nearest: {max(4, 4 * round(width / 4))}"
         )
     if width % heads:
-        fitting = [count for count in range(1, width + 1) if width % count == 0]
-        nearest = min(fitting, key=lambda count: abs(count - heads))
+        divisors = [count for count in range(1, width + 1) if width % count == 0]
+        nearest = min(divisors, key=lambda count: abs(count - heads))
         raise InputError(
             f"decoder_heads: {heads} does not divide --decoder-width {width}; nearest: {nearest}"
         )
-    folder = _folder(cfg.out)
+    folder = _checkpoints_folder(cfg.out)
     if cfg.resume and not (folder / "config.yaml").is_file():
         raise InputError(f"resume: there is no unfinished training in {str(folder)!r}; leave out --resume")
     if not cfg.resume and folder.exists():
@@ -484,22 +491,25 @@ def _check(cfg: PretrainDecoderConfig) -> None:
         )
 
 
-def _claim(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Path:
-    """The folder for checkpoints, with the settings of their training.
+def _open_folder(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Path:
+    """Make the folder of checkpoints with the settings of their training, or compare these to resume.
 
     Raises:
-      InputError: if it belongs to another training.
+      InputError: if the folder belongs to another training.
     """
-    folder = _folder(cfg.out)
-    facts = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
-    facts |= {"encoder_sha256": backbone.digest, "images_sha256": images.digest}
+    folder = _checkpoints_folder(cfg.out)
+    options = dataclasses.asdict(cfg)
+    options = {name: value for name, value in options.items() if name not in _WITHOUT_INFLUENCE}
+    options |= {"encoder_sha256": backbone.digest, "images_sha256": images.digest}
     if cfg.resume:
-        differ = settings.differences(settings.load_yaml(folder / "config.yaml"), facts)
-        if differ:
-            raise InputError(f"resume: {str(folder)!r} was trained with other settings: {', '.join(differ)}")
+        differences = settings.differences(settings.load_yaml(folder / "config.yaml"), options)
+        if differences:
+            raise InputError(
+                f"resume: {str(folder)!r} was trained with other settings: {', '.join(differences)}"
+            )
         return folder
     folder.mkdir()
-    write_text(folder / "config.yaml", yaml.safe_dump(facts, sort_keys=False))
+    write_text(folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
     return folder
 
 
@@ -508,28 +518,30 @@ def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretraine
         **decoder_metadata(plan.decoder, plan.preprocess.mean, plan.preprocess.std, backbone.digest),
         "mask_ratio": str(cfg.mask_ratio),
         "steps": str(plan.steps),
-        "command": command_line("pretrain-decoder", cfg, *_ELSEWHERE),
+        "command": command_line("pretrain-decoder", cfg, *_WITHOUT_INFLUENCE),
     }
 
 
-def _draw(path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, held_out: Shown) -> None:
+def _draw(
+    path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, held_out: StoredImages
+) -> None:
     """Draw the loss curve, and the decoder's predictions for some held-out images."""
     points = state.curve.shape[1]
     count = len(held_out.image)
-    ends = (np.arange(1, points + 1) * plan.steps + points - 1) // points
-    some = np.linspace(0, count - 1, min(_PANEL, count)).astype(int)
-    strips = _panel(plan, encoder, state.params, held_out.take(some))
+    last_steps = (np.arange(1, points + 1) * plan.steps + points - 1) // points
+    panel = np.linspace(0, count - 1, min(_PANEL, count)).astype(int)
+    strips = _strips(plan, encoder, state.params, held_out.take(panel))
     training, validation = np.asarray(state.curve)
     curves = {"training": training, "validation": validation}
-    named = dict(zip(strips._fields, map(np.asarray, strips), strict=True))
-    figure = figures.reconstructions(ends, curves, baseline_loss(plan, held_out), named)
+    images = {name: np.asarray(strip) for name, strip in strips._asdict().items()}
+    figure = figures.reconstructions(last_steps, curves, baseline_loss(plan, held_out), images)
     figures.save(path, figure)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _panel(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown) -> Strips:
-    """Images and their predictions."""
-    seen, masking = _held_out(plan, shown, jnp.int32(0))
+def _strips(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredImages) -> Strips:
+    """Predict some images for the figure."""
+    view, masking = _held_out_views(plan, images, jnp.int32(0))
     patch = plan.encoder.patch
     mean = jnp.array(plan.preprocess.mean)
     std = jnp.array(plan.preprocess.std)
@@ -537,9 +549,9 @@ def _panel(plan: DecoderPlan, encoder: PyTree, params: PyTree, shown: Shown) -> 
     def pixels(x: Array) -> Array:
         return (jnp.clip(x * std + mean, 0, 1) * 255).astype(jnp.uint8)
 
-    predicted = unpatchify(_reconstruct(plan, encoder, params, seen, masking), patch)
-    visible = jnp.where(hidden_pixels(masking.masked, patch), jnp.uint8(128), pixels(seen))
-    return Strips(visible, pixels(predicted), pixels(seen))
+    predicted = unpatchify(_reconstruct(plan, encoder, params, view, masking), patch)
+    visible = jnp.where(hidden_pixels(masking.masked, patch), jnp.uint8(128), pixels(view))
+    return Strips(visible, pixels(predicted), pixels(view))
 
 
 def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = None) -> dict[str, object]:
@@ -551,7 +563,7 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
 
     Args:
       config: images, encoder, decoder and training.
-      console: where notes go; None: standard error.
+      console: for notes; None: standard error.
 
     Returns:
       A summary by name: file, figure, seconds of this process, training loss at the end of the curve, and the
@@ -560,23 +572,25 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
     Raises:
       InputError: for bad settings or files, or a training that diverges.
     """
-    began = time.monotonic()
-    _check(config)
+    start_time = time.monotonic()
+    _check_options(config)
     cfg = config
-    name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
-    # named as a file, a packaged encoder comes without the packaged decoder
-    cfg = dataclasses.replace(cfg, checkpoint=packaged(name) if cfg.checkpoint is None else cfg.checkpoint)
+    if cfg.checkpoint is None:
+        # given as a file, a packaged encoder comes without the packaged decoder
+        name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
+        cfg = dataclasses.replace(cfg, checkpoint=packaged(name))
     backbone = load_network(cfg, cfg.image_size)
     report_notes(backbone, console or Console(stderr=True))
-    images = (_letters if cfg.dataset == LETTERS else _from_dataset)(cfg, backbone.config.image_size)
+    make_images = _letters if cfg.dataset == LETTERS else _from_dataset
+    images = make_images(cfg, backbone.config.image_size)
     plan = _plan(cfg, backbone, images)
-    folder = _claim(cfg, backbone, images)
+    folder = _open_folder(cfg, backbone, images)
     with checkpoint.open_checkpoints(folder / "steps", keep=2) as manager:
         state = _train(plan, backbone.params, images, manager, cfg.checkpoint_every)
     stored = as_stored(state.params)
     validation = validation_loss(plan, backbone.params, stored, images.held_out)
     if not np.isfinite(validation):
-        shutil.rmtree(folder)  # nothing in it is worth resuming
+        shutil.rmtree(folder)  # it is not worth resuming
         raise InputError(f"lr: {cfg.lr} made the training diverge; nearest to try: {cfg.lr / 10:g}")
     out = Path(cfg.out)
     save_native(out, {"decoder": stored}, _metadata(config, plan, backbone), "float16")
@@ -589,7 +603,7 @@ def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = No
         "figure": str(figure),
         "bytes": out.stat().st_size,
         "steps": plan.steps,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - start_time, 1),
         "training loss": round(float(state.curve[0, -1]), 4),
         "validation loss": round(validation, 4),
         "validation loss of the mean patch": round(baseline_loss(plan, images.held_out), 4),

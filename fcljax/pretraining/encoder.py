@@ -1,15 +1,14 @@
-"""Pretraining of the packaged micro ViT: `fcljax pretrain`.
+"""Pretrain the packaged micro ViT: `fcljax pretrain`.
 
 The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every
 step, so that no image is seen twice. It never sees a digit, neither in training nor in any choice: optimiser
 and schedule were chosen by nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are
 not trained on; patch and width by speed and by file size.
 
-The defaults took 15 minutes on one CPU core that was shared with other work and gave the packaged file. At
-the end 79% of fresh training letters were classified correctly (600 classes, all distortions), and 78.5% of
-GLYPHS by nearest class means of 20 images per class (chance: 1%). Measured once after everything was fixed:
-with the class means of the training digits, the accuracy on the test digits of the data set `digits` is
-97.8%.
+The defaults took 15 minutes on one shared CPU core and gave the packaged file. At the end 79% of fresh
+training letters were classified correctly (600 classes, all distortions), and 78.5% of GLYPHS by nearest
+class means of 20 images per class (chance: 1%). Measured once after everything was fixed: with the class
+means of the training digits, the accuracy on the test digits of the data set `digits` is 97.8%.
 """
 
 import dataclasses
@@ -46,7 +45,7 @@ from fcljax.runs import signals
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
-_LAST = 100  # steps that the reported loss and accuracy are means of
+_REPORTED_STEPS = 100  # at the end, over which the reported loss and accuracy are means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,40 +86,41 @@ class EncoderState(NamedTuple):
     opt: optax.OptState
 
 
-def normalise(gray: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
-    """Gray levels 0..255 as three equal channels in -1..1 (x / 255 with mean and standard deviation 0.5)."""
-    return jnp.repeat((gray[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
+def normalise(grey: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
+    """Turn grey levels 0..255 into three equal channels in -1..1."""
+    return jnp.repeat((grey[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
 
 
 def features(
-    config: ViTConfig, params: PyTree, gray: UInt8[np.ndarray, "n height width"], batch: int = 200
+    config: ViTConfig, params: PyTree, grey: UInt8[np.ndarray, "n height width"], batch: int = 200
 ) -> Float[np.ndarray, "n dim"]:
-    """Class tokens of gray images, in batches."""
+    """Compute the class tokens of grey images, in batches."""
     apply = jax.jit(lambda params, x: apply_vit(config, params, normalise(x)).cls)
-    padded = np.concatenate([gray, np.zeros((-len(gray) % batch, *gray.shape[1:]), np.uint8)])
+    padded = np.concatenate([grey, np.zeros((-len(grey) % batch, *grey.shape[1:]), np.uint8)])
     tokens = [np.asarray(apply(params, padded[i : i + batch])) for i in range(0, len(padded), batch)]
-    return np.concatenate(tokens)[: len(gray)]
+    return np.concatenate(tokens)[: len(grey)]
 
 
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
-    """Nearest-class-mean accuracy on GLYPHS: `per_class` images of each for means and as many to test."""
+    """Return the nearest-class-mean accuracy on GLYPHS, with `per_class` images to learn and to test."""
     x, y, x_test, y_test = glyphs(per_class, per_class, VALIDATION_SEED, config.image_size)
-    return nearest_class_mean(
-        features(config, params, x[..., 0]), y, features(config, params, x_test[..., 0]), y_test
-    )
+    train = features(config, params, x[..., 0])
+    test = features(config, params, x_test[..., 0])
+    return nearest_class_mean(train, y, test, y_test)
 
 
 def _muon_on_blocks(params: PyTree) -> PyTree:
-    def choose(path, x):
-        matrix = x.ndim == 2 and "block_" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers() if matrix else None
+    def dimensions(path, x):
+        if x.ndim == 2 and "block_" in jax.tree_util.keystr(path):
+            return optax.contrib.MuonDimensionNumbers()
+        return None
 
-    return jax.tree_util.tree_map_with_path(choose, params)
+    return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
-    """Muon on the blocks' matrices, Adam on the rest: 8% accuracy on GLYPHS after 500 steps of 64, where
-    AdamW has 2.5%."""
+    """Make the optimiser: Muon on the blocks' matrices, Adam on the rest."""
+    # 8% accuracy on GLYPHS after 500 steps of 64; AdamW has 2.5%
     muon = optax.contrib.muon(
         warmup_cosine(config.lr, config.warmup, config.steps),
         adam_learning_rate=warmup_cosine(config.adam_lr, config.warmup, config.steps),
@@ -132,7 +132,7 @@ def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
 
 
 def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) -> Array:
-    """Cosines with a weight vector per class: a linear head that, like class means, only uses directions."""
+    """Return scaled cosines with a weight vector per class, which like class means use directions only."""
 
     def unit(x: Array) -> Array:
         return x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
@@ -142,12 +142,12 @@ def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) ->
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(
-    config: PretrainConfig, vit: ViTConfig, state: EncoderState, gray: Array, label: Array
+    config: PretrainConfig, vit: ViTConfig, state: EncoderState, grey: Array, label: Array
 ) -> tuple[EncoderState, Array]:
-    """One step; also [loss, accuracy]."""
+    """Do one step; return the state and [loss, accuracy]."""
 
     def objective(params):
-        logits = _logits(vit, config.temperature, params, normalise(gray))
+        logits = _logits(vit, config.temperature, params, normalise(grey))
         target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), config.smoothing)
         loss = optax.softmax_cross_entropy(logits, target).mean()
         accuracy = (logits.argmax(-1) == label).mean()
@@ -158,61 +158,61 @@ def _step(
 
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
-    """Initial position embeddings: sines and cosines (small random ones would drown in the patches)."""
-    y, x = jnp.meshgrid(*2 * [jnp.linspace(-1, 1, vit.grid)], indexing="ij")
+    """Return initial position embeddings of sines and cosines."""
+    # small random ones would drown in the patches
+    axis = jnp.linspace(-1, 1, vit.grid)
+    y, x = jnp.meshgrid(axis, axis, indexing="ij")
     frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
     waves = [wave(frequency * axis.reshape(-1, 1)) for axis in (x, y) for wave in (jnp.sin, jnp.cos)]
     return 0.5 * jnp.concatenate([jnp.zeros((1, vit.width)), jnp.concatenate(waves, axis=1)])
 
 
-def _start(config: PretrainConfig, vit: ViTConfig) -> EncoderState:
-    body, head = jax.random.split(jax.random.key(config.seed))
-    body = {**init_vit(body, vit), "pos": _positions(vit)}
-    params = {"vit": body, "head": jax.random.normal(head, (config.classes, vit.width)) * vit.width**-0.5}
+def _initial_state(config: PretrainConfig, vit: ViTConfig) -> EncoderState:
+    vit_key, head_key = jax.random.split(jax.random.key(config.seed))
+    head = jax.random.normal(head_key, (config.classes, vit.width)) * vit.width**-0.5
+    params = {"vit": {**init_vit(vit_key, vit), "pos": _positions(vit)}, "head": head}
     return EncoderState(params, _optimiser(config).init(params))
 
 
 def eased(style: Style, strength: float) -> Style:
-    """The style with slighter distortions and larger, sharper glyphs; at strength 1 the style itself.
+    """Return the style with weaker distortions and larger, sharper glyphs; strength 1 leaves it as it is.
 
     Training that starts with easy images learns at once: with AdamW and all distortions from the start, 800
     steps of 64 images left the accuracy on GLYPHS at 2.5%, near chance.
     """
-    factor = {
-        name: getattr(style, name) * strength
-        for name in ("rotation", "slant", "aspect", "shift", "perspective", "elastic")
-    }
-    factor |= {name: getattr(style, name) * strength for name in ("noise", "dark_on_light")}
+    scaled = ("rotation", "slant", "aspect", "shift", "perspective", "elastic", "noise", "dark_on_light")
 
-    def least(low: float, high: float) -> float:
+    def lower_bound(low: float, high: float) -> float:
         return high - (high - low) * (0.4 + 0.6 * strength)
 
-    resolution = (round(least(*style.resolution)), style.resolution[1])
-    contrast = 1 - (1 - style.contrast) * strength
     return dataclasses.replace(
-        style, **factor, scale=(least(*style.scale), style.scale[1]), resolution=resolution, contrast=contrast
+        style,
+        **{name: getattr(style, name) * strength for name in scaled},
+        scale=(lower_bound(*style.scale), style.scale[1]),
+        resolution=(round(lower_bound(*style.resolution)), style.resolution[1]),
+        contrast=1 - (1 - style.contrast) * strength,
     )
 
 
 def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A fresh batch for every step, from (seed, step)."""
+    """Yield a fresh batch for every step, from (seed, step)."""
     fields = glyph_fields(PRETRAIN[: config.classes])
     for step in range(config.steps):
-        # In tenths, so that the renderer's tables are computed ten times and not at every step.
+        # in tenths, so that the renderer's tables are computed ten times and not at every step
         strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
         style = eased(Style(), strength)
-        gray, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
-        yield gray, label.astype(np.int32)
+        grey, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
+        yield grey, label.astype(np.int32)
 
 
 def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[float]]:
-    """All steps. JAX computes a step in the background while the next batch is drawn."""
-    state = _start(config, vit)
+    """Do all steps; JAX computes a step in the background while the next batch is drawn."""
+    state = _initial_state(config, vit)
     recent = []
     with training_bar("pretrain", config.steps, 0, "loss", "accuracy") as show:
-        for step, (gray, label) in enumerate(_batches(config, vit.image_size), 1):
-            state, metrics = _step(config, vit, state, gray, label)
-            recent = [*recent[-_LAST + 1 :], metrics]
+        for step, (grey, label) in enumerate(_batches(config, vit.image_size), 1):
+            state, metrics = _step(config, vit, state, grey, label)
+            recent = [*recent[-_REPORTED_STEPS + 1 :], metrics]
             show(step, recent[-20:])
             signals.check()
     return state, np.mean(jax.device_get(recent), axis=0).tolist()
@@ -235,7 +235,7 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     """Train the micro ViT on the PRETRAIN alphabet and write its weights, atomically.
 
-    They are float16 safetensors with dotted names. The same config gives the same bytes on the same kind of
+    The file has float16 tensors with dotted names. The same config gives the same bytes on the same kind of
     machine.
 
     Returns:
@@ -244,13 +244,13 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
       validation: nearest-class-mean accuracy of the stored weights on GLYPHS, which were not trained on.
 
     Raises:
-      InputError: an option is out of range.
+      InputError: for an option that is out of range.
     """
     check_ranges(config)
     check_weights_file(config.out)
-    began = time.monotonic()
+    start_time = time.monotonic()
     vit = VITS[_BACKBONE]
-    # static in jit: no new trace for another file
+    # jit specialises on the config, and another file needs no new trace
     state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
     stored = as_stored(state.params["vit"])
     save_native(config.out, stored, _metadata(config, vit), "float16")
@@ -258,7 +258,7 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
         "out": str(config.out),
         "bytes": Path(config.out).stat().st_size,
         "steps": config.steps,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - start_time, 1),
         "loss": round(loss, 4),
         "accuracy": round(accuracy, 4),
         "validation": round(validate(vit, stored, config.validate), 4),

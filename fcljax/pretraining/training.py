@@ -1,5 +1,4 @@
-"""What the commands that train weights share: one optimiser step, the schedule, fresh letters, the progress
-bar, the check of the output file, and the command line that repeats a training."""
+"""Steps, schedules, letters, progress bars and file checks of the commands that train weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
 
-# different from the seeds of experiments, so that choices made here do not see their data sets
+# differs from the seeds of experiments, so that choices made here do not see their data sets
 VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
@@ -26,12 +25,12 @@ _EVERY = 20  # steps between updates of the progress bar
 def optimiser_step(
     optimiser: optax.GradientTransformation, objective: Callable, params: PyTree, opt: optax.OptState
 ) -> tuple[PyTree, optax.OptState, PyTree]:
-    """One step of an optimiser.
+    """Do one step of an optimiser.
 
     Args:
       optimiser: the optimiser.
       objective: params -> (loss, metrics).
-      params: what is trained.
+      params: trainable parameters.
       opt: the optimiser's state.
 
     Returns:
@@ -43,46 +42,49 @@ def optimiser_step(
 
 
 def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
-    """A linear rise from 0 in this share of the steps, then half a cosine to 0."""
+    """Make a schedule: a linear rise from 0 in this share of the steps, then half a cosine to 0."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, min(round(steps * share), steps - 1), steps)
 
 
 def as_stored(params: PyTree) -> PyTree:
-    """Parameters with the values that a file of float16 gives back."""
+    """Round parameters to float16, the type of the written files."""
     return jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
 
 
 def fresh_letters(
     fields: Fields, seed: int, step: int, batch_size: int, size: int, style: Style
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The letters of a step, which depend on (seed, step) alone: gray levels uint8 [batch_size, size, size]
-    and their classes int64 [batch_size]."""
+    """Draw the letters of a step, which depend on (seed, step) alone.
+
+    Returns:
+      Grey levels uint8 [batch_size, size, size] and classes int64 [batch_size].
+    """
     rng = np.random.default_rng([seed, step])
     label = rng.integers(0, len(fields.number), batch_size)
     return sample_glyphs(fields, label, rng, size, style), label
 
 
 @contextlib.contextmanager
-def training_bar(name: str, steps: int, done: int, *numbers: str) -> Iterator[Callable[..., None]]:
-    """A progress bar with these numbers.
+def training_bar(name: str, steps: int, steps_done: int, *metrics: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar with these metrics.
 
     Yields:
-      show(step, *values): each of the values is a list of scalars or vectors, whose mean is shown. The values
-      are
-        read only when the bar is updated, every few steps, so that JAX can compute in the background.
+      show(step, *values): each value is a list of scalars or vectors, whose mean is shown. Values are read
+        only when the bar is updated, every few steps, so that JAX can compute in the background.
     """
-    label = "  ".join(f"{number} {{task.fields[{number}]:.3f}}" for number in numbers)
+    label = "  ".join(f"{metric} {{task.fields[{metric}]:.3f}}" for metric in metrics)
 
     def fields(values: Sequence[float]) -> dict[str, Any]:
-        return dict(zip(numbers, values, strict=True))
+        return dict(zip(metrics, values, strict=True))
 
     def show(step: int, *values: Sequence[Any]) -> None:
         if step % _EVERY == 0 or step == steps:
             means = [np.mean(jax.device_get(value), axis=0) for value in values]
-            bar.update(shown, completed=step, **fields(np.hstack(means).tolist()))
+            bar.update(task, completed=step, **fields(np.hstack(means).tolist()))
 
     with progress_bar(name, label) as bar:
-        shown = bar.add_task("", total=steps, completed=done, **fields([float("nan")] * len(numbers)))
+        unknown = [float("nan")] * len(metrics)
+        task = bar.add_task("", total=steps, completed=steps_done, **fields(unknown))
         yield show
 
 
@@ -103,10 +105,10 @@ def check_weights_file(out: Path) -> None:
 
 
 def command_line(command: str, config: object, *without: str) -> str:
-    """The command line that repeats a training.
+    """Return the command line that repeats a training.
 
     Args:
-      command: such as "pretrain".
+      command: for example "pretrain".
       config: its dataclass of options.
       without: options that do not influence the weights.
     """
