@@ -533,8 +533,8 @@ def _draw(
     strips = _strips(plan, encoder, state.params, held_out.take(panel))
     training, validation = np.asarray(state.curve)
     curves = {"training": training, "validation": validation}
-    images = {name: np.asarray(strip) for name, strip in strips._asdict().items()}
-    figure = figures.reconstructions(last_steps, curves, baseline_loss(plan, held_out), images)
+    named_strips = dict(zip(Strips._fields, map(np.asarray, strips), strict=True))
+    figure = figures.reconstructions(last_steps, curves, baseline_loss(plan, held_out), named_strips)
     figures.save(path, figure)
 
 

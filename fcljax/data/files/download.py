@@ -1,7 +1,7 @@
-"""Official archives of published data sets: downloaded, checked, and unpacked into the layouts of `listings`.
+"""Download official archives of published data sets, check them, and unpack them into `listings`' layouts.
 
 An interrupted download is resumed. An archive must have its known size and sha256. It is unpacked beside its
-place, so that a data set appears whole or not at all. Only regular files of the wanted part are ever written.
+target, so that a data set appears whole or not at all. Only regular files of the needed folder are written.
 
 The table of archives (assets/archives.tsv) has the sizes and checksums of the registry of
 tensorflow-datasets, of domainnet those of its repository, which the package lacks. It has no tiny_imagenet,
@@ -46,7 +46,7 @@ from fcljax.options import whole_number
 from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
-_GROWTH = 10  # how many times its own size an archive may grow; the official ones hold compressed images
+_GROWTH = 10  # most unpacked bytes per byte of an archive; the official ones contain compressed images
 _SLACK = 1 << 20  # bytes beyond that, for small archives
 
 
@@ -56,22 +56,22 @@ class Archive(NamedTuple):
     url: str
     bytes: int
     sha256: str
-    takes: str  # the wanted folder within the archive; "" for a file that is kept as it is
-    below: str = ""  # the folder below the data folder that it is unpacked to
+    takes: str  # the needed folder within the archive; "" for a file that is not unpacked
+    below: str = ""  # where it is unpacked, below the data folder
 
     @property
     def file(self) -> str:
-        """The file's name."""
+        """Name of the file."""
         return PurePosixPath(urlsplit(self.url).path).name
 
     @property
     def place(self) -> PurePosixPath:
-        """Where its wanted part is put, relative to the data folder."""
+        """Path of the needed folder, relative to the data folder."""
         return PurePosixPath(self.below, self.takes or self.file)
 
 
 def _official() -> dict[str, tuple[Archive, ...]]:
-    """The table of archives, by data set."""
+    """Read the table of archives, by data set."""
     archives: dict[str, tuple[Archive, ...]] = {}
     text = (resources.files("fcljax") / "assets" / "archives.tsv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines(), delimiter="\t"):
@@ -85,11 +85,11 @@ OFFICIAL = _official()
 
 
 class _Failed(Exception):
-    """What is wrong with an archive; the message starts with its name."""
+    """A fault of an archive; the message starts with its name."""
 
 
 class _Useless(_Failed):
-    """As above, and the part that was downloaded is not worth keeping."""
+    """A fault after which the downloaded part is useless, and is removed."""
 
 
 class _Member(NamedTuple):
@@ -116,7 +116,7 @@ def fetch(
 
     Args:
       archives: official files that together make one folder below `folder`.
-      instead: what else the user can do, for messages.
+      instead: advice for messages, if the download is impossible.
       timeout: seconds without an answer after which a server counts as lost.
 
     Raises:
@@ -142,8 +142,9 @@ def fetch(
 def fetch_file(
     field: str, archive: Archive, target: Path, console: Console | None = None, timeout: float = 60.0
 ) -> None:
-    """Download one file to `target`, whole and checked. What broke off stays as TARGET.part, and the next
-    call resumes it.
+    """Download one file to `target`, whole and checked.
+
+    An interrupted download stays as TARGET.part, and the next call resumes it.
 
     Args:
       field: for messages.
@@ -175,7 +176,7 @@ def _progress(console: Console) -> Progress:
 
 
 def volume(archives: Sequence[Archive]) -> str:
-    """The size of the download, for people: "1.2 GB"."""
+    """Return the size of the download for people: "1.2 GB"."""
     return _readable(sum(archive.bytes for archive in archives))
 
 
@@ -192,10 +193,11 @@ def _fetch(
         )
     say(console, f"downloading {name}, {volume(archives)}, to {folder}")
     with _progress(console) as progress:
+        # all are checked before the first is unpacked
         steps = ("", partial(_download, timeout=timeout)), ("unpacking ", partial(_unpack, stage=stage))
-        for doing, work in steps:
+        for verb, work in steps:
             for archive, part in zip(archives, parts, strict=True):
-                task = progress.add_task(f"{doing}{archive.file}", total=archive.bytes)
+                task = progress.add_task(f"{verb}{archive.file}", total=archive.bytes)
                 try:
                     work(archive, part, partial(progress.update, task))
                 except _Useless:
@@ -210,7 +212,7 @@ def _fetch(
 
 
 def _part(folder: Path, archive: Archive) -> Path:
-    # The checksum separates the parts of different versions, the folder a real.zip from another data set's.
+    # the checksum tells versions apart, the folder a real.zip from that of another data set
     return folder / f"{archive.place.parts[0]}-{archive.file}.{archive.sha256[:8]}.part"
 
 
@@ -228,18 +230,18 @@ def _move(source: Path, target: Path) -> None:
     if not target.exists():
         os.replace(source, target)
         return
-    for entry in source.iterdir():  # the user has something else in that folder
+    for entry in source.iterdir():  # the user has other files in that folder
         try:
             os.replace(entry, target / entry.name)
         except OSError as error:
             raise OSError(error.errno, f"{str(target / entry.name)!r} is in the way") from error
 
 
-# Downloading
+# ---- downloading -------------------------------------------------------------------------------------------
 
 
 def _download(archive: Archive, part: Path, update: Callable[..., None], timeout: float) -> None:
-    """The whole archive, checked, at `part`."""
+    """Complete and check the archive at `part`."""
     if part.is_symlink():
         raise _Failed(f"{str(part)!r} is a link, which is not followed; remove it")
     if _size(part) < archive.bytes:
@@ -250,51 +252,53 @@ def _download(archive: Archive, part: Path, update: Callable[..., None], timeout
 
 
 def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: float) -> None:
-    done = _size(part)
+    position = _size(part)
     try:
-        with _answer(archive, done, timeout) as response:
-            done = done if response.status == 206 else 0
-            with open(part, "ab" if done else "wb", opener=_no_link) as stream:
-                while block := _read(archive, response, done):
-                    done += len(block)
-                    if done > archive.bytes:
+        with _answer(archive, position, timeout) as response:
+            position = position if response.status == 206 else 0
+            with open(part, "ab" if position else "wb", opener=_no_link) as stream:
+                while block := _read(archive, response, position):
+                    position += len(block)
+                    if position > archive.bytes:
                         raise _Useless(f"{archive.file} is longer than the official file and was removed")
                     stream.write(block)
-                    update(completed=done)
+                    update(completed=position)
     finally:
         if part.exists() and not _size(part):
             part.unlink()
-    if done < archive.bytes:
-        raise _Failed(_broken_off(archive, done, "the connection was closed"))
+    if position < archive.bytes:
+        raise _Failed(_broken_off(archive, position, "the connection was closed"))
 
 
 def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _read(archive: Archive, response: Any, done: int) -> bytes:
+def _read(archive: Archive, response: Any, position: int) -> bytes:
     try:
         return response.read(_BLOCK)
     except (OSError, http.client.HTTPException) as error:
-        raise _Failed(_broken_off(archive, done, reason(error))) from error
+        raise _Failed(_broken_off(archive, position, reason(error))) from error
 
 
-def _broken_off(archive: Archive, done: int, why: str) -> str:
-    share = f"{_readable(done)} of {_readable(archive.bytes)}"
-    return f"{archive.file} broke off after {share} ({why}), and can be resumed"
+def _broken_off(archive: Archive, position: int, problem: str) -> str:
+    share = f"{_readable(position)} of {_readable(archive.bytes)}"
+    return f"{archive.file} broke off after {share} ({problem}), and can be resumed"
 
 
 @contextlib.contextmanager
 def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
-    """The server's answer: the archive from `start` on (status 206), or all of it (status 200)."""
-    headers = {"User-Agent": f"fcljax/{fcljax.__version__}"} | ({"Range": f"bytes={start}-"} if start else {})
+    """Open the server's answer: the archive from `start` on (status 206), or all of it (status 200)."""
+    headers = {"User-Agent": f"fcljax/{fcljax.__version__}"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
     request = urllib.request.Request(archive.url, headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        kind = _Useless if error.code == 416 else _Failed  # 416: the server's file ends before `start`
-        raise kind(f"{archive.file} was refused by the server (HTTP status {error.code})") from error
+        failure = _Useless if error.code == 416 else _Failed  # 416: the server's file ends before `start`
+        raise failure(f"{archive.file} was refused by the server (HTTP status {error.code})") from error
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", None)
         why = reason(cause if isinstance(cause, Exception) else error)
@@ -314,7 +318,7 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         yield response
 
 
-# Unpacking
+# ---- unpacking ---------------------------------------------------------------------------------------------
 
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -328,18 +332,19 @@ _DAMAGE = (
 
 
 def _unpack(archive: Archive, part: Path, update: Callable[..., None], stage: Path) -> None:
-    """The wanted part of a checked archive, below `stage`."""
+    """Unpack the needed folder of a checked archive below `stage`."""
     if not archive.takes:
         (stage / archive.below).mkdir(exist_ok=True)
         shutil.copyfile(part, stage / archive.place)
         return
     try:
         with part.open("rb") as raw:
-            for member in _wanted(archive, _zipped(raw) if archive.file.endswith(".zip") else _tarred(raw)):
+            members = _zipped(raw) if archive.file.endswith(".zip") else _tarred(raw)
+            for member in _needed_files(archive, members):
                 target = stage / archive.below / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with member.open() as source, target.open("wb") as written:
-                    shutil.copyfileobj(source, written, _BLOCK)
+                with member.open() as source, target.open("wb") as destination:
+                    shutil.copyfileobj(source, destination, _BLOCK)
                 update(completed=raw.tell())
     except _DAMAGE as error:
         raise _Useless(f"{archive.file} cannot be unpacked ({reason(error)})") from error
@@ -347,8 +352,8 @@ def _unpack(archive: Archive, part: Path, update: Callable[..., None], stage: Pa
         raise _Useless(f"{archive.file} has no files in {archive.takes}")
 
 
-def _wanted(archive: Archive, members: Iterator[_Member]) -> Iterator[_Member]:
-    """The files of the wanted folder, hidden ones left out."""
+def _needed_files(archive: Archive, members: Iterator[_Member]) -> Iterator[_Member]:
+    """Yield the files of the needed folder, except hidden ones."""
     size = 0
     for member in members:
         path = PurePosixPath(member.name)

@@ -1,4 +1,4 @@
-"""One image: from an untrusted file to RGB pixels of the size in which they are stored.
+"""Decode one image from an untrusted file to RGB pixels of the size in which they are stored.
 
 The header is read first: an image that is too small, too large or not of 8 bits is refused before a pixel is
 decoded. Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so that stored
@@ -21,17 +21,17 @@ from fcljax.data.geometry import Geometry
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular
 
-# a file, its content, its pixels, grey (C = 1) or RGB, or why there is no image
+# a file, its content, its pixels, grey (C = 1) or RGB, or the reason why there is no image
 Picture = Path | bytes | UInt8[np.ndarray, "H W C"] | InputError
 Fit = Callable[[Image.Image], Image.Image]
 
 T = TypeVar("T")
 
-MAX_PIXELS = 40_000_000  # an image of as many or more is refused
+MAX_PIXELS = 40_000_000  # images with as many or more are refused
 
-# by content; some of Pillow's others start programs or print by themselves
+# by content; some of Pillow's other readers start programs or print by themselves
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
-# how files of these formats are named, in small letters
+# of files of these formats, in small letters
 SUFFIXES = frozenset({".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".webp"})
 # 8 bits or less a channel
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
@@ -48,10 +48,10 @@ class Decoded(NamedTuple):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings from Pillow inside the block.
+    """Suppress Pillow's warnings inside the block.
 
-    Images that it warns about with reason are refused; other warnings concern unused metadata. Filters belong
-    to the process and not to a thread, so wrap the loop and not the decoding of one image.
+    Dangerous images are refused anyway; other warnings concern unused metadata. Filters belong to the process
+    and not to a thread, so wrap the loop and not the decoding of one image.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")
@@ -59,15 +59,17 @@ def quiet() -> Iterator[None]:
 
 
 def fits(geometry: Geometry) -> tuple[Fit, Fit]:
-    """The functions that bring training and test images to the size of `geometry`."""
+    """Return the functions that bring training and test images to the size of `geometry`."""
     kernel = _KERNELS[geometry.kernel]
     test = resize_whole if geometry.squash else centre
     return partial(resize_whole, side=geometry.train), partial(test, side=geometry.test, kernel=kernel)
 
 
 def fit_to(geometry: Geometry, height: int, width: int) -> Fit:
-    """The function that brings images to height x width as `geometry` brings test images to a square: resized
-    as a whole with `squash`, otherwise the largest central part of this shape."""
+    """Return a function that brings images to height x width as `geometry` does to a square.
+
+    With `squash` it resizes whole images, else the largest central part of this shape.
+    """
     kernel = _KERNELS[geometry.kernel]
     if geometry.squash:
         return lambda image: image.resize((width, height), kernel)
@@ -77,7 +79,7 @@ def fit_to(geometry: Geometry, height: int, width: int) -> Fit:
 
 
 def _central_part(image: Image.Image, height: int, width: int, kernel: Image.Resampling) -> Image.Image:
-    """The largest central part of the shape height x width, resized to it."""
+    """Resize the largest central part of the shape height x width to it."""
     scale = min(image.height / height, image.width / width)
     left = (image.width - scale * width) / 2
     top = (image.height - scale * height) / 2
@@ -88,16 +90,12 @@ def _central_part(image: Image.Image, height: int, width: int, kernel: Image.Res
 def resize_whole(
     image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC
 ) -> Image.Image:
-    """The whole image resized to side x side, whatever its shape."""
+    """Resize the whole image to side x side, whatever its shape."""
     return image.resize((side, side), kernel)
 
 
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """The short side resized to `side`, then the central square: torchvision's Resize, CenterCrop (on PIL).
-
-    For an image that is so narrow that the whole of it would have MAX_PIXELS or more (at 224 pixels: 800
-    times as long as wide), only the square is computed, which can differ by a few grey levels.
-    """
+    """Resize the short side to `side` and cut out the centre: torchvision's Resize, CenterCrop (on PIL)."""
     short, long = sorted(image.size)
     length = int(side * long / short)
     columns, rows = (side, length) if image.width <= image.height else (length, side)
@@ -105,6 +103,8 @@ def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resam
     top = int(round((rows - side) / 2.0))
     if columns * rows < MAX_PIXELS:
         return image.resize((columns, rows), kernel).crop((left, top, left + side, top + side))
+    # Of an image so narrow that all of it would have MAX_PIXELS or more (at 224 pixels: 800 times as long as
+    # wide), only the square is computed, which can differ by a few grey levels.
     x = image.width / columns
     y = image.height / rows
     right = min((left + side) * x, image.width)
@@ -113,7 +113,7 @@ def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resam
 
 
 def size_of(picture: Picture, name: str) -> tuple[int, int]:
-    """Height and width in pixels, from the header alone.
+    """Read height and width in pixels from the header.
 
     Raises:
       InputError: for a file that is no image or cannot be decoded, naming `name`.
@@ -127,13 +127,13 @@ def size_of(picture: Picture, name: str) -> tuple[int, int]:
 
 
 def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
-    """The pixels in RGB, after `fit`; as they are without it.
+    """Decode the pixels in RGB, and apply `fit`.
 
     Transparency is dropped, orientation tags are ignored.
 
     Raises:
-      InputError: for a truncated file, for what is no image, for a side of one pixel, 40 megapixels or more,
-        and more than 8 bits per channel, naming `name`.
+      InputError: naming `name`, for a truncated file, a file that is no image, a side of one pixel, 40
+        megapixels or more, and more than 8 bits per channel.
       OSError: for a file that cannot be opened.
     """
     if isinstance(picture, InputError):
@@ -146,7 +146,7 @@ def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
 
 
 def pixels_of(image: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
-    """The pixels of an opened image in RGB, as `decode` reads them from files.
+    """Return the pixels of an opened image in RGB, as `decode` reads them from files.
 
     Raises:
       InputError: for a side of one pixel, 40 megapixels or more, and more than 8 bits per channel.
@@ -156,9 +156,13 @@ def pixels_of(image: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
-    # Pillow warns about palettes with transparent entries unless they pass through RGBA.
-    rgb = (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
-    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), image.height, image.width)
+    height = image.height
+    width = image.width
+    if "transparency" in image.info:
+        # Pillow warns about palettes with transparent entries unless they pass through RGBA
+        image = image.convert("RGBA")
+    rgb = image.convert("RGB")
+    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), height, width)
 
 
 def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:
