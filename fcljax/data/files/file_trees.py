@@ -1,4 +1,4 @@
-"""Image files below folders: found at any depth, in the order of their names, and what lies beside them."""
+"""Find image files below folders, at any depth, in the order of their names."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from fcljax.errors import InputError
 
 Tree = dict[str, list[File]]  # image files by class
 
-_Columns = dict[str, int]  # name -> the folder in the path of a file that is its value
-_Folder = tuple[int, int]  # device and number, by which a folder is known however it is reached
+_Columns = dict[str, int]  # name -> index of the folder in a file's path that is its value
+_Folder = tuple[int, int]  # device and inode, which identify a folder whatever the path to it
 
 
 class Contents(NamedTuple):
-    """What lies below a folder, at any depth."""
+    """The files below a folder, at any depth."""
 
     images: list[File]
-    """Files whose names end as those of images do; their paths are relative to the root."""
+    """Files with a suffix of images; paths are relative to the root."""
     others: list[str]
-    """The paths of all other files."""
+    """Paths of all other files."""
 
 
 def contents(root: Path, inside: str) -> Contents:
-    """What lies below root/inside.
+    """List the files below root/inside.
 
     Raises:
       InputError: for a folder that cannot be read, and for links that lead in a circle.
@@ -39,21 +39,21 @@ def contents(root: Path, inside: str) -> Contents:
     return _contents(root, inside, frozenset())
 
 
-def _contents(root: Path, inside: str, above: frozenset[_Folder]) -> Contents:
+def _contents(root: Path, inside: str, parents: frozenset[_Folder]) -> Contents:
     try:
-        facts = os.stat(root / inside)
+        status = os.stat(root / inside)
     except OSError as error:
         where = str(root / inside)
         raise InputError(f"dataset: folder {where!r} cannot be read ({error.strerror})") from error
-    folder = facts.st_dev, facts.st_ino
-    if folder in above:
+    folder = status.st_dev, status.st_ino
+    if folder in parents:
         raise InputError(f"dataset: {str(root / inside)!r} links to a folder above it; remove the link")
     images: list[File] = []
     others: list[str] = []
     for entry in visible(root / inside):
         path = f"{inside}/{entry.name}" if inside else entry.name
         if entry.is_dir():
-            below = _contents(root, path, above | {folder})
+            below = _contents(root, path, parents | {folder})
             images += below.images
             others += below.others
         elif is_image(entry.name):
@@ -64,28 +64,28 @@ def _contents(root: Path, inside: str, above: frozenset[_Folder]) -> Contents:
 
 
 def folders(folder: Path) -> list[str]:
-    """The names of the folders in a folder."""
+    """Return the names of the folders in a folder."""
     return [entry.name for entry in visible(folder) if entry.is_dir()]
 
 
 def images(root: Path, inside: str) -> list[File]:
-    """The image files below root/inside.
+    """Return the image files below root/inside.
 
     Raises:
       InputError: if there are none.
     """
-    found = contents(root, inside)
-    if not found.images:
-        there = f"; it has {in_words(found.others)}" if found.others else ""
+    files = contents(root, inside)
+    if not files.images:
+        hint = f"; it has {in_words(files.others)}" if files.others else ""
         raise InputError(
-            f"dataset: {str(root / inside)!r} has no images{there}; expected files named "
+            f"dataset: {str(root / inside)!r} has no images{hint}; expected files named "
             f"{', '.join(f'*{suffix}' for suffix in sorted(SUFFIXES))}"
         )
-    return found.images
+    return files.images
 
 
 def tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> Tree:
-    """The image files below root/inside, by class; None: each folder there is a class.
+    """Return the image files below root/inside, by class; None takes each folder as a class.
 
     Raises:
       InputError: if there is no class, or a class has no images.
@@ -99,21 +99,21 @@ def tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> Tree:
 
 
 def pooled(root: Path, insides: Sequence[str]) -> Tree:
-    """The files of several folders of classes, by class."""
-    found: Tree = {}
+    """Merge the files of several folders of classes, by class."""
+    merged: Tree = {}
     for inside in insides:
         for label, files in tree(root, inside).items():
-            found.setdefault(label, []).extend(files)
-    return found
+            merged.setdefault(label, []).extend(files)
+    return merged
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is named as images are."""
+    """Check whether a file has a suffix of images."""
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def in_words(paths: Sequence[str]) -> str:
-    """How many files these are, of which kinds, and one of them."""
+    """Describe files: how many, of which kinds, and one of them."""
     kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in paths)
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
     more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
@@ -130,23 +130,28 @@ def scan_of(
     columns: tuple[_Columns, _Columns] = ({}, {}),
     notes: tuple[str, ...] = (),
 ) -> Scan:
-    """The scan of files whose classes are known.
+    """Make the scan of files whose classes are known.
 
     Args:
       root: of the layout.
       classes: the names of the classes.
       train, test: files and labels.
-      columns: of each split: what else the folders of a file's path say, by the folder's place in it.
+      columns: of each split: further facts that are folders in a file's path.
       notes: how the files were read.
     """
-    sums = hashlib.sha256(json.dumps(classes).encode())
+    checksum = hashlib.sha256(json.dumps(classes).encode())
     for split in (train, test):
         for file, label in zip(split.items, split.labels, strict=True):
-            sums.update(f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape"))
-        sums.update(b"\n")
-    splits = (_files(root, split, each) for split, each in zip((train, test), columns, strict=True))
+            checksum.update(
+                f"{label}\0{file.path}\0{file.size}\0{file.time}\n".encode(errors="surrogateescape")
+            )
+        checksum.update(b"\n")
+    splits = (
+        _files(root, split, split_columns)
+        for split, split_columns in zip((train, test), columns, strict=True)
+    )
     listing = Listing(root, tuple(classes), *splits, notes=notes)
-    return Scan(sums.hexdigest(), lambda: listing)
+    return Scan(checksum.hexdigest(), lambda: listing)
 
 
 def _files(root: Path, split: LabelledItems, columns: _Columns) -> UndecodedSplit:
@@ -156,5 +161,5 @@ def _files(root: Path, split: LabelledItems, columns: _Columns) -> UndecodedSpli
         np.array(split.labels, np.int64),
         names,
         lambda indices: [Path(names[i]) for i in indices],
-        columns={name: [each[place] for each in parts] for name, place in columns.items()},
+        columns={name: [path_parts[index] for path_parts in parts] for name, index in columns.items()},
     )

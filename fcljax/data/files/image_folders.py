@@ -1,4 +1,4 @@
-"""Data sets that are folders of image files, a folder per class."""
+"""Find and scan data sets that are folders of image files, with a folder for each class."""
 
 import os
 from collections.abc import Sequence
@@ -30,25 +30,25 @@ TINY_FILES = "tiny-imagenet-200/ (train/WNID/images/*, val/images/*, val/val_ann
 _SUBSET_SEED = 1993  # of the ImageNet subsets
 
 
-def split_or_pooled(base: Path, choice: Choice, *, split: str, official: str) -> Raw | None:
-    """The published split in the folder `split` if it is there, else the official folder, split at random."""
+def split_or_pooled(base: Path, _choice: Choice, *, split: str, official: str) -> Raw | None:
+    """Find the published split in the folder `split`, or else the official folder, split at random."""
     if _is_split(base / split):
         return folder_of_classes(base / split)
     root = base / official
     return Raw(root, partial(_scan_pooled, root, [""])) if root.is_dir() else None
 
 
-def imagenet_r_hepco(base: Path, choice: Choice) -> Raw | None:
-    """ImageNet-R split at random, whatever split its folder has."""
+def imagenet_r_hepco(base: Path, _choice: Choice) -> Raw | None:
+    """Find ImageNet-R, which is split at random, whatever split its folder has."""
     root = base / "imagenet-r"
     if not root.is_dir():
         return None
-    return Raw(root, partial(_scan_pooled, root, ["train", "test"] if _is_split(root) else [""], True))
+    insides = ["train", "test"] if _is_split(root) else [""]
+    return Raw(root, partial(_scan_pooled, root, insides, True))
 
 
-def domains(base: Path, choice: Choice, *, folder: str, names: Sequence[str]) -> Raw | None:
-    """All domains of DomainNet or Office-Home, each with a folder for each class, pooled and split at
-    random."""
+def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -> Raw | None:
+    """Find all domains of DomainNet or Office-Home, which are pooled and split at random."""
     root = base / folder
     missing = [domain for domain in names if not (root / domain).is_dir()]
     if len(missing) == len(names):
@@ -60,34 +60,34 @@ def domains(base: Path, choice: Choice, *, folder: str, names: Sequence[str]) ->
     return Raw(root, partial(_scan_pooled, root, names))
 
 
-def eurosat(base: Path, choice: Choice) -> Raw | None:
-    """EuroSAT's RGB images, split at random; its archives have two names of the folder."""
+def eurosat(base: Path, _choice: Choice) -> Raw | None:
+    """Find EuroSAT's RGB images, which are split at random; archives name their folder in two ways."""
     root = next((base / name for name in ("EuroSAT_RGB", "2750") if (base / name).is_dir()), None)
     return Raw(root, partial(_scan_pooled, root, [""])) if root else None
 
 
-def core50(base: Path, choice: Choice) -> Raw | None:
-    """CORe50's sessions of 50 objects; three sessions are for testing."""
+def core50(base: Path, _choice: Choice) -> Raw | None:
+    """Find CORe50's sessions of 50 objects; three sessions are for testing."""
     root = base / "core50_128x128"
     return Raw(root, partial(_scan_core50, root)) if root.is_dir() else None
 
 
-def tiny_imagenet(base: Path, choice: Choice) -> Raw | None:
-    """Tiny-ImageNet, tested on its validation split."""
+def tiny_imagenet(base: Path, _choice: Choice) -> Raw | None:
+    """Find Tiny-ImageNet, which is tested on its validation split."""
     root = base / "tiny-imagenet-200"
     return Raw(root, partial(_scan_tiny_imagenet, root)) if root.is_dir() else None
 
 
 def imagenet(base: Path, choice: Choice, *, count: int) -> Raw | None:
-    """A subset of ImageNet's classes, tested on its validation split."""
+    """Find a subset of ImageNet's classes, which is tested on its validation split."""
     root = base / "imagenet"
     if not any((root / split).is_dir() for split in ("train", "test", "val")):
         return None
     return Raw(root, partial(_scan_imagenet, root, choice, count))
 
 
-def omniglot(base: Path, choice: Choice) -> Raw | None:
-    """Both parts of Omniglot."""
+def omniglot(base: Path, _choice: Choice) -> Raw | None:
+    """Find both parts of Omniglot."""
     parts = ("images_background", "images_evaluation")
     present = [part for part in parts if (base / part).is_dir()]
     if len(present) == 1:
@@ -104,7 +104,8 @@ def _scan_core50(root: Path) -> Scan:
     tests = [session for session in sessions if session in CORE50_TEST]
     if len(tests) < len(CORE50_TEST) or len(sessions) == len(tests):
         raise InputError(f"dataset: {str(root)!r} has the sessions {', '.join(sessions)}; expected s1 to s11")
-    train, test = (pooled(root, some) for some in ([s for s in sessions if s not in tests], tests))
+    train = pooled(root, [session for session in sessions if session not in tests])
+    test = pooled(root, tests)
     classes = sorted(same_classes(str(root), list(train), list(test)), key=_number)
     return scan_of(root, classes, table(classes, train), table(classes, test))
 
@@ -114,13 +115,13 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _scan_pooled(root: Path, insides: Sequence[str], by_name: bool = False) -> Scan:
-    """The files of all folders by class; `by_name` in the order that they would have in one folder."""
-    found = pooled(root, insides)
+    """Scan the files of all folders by class; `by_name` in the order that they would have in one folder."""
+    tree = pooled(root, insides)
     if by_name:
-        for files in found.values():
+        for files in tree.values():
             files.sort(key=lambda file: os.path.basename(file.path))
-    classes = sorted(found)
-    return scan_of(root, classes, *random_split(table(classes, found)))
+    classes = sorted(tree)
+    return scan_of(root, classes, *random_split(table(classes, tree)))
 
 
 def _scan_tiny_imagenet(root: Path) -> Scan:
@@ -144,12 +145,12 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
 
 
 def _pairs(path: Path) -> dict[str, str]:
-    """The first two columns of a table that is separated by tabs."""
+    """Read the first two columns of a table that is separated by tabs."""
     return dict(line.split("\t")[:2] for line in text(path).splitlines() if "\t" in line)
 
 
 def _words(root: Path, wnids: list[str]) -> list[str]:
-    """What classes are called; two of one name also have their WordNet ids."""
+    """Return the names of classes; classes of the same name also have their WordNet ids."""
     words = _pairs(root / "words.txt") if (root / "words.txt").is_file() else {}
     names = [words.get(wnid, wnid).partition(",")[0].strip() for wnid in wnids]
     return [
@@ -170,8 +171,8 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
                 f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
                 "name yours with --class-list"
             )
-        drawn = np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
-        choice = tuple(wnids[index] for index in drawn)
+        subset = np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
+        choice = tuple(wnids[index] for index in subset)
     if len(choice) != count:
         raise InputError(f"class_list: {len(choice)} classes are listed; imagenet{count} needs {count}")
     for wnid in choice:
@@ -185,9 +186,11 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
 
 
 def _scan_omniglot(base: Path, parts: Sequence[str]) -> Scan:
-    found: Tree = {}
+    tree_of_characters: Tree = {}
     for part in parts:
         for alphabet in folders(base / part):
             characters = tree(base, f"{part}/{alphabet}")
-            found |= {f"{alphabet}/{character}": files for character, files in characters.items()}
-    return scan_of(base, sorted(found), *last_drawings(found))
+            tree_of_characters |= {
+                f"{alphabet}/{character}": files for character, files in characters.items()
+            }
+    return scan_of(base, sorted(tree_of_characters), *last_drawings(tree_of_characters))

@@ -156,13 +156,11 @@ def pixels_of(image: Image.Image, name: str) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
-    height = image.height
-    width = image.width
     if "transparency" in image.info:
         # Pillow warns about palettes with transparent entries unless they pass through RGBA
         image = image.convert("RGBA")
     rgb = image.convert("RGB")
-    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), height, width)
+    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), image.height, image.width)
 
 
 def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:

@@ -1,4 +1,4 @@
-"""Several data sets as one, for streams whose tasks come from different data sets (NonIID-50 of FedWeIT)."""
+"""Join several data sets, for streams whose tasks come from different ones (NonIID-50 of FedWeIT)."""
 
 import hashlib
 
@@ -10,24 +10,29 @@ from fcljax.data.files.dataset import Dataset
 
 
 def mixed(name: str, parts: list[Dataset]) -> Dataset:
-    """The classes of all data sets beside each other, under the names SOURCE/CLASS. Images of another size
-    than the first data set's are resized to it (bicubic); random crops and flips are off unless all allow
-    them.
+    """Join the classes of all data sets under the names SOURCE/CLASS.
+
+    Images of another size than the first data set's are resized to it (bicubic). Random crops and flips are
+    off unless all data sets allow them.
 
     Args:
       name: of the mixture.
       parts: at least one.
     """
     height, width = parts[0].x_train.shape[1:3]
-    first = np.cumsum([0, *(len(part.class_names) for part in parts[:-1])])
+    first_labels = np.cumsum([0, *(len(part.class_names) for part in parts[:-1])])
     digests = "+".join(part.digest for part in parts)
     return Dataset(
         name,
         np.concatenate([_resized(part.x_train, height, width) for part in parts]),
-        np.concatenate([part.y_train + start for part, start in zip(parts, first, strict=True)]),
+        np.concatenate(
+            [part.y_train + first_label for part, first_label in zip(parts, first_labels, strict=True)]
+        ),
         np.concatenate([_resized(part.x_test, height, width) for part in parts]),
-        np.concatenate([part.y_test + start for part, start in zip(parts, first, strict=True)]),
-        tuple(f"{part.name}/{own}" for part in parts for own in part.class_names),
+        np.concatenate(
+            [part.y_test + first_label for part, first_label in zip(parts, first_labels, strict=True)]
+        ),
+        tuple(f"{part.name}/{class_name}" for part in parts for class_name in part.class_names),
         augment=all(part.augment for part in parts),
         size_train=_sizes([(part.size_train, part.x_train) for part in parts]),
         size_test=_sizes([(part.size_test, part.x_test) for part in parts]),
@@ -50,7 +55,7 @@ def _resized(
 
 
 def _sizes(parts: list[tuple[np.ndarray | None, np.ndarray]]) -> Int32[np.ndarray, "N 2"] | None:
-    """Sizes before squeezing, if any data set has such images."""
+    """Return the sizes before squeezing, if a data set has them."""
     if all(sizes is None for sizes, _ in parts):
         return None
     return np.concatenate(
