@@ -250,19 +250,25 @@ def test_a_run_is_resumed_only_with_the_order_of_classes_and_the_method_that_it_
     method.write_text(OWN_METHOD)
     short = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--class-order", f"file:{order}"]
     assert cli.main(["run", str(method), *short, "--tasks", "2", "--out", str(out)]) == 0
-    (out / "summary.json").unlink()
-    shutil.rmtree(out / "figures")
-    capsys.readouterr()
-    for path, changed, says in (
+    changes = (
         (order, "\n".join("0123456789"), "the classes of the class order are not those that the run"),
         (method, OWN_METHOD + "# 1", "the lines of the method's file are not those that the run"),
-    ):
-        before = path.read_text()
-        path.write_text(changed)
-        assert cli.main(["run", str(method), "--resume", str(out)]) == 2
-        err = capsys.readouterr().err
-        assert says in err and "put the old ones back" in err and err.count("\n") == 1
-        path.write_text(before)
+    )
+    resume = ["run", str(method), "--resume", str(out)]
+    for finished in (True, False):
+        if not finished:
+            (out / "summary.json").unlink()
+            shutil.rmtree(out / "figures")
+        capsys.readouterr()
+        for path, changed, says in changes:
+            before = path.read_text()
+            path.write_text(changed)
+            assert cli.main(resume) == 2
+            err = capsys.readouterr().err
+            assert says in err and "put the old ones back" in err and err.count("\n") == 1
+            path.write_text(before)
+        if finished:
+            assert cli.main(resume) == 0
     # what it says counts, and not how
     order.write_text(json.dumps([int(name) for name in "3104562789"]))
-    assert cli.main(["run", str(method), "--resume", str(out)]) == 0
+    assert cli.main(resume) == 0

@@ -126,6 +126,18 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     Raises:
       InputError: for settings or files that cannot work.
     """
+    settings, inputs = load(settings, supplied)
+    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
+    settings = config.with_scale_of_schedule(settings, examples_of_task(scenario))
+    return assemble(settings, inputs, scenario, sizes_of(scenario))
+
+
+def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
+    """Load data and backbone, and return them with the settings that the data decide.
+
+    Raises:
+      InputError: for settings or files that cannot work.
+    """
     settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
     if dataset and settings.holdout:
@@ -133,10 +145,7 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
     inputs = load_inputs(settings, dataset, supplied.backbone)
     if supplied.owners is not None:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
-    settings = config.resolve(fit_partition(settings, inputs.dataset))
-    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
-    settings = config.with_scale_of_schedule(settings, examples_of_task(scenario))
-    return assemble(settings, inputs, scenario, sizes_of(scenario))
+    return config.resolve(fit_partition(settings, inputs.dataset)), inputs
 
 
 def examples_of_task(scenario: Scenario) -> float:

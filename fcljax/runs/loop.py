@@ -173,6 +173,10 @@ def _resume(session: Session) -> dict[str, Any]:
     session = session._replace(settings=settings)
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
+        if resume.names_files(settings, session.supplied):
+            origin = hosts.from_first(lambda: checkpoint.origin_of(out / CHECKPOINTS))
+            if origin:
+                hosts.agree(lambda: resume.check_named_files(origin, settings, session.supplied, out))
         _say_changed(session)
         if hosts.first and not (out / page.NAME).exists():
             page.try_report([out], out / page.NAME, observer.say)

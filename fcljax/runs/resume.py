@@ -23,7 +23,7 @@ from fcljax.mesh import device_count
 from fcljax.methods import METHODS, file_of
 from fcljax.results.run_folder import DIGESTS, load_summary
 from fcljax.runs import checkpoint, compile_cache
-from fcljax.runs.build import Experiment
+from fcljax.runs.build import Experiment, Supplied, load
 from fcljax.runs.inputs import Inputs
 from fcljax.scenario import order_of_classes
 from fcljax.settings import is_owned
@@ -36,6 +36,9 @@ ROUNDING = ("devices", "batch_devices", "lanes", "lane_mode", "microbatch", "rem
 PER_DEVICES = ("batch_devices", "lanes", "lane_mode", "microbatch")
 # settings that a run chooses for its device unless they are given: the value that leaves them to it
 CHOSEN: dict[str, Any] = {"lanes": 0, "microbatch": 0, "dtype": "auto"}
+_PROGRAM = "lines of the method's file"
+_CLASS_LIST = "classes of the class list"
+_WITHOUT_DATA = (_PROGRAM, _CLASS_LIST)  # digests that no images are needed for
 PROGRAM_BYTES = 1 << 24  # of a method's file
 
 
@@ -86,10 +89,11 @@ def digests(inputs: Inputs) -> dict[str, str]:
     }
 
 
-def given_digests(settings: RunConfig, dataset: Dataset) -> dict[str, str]:
+def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str]:
     """sha256 of what the user's own files and columns say, by name; {} where settings name none.
 
-    What a file says counts, not how it is written; but of a program every byte does.
+    What a file says counts, not how it is written; but of a program every byte does. Without a data set, only
+    files that mean something without one are read.
 
     Raises:
       InputError: for a file that cannot be read any more.
@@ -97,19 +101,26 @@ def given_digests(settings: RunConfig, dataset: Dataset) -> dict[str, str]:
     found = {}
     program = file_of(settings.source)
     if program is not None:
-        found["lines of the method's file"] = read_user_text("method", program, PROGRAM_BYTES)
+        found[_PROGRAM] = read_user_text("method", program, PROGRAM_BYTES)
+    if settings.class_list != "none":
+        found[_CLASS_LIST] = "\n".join(class_list(settings.class_list))
+    if dataset is None:
+        return _hashed(found)
     if settings.class_order.startswith("file:"):
         order = order_of_classes(dataset, settings, np.random.RandomState(settings.seed))
         found["classes of the class order"] = ",".join(map(str, order.tolist()))
-    if settings.class_list != "none":
-        found["classes of the class list"] = "\n".join(class_list(settings.class_list))
     if is_owned(settings.partition):
         found["owners of the examples"] = owners_csv(dataset, settings.partition)
     if settings.tasks_by != "class":
         name = settings.tasks_by.partition(":")[2]
         columns = (dataset.columns[name], dataset.columns_test[name])
         found["domains of the examples"] = "\n".join(map(str, np.concatenate(columns)))
-    return {what: hashlib.sha256(text.encode()).hexdigest() for what, text in found.items()}
+    return _hashed(found)
+
+
+def _hashed(texts: dict[str, str]) -> dict[str, str]:
+    """Return sha256 of each text."""
+    return {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
 
 
 def plain_settings(settings: RunConfig) -> dict[str, Any]:
@@ -225,15 +236,49 @@ def check_settings(
     )
 
 
+def names_files(settings: RunConfig, supplied: Supplied) -> bool:
+    """Return whether settings name files of the user besides images and weights, or owners are in memory."""
+    alone = file_of(settings.source) is not None or settings.class_list != "none"
+    return alone or _needs_data(settings, supplied)
+
+
+def _needs_data(settings: RunConfig, supplied: Supplied) -> bool:
+    """Return whether the meaning of a named file depends on the data set."""
+    given = (settings.class_order, settings.partition)
+    return supplied.owners is not None or any(name.startswith("file:") for name in given)
+
+
+def check_named_files(before: dict[str, Any], settings: RunConfig, supplied: Supplied, out: Path) -> None:
+    """Check that the files that a finished run's settings name are those that it began with.
+
+    Images and weights are read only where a file's meaning depends on them.
+
+    Raises:
+      InputError: as `check_digests`.
+    """
+    if _needs_data(settings, supplied):
+        check_digests(before, *load(settings, supplied), out)
+    else:
+        _check_same(before, given_digests(settings, None), out, _WITHOUT_DATA)
+
+
 def check_digests(before: dict[str, Any], settings: RunConfig, inputs: Inputs, out: Path) -> None:
     """Check that a run is resumed with the files that it began with.
 
     Raises:
       InputError: naming the first that differs.
     """
-    now = given_digests(settings, inputs.dataset) | digests(inputs)
+    _check_same(before, given_digests(settings, inputs.dataset) | digests(inputs), out, before["digests"])
+
+
+def _check_same(before: dict[str, Any], now: dict[str, str], out: Path, names: Collection[str]) -> None:
+    """Check that some of the digests of a run's checkpoints are those of its files now.
+
+    Raises:
+      InputError: naming the first that differs.
+    """
     for name, then in before["digests"].items():
-        if now.get(name) != then:
+        if name in names and now.get(name) != then:
             raise InputError(
                 f"resume: the {name} are not those that the run in {str(out)!r} began with: their sha256 is "
                 f"{now.get(name, '')[:16]}, not {then[:16]}; put the old ones back"
