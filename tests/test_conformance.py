@@ -112,7 +112,7 @@ EXAMPLES = ((9, 0, 4, 7),) * 2
 def federation(name):
     """A method with its engine, made once."""
     method = method_of(name, **{"epochs": 2, "batch_size": 4, "lr": RATE} | OPTIONS[name])
-    return tiny.federation(method, TINY, EXAMPLES)
+    return tiny.tiny_federation(method, TINY, EXAMPLES)
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def test_a_method_that_reads_padding_is_caught():
 
     method = method_of("linear", epochs=2, batch_size=4, lr=RATE)
     broken = method._replace(rounds=tuple(map(reading_padding, method.rounds)))
-    made = tiny.federation(broken, TINY, EXAMPLES)
+    made = tiny.tiny_federation(broken, TINY, EXAMPLES)
     found = conformance.padding_is_inert(made, tiny.states_after_rounds(made))
     assert not found.holds and "server/params/classifier/kernel" in found.found
     assert found.found.endswith("usual cause: batch.mask is not used")
@@ -239,7 +239,7 @@ def made_of(loss=None, rule=None, server_rule=None):
     entry = MethodEntry("a user's own", NoOptions, build, adapter="linear")
     values = {"clients": 4, "batch_size": 4, "epochs": 2}
     cfg = config.from_mapping(entry, values, "test")
-    return tiny.federation(make_method(cfg, tiny.SIZES, tiny.network(tiny.TINY)))
+    return tiny.tiny_federation(make_method(cfg, tiny.SIZES, tiny.network(tiny.TINY)))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.normal], ids=["random", "numpy.random"])

@@ -120,7 +120,7 @@ def test_fisher_information_of_batches_is_caught(gradients):
 
 def played(method):
     """What the statement on slots says of a method after a task."""
-    made = tiny.federation(method, TINY, EXAMPLES)
+    made = tiny.tiny_federation(method, TINY, EXAMPLES)
     return slots_stay_apart(made, tiny.states_after_rounds(made))
 
 
@@ -151,7 +151,7 @@ def test_slots_of_every_pair_stay_apart(method, adapter):
         return
     if jax.tree.leaves(states):
         found = slots_stay_apart(
-            whole := tiny.federation(made, TINY, EXAMPLES), tiny.states_after_rounds(whole)
+            whole := tiny.tiny_federation(made, TINY, EXAMPLES), tiny.states_after_rounds(whole)
         )
         assert found.holds, found
 

@@ -113,7 +113,7 @@ def test_a_teacher_that_each_client_takes_from_its_first_round_is_caught():
     )
     run = federation_of_lora()
     method = federate(run, linear_learner(run), loss=cross_entropy_loss(), client_rules=(rule,))
-    made = tiny.federation(method)
+    made = tiny.tiny_federation(method)
     found = late_clients_keep_the_same(made, tiny.states_after_rounds(made))
     assert not found.holds and "newest" in found.found, found
 
@@ -132,7 +132,7 @@ def test_an_aggregate_of_others_is_caught():
         return state._replace(params=state.params._replace(classifier=classifier)), metrics
 
     rounds = tuple(each._replace(server=server) if each is main else each for each in made.method.rounds)
-    wrong = tiny.federation(made.method._replace(rounds=rounds))
+    wrong = tiny.tiny_federation(made.method._replace(rounds=rounds))
     found = participation_equals_the_reference(wrong, tiny.states_after_rounds(wrong))
     assert not found.holds, found
     assert participation_equals_the_reference(made, history("linear")).holds

@@ -1,7 +1,7 @@
-"""What a round would be on a chip that is not here: XLA compiles its programs for the chip's description.
+"""Compile the programs of a round for a chip that is not present, by XLA's description of it.
 
-Nothing runs. Memory is the compiler's own plan; operations and traffic are counted in the compiled program,
-so that times are lower bounds. Needs the optional dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA
+Nothing runs. Memory is what the compiler plans. Operations and traffic are counted in the compiled program,
+so times are lower bounds. This needs the optional dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA
 plugin for GPUs; neither needs a driver).
 """
 
@@ -30,24 +30,24 @@ from fcljax.runs.programs import Placement, RoundProgram, evaluations_of, progra
 
 
 class Chip(NamedTuple):
-    """What a vendor says of a chip."""
+    """A chip by its vendor's figures."""
 
     kind: str
     """tpu or gpu."""
     topology: str
-    """As libtpu names the smallest machine that has it; of a GPU, its own name in `_target`."""
+    """libtpu's name of the smallest machine with the chip; for a GPU, its name in `_target`."""
     memory: int
-    """Bytes that programs may use."""
+    """Bytes available to programs."""
     flops: float
-    """Dense bfloat16 operations per second at most."""
+    """Peak of dense bfloat16 operations per second."""
     bandwidth: float
-    """Bytes per second between chip and memory at most."""
+    """Peak of bytes per second between chip and memory."""
     devices: int = 1
     """Chips that share the clients."""
 
     @property
     def ridge(self) -> float:
-        """Operations per byte below which memory bounds a program."""
+        """Return the operations per byte below which memory bounds a program."""
         return self.flops / self.bandwidth
 
 
@@ -62,35 +62,35 @@ CHIPS = {
 
 
 class Footprint(NamedTuple):
-    """What the compiler says of one program on one chip."""
+    """The compiler's figures of one program on one chip."""
 
     program: str
-    """As in `RoundProgram.name`."""
+    """`RoundProgram.name`."""
     memory: int
     """Bytes of arguments, results and temporaries at the same time."""
     temporary: int
-    """Bytes of temporaries among them."""
+    """Bytes of temporaries alone."""
     flops: float
-    """Of one call, with one step of the loop over steps."""
+    """Operations of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written, in the same way. Where the compiler does not count them, as that for GPUs, they
-    are those of `checks/traffic.py`, and `flops` are the products of the program as written."""
+    """Bytes read and written by the same call. The compiler for GPUs counts neither: then these are those of
+    `checks/traffic.py`, and `flops` are the products of the program as written."""
     useful: float
-    """Matrix products and convolutions of the program as written over the operations of the compiled one; 0:
-    it has none."""
+    """Matrix products and convolutions of the program as written, over the operations of the compiled one; 0
+    without products."""
     collectives: dict[str, int]
     """Instructions that exchange data between chips, by kind."""
     seconds: float
     """CPU seconds of the compiler."""
     steps: int
-    """As in `RoundProgram.steps`."""
+    """`RoundProgram.steps`."""
 
     def share(self, chip: Chip) -> float:
-        """Share of the chip's peak that the traffic allows."""
+        """Return the share of the chip's peak that the traffic allows."""
         return min(1.0, self.flops / max(self.traffic, 1.0) / chip.ridge)
 
     def least_seconds(self, chip: Chip) -> float:
-        """Time of a round's calls, if operations and traffic were perfect."""
+        """Return the seconds of a round's calls at peak operations and peak bandwidth."""
         return max(1, self.steps) * max(self.flops / chip.flops, self.traffic / chip.bandwidth)
 
 
@@ -98,7 +98,7 @@ class Footprint(NamedTuple):
 
 
 def machine(name: str) -> tuple[Machine, Placement]:
-    """The chips of this name as jax describes them.
+    """Return the chips of this name as jax describes them.
 
     Raises:
       InputError: for an unknown name, or without the compiler for it.
@@ -106,17 +106,17 @@ def machine(name: str) -> tuple[Machine, Placement]:
     chip = CHIPS[choose("chip", name, CHIPS)]
     devices = (_tpus if chip.kind == "tpu" else _gpus)(chip)
     if chip.devices == 1:
-        one = SingleDeviceSharding(devices[0])
-        return Machine(chip.kind), Placement(one)
+        return Machine(chip.kind), Placement(SingleDeviceSharding(devices[0]))
     return Machine(chip.kind, mesh_of(devices[: chip.devices])), Placement()
 
 
 def _tpus(chip: Chip) -> list[Any]:
+    """Return descriptions of the TPUs of the smallest machine."""
     from jax.experimental import topologies
 
     _needs("libtpu")
     # libtpu asks a cloud's metadata server, and lets one process at a time use the chips, which are not here
-    alone = {
+    settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
@@ -126,21 +126,23 @@ def _tpus(chip: Chip) -> list[Any]:
         "TPU_MIN_LOG_LEVEL": "3",
         "TPU_LOG_DIR": "disabled",
     }
-    os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
+    os.environ.update({key: value for key, value in settings.items() if key not in os.environ})
     return list(topologies.get_topology_desc(topology_name=chip.topology, platform="tpu").devices)
 
 
 def _gpus(chip: Chip) -> list[Any]:
+    """Return descriptions of the GPUs."""
     from jax.experimental import topologies
 
     _needs("jax-cuda13-plugin")
     jax.devices()  # jax looks for plugins when it is first asked
     shape = f"1x1x{chip.devices}"
-    found = topologies.get_topology_desc("", "cuda", target_config=_target(chip), topology=shape)
-    return list(found.devices)
+    topology = topologies.get_topology_desc("", "cuda", target_config=_target(chip), topology=shape)
+    return list(topology.devices)
 
 
 def _needs(package: str) -> None:
+    """Refuse a chip whose compiler is not installed."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -150,11 +152,10 @@ def _needs(package: str) -> None:
 
 
 def _target(chip: Chip) -> str:
-    """A Hopper GPU with this memory, in the words of openxla/xla, xla/backends/gpu/target_config/specs."""
+    """Return the description of a Hopper GPU, as openxla/xla has them in backends/gpu/target_config/specs."""
     clock = 3750000 if chip.topology == "h200" else 2619000  # kHz, of the memory
-    # GHz
-    full = 1.8295201
-    boost = 1.98
+    full = 1.8295201  # GHz
+    boost = 1.98  # GHz
     scalar = [(4, 64, 1), (8, 64, 1), (10, 128, 2), (11, 128, 1), (12, 64, 1), (16, 128, 2)]
     wide = [2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36]
     matrix = [(kind, full, 1024) for kind in wide]
@@ -191,7 +192,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") -> Iterator[Footprint]:
-    """What the compiler says of the programs of a round and of an evaluation, one after the other.
+    """Yield the compiler's figures of the programs of a round and of an evaluation.
 
     Args:
       exp: made for `machine(name)`.
@@ -205,14 +206,13 @@ def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") ->
 
 
 def report(program: RoundProgram, kind: str) -> Footprint:
-    """Compile a program for where its arguments lie, on a chip of this kind, and read what the compiler says
-    of it."""
+    """Compile a program for the device of its arguments, a chip of this kind, and return its figures."""
     began = time.process_time()
     with traced_for(_device_of(program)):
         traced = program.trace()
-    wanted = product_flops(traced.jaxpr.jaxpr)
-    # compilers count the body of a loop once: of the blocks of a network, of microbatches, of looped lanes
-    times = wanted / product_flops(traced.jaxpr.jaxpr, repeated=False) if wanted else 1.0
+    written = product_flops(traced.jaxpr.jaxpr)
+    # compilers count a loop's body once: that of blocks, of microbatches, of lanes
+    times = written / product_flops(traced.jaxpr.jaxpr, repeated=False) if written else 1.0
     try:
         compiled = _compiled(traced.lower(), compiler_options(kind))
     except jax.errors.JaxRuntimeError as error:
@@ -225,9 +225,9 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     counted = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     assert memory is not None  # both compilers make one
-    flops = times * float(counted.get("flops", 0.0)) or wanted
+    flops = times * float(counted.get("flops", 0.0)) or written
     text = compiled.as_text() or ""
-    # by loops as long as the module says that they are
+    # `traffic` takes the length of loops from the module
     moved = times * float(counted.get("bytes accessed", 0.0)) or float(traffic(text))
     return Footprint(
         program=program.name,
@@ -235,7 +235,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         temporary=memory.temp_size_in_bytes,
         flops=flops,
         traffic=moved,
-        useful=wanted / flops if wanted and flops else 0.0,
+        useful=written / flops if written and flops else 0.0,
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
         steps=program.steps,
@@ -243,13 +243,14 @@ def report(program: RoundProgram, kind: str) -> Footprint:
 
 
 def _device_of(program: RoundProgram) -> Any:
-    """A device on which a program's arguments lie; None: where jax puts arrays."""
+    """Return a device on which a program's arguments lie; None: jax's default device."""
     shapes = [x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)]
     return next((device for x in shapes if x.sharding for device in x.sharding.device_set), None)
 
 
 def traced_for(device: Any) -> AbstractContextManager[None]:
-    """Where kernels are traced for a GPU that is not here: from 0.11 on jax would ask one that is."""
+    """Return the context in which kernels are traced for a GPU that is not present."""
+    # from 0.11 on jax would ask a device that is present
     if device is None or device.platform != "gpu":
         return nullcontext()
     described = AbstractDevice(device.device_kind, device.core_count, "gpu")
@@ -257,9 +258,11 @@ def traced_for(device: Any) -> AbstractContextManager[None]:
 
 
 def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """A program for the chip. A compiler that has a GPU tries kernels for each product; without one it takes
-    its own, Triton's, and fails where they have no tiles for a product's shape. Then cuBLAS has all
-    products of the program."""
+    """Compile a program for the chip.
+
+    With a GPU, the compiler tries kernels for each product. Without one it takes Triton's, and fails where
+    they have no tiles for a product's shape. All products of such a program go to cuBLAS.
+    """
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -276,12 +279,14 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Operations of the matrix products and convolutions of a traced program whose results are used.
+    """Return the operations of the matrix products and convolutions whose results a traced program uses.
 
-    The backward pass of a product writes the gradients of both factors, of frozen weights for nothing.
+    A backward pass computes gradients of frozen weights too; nobody uses them, so they do not count. A loop
+    of known length counts as often as it runs, any other loop once, and a conditional by its largest branch.
 
-    Those of a loop of known length count as often as it runs, or once if not `repeated`, as compilers count
-    them; those of other loops once; of a conditional the branch that has most.
+    Args:
+      jaxpr: the program.
+      repeated: False counts every loop once, as compilers do.
     """
     used: Any = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
     total = 0.0
@@ -298,7 +303,7 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
             total += equation.params["cost_estimate"].flops
             continue
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1
-        inside = [product_flops(each, repeated) for each in jaxprs_in_params(equation.params)]
+        inside = [product_flops(inner_jaxpr, repeated) for inner_jaxpr in jaxprs_in_params(equation.params)]
         if kernel:
             times = math.prod(equation.params["grid_mapping"].grid)
         total += times * (max(inside) if equation.primitive.name == "cond" else sum(inside))
@@ -306,10 +311,13 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
 
 
 def _convolution_flops(equation: Any) -> float:
-    """Without products with the zeros between the pixels of a dilated input, as gradients of strides have."""
+    """Return a convolution's operations.
+
+    The gradient of a stride dilates its input with zeros; products with these do not count.
+    """
     kernel = equation.invars[1].aval.shape
     out = equation.outvars[0].aval.shape
-    given = equation.params
-    outputs = kernel[given["dimension_numbers"].rhs_spec[0]]
-    repeated = math.prod(given["lhs_dilation"]) * given["batch_group_count"]
-    return 2.0 * math.prod(out) * math.prod(kernel) / outputs / repeated
+    params = equation.params
+    channels = kernel[params["dimension_numbers"].rhs_spec[0]]
+    zeros = math.prod(params["lhs_dilation"]) * params["batch_group_count"]
+    return 2.0 * math.prod(out) * math.prod(kernel) / channels / zeros

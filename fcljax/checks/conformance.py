@@ -7,25 +7,22 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from fcljax.checks.federation import (
     GARBAGE,
-    KEY,
     SIZES,
     TASKS,
     TINY,
     Federation,
     PlayedState,
     Statement,
+    begin_task,
     difference,
     engine_of,
     equal_bits,
     farthest_leaf,
-    federation,
     network,
     not_finite,
     of_client,
@@ -35,6 +32,7 @@ from fcljax.checks.federation import (
     present,
     receive,
     states_after_rounds,
+    tiny_federation,
 )
 from fcljax.checks.neighbours import neighbours_do_not_matter
 from fcljax.checks.participation import late_clients_keep_the_same, participation_equals_the_reference
@@ -49,9 +47,6 @@ from fcljax.federated.health import training_warnings
 from fcljax.parts.federate import rule_names
 from fcljax.runs import checkpoint
 from fcljax.runs.build import make_method
-from fcljax.types import (
-    RoundContext,
-)
 
 
 @leaks_in_one_line()
@@ -64,46 +59,74 @@ def check(settings: RunConfig) -> list[Statement]:
     Raises:
       InputError: for a method that does not follow the protocol.
     """
-    made = federation(make_method(settings, SIZES, network(TINY)))
-    history = states_after_rounds(made)
-    return [statement(made, history) for statement in STATEMENTS]
+    federation = tiny_federation(make_method(settings, SIZES, network(TINY)))
+    history = states_after_rounds(federation)
+    return [statement(federation, history) for statement in STATEMENTS]
 
 
 # ---- the statements ----------------------------------------------------------------------------------------
 
 
-def stays_finite(made: Federation, history: list[PlayedState]) -> Statement:
-    """States and the clients' losses stay finite, no upload is left out, and the server's state changes."""
+def stays_finite(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that states and losses stay finite, no upload is rejected, and the server's state changes."""
     reports: list[RoundReport] = []
-    states_after_rounds(made, heard=reports.append)
-    lines = [
-        {"participants": each.participants, "rejected": each.rejected, **each.metrics} for each in reports
-    ]
-    bad = next(((r, leaves) for r, state in enumerate(history) if (leaves := not_finite(state))), None)
-    rejected = sum(each.rejected for each in reports)
-    found = ""
-    if bad is not None:
-        found = f"{bad[1]} is NaN or infinite after round {bad[0] + 1}{_owner(made, bad[1])}"
-    elif rejected:
-        found = f"the server rejected {rejected} uploads: they had NaN, an infinity or an impossible claim"
-    elif said := training_warnings(lines):
-        found = said[0].removeprefix("warning: ")
-    elif not difference(made.server, history[-1].server):
-        found = "nothing changes"
+    states_after_rounds(federation, on_report=reports.append)
+    problem = (
+        _not_finite_leaf(federation, history)
+        or _rejected_uploads(reports)
+        or _training_warning(reports)
+        or ("" if difference(federation.server, history[-1].server) else "nothing changes")
+    )
     name = "states and losses stay finite, and the server's state changes"
-    return Statement(name, not found, found or "they do")
+    return Statement(name, not problem, problem or "they do")
 
 
-def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
-    """One lane in a loop, which computes short batches as such, receives the same as two vmapped lanes, which
-    pad them. The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing
-    else: in FedLwF.MC the teachers equal the students at first."""
-    single = engine_of(made.method, Lanes(1, "loop"), made.frozen, made.data, made.partitions, short=True)
+def _not_finite_leaf(federation: Federation, history: list[PlayedState]) -> str:
+    """Name the first leaf with a number that is not finite, with its round and rule; "" if there is none."""
+    for r, state in enumerate(history):
+        leaves = not_finite(state)
+        if leaves:
+            return f"{leaves} is NaN or infinite after round {r + 1}{_owner(federation, leaves)}"
+    return ""
+
+
+def _rejected_uploads(reports: Sequence[RoundReport]) -> str:
+    """Say how many uploads the server rejected; "" if none."""
+    rejected = sum(report.rejected for report in reports)
+    if not rejected:
+        return ""
+    return f"the server rejected {rejected} uploads: they had NaN, an infinity or an impossible claim"
+
+
+def _training_warning(reports: Sequence[RoundReport]) -> str:
+    """Return the first warning that a run would give about these rounds; "" if none."""
+    lines = [
+        {"participants": report.participants, "rejected": report.rejected, **report.metrics}
+        for report in reports
+    ]
+    warnings = training_warnings(lines)
+    return warnings[0].removeprefix("warning: ") if warnings else ""
+
+
+def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that one lane in a loop, with short batches, receives the same as two vmapped lanes with padding.
+
+    The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing else: in
+    FedLwF.MC the teachers equal the students at first.
+    """
+    single = engine_of(
+        federation.method,
+        Lanes(1, "loop"),
+        federation.frozen,
+        federation.data,
+        federation.partitions,
+        short=True,
+    )
     worst = (0.0, "")
-    for index in range(len(made.method.rounds)):
+    for index in range(len(federation.method.rounds)):
         pair = [
-            receive(made, engine, index, history[1], made.partitions[1], [0, 2, 3])[0]
-            for engine in (made.engine, single)
+            receive(federation, engine, index, history[1], federation.partitions[1], [0, 2, 3])[0]
+            for engine in (federation.engine, single)
         ]
         worst = max(worst, _farthest(pair, 3))
     return _nearly_equal(
@@ -114,43 +137,48 @@ def lanes_do_not_matter(made: Federation, history: list[PlayedState]) -> Stateme
     )
 
 
-def others_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
-    """What a client sends and keeps is the same bits, whichever clients take part besides."""
-    found = ""
-    for index in range(len(made.method.rounds)):
-
-        def received(ids: Sequence[int], index: int = index) -> tuple[Accumulator, PyTree]:
-            return receive(made, made.engine, index, history[1], made.partitions[1], ids)
-
-        together, after = received([0, 2, 3])
-        for rank, client in enumerate([0, 2, 3]):
-            single, own = received([client])
-            sent = difference(of_client(single.gather, 0), of_client(together.gather, rank))
-            kept = difference(of_client(own, client), of_client(after, client))
-            if not found and (sent or kept):
-                owner = _owner(made, kept, "clients") if kept else ""
-                found = f"client {client} {'sends' if sent else 'keeps'} other numbers: {sent or kept}{owner}"
+def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that what a client sends and keeps has the same bits whichever clients take part."""
+    problems = [
+        _influence_of_others(federation, history[1], index) for index in range(len(federation.method.rounds))
+    ]
     return _equal_or_cause(
         "what a client sends and keeps does not depend on the other participants",
-        found,
+        next(filter(None, problems), ""),
         "something outside of the client's context and state",
     )
 
 
-def _equal_or_cause(name: str, found: str, cause: str) -> Statement:
-    """The statement that two results have the same bits, with the usual cause where they do not."""
-    return equal_bits(name, f"{found}; usual cause: {cause}" if found else "")
+def _influence_of_others(federation: Federation, before: PlayedState, index: int) -> str:
+    """Say which client sends or keeps other numbers alone than with others in a round; "" if none."""
+    clients = [0, 2, 3]
+    partition = federation.partitions[1]
+    together, states = receive(federation, federation.engine, index, before, partition, clients)
+    for rank, client in enumerate(clients):
+        alone, states_alone = receive(federation, federation.engine, index, before, partition, [client])
+        sent = difference(of_client(alone.gather, 0), of_client(together.gather, rank))
+        if sent:
+            return f"client {client} sends other numbers: {sent}"
+        state = difference(of_client(states_alone, client), of_client(states, client))
+        if state:
+            return f"client {client} keeps other numbers: {state}{_owner(federation, state, 'clients')}"
+    return ""
 
 
-def _owner(made: Federation, leaves: str, field: str = "") -> str:
-    """The rule whose state the first of some leaves is, such as ", of client rule 'ewc'"; else nothing.
+def _equal_or_cause(name: str, problem: str, cause: str) -> Statement:
+    """Return the statement that two results have the same bits, with the usual cause where they do not."""
+    return equal_bits(name, f"{problem}; usual cause: {cause}" if problem else "")
+
+
+def _owner(federation: Federation, leaves: str, field: str = "") -> str:
+    """Name the rule whose state a leaf is, such as ", of the client rule 'ewc'"; "" if it is of no rule.
 
     Args:
-      made: the federation.
+      federation: whose rules are known by name.
       leaves: paths in a `PlayedState`, or in one of its fields.
       field: the field, if the paths begin within it.
     """
-    names = rule_names(made.method)
+    names = rule_names(federation.method)
     side = field or ("clients" if "clients" in leaves[:9] else "server")
     index = re.search(r"\[(\d+)\]|^(\d+)|/(\d+)", leaves)
     known = names.get(side, ())
@@ -160,38 +188,39 @@ def _owner(made: Federation, leaves: str, field: str = "") -> str:
     return f", of the {part} rule {known[number]!r}" if is_state and number < len(known) else ""
 
 
-def padding_is_inert(made: Federation, history: list[PlayedState]) -> Statement:
-    """Padding never influences a result, whatever it contains: images and labels of examples whose mask is
-    False, and images that no client has."""
-    indices = np.concatenate([partition.indices for partition in made.partitions])
+def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that padding never influences a result, whatever it contains.
+
+    Padding is the images and labels whose mask is False, and images that no client has.
+    """
+    indices = np.concatenate([partition.indices for partition in federation.partitions])
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
-    image = jnp.where(owned, made.data.image, jnp.nan)
-    assert made.data.query is not None
-    query = padding_features(*GARBAGE, made.data.query.shape[1])
-    poisoned = states_after_rounds(made, made.data._replace(image=image, query=query))
-    found = difference(poisoned[-1], history[-1])
+    image = jnp.where(owned, federation.data.image, jnp.nan)
+    assert federation.data.query is not None
+    query = padding_features(*GARBAGE, federation.data.query.shape[1])
+    poisoned = states_after_rounds(federation, federation.data._replace(image=image, query=query))
+    leaves = difference(poisoned[-1], history[-1])
     return _equal_or_cause(
         "padding is inert: with other images and labels in it, nothing changes",
-        f"{found}{_owner(made, found)}" if found else "",
+        f"{leaves}{_owner(federation, leaves)}" if leaves else "",
         "batch.mask is not used",
     )
 
 
-def order_does_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
-    """Clients with other numbers send the same sum, in their first round: later keys depend on the
-    numbers."""
-    del history
-    label = np.asarray(made.data.label)
+def order_does_not_matter(federation: Federation, _history: list[PlayedState]) -> Statement:
+    """Check that clients with permuted ids send the same sums in their first round.
+
+    Later rounds are left out, since keys depend on the ids.
+    """
+    label = np.asarray(federation.data.label)
     worst = (0.0, "")
     order = [3, 2, 0, 1]
-    renamed = partition_of(label, TASKS[0], made.partitions[0].count.tolist(), order)
-    begin = jax.jit(made.method.begin_task)
-    round_context = RoundContext.on_host(made.frozen, TASKS[0], 0, False)
-    state = PlayedState(begin(round_context, made.server, KEY), made.states)
-    for index in range(len(made.method.rounds)):
+    renamed = partition_of(label, TASKS[0], federation.partitions[0].count.tolist(), order)
+    state = PlayedState(begin_task(federation, federation.server, TASKS[0]), federation.states)
+    for index in range(len(federation.method.rounds)):
         pair = [
-            receive(made, made.engine, index, state, partition, present(partition), TASKS[0])[0]
-            for partition in (made.partitions[0], renamed)
+            receive(federation, federation.engine, index, state, partition, present(partition), TASKS[0])[0]
+            for partition in (federation.partitions[0], renamed)
         ]
         worst = max(worst, _farthest(pair, 2))
     return _nearly_equal(
@@ -203,48 +232,52 @@ def order_does_not_matter(made: Federation, history: list[PlayedState]) -> State
 
 
 def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
-    """The largest relative difference of what was received, and the leaf of uploads that has it."""
+    """Return the largest relative difference between two received uploads, and its leaf.
+
+    Args:
+      pair: what the server received in two ways.
+      parts: how many of means, sums and gathered arrays are compared.
+    """
     names = ("mean", "sum", "gather")[:parts]
-    found = []
+    differences = []
     for index, name in enumerate(names):
-        apart, leaf = farthest_leaf(*(parts_of(one)[index] for one in pair))
-        found.append((apart, f"{name}{leaf}"))
-    return max(found)
+        difference_, leaf = farthest_leaf(*(parts_of(received)[index] for received in pair))
+        differences.append((difference_, f"{name}{leaf}"))
+    return max(differences)
 
 
 def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) -> Statement:
-    """The statement that a difference is at most rounding; where it is not, the leaf and the usual cause."""
-    apart, leaf = worst
-    holds = apart < most
-    found = f"largest relative difference {apart:.1e}"
-    return Statement(
-        name, holds, found if holds else f"{found} in {leaf} of the uploads; usual cause: {cause}"
-    )
+    """Return the statement that a difference is below `most`; where it is not, with leaf and usual cause."""
+    largest, leaf = worst
+    measurement = f"largest relative difference {largest:.1e}"
+    if largest < most:
+        return Statement(name, True, measurement)
+    return Statement(name, False, f"{measurement} in {leaf} of the uploads; usual cause: {cause}")
 
 
-def resumes(made: Federation, history: list[PlayedState]) -> Statement:
-    """A run that is resumed from a checkpoint on disk gives the same bits."""
+def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that a run resumed from a checkpoint on disk gives the same bits."""
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
-        found = checkpoint.latest(manager, history[1])
-    again = states_after_rounds(made, start=1, state=found.state if found else None)
-    apart = difference(again[-1], history[-1])
+        snapshot = checkpoint.latest(manager, history[1])
+    state = None if snapshot is None else snapshot.state
+    resumed = states_after_rounds(federation, start=1, state=state)
+    leaves = difference(resumed[-1], history[-1])
     return _equal_or_cause(
         "a resumed run equals the uninterrupted one",
-        f"{apart}{_owner(made, apart)}" if apart else "",
+        f"{leaves}{_owner(federation, leaves)}" if leaves else "",
         "state in a Python variable, which no checkpoint has",
     )
 
 
-def traced_once(made: Federation, history: list[PlayedState]) -> Statement:
-    """After all other statements, every function of the engine was traced once."""
-    del history
-    most = max(made.engine.traces.items(), key=lambda item: item[1])
-    found = f"{most[0]}: {most[1]} traces"
-    if most[1] > 1:
-        found += "; usual cause: a shape, a dtype or a Python number that changes with the round or task"
-    return Statement("all rounds of all tasks share one trace", most[1] == 1, found)
+def traced_once(federation: Federation, _history: list[PlayedState]) -> Statement:
+    """Check that every function of the engine was traced once, after all other statements."""
+    function, traces = max(federation.engine.traces.items(), key=lambda item: item[1])
+    measurement = f"{function}: {traces} traces"
+    if traces > 1:
+        measurement += "; usual cause: a shape, a dtype or a Python number that changes over rounds or tasks"
+    return Statement("all rounds of all tasks share one trace", traces == 1, measurement)
 
 
 STATEMENTS = (

@@ -36,23 +36,23 @@ State = Literal["ok", "missing", "warning", "failed"]
 SIDE = 1024  # of the matrices of the self test
 SECONDS = 0.3  # for which the self test repeats its product
 LITTLE_DISK = 2**30  # bytes; checkpoints of runs are small, prepared data sets are not
-MAINTAINERS = (
-    "accelerators-aot",
-    "test",
-    "docs",
-    "notebook",
-    "release",
-)  # optional dependencies that no run needs
+# optional dependencies that no run needs
+MAINTAINERS = ("accelerators-aot", "test", "docs", "notebook", "release")
 
 
 class Finding(NamedTuple):
     """The result of one check."""
 
-    section: str  # such as "packages"
+    section: str
+    """Heading under which it is listed, such as "packages"."""
     name: str
+    """What was examined."""
     state: State
-    value: str  # what was found, for people
-    advice: str = ""  # what to do about it, a command if there is one
+    """Whether a run can do with it."""
+    value: str
+    """The result, as text."""
+    advice: str = ""
+    """What the user can do about it: a command if there is one."""
 
 
 def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> list[Finding]:
@@ -75,7 +75,7 @@ def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> lis
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Can a run start?"""
+    """Return whether a run can start."""
     return all(finding.state != "failed" for finding in findings)
 
 
@@ -83,58 +83,57 @@ def healthy(findings: Iterable[Finding]) -> bool:
 
 
 def packages() -> Iterator[Finding]:
-    """Python, fcljax and its dependencies, as the installed package's metadata lists them."""
+    """Examine Python, fcljax and the dependencies that the installed package's metadata lists."""
     yield Finding("packages", "python", "ok", platform.python_version())
     yield Finding("packages", "fcljax", "ok", __version__)
     try:
-        stated = [Requirement(text) for text in metadata.requires("fcljax") or ()]
+        requirements = [Requirement(text) for text in metadata.requires("fcljax") or ()]
     except metadata.PackageNotFoundError:
         advice = "pip install -e . (in a checkout)"
         yield Finding("packages", "metadata", "warning", "fcljax runs from a folder; not installed", advice)
         return
-    for requirement in stated:
+    for requirement in requirements:
         if _needed(requirement, ""):
             yield _package(requirement)
     extras = sorted(set(metadata.metadata("fcljax").get_all("Provides-Extra") or ()) - set(MAINTAINERS))
     for extra in extras:
-        yield _extra(extra, [r for r in stated if _needed(r, extra) and not _needed(r, "")])
+        yield _extra(extra, [r for r in requirements if _needed(r, extra) and not _needed(r, "")])
 
 
 def _needed(requirement: Requirement, extra: str) -> bool:
+    """Return whether this machine needs a requirement; `extra` "" is for the package itself."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _package(requirement: Requirement) -> Finding:
+    """Examine a package that every run needs."""
     problem = _problem(requirement)
-    advice = f"pip install '{requirement.name}{requirement.specifier}'" if problem else ""
-    value = problem or metadata.version(requirement.name)
-    return Finding("packages", requirement.name, "failed" if problem else "ok", value, advice)
+    if problem:
+        advice = f"pip install '{requirement.name}{requirement.specifier}'"
+        return Finding("packages", requirement.name, "failed", problem, advice)
+    return Finding("packages", requirement.name, "ok", metadata.version(requirement.name))
 
 
 def _extra(name: str, requirements: Sequence[Requirement]) -> Finding:
+    """Examine the packages of an optional dependency."""
     problems = [f"{r.name}: {problem}" for r in requirements if (problem := _problem(r))]
     if problems:
         return Finding("extras", name, "missing", "; ".join(problems), f"pip install -e '.[{name}]'")
-    return Finding(
-        "extras", name, "ok", ", ".join(f"{r.name} {metadata.version(r.name)}" for r in requirements)
-    )
+    versions = [f"{r.name} {metadata.version(r.name)}" for r in requirements]
+    return Finding("extras", name, "ok", ", ".join(versions))
 
 
 def _problem(requirement: Requirement) -> str:
-    """Why a requirement is not met; empty if it is."""
+    """Return why a requirement is not met; "" if it is."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return "not installed"
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{version} is installed, {requirement.specifier} is needed"
-    of = (
-        [Requirement(text) for text in metadata.requires(requirement.name) or ()]
-        if requirement.extras
-        else ()
-    )
-    for extra in requirement.extras:  # such as jax[cuda13]: what the other package's extra needs
-        for inner in of:
+    # jax[cuda13] is met only if the packages are there that the extra of jax needs
+    for extra in requirement.extras:
+        for inner in map(Requirement, metadata.requires(requirement.name) or ()):
             if inner.marker and inner.marker.evaluate({"extra": extra}):
                 problem = _problem(inner)
                 if problem:
@@ -146,19 +145,19 @@ def _problem(requirement: Requirement) -> str:
 
 
 def devices() -> Iterator[Finding]:
-    """The devices that JAX uses, with their memory."""
+    """List the devices that JAX uses, with their memory."""
     try:
-        found = jax.devices()
+        in_use = jax.devices()
     except RuntimeError as error:
         advice = "unset JAX_PLATFORMS, or install JAX for this device: pip install -e '.[gpu]'"
         yield Finding("devices", "jax", "failed", one_line(str(error)), advice)
         return
-    for device in found:
+    for device in in_use:
         limit = (device.memory_stats() or {}).get("bytes_limit") or machine_memory()
         value = f"{device.device_kind}, {decimal(limit)} of memory"
         yield Finding("devices", f"{device.platform}:{device.id}", "ok", value)
     yield Finding("devices", "processor cores", "ok", str(os.cpu_count()))
-    if found[0].platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
+    if in_use[0].platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
         yield Finding(
             "devices",
             "NVIDIA GPU",
@@ -186,13 +185,14 @@ def self_test() -> Iterator[Finding]:
 
 
 def _product() -> tuple[bool, float, float]:
-    """Whether the product is right, seconds to compile, and operations per second."""
+    """Return whether the product is right, seconds to compile, and operations per second."""
     host = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     x = jnp.asarray(host)
     began = time.perf_counter()
     product = jax.jit(jnp.matmul).lower(x, x).compile()
     compile_s = time.perf_counter() - began
-    close = np.allclose(product(x, x), host @ host, atol=0.02 * SIDE**0.5)  # accelerators round to 10 bits
+    # accelerators round the factors to 10 bits
+    close = np.allclose(product(x, x), host @ host, atol=0.02 * SIDE**0.5)
     count = 0
     began = time.perf_counter()
     while time.perf_counter() - began < SECONDS:
@@ -205,7 +205,7 @@ def _product() -> tuple[bool, float, float]:
 
 
 def weights() -> Iterator[Finding]:
-    """The packaged files of weights, by their checksums."""
+    """Compare the packaged files of weights with their checksums."""
     for name, known in ASSET_DIGESTS.items():
         file = resources.files("fcljax") / "assets" / name
         advice = "install fcljax again"
@@ -221,49 +221,57 @@ def weights() -> Iterator[Finding]:
 
 
 def checkpoint(name: str) -> Finding:
-    """Can a run read this file of weights?"""
+    """Examine whether a run can read a file of weights."""
     try:
-        read = load_backbone(None, name, None)
+        network = load_backbone(None, name, None)
     except (InputError, OSError) as error:
         return Finding("checkpoints", name, "failed", one_line(str(error)), "fcljax convert --help")
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(read.params))
-    value = (
-        f"{network_name(read.config)} ({read.mapping}), {parameters:,} parameters, sha256 {read.digest[:16]}"
-    )
-    return Finding("checkpoints", name, "ok", "; ".join((value, *read.notes)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(network.params))
+    family = f"{network_name(network.config)} ({network.mapping})"
+    value = f"{family}, {parameters:,} parameters, sha256 {network.digest[:16]}"
+    return Finding("checkpoints", name, "ok", "; ".join((value, *network.notes)))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 
 
 def folders(data_dir: str | None = None) -> Iterator[Finding]:
-    """The folders of files: whether they can be written, how much is there, and how much room is left."""
+    """Examine folders: whether files can be written, bytes used and bytes free."""
     yield _folder("run directories (runs/)", Path("runs"), "fcljax run METHOD --out FOLDER", "failed")
     data = data_folder(data_dir)
     yield _folder("data sets and their cache", data, "--data-dir FOLDER, or set FCLJAX_DATA", "warning")
-    theirs = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    compiled = [Path(theirs)] if theirs else asked_folders()
+    cache_of_jax = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    compiled = [Path(cache_of_jax)] if cache_of_jax else asked_folders()
     if not compiled:
         yield Finding("folders", "compiled programs", "ok", "not kept: FCLJAX_COMPILED is off")
     else:
-        there = next((folder for folder in compiled if folder.is_dir()), compiled[0])
-        yield _folder("compiled programs", there, "--compile-cache FOLDER, or off", "warning")
+        cache = next((folder for folder in compiled if folder.is_dir()), compiled[0])
+        yield _folder("compiled programs", cache, "--compile-cache FOLDER, or off", "warning")
 
 
-def _folder(name: str, folder: Path, elsewhere: str, otherwise: State) -> Finding:
+def _folder(name: str, folder: Path, advice: str, refused: State) -> Finding:
+    """Examine one folder.
+
+    Args:
+      name: shown to the user.
+      folder: need not exist.
+      advice: how to choose another one.
+      refused: the state if no file can be written there.
+    """
     try:
         check_folder(folder)
     except InputError as error:
-        return Finding("folders", name, otherwise, str(error).partition(": ")[2], elsewhere)
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    free = shutil.disk_usage(there).free
+        return Finding("folders", name, refused, str(error).partition(": ")[2], advice)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     value = f"{folder}: {decimal(_used(folder))} used, {decimal(free)} free"
-    few = free < LITTLE_DISK
-    return Finding("folders", name, "warning" if few else "ok", value, elsewhere if few else "")
+    if free < LITTLE_DISK:
+        return Finding("folders", name, "warning", value, advice)
+    return Finding("folders", name, "ok", value)
 
 
 def _used(folder: Path) -> int:
-    """Bytes of the regular files below a folder."""
+    """Return the bytes of the files below a folder."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -276,7 +284,7 @@ def _used(folder: Path) -> int:
 
 
 def datasets(data_dir: str | None = None) -> Iterator[Finding]:
-    """All named data sets: whether they are here, or the command that gets them."""
+    """Examine whether each named data set is present; if not, give the command that gets it."""
     for name, _, state in known_datasets(data_dir):
         why = state.removeprefix("not here: ")
         if why == state:

@@ -64,12 +64,15 @@ class Statement(NamedTuple):
     """One tested invariant."""
 
     name: str
+    """The invariant, as a sentence."""
     holds: bool
-    found: str  # the measurement behind it
+    """Whether the method satisfies it."""
+    found: str
+    """The measurement behind it, or what is wrong and its usual cause."""
 
 
 class Federation(NamedTuple):
-    """A method on the tiny data, with its engine and where it starts."""
+    """A method on the tiny data, with its engine and its state before the first task."""
 
     method: Method
     engine: Engine
@@ -81,29 +84,30 @@ class Federation(NamedTuple):
 
 
 class PlayedState(NamedTuple):
-    """What goes from round to round."""
+    """The state between two rounds."""
 
     server: PyTree
     clients: PyTree
-    past: tuple[ReplayBuffer, ...] = ()  # what the server keeps of finished tasks
+    past: tuple[ReplayBuffer, ...] = ()
+    """What the server replays of finished tasks."""
 
 
 def network(vit: ViTConfig) -> Network:
-    """A ViT of images of 8 pixels, with a masked autoencoder whose pixels are in another range."""
+    """Return a ViT for images of 8 pixels, with a masked autoencoder whose pixels have another range."""
     pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
     return vit_network(vit, autoencoder=pair)
 
 
 def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
-    """Random parameters of `network` and images of another data set."""
+    """Return random parameters of `network`, and images of another data set."""
     decoder = init_decoder(jax.random.key(4), dataclasses.replace(DECODER, encoder_width=vit.width))
     return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate)
 
 
-def federation(
+def tiny_federation(
     method: Method, vit: ViTConfig = TINY, sizes: Sequence[Sequence[int]] = EXAMPLES
 ) -> Federation:
-    """The method on 60 random images.
+    """Return the method on 60 random images.
 
     Args:
       method: the method.
@@ -115,7 +119,7 @@ def federation(
     rng = np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
     data = Split(image, jnp.asarray(label, jnp.int32), query=padding_features(0.0, 0, vit.width))
-    partitions = [partition_of(label, task, own) for task, own in zip(TASKS, sizes, strict=True)]
+    partitions = [partition_of(label, task, counts) for task, counts in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
     frozen = frozen_parameters(vit, surrogate)
     server = jax.jit(method.init)(jax.random.key(2), frozen)
@@ -124,25 +128,25 @@ def federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read_plain(data: Split, index: Array, keys: Array, augment: bool) -> tuple[Array, Array, Array]:
-    """The images as they are: there is nothing to augment. In place of query features, the content of
-    padding."""
-    del keys, augment
+def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[Array, Array, Array]:
+    """Return images without augmentation, labels, and the content of padding in place of query features."""
     assert data.query is not None
     return data.image[index], data.label[index], data.query[index]
 
 
 def padding_features(pixel: float, label: int, width: int) -> Array:
-    """The content of padding in place of query features: every example carries it, since the engine clears
-    padding itself."""
+    """Return the content of padding in place of query features [60, width].
+
+    Every example carries it, since the engine clears padding itself.
+    """
     return jnp.zeros((60, width)).at[:, 0].set(pixel).at[:, 1].set(label)
 
 
 def _with_padding(method: Method) -> Method:
-    """The method, whose steps get the padding that the batch's own examples carry (`_padding`)."""
+    """Return the method with steps that see the padding which the batch's examples carry."""
 
     def filled(batch: Batch) -> Batch:
-        if batch.query is None:  # of other data
+        if batch.query is None:  # a batch that the server draws carries none
             return batch
         pixel, label, *_ = jnp.max(batch.query, axis=0)
         image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
@@ -156,9 +160,9 @@ def _with_padding(method: Method) -> Method:
 
         return phase._replace(step=step)
 
-    def round_of(each: Round) -> Round:
-        phases = tuple(map(phase_of, each.program.phases))
-        return each._replace(program=each.program._replace(phases=phases))
+    def round_of(round_: Round) -> Round:
+        phases = tuple(map(phase_of, round_.program.phases))
+        return round_._replace(program=round_.program._replace(phases=phases))
 
     return method._replace(rounds=tuple(map(round_of, method.rounds)))
 
@@ -166,12 +170,19 @@ def _with_padding(method: Method) -> Method:
 def partition_of(
     label: np.ndarray, task, sizes: Sequence[int], order=range(SIZES.clients)
 ) -> ClientPartition:
-    """Clients with so many examples of the task, in `order`; its first example belongs to nobody."""
-    mine = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
-    owned = np.split(mine, np.cumsum(sizes)[:-1])
-    owned = ClientIndices.of([owned[i] for i in order])
-    counts = count_matrix(label, owned.by_client(), SIZES.classes).astype(np.int32)
-    return ClientPartition(*owned, counts)
+    """Return the partition of a task's examples, of which the first belongs to no client.
+
+    Args:
+      label: of all examples.
+      task: whose classes are partitioned.
+      sizes: numbers of examples.
+      order: which of these numbers each client gets.
+    """
+    examples = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
+    shares = np.split(examples, np.cumsum(sizes)[:-1])
+    indices = ClientIndices.of([shares[i] for i in order])
+    class_examples = count_matrix(label, indices.by_client(), SIZES.classes).astype(np.int32)
+    return ClientPartition(*indices, class_examples)
 
 
 def engine_of(
@@ -182,39 +193,42 @@ def engine_of(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """The engine; with `short`, batches of one and two examples are computed as such."""
-    room = capacities(method, partitions, lanes.count, slots=128)
+    """Return the engine; with `short`, batches of one and two examples are computed without padding."""
+    sizes = capacities(method, partitions, lanes.count, slots=128)
     if short:
-        room = tuple(each._replace(widths=tuple(map(_with_short, each.widths))) for each in room)
-    return make_engine(method, read_plain, lanes, room, Example(frozen, data, TASKS[0]))
+        sizes = tuple(size._replace(widths=tuple(map(_with_short, size.widths))) for size in sizes)
+    return make_engine(method, read_plain, lanes, sizes, Example(frozen, data, TASKS[0]))
 
 
 def _with_short(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the batch widths that are compiled, with that of a short batch."""
     return tuple(sorted({min(SHORT, widths[-1]), *widths}))
 
 
 def states_after_rounds(
-    made: Federation,
+    federation: Federation,
     data: Split | None = None,
     start: int = 0,
     state: PlayedState | None = None,
     ids: Sequence[int] | None = None,
-    heard: Callable[[RoundReport], object] | None = None,
+    on_report: Callable[[RoundReport], object] | None = None,
 ) -> list[PlayedState]:
-    """The states after every round of the tasks from `start` on, with what comes before and after a task.
+    """Return the states after every round from task `start` on, task starts and ends included.
 
     Args:
-      data: instead of the federation's own.
-      state: from which to start.
-      ids: the clients that participate in rounds; None: all that have examples.
-      heard: gets the report of every round, and of what comes before and after a task.
+      federation: what is played.
+      data: in place of the federation's data.
+      start: first task.
+      state: at the start; None: before the first task.
+      ids: clients that participate in rounds; None: all that have examples.
+      on_report: called with the report of every round, and of a task's start and end.
     """
-    data = made.data if data is None else data
+    data = federation.data if data is None else data
     history = []
-    server, clients, past = state or PlayedState(made.server, jax.tree.map(jnp.copy, made.states))
-    begin = jax.jit(made.method.begin_task)
-    for task, partition in list(zip(TASKS, made.partitions, strict=True))[start:]:
-        round_context = RoundContext.on_host(made.frozen, task, 0, False)
+    server, clients, past = state or PlayedState(federation.server, jax.tree.map(jnp.copy, federation.states))
+    begin = jax.jit(federation.method.begin_task)
+    for task, partition in list(zip(TASKS, federation.partitions, strict=True))[start:]:
+        round_context = RoundContext.on_host(federation.frozen, task, 0, False)
         server = begin(round_context, server, KEY)
         everyone = np.flatnonzero(partition.count)
         chosen = everyone if ids is None else np.intersect1d(everyone, ids)
@@ -223,24 +237,25 @@ def states_after_rounds(
             for when in ("task_start",) * (r == 0) + ("round",) + ("task_end",) * last:
                 number, who = (r, chosen) if when == "round" else (0, everyone)
                 inputs = RoundInputs(
-                    made.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
+                    federation.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
-                server, clients, report = run_round(made.engine, server, clients, inputs)
-                if heard is not None:
-                    heard(report)
-            kept = keep_task(made.engine, made.frozen, server, task, r) if last else None
-            past += () if kept is None else (kept,)
+                server, clients, report = run_round(federation.engine, server, clients, inputs)
+                if on_report is not None:
+                    on_report(report)
+            if last:
+                buffer = keep_task(federation.engine, federation.frozen, server, task, r)
+                past += () if buffer is None else (buffer,)
             history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
 
 def present(partition: ClientPartition) -> list[int]:
-    """The clients that have examples."""
+    """Return the ids of clients that have examples."""
     return np.flatnonzero(partition.count).tolist()
 
 
 def receive(
-    made: Federation,
+    federation: Federation,
     engine: Engine,
     index: int,
     state: PlayedState,
@@ -249,17 +264,27 @@ def receive(
     task: Task = TASKS[1],
     round_: int = 0,
 ) -> tuple[Accumulator, PyTree]:
-    """What the server receives from clients `ids` in one of the method's rounds, and all clients' new
-    states."""
+    """Return what the server receives from some clients in one of the method's rounds, and all new states.
+
+    Args:
+      federation: whose data are read.
+      engine: which plays the round.
+      index: of the method's round.
+      state: before the round.
+      partition: of the round.
+      ids: clients that take part.
+      task: of the round.
+      round_: its number within the task.
+    """
     player = engine.players[index]
     chunks, _ = plan_round(
         player.round.program, partition, np.array(ids), round_, engine.lanes.count, player.capacity
     )
-    round_context = RoundContext.on_host(made.frozen, task, round_, False)
+    round_context = RoundContext.on_host(federation.frozen, task, round_, False)
     broadcast = engine.broadcast(round_context, state.server)
     states = jax.tree.map(jnp.copy, state.clients)
     exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
-    received, states, _ = run_chunks(engine, chunks, exchange, states, made.data)
+    received, states, _ = run_chunks(engine, chunks, exchange, states, federation.data)
     return received, states
 
 
@@ -267,20 +292,28 @@ def receive(
 
 
 def parts_of(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:
+    """Return weighted means, sums and what is gathered per client."""
     return received.mean, received.sum, received.gather
 
 
 def of_client(tree: PyTree, index: int) -> PyTree:
+    """Return the leaves of one client, from a tree that is stacked over clients."""
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def equal_bits(name: str, found: str) -> Statement:
-    """The statement that two trees have the same bits, where `found` says how they differ."""
-    return Statement(name, not found, found or "the same bits")
+def begin_task(federation: Federation, server: PyTree, task: Task) -> PyTree:
+    """Return the server's state when a task begins, before its first round."""
+    round_context = RoundContext.on_host(federation.frozen, task, 0, False)
+    return jax.jit(federation.method.begin_task)(round_context, server, KEY)
+
+
+def equal_bits(name: str, problem: str) -> Statement:
+    """Return the statement that two trees have the same bits; `problem` says how they differ, "" if equal."""
+    return Statement(name, not problem, problem or "the same bits")
 
 
 def difference(a: PyTree, b: PyTree) -> str:
-    """How two trees differ; empty if they have the same bits."""
+    """Return how two trees differ; "" if they have the same bits."""
     try:
         chex.assert_trees_all_equal(a, b)
     except AssertionError as error:
@@ -290,7 +323,7 @@ def difference(a: PyTree, b: PyTree) -> str:
 
 
 def not_finite(tree: PyTree) -> str:
-    """The leaves with NaN or infinite numbers, the first three of them; empty if there are none."""
+    """Return the first three leaves with NaN or infinite numbers; "" if there are none."""
     leaves = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -300,23 +333,23 @@ def not_finite(tree: PyTree) -> str:
 
 
 def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
-    """The largest difference over the largest value of a tree, and the leaf that has it."""
+    """Return the largest difference over the largest value of a tree, and the path of its leaf."""
     scale = max(largest(b), 1e-6)
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
-    found = [
+    differences = [
         (largest(x.astype(jnp.float32) - y.astype(jnp.float32)) / scale, jax.tree_util.keystr(path))
         for (path, x), y in pairs
     ]
-    return max(found, default=(0.0, ""))
+    return max(differences, default=(0.0, ""))
 
 
 def largest(tree: PyTree) -> float:
-    """The largest absolute value; infinite if one is NaN."""
+    """Return the largest absolute value; infinite if one is NaN."""
     values = [jnp.nan_to_num(jnp.abs(x.astype(jnp.float32)), nan=jnp.inf) for x in jax.tree.leaves(tree)]
     return max((float(jnp.max(x, initial=0.0)) for x in values), default=0.0)
 
 
 def relative_difference(a: PyTree, b: PyTree) -> float:
-    """The largest difference over the largest value; infinite if one is NaN or infinite."""
-    apart = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
-    return largest(apart) / max(largest(b), 1e-6)
+    """Return the largest difference over the largest value; infinite if one is NaN or infinite."""
+    differences = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
+    return largest(differences) / max(largest(b), 1e-6)

@@ -27,21 +27,20 @@ from fcljax.options import flag
 from fcljax.types import Batch, Method, RoundContext
 
 IMAGES = 32  # of a batch
-TOLERANCE = (
-    1e-3  # rounding differs with the size of a batch; prompts of another choice move logits by percents
-)
+# rounding differs with the size of a batch, while prompts of another choice move logits by percents
+TOLERANCE = 1e-3
 
 # logits(images [n, H, W, 3], mask [n]) -> logits [n, C] of one of the method's functions
 Logits = Callable[[Array, Array], Float[Array, "n C"]]
 
 
-def neighbours_do_not_matter(made: Federation, history: list[PlayedState]) -> Statement:
-    """An image has the same logits alone, beside padding, in a batch, and in the batch in reverse order."""
-    batchwise = made.method.batchwise
-    images = _coloured(made.data.image[:IMAGES])
+def neighbours_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that an image has the same logits alone, beside padding, in a batch and in the reversed batch."""
+    batchwise = federation.method.batchwise
+    images = _coloured(federation.data.image[:IMAGES])
     worst = 0.0
     for task_index, state in ((0, history[SIZES.rounds - 1]), (1, history[-1])):
-        for logits in _predictions(made, state, task_index):
+        for logits in _predictions(federation, state, task_index):
             worst = max(worst, _largest_change(images, logits, bool(batchwise)))
     name = "a prediction does not depend on other images of its batch, their order or padding"
     if batchwise:
@@ -50,14 +49,16 @@ def neighbours_do_not_matter(made: Federation, history: list[PlayedState]) -> St
 
 
 def _coloured(noise: Array | np.ndarray) -> Float[Array, "n H W 3"]:
-    """Images of noise, each with a colour of its own: a small random network finds noise alone so alike that
-    nearly all images choose the same prompts."""
+    """Return images of noise, each with its own colour.
+
+    A small random network finds noise without colour so alike that nearly all images choose the same prompts.
+    """
     colour = np.random.default_rng(0).normal(size=(len(noise), 1, 1, 3))
     return jnp.asarray(noise + 3 * colour, jnp.float32)
 
 
 def _largest_change(images: Float[Array, "n H W 3"], logits: Logits, batchwise: bool) -> float:
-    """The largest difference to the logits of each image alone; with `batchwise`, beside padding only."""
+    """Return the largest difference to the logits of images alone; with `batchwise`, beside padding only."""
     alone = jnp.concatenate([logits(image[None], jnp.ones(1, bool)) for image in images])
     first = jnp.arange(IMAGES) == 0
     # padding that is not black, in case that black images choose what others choose
@@ -66,37 +67,41 @@ def _largest_change(images: Float[Array, "n H W 3"], logits: Logits, batchwise: 
     change = relative_difference(padded, alone)
     if batchwise:
         return change
-    every = jnp.ones(IMAGES, bool)
-    together = logits(images, every)
-    reverse = logits(images[::-1], every)[::-1]
+    mask = jnp.ones(IMAGES, bool)
+    together = logits(images, mask)
+    reverse = logits(images[::-1], mask)[::-1]
     return max(change, relative_difference(together, alone), relative_difference(reverse, alone))
 
 
-def _predictions(made: Federation, state: PlayedState, task_index: int) -> list[Logits]:
-    """The logits of the classes seen after the task, by every function of the method that predicts: of the
-    server, of what was merged before it trained, and of a client's model and its drawn one."""
+def _predictions(federation: Federation, state: PlayedState, task_index: int) -> list[Logits]:
+    """Return one function for each way in which the method predicts: its logits of the classes seen.
+
+    A method may predict by the server's model, by the merged model before the server trained, by a client's
+    personal model and by weights drawn for it.
+    """
     task = TASKS[task_index]
-    context = RoundContext.on_host(made.frozen, task, SIZES.rounds - 1, True)
+    context = RoundContext.on_host(federation.frozen, task, SIZES.rounds - 1, True)
     seen = np.flatnonzero(task.seen)
     client = of_client(state.clients, 0)
     return [
         _logits(function, (context, state.server, client) if personal else (context, state.server), seen)
-        for function, personal in _functions(made.method)
+        for function, personal in _functions(federation.method)
     ]
 
 
 def _functions(method: Method) -> list[tuple[Callable, bool]]:
-    """The functions that predict, and whether they read a client's state."""
-    every = (
+    """Return the functions that predict, each with whether it reads a client's state."""
+    functions = (
         (method.predict, False),
         (method.predict_provisional, False),
         (method.predict_client, True),
         (method.predict_drawn, True),
     )
-    return [(function, personal) for function, personal in every if function is not None]
+    return [(function, personal) for function, personal in functions if function is not None]
 
 
 def _logits(function: Callable, model: tuple, seen: np.ndarray) -> Logits:
+    """Return the compiled function of images and mask alone."""
     compiled = jax.jit(function)
 
     def logits(image: Array, mask: Array) -> Float[Array, "n C"]:

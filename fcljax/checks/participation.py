@@ -4,6 +4,8 @@ participation   the states after rounds of some of the clients are those of a pl
 late clients    what a client keeps of the broadcast does not depend on the round in which it first takes part
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,11 @@ from fcljax.checks.federation import (
     Federation,
     PlayedState,
     Statement,
+    begin_task,
     engine_of,
+    equal_bits,
     of_client,
+    present,
     read_plain,
     receive,
     relative_difference,
@@ -33,20 +38,22 @@ LATE, OTHERS = 3, (0, 2)
 TOLERANCE = 2e-3  # for rounding, which Adam turns into whole steps where a gradient is nothing else
 
 
-def participation_equals_the_reference(made: Federation, history: list[PlayedState]) -> Statement:
-    """Two rounds of different clients, by the engine and by the reference round, which has neither lanes nor
-    padding and calls the method's functions client by client. Training on a server's replay buffer is left
-    out, since the reference round does not play it."""
-    method = made.method._replace(server_replay=None)
-    engine = made.engine
-    if made.method.server_replay is not None:
-        engine = engine_of(method, LANES, made.frozen, made.data, made.partitions)
+def participation_equals_the_reference(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that two rounds of different clients give the states of the reference round.
 
-    server = _begin_task(made, history)
+    The reference round has neither lanes nor padding: it calls the method's functions client by client. It
+    does not play training on a server's replay buffer, so that is left out.
+    """
+    method = federation.method._replace(server_replay=None)
+    engine = federation.engine
+    if federation.method.server_replay is not None:
+        engine = engine_of(method, LANES, federation.frozen, federation.data, federation.partitions)
+
+    server = _begin_task(federation, history)
     states = jax.tree.map(jnp.copy, _before(history).clients)
     plain_server = server
-    plain_states = [of_client(states, client) for client in range(len(made.partitions[TASK].count))]
-    for inputs in _rounds(made):
+    plain_states = [of_client(states, client) for client in range(len(federation.partitions[TASK].count))]
+    for inputs in _rounds(federation):
         server, states, _ = run_round(engine, server, states, inputs)
         plain_server, plain_states, _ = play_round(method, read_plain, plain_server, plain_states, inputs)
 
@@ -60,31 +67,34 @@ def participation_equals_the_reference(made: Federation, history: list[PlayedSta
     )
 
 
-def late_clients_keep_the_same(made: Federation, history: list[PlayedState]) -> Statement:
-    """What a client keeps as a copy of the task's first broadcast, such as a teacher, is the same if it first
-    takes part in the second round, after others have trained. What it makes by training may differ."""
-    found = ""
-    for index, this_round in enumerate(made.method.rounds):
+def late_clients_keep_the_same(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that a client's copies of the task's first broadcast do not depend on when it first takes part.
+
+    A teacher is such a copy. It must be the same for a client that first takes part in the second round,
+    after others have trained. What a client computes by training may differ.
+    """
+    problem = ""
+    for index, this_round in enumerate(federation.method.rounds):
         if this_round.when == "round" and this_round.who == "sampled":
-            found = found or _changed_copies(made, history, index)
-    return Statement(
-        "a client that comes late keeps the same of the task's start", not found, found or "the same bits"
-    )
+            problem = problem or _changed_copies(federation, history, index)
+    return equal_bits("a client that comes late keeps the same of the task's start", problem)
 
 
-def _changed_copies(made: Federation, history: list[PlayedState], index: int) -> str:
-    """The leaves of a late client's state that are copies of another broadcast than an early client's."""
-    partition = made.partitions[TASK]
-    start = PlayedState(_begin_task(made, history), _before(history).clients)
-    first_broadcast = _broadcast(made, start.server, 0)
-    _, early = receive(made, made.engine, index, start, partition, [LATE])
+def _changed_copies(federation: Federation, history: list[PlayedState], index: int) -> str:
+    """Name the leaves of a late client's state that copy a later broadcast; "" if there are none."""
+    partition = federation.partitions[TASK]
+    start = PlayedState(_begin_task(federation, history), _before(history).clients)
+    first_broadcast = _broadcast(federation, start.server, 0)
+    _, early = receive(federation, federation.engine, index, start, partition, [LATE])
 
     states = jax.tree.map(jnp.copy, start.clients)
-    inputs = _inputs(made, 0, OTHERS)._replace(past=_before(history).past)
-    server, states, _ = run_round(made.engine, start.server, states, inputs)
-    _, late = receive(made, made.engine, index, PlayedState(server, states), partition, [LATE], round_=1)
+    inputs = _inputs(federation, 0, OTHERS)._replace(past=_before(history).past)
+    server, states, _ = run_round(federation.engine, start.server, states, inputs)
+    _, late = receive(
+        federation, federation.engine, index, PlayedState(server, states), partition, [LATE], round_=1
+    )
 
-    sent = [np.asarray(leaf) for leaf in jax.tree.leaves(first_broadcast)]
+    broadcast_leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(first_broadcast)]
     pairs = zip(
         jax.tree.leaves_with_path(of_client(early, LATE)),
         jax.tree.leaves(of_client(late, LATE)),
@@ -93,48 +103,52 @@ def _changed_copies(made: Federation, history: list[PlayedState], index: int) ->
     changed = [
         jax.tree_util.keystr(path)
         for (path, early_leaf), late_leaf in pairs
-        if _is_copy(early_leaf, sent) and not np.array_equal(early_leaf, late_leaf)
+        if _is_copy(early_leaf, broadcast_leaves) and not np.array_equal(early_leaf, late_leaf)
     ]
     if not changed:
         return ""
     return f"{', '.join(changed[:3])}: a copy of the newest broadcast in place of the task's first one"
 
 
-def _is_copy(leaf: Array, sent: list[np.ndarray]) -> bool:
-    """Whether a leaf of parameters has the bits of one that was sent. A constant one says nothing."""
+def _is_copy(leaf: Array, broadcast_leaves: list[np.ndarray]) -> bool:
+    """Return whether a leaf of parameters has the bits of a leaf of the broadcast."""
     array = np.asarray(leaf)
-    if not np.issubdtype(array.dtype, np.floating) or array.size < 2 or np.all(array == array.flat[0]):
+    # a constant leaf, such as zeros before the first step, equals leaves that it was not copied from
+    constant = array.size < 2 or np.all(array == array.flat[0])
+    if constant or not np.issubdtype(array.dtype, np.floating):
         return False
-    return any(array.shape == other.shape and np.array_equal(array, other) for other in sent)
+    return any(array.shape == sent.shape and np.array_equal(array, sent) for sent in broadcast_leaves)
 
 
 def _before(history: list[PlayedState]) -> PlayedState:
-    """The state before the task, which is that after the last round of the one before."""
+    """Return the state after the last round of the task before."""
     return history[SIZES.rounds * TASK - 1]
 
 
-def _begin_task(made: Federation, history: list[PlayedState]) -> PyTree:
-    """The server before the first round of the task."""
-    round_context = RoundContext.on_host(made.frozen, TASKS[TASK], 0, False)
-    server = jax.jit(made.method.begin_task)(round_context, _before(history).server, KEY)
+def _begin_task(federation: Federation, history: list[PlayedState]) -> PyTree:
+    """Return the server's state before the first round of the task."""
+    server = begin_task(federation, _before(history).server, TASKS[TASK])
     states = jax.tree.map(jnp.copy, _before(history).clients)
-    everyone = np.flatnonzero(made.partitions[TASK].count)
-    inputs = _inputs(made, 0, everyone)._replace(when="task_start")
-    return run_round(made.engine, server, states, inputs)[0]
+    everyone = present(federation.partitions[TASK])
+    inputs = _inputs(federation, 0, everyone)._replace(when="task_start")
+    return run_round(federation.engine, server, states, inputs)[0]
 
 
-def _rounds(made: Federation) -> list[RoundInputs]:
-    return [_inputs(made, number, ids) for number, ids in enumerate(PARTICIPANTS)]
+def _rounds(federation: Federation) -> list[RoundInputs]:
+    """Return the inputs of the task's rounds."""
+    return [_inputs(federation, number, ids) for number, ids in enumerate(PARTICIPANTS)]
 
 
-def _inputs(made: Federation, number: int, ids) -> RoundInputs:
+def _inputs(federation: Federation, number: int, ids: Sequence[int]) -> RoundInputs:
+    """Return the inputs of one round of the task, in which the clients `ids` take part."""
     last = number == len(PARTICIPANTS) - 1
-    partition = made.partitions[TASK]
+    partition = federation.partitions[TASK]
     return RoundInputs(
-        made.frozen, made.data, partition, np.array(ids), TASKS[TASK], number, KEY, "round", last
+        federation.frozen, federation.data, partition, np.array(ids), TASKS[TASK], number, KEY, "round", last
     )
 
 
-def _broadcast(made: Federation, server: PyTree, number: int) -> Broadcast:
-    round_context = RoundContext.on_host(made.frozen, TASKS[TASK], number, False)
-    return made.engine.broadcast(round_context, server)
+def _broadcast(federation: Federation, server: PyTree, number: int) -> Broadcast:
+    """Return what clients receive in a round of the task."""
+    round_context = RoundContext.on_host(federation.frozen, TASKS[TASK], number, False)
+    return federation.engine.broadcast(round_context, server)

@@ -1,8 +1,7 @@
-"""What a run would need of a chip that is not here, before a machine is booked: does it fit, how long does a
-round take at best, and which settings would be chosen.
+"""Estimates for a chip that is not present: memory, least time of a round, and the settings that would run.
 
-The programs of a round are compiled for the chip (`checks/chips.py`), with the weights as shapes and, where
-they are not here, the images as shapes too. Nothing runs.
+The programs of a round are compiled for the chip (`checks/chips.py`). Weights are shapes, and so are images
+where there are none. Nothing runs.
 """
 
 import dataclasses
@@ -32,62 +31,63 @@ from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario
 
-# In the names of programs that train, and that evaluate
+# parts of the names of programs that train and of programs that evaluate
 LOOPS = " phase "
 EVALUATIONS = "evaluation"
 
 
 class Stand(NamedTuple):
-    """What stands for images that are not here: of them, only the numbers matter."""
+    """Numbers that stand for a data set that is not present."""
 
     images: int
     """Training images; there is a fifth as many test images."""
     classes: int
-    """In equal shares."""
+    """Number of classes, each with as many images."""
     side: int
-    """Pixels of a side, as they are stored."""
+    """Pixels of a stored image's side."""
 
 
 class ChipPlan(NamedTuple):
-    """The answer."""
+    """Estimates for a run on a chip."""
 
     settings: config.RunConfig
-    """With what would be chosen for the chip."""
+    """Settings that would run on the chip."""
     chip: Chip
-    """The chip."""
+    """Its memory and peak rates."""
     lanes: int
     """Clients that train at the same time, on all chips together."""
     training: list[Footprint]
-    """Of each loop of a round over training steps."""
+    """One for each loop over training steps of a round."""
     evaluation: list[Footprint]
-    """Of each model that is evaluated, on all test images."""
+    """One for each evaluated model, on all test images."""
     evaluations: float
-    """Of all test images that those of the run are worth."""
+    """The run's evaluations, in passes over all test images."""
     beside: int
-    """Bytes of test images, which lie beside every program."""
+    """Bytes of test images, which stay in memory beside every program."""
     line: str | None
-    """What was chosen to make it fit; None: it fits as it is."""
+    """Settings that were changed to fit, for the user; None if nothing had to be."""
 
     @property
     def memory(self) -> int:
-        """Bytes that are needed at the same time."""
-        return self.beside + max(each.memory for each in (*self.training, *self.evaluation))
+        """Return the bytes that are needed at the same time."""
+        programs = (*self.training, *self.evaluation)
+        return self.beside + max(program.memory for program in programs)
 
     @property
     def round_seconds(self) -> float:
-        """A round takes at least as long."""
-        return sum(each.least_seconds(self.chip) for each in self.training)
+        """Return a lower bound of a round's time."""
+        return sum(program.least_seconds(self.chip) for program in self.training)
 
     @property
     def run_seconds(self) -> float:
-        """All rounds and evaluations of the run take at least as long."""
-        evaluation = sum(each.least_seconds(self.chip) for each in self.evaluation)
+        """Return a lower bound of the time of all rounds and evaluations."""
+        evaluation = sum(program.least_seconds(self.chip) for program in self.evaluation)
         rounds = self.settings.rounds * self.settings.tasks
         return self.round_seconds * rounds + evaluation * self.evaluations
 
 
 def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> ChipPlan:
-    """What a run with these settings would need of the chips `name`.
+    """Estimate what a run with these settings needs on the chips `name`.
 
     Args:
       settings: resolved.
@@ -95,23 +95,23 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
       stand: stands for the images; None loads those that the settings name.
 
     Raises:
-      InputError: for an unknown chip, without the compiler for it, for what `load_inputs` refuses, or if
-        nothing that may be changed makes it fit: what is needed, what there is, the nearest settings.
+      InputError: for an unknown chip or a missing compiler, for what `load_inputs` refuses, or if the run
+        does not fit: the line gives the bytes needed, the bytes present and the nearest settings.
     """
-    where, placement = machine(name)
+    target, placement = machine(name)
     chip = CHIPS[name]
-    exp = experiment(settings, where, chip, stand)
+    exp = experiment(settings, target, chip, stand)
     compiled: dict[config.RunConfig, list[Footprint]] = {}
 
     def need(exp: Experiment) -> Need:
         compiled[exp.settings] = list(reports(exp, placement, chip.kind, LOOPS))
-        largest = max(compiled[exp.settings], key=lambda each: each.memory)
+        largest = max(compiled[exp.settings], key=lambda program: program.memory)
         return Need(largest.program, largest.memory + _beside(exp), largest.temporary)
 
-    def again(other: config.RunConfig) -> Experiment:
-        return assemble(other, exp.inputs, exp.scenario, exp.sizes, machine=where)
+    def with_settings(settings: config.RunConfig) -> Experiment:
+        return assemble(settings, exp.inputs, exp.scenario, exp.sizes, machine=target)
 
-    exp, line = fit_memory(exp, chip.memory, again, need)
+    exp, line = fit_memory(exp, chip.memory, with_settings, need)
     evaluation = list(reports(exp, placement, chip.kind, EVALUATIONS))
     _check_evaluation(exp, evaluation, chip)
     evaluations = evaluated_images(exp) / len(exp.scenario.test_label)
@@ -121,7 +121,8 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
 
 
 def _check_evaluation(exp: Experiment, evaluation: list[Footprint], chip: Chip) -> None:
-    need = _beside(exp) + max(each.memory for each in evaluation)
+    """Refuse a batch size with which an evaluation does not fit."""
+    need = _beside(exp) + max(program.memory for program in evaluation)
     size = exp.settings.eval_batch_size
     if need > USABLE * chip.memory:
         raise InputError(
@@ -133,13 +134,14 @@ def _check_evaluation(exp: Experiment, evaluation: list[Footprint], chip: Chip) 
 def many_chips(
     settings: config.RunConfig, name: str, chips: int, stand: Stand | None = None
 ) -> tuple[Experiment, EngineState]:
-    """What the engine holds on each of so many chips that share the clients, by shapes alone: nothing is
-    compiled, and no compiler for the chip is needed.
+    """Return the experiment on many chips and the shapes of the engine's state on each of them.
+
+    Nothing is compiled, so no compiler for the chip is needed.
 
     Args:
       settings: resolved.
       name: one of `CHIPS`.
-      chips: their number.
+      chips: number of chips that share the clients.
       stand: as of `plan`.
 
     Raises:
@@ -152,14 +154,15 @@ def many_chips(
 
 
 def _beside(exp: Experiment) -> int:
+    """Return the bytes of test images that stay on the chip."""
     return exp.test.image.nbytes if isinstance(exp.test, Split) else 0
 
 
 def experiment(
-    settings: config.RunConfig, where: Machine, chip: Chip, stand: Stand | None = None
+    settings: config.RunConfig, target: Machine, chip: Chip, stand: Stand | None = None
 ) -> Experiment:
-    """The experiment of these settings on a machine that is not here; arguments as of `plan`."""
-    settings = dataclasses.replace(settings, dtype=compute_type(settings, where.backend))
+    """Return the experiment of these settings on a machine that is not present; arguments as of `plan`."""
+    settings = dataclasses.replace(settings, dtype=compute_type(settings, target.backend))
     if settings.data_budget is None:
         settings = dataclasses.replace(settings, data_budget=int(RESIDENT_SHARE * chip.memory / 2**20))
     backbone = abstract_backbone(settings)
@@ -169,34 +172,37 @@ def experiment(
     settings = config.resolve(fitted_to_data(settings, data))
     scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
     inputs = Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size))
-    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=where)
+    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=target)
 
 
 def blank_images(stand: Stand) -> Dataset:
-    """Images and labels of which only the numbers matter."""
+    """Return a data set of black images, with its classes in turn."""
     test = max(stand.classes, stand.images // 5)
-    train_image, test_image = (_blank(count, stand.side) for count in (stand.images, test))
+    train_image = _blank(stand.images, stand.side)
+    test_image = _blank(test, stand.side)
     names = tuple(map(str, range(stand.classes)))
-    labels = (np.arange(count) % stand.classes for count in (stand.images, test))
-    train_label, test_label = labels
+    train_label = np.arange(stand.images) % stand.classes
+    test_label = np.arange(test) % stand.classes
     return Dataset("blank", train_image, train_label, test_image, test_label, names)
 
 
 def _blank(count: int, side: int) -> UInt8[np.ndarray, "count side side 3"]:
-    """Images that take no memory."""
+    """Return black images that share the memory of one pixel."""
     return np.broadcast_to(np.uint8(0), (count, side, side, 3))
 
 
 def _blank_surrogate(settings: config.RunConfig, size: int) -> np.ndarray | tuple:
-    """What stands for the images of another data set, where the settings ask for some."""
+    """Return black images in place of another data set's, where the settings ask for some."""
     if not isinstance(settings, SurrogateOptions):
         return ()
     return _blank(settings.surrogate_images, size)
 
 
 def abstract_backbone(settings: config.RunConfig) -> Pretrained:
-    """The network that the settings name, its weights as shapes. A network without a name is read from its
-    file."""
+    """Return the network of the settings with shapes as weights.
+
+    A network without a name is read from its file.
+    """
     if settings.backbone == "auto":
         return load_network(settings, settings.image_size, settings.decoder, settings.seed)
     shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
@@ -207,12 +213,13 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
     params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
 
     def stored(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kernel = getattr(path[-1], "key", "") == "kernel"
-        return jax.ShapeDtypeStruct(x.shape, settings.dtype if kernel else x.dtype)
+        # only kernels are kept in the compute type; biases and norms stay in float32
+        is_kernel = getattr(path[-1], "key", "") == "kernel"
+        return jax.ShapeDtypeStruct(x.shape, settings.dtype if is_kernel else x.dtype)
 
     if settings.method == "pmae":
-        of = DecoderConfig(image_size=size, dtype=settings.dtype)
-        parameters = jax.tree_util.tree_map_with_path(stored, decoder_shapes(of))
-        decoder = PretrainedDecoder(of, parameters, half, half)
+        decoder_config = DecoderConfig(image_size=size, dtype=settings.dtype)
+        parameters = jax.tree_util.tree_map_with_path(stored, decoder_shapes(decoder_config))
+        decoder = PretrainedDecoder(decoder_config, parameters, half, half)
     params = jax.tree_util.tree_map_with_path(stored, params)
     return Pretrained(shape, params, None, decoder, half, half, "random", "0", ())

@@ -11,14 +11,15 @@ from fcljax.results import figures
 from fcljax.runs.inputs import load_split
 from fcljax.scenario import fit_partition, make_scenario
 
-# Of the contact sheet
+# the contact sheet's rows and columns
 SHEET_CLASSES = 12
 SHEET_IMAGES = 8
 
 
 def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
-    """Draw images of the first classes to images.png, and the examples of each client and class to
-    classes.png; of a redrawn population those of the first round of each task.
+    """Draw images of the first classes (images.png) and each client's examples per class (classes.png).
+
+    Where examples are assigned anew in every round, the picture shows the first round of each task.
 
     Returns:
       Rows (property, value) of a table.
@@ -59,4 +60,5 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
 
 
 def _range(numbers: np.ndarray) -> str:
+    """Return the least and the greatest number, as text."""
     return f"{numbers.min()} to {numbers.max()}"

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fcljax.checks.federation import (
-    KEY,
     TASKS,
     Federation,
     PlayedState,
     Statement,
+    begin_task,
     difference,
     equal_bits,
     receive,
@@ -25,72 +25,90 @@ from fcljax.types import Batch, RoundContext
 NAME = "state that clients keep over tasks does not reach parameters of one task alone"
 
 
-def slots_stay_apart(made: Federation, history: list[PlayedState]) -> Statement:
-    """After the first task, what clients keep of its slots is changed: in the next task they send, keep and
-    predict the same bits."""
-    slots = slot_entries(made)
-    clients, names = changed(history[1].clients, slots)
+def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Statement:
+    """Check that clients' state of the first task's slots has no influence on the second task.
+
+    The entries of client states that belong to these slots get other values. In the second task clients must
+    then send, store and predict the same bits.
+    """
+    slots = slot_entries(federation)
+    clients, names = with_other_slots(history[1].clients, slots)
     if not names:
         return Statement(NAME, True, "they keep none")
-    begin = jax.jit(made.method.begin_task)
-    opened = begin(RoundContext.on_host(made.frozen, TASKS[1], 0, False), history[1].server, KEY)
-    found = ""
-    for index, each in enumerate(made.method.rounds):
-        if each.who == "sampled":  # those that train
-            pair = [next_round(made, index, opened, state) for state in (history[1].clients, clients)]
-            found = found or difference(*pair)
-    return equal_bits(NAME, f"{', '.join(names[:3])} reach it: {found}" if found else "")
+    server = begin_task(federation, history[1].server, TASKS[1])
+    changed = ""
+    for index, this_round in enumerate(federation.method.rounds):
+        if this_round.who == "sampled":  # rounds in which clients train
+            usual = next_round(federation, index, server, history[1].clients)
+            poisoned = next_round(federation, index, server, clients)
+            changed = changed or difference(usual, poisoned)
+    return equal_bits(NAME, f"{', '.join(names[:3])} reach it: {changed}" if changed else "")
 
 
-def slot_entries(made: Federation) -> dict[str, np.ndarray]:
-    """Which trainable parameters are other ones in the second task than in the first: path -> entries.
+def slot_entries(federation: Federation) -> dict[str, np.ndarray]:
+    """Return the entries of trainable parameters that belong to one task alone: path -> mask.
 
-    A server with random parameters broadcasts equal values in both tasks where they are the same parameters.
+    A server with random parameters broadcasts equal values in both tasks where both train the same
+    parameters, and almost surely other values where they do not.
     """
     rng = np.random.default_rng(0)
 
-    def drawn(leaf: jax.Array) -> jax.Array:
-        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if floats else leaf
+    def random_like(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
 
-    server = jax.tree.map(drawn, made.server)
-    first, second = (trainable_leaves(made, server, task) for task in TASKS)
-    apart = {path: np.asarray(leaf) != np.asarray(second[path]) for path, leaf in first.items()}
-    return {path: entries for path, entries in apart.items() if entries.any()}
+    server = jax.tree.map(random_like, federation.server)
+    first, second = (trainable_leaves(federation, server, task) for task in TASKS)
+    masks = {path: np.asarray(leaf) != np.asarray(second[path]) for path, leaf in first.items()}
+    return {path: mask for path, mask in masks.items() if mask.any()}
 
 
-def trainable_leaves(made: Federation, server: PyTree, task) -> dict[str, jax.Array]:
-    """What a task's clients are sent and train, by path; of a hand-written method all that they are sent."""
-    payload = made.engine.broadcast(RoundContext.on_host(made.frozen, task, 0, False), server).payload
+def trainable_leaves(federation: Federation, server: PyTree, task) -> dict[str, jax.Array]:
+    """Return what the clients of a task receive and train: path -> leaf.
+
+    A method written by hand may have no field `trainable`: then it is all that clients receive.
+    """
+    payload = federation.engine.broadcast(
+        RoundContext.on_host(federation.frozen, task, 0, False), server
+    ).payload
     trainable = getattr(payload, "trainable", payload)
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(trainable)}
 
 
-def changed(clients: PyTree, slots: dict[str, np.ndarray]) -> tuple[PyTree, list[str]]:
-    """Clients' states with other values of what they keep of slots, and the paths of these leaves."""
+def with_other_slots(clients: PyTree, slots: dict[str, np.ndarray]) -> tuple[PyTree, list[str]]:
+    """Return client states with other values in the entries of slots, and the paths of the changed leaves.
+
+    Args:
+      clients: states, stacked over clients.
+      slots: path of a trainable leaf -> mask; a leaf of a state belongs to it by the end of its path and its
+        shape.
+    """
     names = []
 
     def change(path: tuple, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        for end, entries in slots.items():
-            if name.endswith(end) and leaf.shape[1:] == entries.shape:
+        for end, mask in slots.items():
+            if name.endswith(end) and leaf.shape[1:] == mask.shape:
                 names.append(name)
-                return jnp.where(entries, 2 * leaf + 1, leaf)
+                return jnp.where(mask, 2 * leaf + 1, leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(change, clients), names
 
 
-def next_round(made: Federation, index: int, server: PyTree, clients: PyTree) -> tuple[PyTree, PyTree]:
-    """What clients send in the second task, and what their personal models predict afterwards."""
+def next_round(federation: Federation, index: int, server: PyTree, clients: PyTree) -> tuple[PyTree, PyTree]:
+    """Return what clients send in the second task, and the logits of their personal models afterwards."""
     state = PlayedState(server, clients)
-    received, after = receive(made, made.engine, index, state, made.partitions[1], [0, 2, 3])
-    predict = made.method.predict_client
+    received, after = receive(
+        federation, federation.engine, index, state, federation.partitions[1], [0, 2, 3]
+    )
+    predict = federation.method.predict_client
     if predict is None:
         return received, ()
-    round_context = RoundContext.on_host(made.frozen, TASKS[1], 0, False)
-    image = jnp.asarray(made.data.image)
-    label = jnp.asarray(made.data.label)
+    round_context = RoundContext.on_host(federation.frozen, TASKS[1], 0, False)
+    image = jnp.asarray(federation.data.image)
+    label = jnp.asarray(federation.data.label)
     batch = Batch(image, label, label >= 0, label)
-    of_clients = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))
-    return received, of_clients(after)
+    predict_all = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))
+    return received, predict_all(after)

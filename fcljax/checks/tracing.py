@@ -26,16 +26,17 @@ ADDRESS = re.compile(r"0x[0-9a-f]+")
 OF_METHOD = ("init", "begin_task", "broadcast", "init_client", "predict", "predict_client", "predict_drawn")
 
 
-def traces_are_the_same(made: Federation, history: list[PlayedState]) -> Statement:
-    """Nothing random is drawn while tracing."""
-    del history
-    found: list[str] = []
-    check_method(_traced_twice(made.method, found), read_plain, Example(made.frozen, made.data, TASKS[0]))
-    return Statement(NAME, not found, f"{found[0]}: {CAUSE}" if found else "the same programs")
+def traces_are_the_same(federation: Federation, _history: list[PlayedState]) -> Statement:
+    """Check that no function of the method draws random numbers while it is traced."""
+    differences: list[str] = []
+    example = Example(federation.frozen, federation.data, TASKS[0])
+    check_method(_traced_twice(federation.method, differences), read_plain, example)
+    measurement = f"{differences[0]}: {CAUSE}" if differences else "the same programs"
+    return Statement(NAME, not differences, measurement)
 
 
-def _traced_twice(method: Method, found: list[str]) -> Method:
-    """The method whose functions note in `found` where two traces of them differ."""
+def _traced_twice(method: Method, differences: list[str]) -> Method:
+    """Return the method with functions that add to `differences` where two of their traces differ."""
 
     def twice(part: str, function: Any) -> Any:
         if function is None:
@@ -45,30 +46,32 @@ def _traced_twice(method: Method, found: list[str]) -> Method:
         def traced(*args: PyTree) -> PyTree:
             place = first_difference(_program(function, args), _program(function, args))
             if place is not None:
-                found.append(f"{name_part(part, function)}{place and f', {place},'} differs")
+                where = f", {place}," if place else ""
+                differences.append(f"{name_part(part, function)}{where} differs")
             return function(*args)
 
         return traced
 
-    def round_of(index: int, each: Round) -> Round:
-        where = f"rounds[{index}]." if len(method.rounds) > 1 else ""
+    def round_of(index: int, round_: Round) -> Round:
+        prefix = f"rounds[{index}]." if len(method.rounds) > 1 else ""
+        program = round_.program
         phases = tuple(
-            phase._replace(step=twice(f"{where}phases[{i}].step", phase.step))
-            for i, phase in enumerate(each.program.phases)
+            phase._replace(step=twice(f"{prefix}phases[{i}].step", phase.step))
+            for i, phase in enumerate(program.phases)
         )
-        program = each.program._replace(
-            start=twice(f"{where}start", each.program.start),
+        program = program._replace(
+            start=twice(f"{prefix}start", program.start),
             phases=phases,
-            finish=twice(f"{where}finish", each.program.finish),
+            finish=twice(f"{prefix}finish", program.finish),
         )
-        return each._replace(program=program, server=twice(f"{where}server", each.server))
+        return round_._replace(program=program, server=twice(f"{prefix}server", round_.server))
 
     functions: dict[str, Any] = {name: twice(name, getattr(method, name)) for name in OF_METHOD}
     return method._replace(**functions, rounds=tuple(round_of(*pair) for pair in enumerate(method.rounds)))
 
 
 def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
-    """A trace of its own: JAX remembers that of a function that it has seen."""
+    """Trace the function, under a new name, since JAX caches the traces of functions that it has seen."""
 
     def unseen(*args: PyTree) -> PyTree:
         return function(*args)
@@ -76,39 +79,48 @@ def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
     return jax.make_jaxpr(unseen)(*args)
 
 
-def first_difference(one: ClosedJaxpr, other: ClosedJaxpr) -> str | None:
-    """Where two traces of a function differ first, as file and line if they are known; None: nowhere."""
-    for k, (a, b) in enumerate(zip(one.consts, other.consts, strict=False)):
-        if not _equal(a, b):
-            return _place(one.jaxpr, lambda eqn, k=k: one.jaxpr.constvars[k] in eqn.invars)
-    for a, b in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=False):
-        inner = list(zip(_inside(a.params), _inside(b.params), strict=False))
-        found = next((place for pair in inner if (place := first_difference(*pair)) is not None), None)
-        if found is not None:
-            return found or _line(a)
-        values = [[x.val for x in eqn.invars if isinstance(x, Literal)] for eqn in (a, b)]
-        if a.primitive is not b.primitive or not all(map(_equal, *values)) or _shown(a) != _shown(b):
-            return _line(a)
-    return None if len(one.jaxpr.eqns) == len(other.jaxpr.eqns) else ""
+def first_difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
+    """Return where two traces of a function differ first: file and line, "" if unknown; None: nowhere."""
+    for k, (constant_a, constant_b) in enumerate(zip(a.consts, b.consts, strict=False)):
+        if not _equal(constant_a, constant_b):
+            return _place(a.jaxpr, lambda eqn, k=k: a.jaxpr.constvars[k] in eqn.invars)
+    for eqn_a, eqn_b in zip(a.jaxpr.eqns, b.jaxpr.eqns, strict=False):
+        inner = zip(_inside(eqn_a.params), _inside(eqn_b.params), strict=False)
+        places = (first_difference(*pair) for pair in inner)
+        place = next((place for place in places if place is not None), None)
+        if place is not None:
+            return place or _line(eqn_a)
+        if not _equal_equations(eqn_a, eqn_b):
+            return _line(eqn_a)
+    return None if len(a.jaxpr.eqns) == len(b.jaxpr.eqns) else ""
+
+
+def _equal_equations(a: Any, b: Any) -> bool:
+    """Return whether two equations apply the same primitive to the same literals."""
+    if a.primitive is not b.primitive or _shown(a) != _shown(b):
+        return False
+    values = [[x.val for x in eqn.invars if isinstance(x, Literal)] for eqn in (a, b)]
+    return all(map(_equal, *values))
 
 
 def _inside(params: dict[str, Any]) -> Iterator[ClosedJaxpr]:
-    """The programs within an equation, such as a loop's body."""
+    """Yield the programs within an equation, such as a loop's body."""
     for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, ClosedJaxpr):
-                yield each
-            elif isinstance(each, Jaxpr):
-                yield ClosedJaxpr(each, ())
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item
+            elif isinstance(item, Jaxpr):
+                yield ClosedJaxpr(item, ())
 
 
 def _shown(eqn: Any) -> list[str]:
-    """What else an equation says, without the addresses of functions."""
-    plain = (int, float, bool, str, tuple, type(None))
-    return [ADDRESS.sub("", f"{k}={v}") for k, v in eqn.params.items() if type(v) in plain[:4]]
+    """Return an equation's plain parameters as text, without the addresses of functions."""
+    plain = (int, float, bool, str)
+    return [ADDRESS.sub("", f"{k}={v}") for k, v in eqn.params.items() if type(v) in plain]
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Return whether two constants have equal entries; NaN equals NaN, and keys compare by their bits."""
     if any(hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (a, b)):
         a = jax.random.key_data(a)
         b = jax.random.key_data(b)
@@ -116,11 +128,13 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _place(jaxpr: Jaxpr, reads: Callable[[Any], bool]) -> str:
-    """The line of the first equation that reads something; empty if none does."""
+    """Return the line of the first equation for which `reads` is true; "" if there is none."""
     return next((_line(eqn) for eqn in jaxpr.eqns if reads(eqn)), "")
 
 
 def _line(eqn: Any) -> str:
-    """Such as "my_method.py:12 loss()"."""
+    """Return the source line of an equation, such as "my_method.py:12 loss()"; "" if it is unknown."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return "" if frame is None else f"{Path(frame.file_name).name}:{frame.start_line} {frame.function_name}()"
+    if frame is None:
+        return ""
+    return f"{Path(frame.file_name).name}:{frame.start_line} {frame.function_name}()"

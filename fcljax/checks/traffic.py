@@ -1,8 +1,8 @@
 """Bytes that a compiled program moves between a chip and its memory, counted in the text of its HLO module.
 
-XLA's compiler for GPUs does not count them. What it leaves is a list of kernels: each reads its operands from
-memory and writes its result there, whatever is computed in between, so that shapes say how much that is. A
-cache may hold what one kernel leaves for the next, and a kernel may read an operand twice; neither is seen.
+XLA's compiler for GPUs does not count them. Its result is a list of kernels. Each reads its operands from
+memory and writes its result there, whatever it computes in between, so shapes give the bytes. Two things are
+not counted: a cache may hold one kernel's result for the next, and a kernel may read an operand twice.
 """
 
 import itertools
@@ -24,18 +24,18 @@ class Instruction(NamedTuple):
 
     name: str
     shape: str
-    """Of the result, as it is written: `f32[2,3]{1,0}`, or several in parentheses."""
+    """The result's type as text: `f32[2,3]{1,0}`, or several in parentheses."""
     opcode: str
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
     attributes: str
-    """What stands behind the operands."""
+    """The text behind the operands."""
     root: bool
     """Whether it is the computation's result."""
 
     @property
     def size(self) -> int:
-        """Bytes of the result."""
+        """Return the bytes of the result."""
         return size_of(self.shape)
 
 
@@ -43,7 +43,7 @@ Computation = dict[str, Instruction]
 
 
 def traffic(text: str) -> int:
-    """Bytes read and written by one call of a compiled module.
+    """Return the bytes read and written by one call of a compiled module.
 
     A loop counts as often as the compiler knows that it runs, else once; of a conditional, the branch that
     moves most counts.
@@ -51,116 +51,119 @@ def traffic(text: str) -> int:
     Args:
       text: the module after all passes, `jax.stages.Compiled.as_text()`.
     """
-    return sum(each for _, each in kernels(text))
+    return sum(size for _, size in kernels(text))
 
 
 def kernels(text: str) -> Iterator[tuple[Instruction, int]]:
-    """What `traffic` counts: instructions, and the bytes of all their calls."""
+    """Yield what `traffic` counts: instructions, and the bytes of all their calls."""
     computations, entry = parse(text)
     yield from _within(computations, entry, 1)
 
 
 def _within(computations: dict[str, Computation], name: str, times: int) -> Iterator[tuple[Instruction, int]]:
+    """Yield the kernels of a computation that runs so many times."""
     computation = computations[name]
-    for each in computation.values():
-        calls = _calls(each).items()
-        of_calls = [list(_within(computations, called, times * count)) for called, count in calls]
-        if each.opcode == "conditional":
-            yield from max(of_calls, key=lambda found: sum(size for _, size in found))
+    for instruction in computation.values():
+        calls = _calls(instruction).items()
+        of_calls = [list(_within(computations, callee, times * count)) for callee, count in calls]
+        if instruction.opcode == "conditional":
+            yield from max(of_calls, key=lambda branch: sum(size for _, size in branch))
         elif of_calls:
             yield from itertools.chain.from_iterable(of_calls)
         else:
-            yield each, times * _moved(computations, computation, each)
+            yield instruction, times * _moved(computations, computation, instruction)
 
 
-def _calls(each: Instruction) -> dict[str, int]:
-    """Computations whose instructions are kernels by themselves, and how often each runs."""
-    if each.opcode == "while":
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.attributes)
-        return dict.fromkeys(_named(each, "body"), int(known[1]) if known else 1)
+def _calls(instruction: Instruction) -> dict[str, int]:
+    """Return the computations whose instructions are kernels by themselves, and how often each runs."""
+    if instruction.opcode == "while":
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+        return dict.fromkeys(_named(instruction, "body"), int(trips[1]) if trips else 1)
     keys = {
         "conditional": r"branch_computations|true_computation|false_computation",
         "call": "to_apply",
         "async-start": "calls",
     }
-    key = keys.get(each.opcode)
-    return dict.fromkeys(_named(each, key), 1) if key else {}
+    key = keys.get(instruction.opcode)
+    return dict.fromkeys(_named(instruction, key), 1) if key else {}
 
 
-def _named(each: Instruction, key: str) -> list[str]:
-    """Computations that an attribute names."""
-    found = re.findall(rf"(?:{key})=(\{{[^}}]*\}}|%[\w.\-]+)", each.attributes)
-    return [name for group in found for name in re.findall(r"%([\w.\-]+)", group)]
+def _named(instruction: Instruction, key: str) -> list[str]:
+    """Return the computations that an attribute names."""
+    groups = re.findall(rf"(?:{key})=(\{{[^}}]*\}}|%[\w.\-]+)", instruction.attributes)
+    return [name for group in groups for name in re.findall(r"%([\w.\-]+)", group)]
 
 
-def _moved(computations: dict[str, Computation], computation: Computation, each: Instruction) -> int:
-    """Bytes that one instruction reads and writes."""
-    operands = [computation[name] for name in each.operands]
-    if each.opcode in _NAMES or each.opcode.startswith("async-"):
+def _moved(computations: dict[str, Computation], computation: Computation, instruction: Instruction) -> int:
+    """Return the bytes that one instruction reads and writes."""
+    operands = [computation[name] for name in instruction.operands]
+    if instruction.opcode in _NAMES or instruction.opcode.startswith("async-"):
         return 0
-    if each.opcode.endswith("-start"):
+    if instruction.opcode.endswith("-start"):
         return sum(x.size for x in operands)
-    if each.opcode.endswith("-done"):
-        return each.size
-    if each.opcode == "fusion":
-        (inner,) = (computations[name] for name in _named(each, "calls"))
+    if instruction.opcode.endswith("-done"):
+        return instruction.size
+    if instruction.opcode == "fusion":
+        (inner,) = (computations[name] for name in _named(instruction, "calls"))
         return _read(inner, operands) + _written(inner)
-    if each.opcode in _PARTS:
-        return 2 * each.size + sum(x.size for x in operands[1:])
-    if each.opcode == "dynamic-update-slice":
+    if instruction.opcode in _PARTS:
+        return 2 * instruction.size + sum(x.size for x in operands[1:])
+    if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1].size
-    return sum(x.size for x in operands) + each.size
+    return sum(x.size for x in operands) + instruction.size
 
 
 def _read(inner: Computation, operands: list[Instruction]) -> int:
-    """Bytes that a fusion reads: of an operand of which it takes parts alone, these parts."""
+    """Return the bytes that a fusion reads; of an operand that it only slices, the slices alone."""
     users: dict[str, list[Instruction]] = {}
-    for each in inner.values():
-        for name in each.operands:
-            users.setdefault(name, []).append(each)
+    for instruction in inner.values():
+        for name in instruction.operands:
+            users.setdefault(name, []).append(instruction)
 
     def part(name: str, whole: int) -> int:
         total = 0
         for user in users.get(name, []):
-            first = user.operands[0] == name and name not in user.operands[1:]
-            if user.opcode in _PARTS and first:
+            only_source = user.operands[0] == name and name not in user.operands[1:]
+            if user.opcode in _PARTS and only_source:
                 total += user.size
             elif user.opcode == "bitcast":
                 total += part(user.name, whole)
-            elif not (user.opcode == "dynamic-update-slice" and first):
+            elif not (user.opcode == "dynamic-update-slice" and only_source):
                 return whole
         return min(total, whole)
 
-    given = [each for each in inner.values() if each.opcode == "parameter"]
-    number = {each.name: int(each.attributes) for each in given}
-    return sum(part(name, operands[i].size) for name, i in number.items())
+    parameters = [instruction for instruction in inner.values() if instruction.opcode == "parameter"]
+    numbers = {parameter.name: int(parameter.attributes) for parameter in parameters}
+    return sum(part(name, operands[i].size) for name, i in numbers.items())
 
 
 def _written(inner: Computation) -> int:
-    """Bytes that a fusion writes: of an array that it changes in place, the part that changes."""
+    """Return the bytes that a fusion writes; of an array that it updates in place, the update alone."""
 
-    def of(each: Instruction) -> int:
-        if each.opcode == "tuple":
-            return sum(of(inner[name]) for name in each.operands)
-        if each.opcode == "bitcast":
-            return of(inner[each.operands[0]])
-        return inner[each.operands[1]].size if each.opcode == "dynamic-update-slice" else each.size
+    def bytes_of(instruction: Instruction) -> int:
+        if instruction.opcode == "tuple":
+            return sum(bytes_of(inner[name]) for name in instruction.operands)
+        if instruction.opcode == "bitcast":
+            return bytes_of(inner[instruction.operands[0]])
+        if instruction.opcode == "dynamic-update-slice":
+            return inner[instruction.operands[1]].size
+        return instruction.size
 
-    return sum(of(each) for each in inner.values() if each.root)
+    return sum(bytes_of(instruction) for instruction in inner.values() if instruction.root)
 
 
 # ---- text --------------------------------------------------------------------------------------------------
 
 
 def size_of(shape: str) -> int:
-    """Bytes of the arrays of a shape; layouts, and so padding, are not looked at."""
-    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
-    bits = (BITS.get(kind, 0) * math.prod(int(n) for n in axes.split(",") if n) for kind, axes in found)
-    return sum(-(-each // 8) for each in bits)
+    """Return the bytes of the arrays of a shape, without the padding of layouts."""
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
+    bits = (BITS.get(kind, 0) * math.prod(int(n) for n in axes.split(",") if n) for kind, axes in arrays)
+    return sum(-(-size // 8) for size in bits)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a module by name, and the name of its entry."""
+    """Return the computations of a module by name, and the name of its entry."""
     computations: dict[str, Computation] = {}
     entry = ""
     current = None
@@ -168,19 +171,22 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         header = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
         if header:
             current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
+            if header[1]:
+                entry = header[2]
         elif line == "}":
             current = None
-        elif current is not None and (found := _instruction(line)):
-            current[found.name] = found
+        elif current is not None and (instruction := _instruction(line)):
+            current[instruction.name] = instruction
     return computations, entry
 
 
 def _instruction(line: str) -> Instruction | None:
+    """Read the instruction of a line; None if it has none."""
     head = re.match(r"\s*(ROOT )?%([\w.\-]+) = ", line)
     if head is None:
         return None
     rest = line[head.end() :]
+    # a tuple's type has spaces within its parentheses
     end = _closed(rest) if rest.startswith("(") else rest.index(" ")
     shape = rest[:end]
     rest = rest[end:].lstrip()
@@ -189,13 +195,13 @@ def _instruction(line: str) -> Instruction | None:
     inside = rest[: end - 1]
     behind = rest[end:]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    # of a parameter, its number stands where others have operands
+    # a parameter's number stands where other instructions have operands
     attributes = inside if opcode == "parameter" else behind
     return Instruction(head[2], shape, opcode, operands, attributes, head[1] is not None)
 
 
 def _closed(text: str) -> int:
-    """Where the parenthesis that opens a text is closed: the index behind it."""
+    """Return the index behind the parenthesis that closes the first one of a text."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
