@@ -1,5 +1,7 @@
-"""The gate for labelled images: `checked_images` and `checked_labels`, through which arrays, `.npz` files,
-tables and lists pass. What is plainly meant is converted, what is wrong is one line that names the array."""
+"""Check labelled images: arrays, `.npz` files, tables and lists pass `checked_images` and `checked_labels`.
+
+Unambiguous values are converted; wrong ones are reported in one line that names the array.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ NAME = "arrays"  # of a data set that the caller has in memory
 
 _SHAPES = "[N, H, W, 3], [N, 3, H, W] or [N, H, W]"
 _LEVELS = "expected uint8, grey levels 0..255, or float in [0, 1]"
-_WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)  # what cameras and data sets call white
+_WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)  # largest levels of cameras and data sets
 
 
 class Labelled(NamedTuple):
@@ -26,11 +28,11 @@ class Labelled(NamedTuple):
 
     dataset: Dataset
     labels: np.ndarray
-    """The caller's own label of each class [C], integers or text."""
+    """The caller's label of each class [C], integers or text."""
 
 
 def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> Labelled:
-    """The data set of (x, y, x_test, y_test).
+    """Make the data set of (x, y, x_test, y_test).
 
     Args:
       arrays: images as `checked_images` takes them, and labels as `checked_labels` does. They may be anything
@@ -46,7 +48,7 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     if len(arrays) != 4:
         raise InputError(f"data: {len(arrays)} arrays; expected four: (x, y, x_test, y_test)")
     names = ("x", "y", "x_test", "y_test")
-    named = {name: as_array("data", name, each) for name, each in zip(names, arrays, strict=True)}
+    named = {name: as_array("data", name, values) for name, values in zip(names, arrays, strict=True)}
     x, x_test = (checked_images("data", name, named[name]) for name in ("x", "x_test"))
     if x.shape[1:] != x_test.shape[1:]:
         raise InputError(f"data: images of x are {sides(x)} but of x_test {sides(x_test)}; make them equal")
@@ -145,7 +147,7 @@ def _checked_columns(field: str, columns: Any, count: int) -> dict[str, np.ndarr
 
 
 def as_array(where: str, key: str, values: Any) -> np.ndarray:
-    """What numpy makes of the caller's values.
+    """Convert the caller's values to a numpy array.
 
     Raises:
       InputError: for masked arrays, whose masks would be lost, and for values of several shapes.
@@ -205,16 +207,16 @@ def check_lengths(where: str, x: str, images: np.ndarray, y: str, labels: np.nda
 
 
 class _Labels(NamedTuple):
-    """Labels and how they were written."""
+    """Labels and the way in which they were written."""
 
     values: np.ndarray
     """[N], integers or text."""
     kind: str
-    """Integers, text or one-hot over so many classes."""
+    """"integers", "text" or "one-hot over C classes"."""
 
 
 def checked_labels(where: str, key: str, labels: np.ndarray) -> np.ndarray:
-    """The label of each example [N]: int64 from 0, or text.
+    """Return the label of each example [N]: int64 from 0, or text.
 
     Args:
       where: the field or file, for messages.
@@ -222,31 +224,33 @@ def checked_labels(where: str, key: str, labels: np.ndarray) -> np.ndarray:
       labels: integers or text of shape [N] or [N, 1], or one-hot [N, C].
 
     Raises:
-      InputError: for anything else, and for labels that are missing: negative ones and empty text.
+      InputError: for anything else, and for missing labels: negative numbers and empty text.
     """
     return _labels(where, key, labels).values
 
 
 def checked_splits(where: str, labels: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """`checked_labels` of the splits of one data set, by name, which must write their labels in one way.
+    """Return `checked_labels` of the splits of one data set, by name; all must write labels in the same way.
 
     Raises:
       InputError: as `checked_labels`, and for integers in one split and text or one-hot labels in another.
     """
-    found = {key: _labels(where, key, each) for key, each in labels.items()}
-    if len({each.kind for each in found.values()}) > 1:
-        said = [f"{_described(key, labels[key])}, {each.kind}" for key, each in found.items()]
-        hints = [key for key, each in found.items() if each.kind.startswith("one-hot")]
+    labels_of = {key: _labels(where, key, key_labels) for key, key_labels in labels.items()}
+    if len({key_labels.kind for key_labels in labels_of.values()}) > 1:
+        descriptions = [
+            f"{_described(key, labels[key])}, {key_labels.kind}" for key, key_labels in labels_of.items()
+        ]
+        hints = [key for key, key_labels in labels_of.items() if key_labels.kind.startswith("one-hot")]
         hint = f"; nearest: {hints[0]}.argmax(-1)" if hints else ""
-        raise InputError(f"{where}: {', but '.join(said)}; write the labels of both in one way{hint}")
-    return [each.values for each in found.values()]
+        raise InputError(f"{where}: {', but '.join(descriptions)}; write the labels of both in one way{hint}")
+    return [key_labels.values for key_labels in labels_of.values()]
 
 
 def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
-    """Which examples have no label: a negative number or empty text stands there.
+    """Mark the examples without a label, whose label is a negative number or empty text.
 
     Args:
-      labels: integers or text of shape [N] or [N, 1]; all others have none that is missing.
+      labels: integers or text of shape [N] or [N, 1]; of other arrays none is marked.
     """
     flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "iuU":
@@ -283,7 +287,7 @@ def _described(key: str, labels: np.ndarray) -> str:
 
 
 def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
-    """Bytes, numpy's new strings and Python objects as text or integers, where they are nothing else."""
+    """Convert bytes, numpy's new strings and Python objects to text or integers, if they all are that."""
     if labels.dtype.kind == "T":
         return labels.astype(str)
     if labels.dtype.kind == "S":
@@ -293,37 +297,37 @@ def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
             raise InputError(f"{where}: {key} holds text that is no UTF-8 ({reason(error)})") from None
     if labels.dtype.kind != "O" or labels.ndim != 1:
         return labels
-    missing = [i for i, each in enumerate(labels) if _is_nothing(each)]
+    missing = [i for i, value in enumerate(labels) if _is_null(value)]
     if missing:
         raise InputError(
             f"{where}: {key} holds label {labels[missing[0]]!s} (example {missing[0]}); leave out examples "
             "without a label"
         )
-    for kinds, made in (((str,), str), ((int, np.integer), np.int64)):
-        if all(isinstance(each, kinds) and not isinstance(each, bool) for each in labels):
+    for kinds, dtype in (((str,), str), ((int, np.integer), np.int64)):
+        if all(isinstance(value, kinds) and not isinstance(value, bool) for value in labels):
             try:
-                return labels.astype(made)
+                return labels.astype(dtype)
             except OverflowError:
                 return labels
     return labels
 
 
-def _is_nothing(value: object) -> bool:
-    """Whether a value is None, NaN or what pandas writes for either."""
+def _is_null(value: object) -> bool:
+    """Check whether a value is None, NaN or pandas' value for either."""
     if isinstance(value, float | np.floating):
         return bool(np.isnan(value))
     return value is None or type(value).__name__ in ("NAType", "NaTType")
 
 
 def _is_one_hot(labels: np.ndarray) -> bool:
-    """Whether each row [C] has a single 1 among zeros."""
+    """Check whether each row [C] has a single 1 among zeros."""
     if labels.dtype.kind not in "biuf" or not len(labels):
         return False
     return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(-1) == 1).all())
 
 
 def _label_hint(key: str, labels: np.ndarray) -> str:
-    """What to do about labels of another type or shape."""
+    """Return advice on labels of another type or shape."""
     if labels.ndim == 2 and labels.shape[0] == 1:
         return f"; nearest: {key}[0]"
     number = labels.dtype.kind in "biuf"
@@ -347,13 +351,13 @@ def _missing_hint(key: str, labels: np.ndarray) -> str:
 
 
 def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
-    """Images as grey levels, channels last.
+    """Convert images to grey levels, channels last.
 
     Args:
       where: the field or file, for messages.
       key: of the array in it.
-      images: uint8, float in [0, 1], or bool; [N, H, W], or with 1 or 3 channels last or first. Channels are
-        first only where they cannot be last.
+      images: uint8, float in [0, 1], or bool; [N, H, W], or with 1 or 3 channels last or first. If both are
+        possible, channels are last.
 
     Raises:
       InputError: with the way to convert them.
@@ -373,11 +377,11 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
 
 
 def checked_image(where: str, key: str, image: np.ndarray) -> UInt8[np.ndarray, "H W 3"]:
-    """One image as grey levels, channels last; otherwise as `checked_images`.
+    """Convert one image to grey levels, channels last; otherwise as `checked_images`.
 
     Args:
-      where: the file and the place in it, for messages.
-      key: what the image is called.
+      where: the file and the position in it, for messages.
+      key: name of the image.
       image: [H, W], [H, W, C] or [C, H, W] with 1 or 3 channels.
 
     Raises:
@@ -393,7 +397,7 @@ def checked_image(where: str, key: str, image: np.ndarray) -> UInt8[np.ndarray, 
 
 
 def _shape_hint(shape: tuple[int, ...]) -> str:
-    """What to do about images of another shape."""
+    """Return advice on images of another shape."""
     if len(shape) == 4 and 4 in (shape[-1], shape[1]):
         return f"; transparency is not read, nearest: {'x[..., :3]' if shape[-1] == 4 else 'x[:, :3]'}"
     if len(shape) == 2:
@@ -406,7 +410,7 @@ def _shape_hint(shape: tuple[int, ...]) -> str:
 
 
 def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
-    """Pixels in [0, 1] as 0..255."""
+    """Convert pixels in [0, 1] to 0..255."""
     if images.dtype.kind == "b":
         return images.astype(np.uint8) * np.uint8(255)
     if images.dtype.name == "bfloat16":  # jax's, which numpy does not know as a float
@@ -422,12 +426,12 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
     high = float(images.max())
     if images.dtype.kind == "f" and low >= 0 and high <= 1:
         return np.rint(images * np.float32(255)).astype(np.uint8)
-    what = f"has values from {low:g} to {high:g}" if images.dtype.kind == "f" else f"is {images.dtype}"
-    raise InputError(f"{where}: {key} {what}; {_LEVELS}; nearest: {_level_hint(images.dtype, low, high)}")
+    problem = f"has values from {low:g} to {high:g}" if images.dtype.kind == "f" else f"is {images.dtype}"
+    raise InputError(f"{where}: {key} {problem}; {_LEVELS}; nearest: {_level_hint(images.dtype, low, high)}")
 
 
 def _level_hint(dtype: np.dtype, low: float, high: float) -> str:
-    """How to convert pixels, so that nothing of them is lost."""
+    """Return advice on how to convert pixels without loss."""
     white = next((white for white in _WHITES if high <= white), None)
     if low < 0 or white is None:
         return "(x - x.min()) / (x.max() - x.min())"
@@ -439,5 +443,5 @@ def _level_hint(dtype: np.dtype, low: float, high: float) -> str:
 
 
 def sides(images: np.ndarray) -> str:
-    """Height and width of images, for messages."""
+    """Return height and width of images, for messages."""
     return f"{images.shape[1]}x{images.shape[2]}"

@@ -1,7 +1,7 @@
-"""Parquet and arrow files that nobody vouches for.
+"""Read untrusted parquet and arrow files.
 
-What a file declares is compared with its size and with the memory before it is read, and whatever the library
-raises is one line that names the file.
+The sizes that a file declares are compared with its bytes and with the memory before it is read, and whatever
+the library raises becomes one line that names the file.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from fcljax.files import machine_memory
 
 SUFFIXES = (".parquet", ".arrow")
 
-_FEW_ROWS = 1 << 20  # beyond these a file has at least a byte for each row: a set of images has many more
-_ROW_BYTES = 256  # of memory for the labels, names and places of a row
+_FEW_ROWS = 1 << 20  # a file with more rows has at least a byte for each: a set of images has many more
+_ROW_BYTES = 256  # of memory for the label, name and position of a row
 _VALUE_BYTES = 8
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream
 _BATCH = 128  # rows in memory at a time
@@ -39,18 +39,18 @@ class Table(NamedTuple):
     levels: dict[str, str]
     """Of columns of lists of numbers: "byte", "int" or "float"."""
     features: dict[str, dict[str, Any]]
-    """What the hub's library says of the columns."""
+    """The hub's library's facts on the columns."""
     column: Callable[[str], Any]
     """All values of a column, as an arrow array."""
     cell: Callable[[str, int], Any]
     """cell(column, row) -> a value, read with its neighbours."""
 
 
-def opened(path: Path, name: str) -> Table:
-    """A table of either kind.
+def open_table(path: Path, name: str) -> Table:
+    """Open a table of either kind.
 
     Raises:
-      InputError: for a damaged file, one that declares more than it can hold, and a column twice.
+      InputError: for a damaged file, one that declares more rows than it can contain, and a repeated column.
     """
     with _reading(path):
         table = _parquet(path, name) if path.suffix == ".parquet" else _arrow(path, name)
@@ -66,13 +66,12 @@ def opened(path: Path, name: str) -> Table:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever the library raises as one line."""
+    """Report what the library raises as one line."""
     try:
         yield
     except InputError:
         raise
-    # a damaged file can raise anything in the library, and it is the file's fault
-    except Exception as error:
+    except Exception as error:  # the library can raise anything on a damaged file
         raise InputError(f"dataset: {str(path)!r} cannot be read ({reason(error)})") from error
 
 
@@ -86,7 +85,7 @@ def _check_memory(path: Path, need: int, what: str) -> None:
 
 
 def values_of(table: Table, column: str) -> list[Any]:
-    """All values of a column. Equal texts of a dictionary are one object.
+    """Return all values of a column. Equal texts of a dictionary are one object.
 
     Raises:
       InputError: for a column that cannot be read.
@@ -113,7 +112,7 @@ def _parquet(path: Path, name: str) -> Table:
     ends = np.cumsum(sizes)
 
     def check(column: str, indices: list[int]) -> None:
-        """Compare what the file declares of a column with the memory."""
+        """Compare the declared size of a column with the memory."""
         chunks = [groups[i].column(j) for i in indices for j in range(groups[i].num_columns)]
         chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
         values = sum(chunk.num_values for chunk in chunks)
@@ -141,17 +140,19 @@ def _parquet(path: Path, name: str) -> Table:
 
 
 class _Cursor:
-    """The values of one column of a row group, read forwards in batches: a whole group may be far larger in
-    memory than in the file."""
+    """The values of one column of a row group, read forwards in batches.
+
+    A whole group may be far larger in memory than in the file.
+    """
 
     def __init__(self, batches: Iterator[Any]):
         self.batches = batches
         self.batch = next(batches)
         self.start = 0
-        """The first row of the batch."""
+        """First row of the batch."""
 
     def value(self, row: int) -> Any:
-        """The value of a row that is not before the batch."""
+        """Return the value of a row, which must not be before the current batch."""
         while row >= self.start + self.batch.num_rows:
             self.start += self.batch.num_rows
             self.batch = next(self.batches)
@@ -159,7 +160,7 @@ class _Cursor:
 
 
 def _arrow(path: Path, name: str) -> Table:
-    """A stream, as the hub's library writes it, or a file; its bytes are mapped."""
+    """Open a stream, as the hub's library writes it, or a file; its bytes are mapped."""
     import pyarrow as pa
 
     source = pa.memory_map(str(path))
@@ -182,20 +183,22 @@ def _arrow(path: Path, name: str) -> Table:
 
 
 def _table(path: Path, name: str, rows: int, schema: Any, column: Callable, cell: Callable) -> Table:
-    twice = next((each for each in schema.names if schema.names.count(each) > 1), None)
-    if twice is not None:
-        raise InputError(f"dataset: {str(path)!r} has the column {twice!r} twice")
-    said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = said.get("info", {}).get("features", {})
-    known = {each: facts for each, facts in features.items() if isinstance(facts, dict)}
+    duplicate = next(
+        (column_name for column_name in schema.names if schema.names.count(column_name) > 1), None
+    )
+    if duplicate is not None:
+        raise InputError(f"dataset: {str(path)!r} has the column {duplicate!r} twice")
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    declared = {column_name: facts for column_name, facts in features.items() if isinstance(facts, dict)}
     kinds = {field.name: str(field.type) for field in schema}
     plain = frozenset(field.name for field in schema if _is_plain(field.type))
     levels = {field.name: level for field in schema if (level := _level(field.type))}
-    return Table(path, name, rows, kinds, plain, levels, known, column, cell)
+    return Table(path, name, rows, kinds, plain, levels, declared, column, cell)
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a type is text or whole numbers."""
+    """Check whether a type is text or integers."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -205,7 +208,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _level(kind: Any) -> str:
-    """What the numbers are in lists of this type; "" for another type."""
+    """Return the kind of the numbers in lists of this type; "" for another type."""
     from pyarrow import types
 
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):

@@ -1,4 +1,4 @@
-"""The examples of clients in JSON, for `fcljax.simulate`.
+"""Read the examples of clients from JSON, for `fcljax.simulate`.
 
 LEAF (Caldas et al. 2018) writes {"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...],
 "y": [...]}}}, often in several files of a folder. Others, such as FederatedScope, have the parts of each
@@ -16,7 +16,7 @@ from fcljax.data.files.json_files import parse_json
 from fcljax.errors import InputError, nearest
 from fcljax.files import in_home, machine_memory, read_user_text
 
-_TIMES = 16  # how many times its own size a file needs in memory
+_MEMORY_FACTOR = 16  # bytes of memory for a byte of a file
 _SHOWN = 6  # names in a line
 
 
@@ -24,64 +24,66 @@ class ClientArrays(NamedTuple):
     """Examples and their clients: `simulate(method, *data[:3], rounds=10)`."""
 
     x: np.ndarray
-    """Inputs [N, ...]: float32 or int32; of text [N, T] the place of each character in `characters`."""
+    """Inputs [N, ...]: float32 or int32; text becomes the index [N, T] of each character in `characters`."""
     y: np.ndarray
-    """Labels or targets [N, ...]; whole numbers are int32."""
+    """Labels or targets [N, ...]; integers are int32."""
     owner: np.ndarray
-    """Each example's client [N], as text."""
+    """Client of each example [N], as text."""
     characters: str
-    """The characters that stand for 0, 1, ...; empty without text in x."""
+    """The characters of the indices 0, 1, ...; empty without text in x."""
     classes: tuple[str, ...]
-    """The names of the labels 0, 1, ..., where y is text and x is none."""
+    """The names of the labels 0, 1, ..., if y is text and x is not."""
     left_out: tuple[str, ...]
-    """What of the file was not read."""
+    """Content that was not read."""
 
 
 class _JsonClient(NamedTuple):
-    """What one client has."""
+    """The examples of one client."""
 
     name: str
     x: list[Any]
     y: list[Any]
     left_out: list[str]
-    """What else it has."""
+    """Names of its other content."""
 
 
 def read_clients(path: str | Path, split: str = "", characters: str = "") -> ClientArrays:
-    """The examples of the clients in a JSON file, or in all JSON files of a folder.
+    """Read the examples of the clients in a JSON file, or in all JSON files of a folder.
 
     Args:
       path: of the file or folder.
       split: "train", "test" or "val", for a file that has these parts of each client.
-      characters: those of other text, such as of the training split, so that their numbers are the same; ""
-        takes those of the file, sorted.
+      characters: those of the training split, to give the test split's characters the same indices; "" takes
+        the characters of the file, sorted.
 
     Raises:
       InputError: naming the file, the client and what is wrong.
     """
-    found: list[_JsonClient] = []
+    clients: list[_JsonClient] = []
     left_out: list[str] = []
     for file in _files(in_home(path, "clients")):
         where = f"clients: {str(file)!r}"
-        content = parse_json(where, read_user_text("clients", file, machine_memory() // _TIMES), "client")
-        clients, beside = _clients(where, content, split)
-        found += clients
-        left_out += beside + [name for client in clients for name in client.left_out]
-    names = [client.name for client in found]
+        content = parse_json(
+            where, read_user_text("clients", file, machine_memory() // _MEMORY_FACTOR), "client"
+        )
+        file_clients, other_content = _clients(where, content, split)
+        clients += file_clients
+        left_out += other_content + [name for client in file_clients for name in client.left_out]
+    names = [client.name for client in clients]
     where = f"clients: {str(path)!r}"
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{where}: the client {twice!r} is in two files")
-    empty = [client.name for client in found if not client.x]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{where}: the client {duplicate!r} is in two files")
+    empty = [client.name for client in clients if not client.x]
     if empty:
         left_out.append(f"{len(empty)} clients without examples ({', '.join(empty[:_SHOWN])})")
-    found = [client for client in found if client.x]
-    if not found:
+    clients = [client for client in clients if client.x]
+    if not clients:
         raise InputError(f"{where} has no examples")
-    x = _values(where, "x", found)
-    y = _values(where, "y", found)
-    coded, characters, y, classes = _coded(where, x, y, characters)
-    owner = np.repeat([client.name for client in found], [len(client.x) for client in found])
+    x = _values(where, "x", clients)
+    y = _values(where, "y", clients)
+    coded, characters, y, classes = _encode(where, x, y, characters)
+    owner = np.repeat([client.name for client in clients], [len(client.x) for client in clients])
     return ClientArrays(coded, y, owner, characters, classes, tuple(dict.fromkeys(left_out)))
 
 
@@ -98,25 +100,27 @@ def _files(path: Path) -> list[Path]:
 
 
 def _clients(where: str, content: Any, split: str) -> tuple[list[_JsonClient], list[str]]:
-    """The clients of one file, and what stands beside them."""
+    """Return the clients of one file, and the names of other content."""
     if not isinstance(content, Mapping):
         raise InputError(
             f"{where} holds a {type(content).__name__}; expected an object with the x and y of each client"
         )
-    beside: list[str] = []
+    other_content: list[str] = []
     data = content
     if "user_data" in content:
-        beside = [name for name in content if name not in ("users", "num_samples", "user_data")]
+        other_content = [name for name in content if name not in ("users", "num_samples", "user_data")]
         data = content["user_data"]
         if not isinstance(data, Mapping):
             raise InputError(f"{where}: its user_data is a {type(data).__name__}, and no object")
         _check_counts(where, content, data)
-    clients = [_client(f"{where}, client {name!r}", name, each, split) for name, each in data.items()]
-    return clients, beside
+    clients = [
+        _client(f"{where}, client {name!r}", name, client_data, split) for name, client_data in data.items()
+    ]
+    return clients, other_content
 
 
 def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Check that LEAF's users and numbers of examples are those of the data."""
+    """Check that LEAF's users and numbers of examples match the data."""
     users = content.get("users", list(data))
     if not isinstance(users, list) or sorted(map(str, users)) != sorted(data):
         raise InputError(f"{where}: its users are not those of its user_data; the file is damaged")
@@ -132,10 +136,10 @@ def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any
 
 
 def _client(where: str, name: str, data: Any, split: str) -> _JsonClient:
-    """One client, or the part of it that is asked for."""
+    """Return one client, or its part for the split."""
     if not isinstance(data, Mapping):
         raise InputError(f"{where}: a {type(data).__name__}; expected an object with x and y")
-    parts = [part for part, each in data.items() if isinstance(each, Mapping)]
+    parts = [part for part, value in data.items() if isinstance(value, Mapping)]
     if "x" in data and split:
         raise InputError(f"split: {split!r}, and {where.removeprefix('clients: ')} has no parts")
     left_out: list[str] = []
@@ -161,12 +165,12 @@ def _client(where: str, name: str, data: Any, split: str) -> _JsonClient:
 
 
 def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
-    """All x or y: numbers [N, ...] or text [N].
+    """Concatenate x or y of all clients: numbers [N, ...] or text [N].
 
     Raises:
-      InputError: naming the client whose values have another shape, or are neither.
+      InputError: naming the client whose values have another shape or type.
     """
-    shape = None
+    form = None
     arrays = []
     for client in clients:
         name = f"{where}, client {client.name!r}"
@@ -180,21 +184,21 @@ def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
             )
         if array.dtype.kind == "U" and not all(isinstance(value, str) for value in getattr(client, key)):
             raise InputError(f"{name}: {key} holds text beside numbers")
-        mine = (array.dtype.kind == "U", array.shape[1:])
-        if shape is not None and mine != shape:
+        array_form = (array.dtype.kind == "U", array.shape[1:])
+        if form is not None and array_form != form:
             raise InputError(
                 f"{name}: the examples of {key} are not like those of client {clients[0].name!r}; make them "
                 "equal"
             )
-        shape = mine
+        form = array_form
         arrays.append(array)
     return np.concatenate(arrays)
 
 
-def _coded(
+def _encode(
     where: str, x: np.ndarray, y: np.ndarray, characters: str
 ) -> tuple[np.ndarray, str, np.ndarray, tuple[str, ...]]:
-    """x and y as numbers, with the characters or classes that numbers stand for."""
+    """Turn x and y into numbers; return them with the characters or the classes of these numbers."""
     if x.dtype.kind != "U":
         if characters:
             raise InputError(f"characters: {where.removeprefix('clients: ')} has no text in x")
@@ -205,33 +209,33 @@ def _coded(
         number = {name: i for i, name in enumerate(classes)}
         return x, "", np.array([number[name] for name in y.tolist()], np.int32), tuple(classes)
     text = y.dtype.kind == "U"
-    known = characters or "".join(
-        sorted({c for each in (x, *([y] if text else [])) for one in each.tolist() for c in one})
+    alphabet = characters or "".join(
+        sorted({c for texts in (x, *([y] if text else [])) for word in texts.tolist() for c in word})
     )
-    place = {character: i for i, character in enumerate(known)}
-    coded = _characters(where, "x", x, place)
+    index_of = {character: i for i, character in enumerate(alphabet)}
+    indices = _characters(where, "x", x, index_of)
     if not text:
-        return coded, known, _numbers(where, "y", y, whole=True), ()
-    target = _characters(where, "y", y, place)
-    return coded, known, target[:, 0] if target.shape[1] == 1 else target, ()
+        return indices, alphabet, _numbers(where, "y", y, whole=True), ()
+    target = _characters(where, "y", y, index_of)
+    return indices, alphabet, target[:, 0] if target.shape[1] == 1 else target, ()
 
 
-def _characters(where: str, key: str, text: np.ndarray, place: Mapping[str, int]) -> np.ndarray:
-    """The places [N, T] of the characters of texts of one length T."""
+def _characters(where: str, key: str, text: np.ndarray, index_of: Mapping[str, int]) -> np.ndarray:
+    """Return the indices [N, T] of the characters of texts of one length T."""
     words = text.tolist()
     lengths = {len(word) for word in words}
     if len(lengths) > 1:
         raise InputError(
             f"{where}: the texts of {key} have {min(lengths)} to {max(lengths)} characters; make them equal"
         )
-    unknown = next((c for word in words for c in word if c not in place), None)
+    unknown = next((c for word in words for c in word if c not in index_of), None)
     if unknown is not None:
         raise InputError(f"characters: {unknown!r} is in {key} and not among the characters")
-    return np.array([[place[c] for c in word] for word in words], np.int32).reshape(len(words), -1)
+    return np.array([[index_of[c] for c in word] for word in words], np.int32).reshape(len(words), -1)
 
 
 def _numbers(where: str, key: str, values: np.ndarray, whole: bool = False) -> np.ndarray:
-    """float32, or int32 where the file has integers, or `whole` floats are none but that."""
+    """Convert floats to float32 and integers to int32; with `whole`, also floats that all are integers."""
     if not np.isfinite(values).all():
         raise InputError(f"{where}: {key} holds a number that is too large")
     if whole and values.dtype.kind == "f" and (values == np.rint(values)).all():

@@ -1,9 +1,9 @@
-"""`list:FILE`: a text file that names an image in each line, with its label and perhaps client and task.
+"""Read lists of images: text files with a path and a label in each line, `list:FILE`.
 
-The values are separated by commas, semicolons, tabs or blanks: `path label`, `path,label,client,task`; a
-first line may name the columns, in any order, and may have others, which are kept. Paths are relative to the
-file. A column `split` tells training from test images, or two files do: `list:train.txt,test.txt`; else a
-random fifth is for testing.
+Values are separated by commas, semicolons, tabs or blanks: `path label`, `path,label,client,task`. A first
+line may name the columns, in any order; other columns become columns of the data set. Paths are relative to
+the file. A column `split` separates training from test images, or two files do: `list:train.txt,test.txt`;
+else a random fifth is for testing.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class _Example(NamedTuple):
     """One line."""
 
     file: File
-    """Its path is that of the list, made absolute."""
+    """With an absolute path."""
     label: str
     split: str
     columns: tuple[str, ...]
@@ -55,14 +55,14 @@ class _List(NamedTuple):
 
     examples: list[_Example]
     columns: tuple[str, ...]
-    """The names of what is known besides labels and splits."""
+    """Names of the columns besides path, label and split."""
 
 
 def list_of_files(word: str) -> Raw:
-    """The images of `list:WORD`: a file, or two of them with a comma between.
+    """Return the images of `list:WORD` as raw data: a file, or two with a comma between.
 
     Raises:
-      InputError: for a file that is not there, here or when it is scanned.
+      InputError: for a missing file, now or when it is scanned.
     """
     paths = [in_home(word, "dataset")]
     if not paths[0].is_file() and "," in word:
@@ -79,17 +79,17 @@ def list_of_files(word: str) -> Raw:
 
 def _scan(paths: list[Path]) -> Scan:
     lists = [_read(path) for path in paths]
-    sums = hashlib.sha256()
-    for each in lists:
-        sums.update(repr(each).encode(errors="surrogateescape"))
-    return Scan(sums.hexdigest(), lambda: _listing(paths, lists))
+    checksum = hashlib.sha256()
+    for image_list in lists:
+        checksum.update(repr(image_list).encode(errors="surrogateescape"))
+    return Scan(checksum.hexdigest(), lambda: _listing(paths, lists))
 
 
 # ---- lines -------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> _List:
-    """The lines of a file."""
+    """Read the lines of a file."""
     where = f"dataset: {str(path)!r}"
     rows = list(read_rows(where, read_user_text("dataset", path, MOST_BYTES), SEPARATORS))
     if not rows:
@@ -102,8 +102,8 @@ def _read(path: Path) -> _List:
             "path,label,client,task, or a first line that names the columns"
         )
     extra = tuple(name for name in names if name not in ("path", "label", "split"))
-    found = []
-    seen: dict[str, int] = {}
+    examples = []
+    line_of: dict[str, int] = {}
     folder = path.absolute().parent
     for line, values in rows[1:] if header else rows:
         if len(values) != len(names):
@@ -114,20 +114,22 @@ def _read(path: Path) -> _List:
         row = dict(zip(names, values, strict=True))
         if not row["path"]:
             raise InputError(f"{where}, line {line}: no path")
-        if row["path"] in seen:
-            raise InputError(f"{where}, line {line}: {row['path']!r} is in line {seen[row['path']]} already")
-        seen[row["path"]] = line
+        if row["path"] in line_of:
+            raise InputError(
+                f"{where}, line {line}: {row['path']!r} is in line {line_of[row['path']]} already"
+            )
+        line_of[row["path"]] = line
         split = _split(f"{where}, line {line}", row.get("split", ""))
         image = folder / row["path"]
-        found.append(_Example(_facts(image), row["label"], split, tuple(row[name] for name in extra)))
-    if not found:
+        examples.append(_Example(_facts(image), row["label"], split, tuple(row[name] for name in extra)))
+    if not examples:
         raise InputError(f"{where} has a line with the names of columns alone")
-    if all(example.file.size < 0 for example in found):
+    if all(example.file.size < 0 for example in examples):
         raise InputError(
-            f"{where}: none of its {len(found):,} files is there, no such file: {found[0].file.path!r}; "
-            "paths are relative to the list"
+            f"{where}: none of its {len(examples):,} files is there, "
+            f"no such file: {examples[0].file.path!r}; paths are relative to the list"
         )
-    return _List(found, extra)
+    return _List(examples, extra)
 
 
 def _facts(path: Path) -> File:
@@ -138,26 +140,26 @@ def _facts(path: Path) -> File:
 
 
 def _header(where: str, values: list[str]) -> list[str]:
-    """The columns that a first line names, under our names; [] if it names none."""
-    small = [value.lower() for value in values]
-    kinds = {name: kind for kind, names in _NAMES.items() for name in names}
-    names = [kinds.get(value, value) for value in small]
-    if "path" not in names or any(Path(value).suffix in SUFFIXES for value in small):
+    """Return the columns that a first line names, under our names; [] if it is no header."""
+    lower = [value.lower() for value in values]
+    column_of = {name: column for column, names in _NAMES.items() for name in names}
+    names = [column_of.get(value, value) for value in lower]
+    if "path" not in names or any(Path(value).suffix in SUFFIXES for value in lower):
         return []
     if "label" not in names:
         raise InputError(f"{where}: its first line has no column 'label'; it has: {', '.join(values)}")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"{where}: its first line has two columns for {twice!r}: {', '.join(values)}")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise InputError(f"{where}: its first line has two columns for {duplicate!r}: {', '.join(values)}")
     return names
 
 
 def _split(where: str, value: str) -> str:
-    """The split that a value means; "" where none is named."""
-    found = next((split for split, names in _SPLITS.items() if value.lower() in names), "")
-    if value and not found:
+    """Return the split that a value means; "" for an empty value."""
+    split = next((split for split, names in _SPLITS.items() if value.lower() in names), "")
+    if value and not split:
         raise InputError(f"{where}: unknown split {value!r}; expected train, test or val")
-    return found
+    return split
 
 
 # ---- listings ----------------------------------------------------------------------------------------------
@@ -165,57 +167,62 @@ def _split(where: str, value: str) -> str:
 
 def _listing(paths: list[Path], lists: list[_List]) -> Listing:
     train, test, notes = _splits(paths, lists)
-    there = [example.label for example in (*train, *test) if not _is_missing(example.label)]
-    classes = natural_order(there) if there else []
-    same_classes(
-        str(paths[0]),
-        *([each.label for each in part if not _is_missing(each.label)] for part in (train, test)),
+    train_labels, test_labels = (
+        [example.label for example in split if not _is_missing(example.label)] for split in (train, test)
     )
-    names = lists[0].columns
-    columns = tuple(name for name in names if all(name in each.columns for each in lists))
-    unread = sorted({name for each in lists for name in each.columns} - set(columns))
+    labels = train_labels + test_labels
+    classes = natural_order(labels) if labels else []
+    same_classes(str(paths[0]), train_labels, test_labels)
+    # columns that all lists have
+    columns = [name for name in lists[0].columns if name in lists[-1].columns]
+    unread = sorted({*lists[0].columns, *lists[-1].columns} - set(columns))
     if unread:
         notes = [*notes, f"left out: columns that one list lacks ({', '.join(unread)})"]
     counts = f"{len(train):,} training and {len(test):,} test images of {len(classes)} classes"
     number = {name: i for i, name in enumerate(classes)}
-    places = [{name: each.columns.index(name) for name in columns} for each in (lists[0], lists[-1])]
-    splits = (_undecoded(part, number, each) for part, each in zip((train, test), places, strict=True))
-    return Listing(paths[0].absolute().parent, tuple(classes), *splits, notes=("; ".join([counts, *notes]),))
+    train_positions, test_positions = (
+        {name: image_list.columns.index(name) for name in columns} for image_list in (lists[0], lists[-1])
+    )
+    return Listing(
+        paths[0].absolute().parent,
+        tuple(classes),
+        _undecoded(train, number, train_positions),
+        _undecoded(test, number, test_positions),
+        notes=("; ".join([counts, *notes]),),
+    )
 
 
 def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list[_Example], list[str]]:
-    """Training and test examples, and what is said of them."""
+    """Return training and test examples, with notes."""
+    examples = lists[0].examples
     if len(lists) == 2:
-        both = {example.file.path for example in lists[0].examples} & {e.file.path for e in lists[1].examples}
-        notes = [f"{len(both):,} images are in both lists"] if both else []
-        return lists[0].examples, lists[1].examples, notes
-    by_split = {split: [e for e in lists[0].examples if e.split == split] for split in (*_SPLITS, "")}
-    present = [split for split, examples in by_split.items() if examples]
+        tests = lists[1].examples
+        shared = {example.file.path for example in examples} & {example.file.path for example in tests}
+        return examples, tests, [f"{len(shared):,} images are in both lists"] if shared else []
+    by_split = {split: [e for e in examples if e.split == split] for split in (*_SPLITS, "")}
+    present = [split for split in by_split if by_split[split]]
     if present == [""]:
-        every = lists[0].examples
-        train, test = random_split(LabelledItems(every, list(range(len(every)))))
+        train, test = random_split(LabelledItems(examples, list(range(len(examples)))))
         return train.items, test.items, ["a random fifth of the images is for testing"]
-    tested = next((split for split in ("test", "validation") if split in present), None)
-    if by_split[""] or "train" not in present or tested is None:
-        what = (
-            f"{len(by_split[''])} lines have no split"
-            if by_split[""]
-            else f"its splits are {', '.join(present)}"
-        )
-        raise InputError(f"dataset: {str(paths[0])!r}: {what}; expected train, and test or val")
-    notes = [f"tested on the split {tested}"] if tested != "test" else []
-    if tested == "test" and by_split["validation"]:
+    test_split = next((split for split in ("test", "validation") if split in present), None)
+    if by_split[""] or "train" not in present or test_split is None:
+        problem = f"its splits are {', '.join(present)}"
+        if by_split[""]:
+            problem = f"{len(by_split[''])} lines have no split"
+        raise InputError(f"dataset: {str(paths[0])!r}: {problem}; expected train, and test or val")
+    notes = [f"tested on the split {test_split}"] if test_split != "test" else []
+    if test_split == "test" and by_split["validation"]:
         notes.append(f"not read: the validation split ({len(by_split['validation']):,} images)")
-    return by_split["train"], by_split[tested], notes
+    return by_split["train"], by_split[test_split], notes
 
 
 def _is_missing(label: str) -> bool:
-    """Whether a label is empty or a negative number."""
+    """Check whether a label is empty or a negative number."""
     return not label or (label[0] == "-" and label[1:].isdecimal())
 
 
-def _undecoded(examples: list[_Example], number: dict[str, int], places: dict[str, int]) -> UndecodedSplit:
-    """A split, with the columns at these places."""
+def _undecoded(examples: list[_Example], number: dict[str, int], positions: dict[str, int]) -> UndecodedSplit:
+    """Make a split, with the columns at these positions."""
 
     def fetch(indices: Sequence[int]) -> list[Picture]:
         return [_picture(examples[i].file) for i in indices]
@@ -224,7 +231,9 @@ def _undecoded(examples: list[_Example], number: dict[str, int], places: dict[st
         np.array([number.get(example.label, -1) for example in examples], np.int64),
         [example.file.path for example in examples],
         fetch,
-        columns={name: [example.columns[place] for example in examples] for name, place in places.items()},
+        columns={
+            name: [example.columns[position] for example in examples] for name, position in positions.items()
+        },
         wrong_labels={
             i: repr(example.label) for i, example in enumerate(examples) if _is_missing(example.label)
         },

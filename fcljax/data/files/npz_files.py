@@ -1,4 +1,4 @@
-"""Data sets that are .npz files: the arrays of both splits, and what else is known of each example."""
+"""Read data sets that are .npz files: the arrays of both splits, and columns of each example."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from fcljax.errors import InputError, reason
 from fcljax.files import in_home, machine_memory
 
 CLASS_NAMES = "class_names"
-# images and labels of a split: ours and scikit-learn's, whose X is large, and MedMNIST's
+# names of images and labels of a split: ours, which are also scikit-learn's with a capital X, and MedMNIST's
 _KEYS = (("x_{0}", "y_{0}"), ("{0}_images", "{0}_labels"))
 
 
@@ -41,12 +41,12 @@ class _Part(NamedTuple):
     keys: _Keys
     images: UInt8[np.ndarray, "N H W 3"]
     labels: np.ndarray
-    """[N], as they are in the file."""
+    """[N], as in the file."""
     columns: dict[str, np.ndarray]
 
 
 def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], None]) -> Dataset:
-    """The data set of a file's training and test arrays.
+    """Read the data set of a file's training and test arrays.
 
     Args:
       name: of the data set.
@@ -60,33 +60,34 @@ def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], 
     where = f"dataset: {str(path)!r}"
     names = _names(path, "dataset")
     keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
-    tested = "test" if keys["test"] or not keys["val"] else "val"
-    splits = {split: _required(where, names, keys[split], split) for split in ("train", tested)}
-    if tested == "val":
+    test_split = "test" if keys["test"] or not keys["val"] else "val"
+    splits = {split: _required(where, names, keys[split], split) for split in ("train", test_split)}
+    if test_split == "val":
         say(f"{name}: tested on {splits['val'].images}, for there are no test images")
-    wanted = [name for name in names if name == CLASS_NAMES or name.endswith(("_train", "_test", "_val"))]
-    arrays = _read(path, [*wanted, *(key for each in splits.values() for key in each)])
-    used = {CLASS_NAMES, *(key for each in splits.values() for key in each)}
-    parts = [_part(where, arrays, used, each, split) for split, each in splits.items()]
+    optional = [name for name in names if name == CLASS_NAMES or name.endswith(("_train", "_test", "_val"))]
+    required = [key for split_keys in splits.values() for key in split_keys]
+    arrays = _read(path, [*optional, *required])
+    used = {CLASS_NAMES, *required}
+    parts = [_part(where, arrays, used, split_keys, split) for split, split_keys in splits.items()]
     if skip_missing:
-        parts = [_labelled(name, part, say) for part in parts]
+        parts = [_drop_unlabelled(name, part, say) for part in parts]
     labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
     for part in parts:
         check_lengths(where, part.keys.images, part.images, part.keys.labels, part.labels)
     used |= {
         f"{column}_{split}" for part, split in zip(parts, splits, strict=True) for column in part.columns
     }
-    left_out = [each for each in names if each not in used]
+    left_out = [key for key in names if key not in used]
     if left_out:
         say(f"{name}: left out: {len(left_out)} arrays ({', '.join(left_out[:6])})")
-    train, test = (part._replace(labels=each) for part, each in zip(parts, labels, strict=True))
+    train, test = (part._replace(labels=values) for part, values in zip(parts, labels, strict=True))
     return _dataset(name, path, train, test, arrays.get(CLASS_NAMES))
 
 
 def load_part(
     name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None, augment: bool
 ) -> Dataset:
-    """One split alone, of a .npz file, and class_names if there are any; the other split is one black image.
+    """Read one split of a .npz file, and class_names if it has any; the other split is one black image.
 
     Args:
       name: of the data set that it is a part of.
@@ -108,22 +109,26 @@ def load_part(
     check_lengths(where, keys.images, x, keys.labels, y)
     y, class_names = _numbers(path, keys.labels, y, class_names, arrays.get(CLASS_NAMES))
     black = np.zeros_like(x[:1]), np.zeros(1, np.int64)
-    both = (x, y, *black) if split == "train" else (*black, x, y)
-    digest = digest_of_arrays(dict(zip(ARRAYS, both, strict=True)))
-    return Dataset(name, *both, class_names, augment, digest=digest)
+    arrays_of_splits = (x, y, *black) if split == "train" else (*black, x, y)
+    digest = digest_of_arrays(dict(zip(ARRAYS, arrays_of_splits, strict=True)))
+    return Dataset(name, *arrays_of_splits, class_names, augment, digest=digest)
 
 
 def _numbers(
-    path: Path, key: str, labels: np.ndarray, class_names: tuple[str, ...] | None, named: np.ndarray | None
+    path: Path,
+    key: str,
+    labels: np.ndarray,
+    class_names: tuple[str, ...] | None,
+    names_in_file: np.ndarray | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as numbers among the names of all classes, and these names."""
+    """Number labels by the names of all classes; return both."""
     text = labels.dtype.kind == "U"
-    if class_names is None and text and named is None:
+    if class_names is None and text and names_in_file is None:
         raise InputError(f"data: {str(path)!r}: {key} is text, and there are no class_names to number it by")
     largest = 0 if text else int(labels.max())
     if class_names is None:
-        count = largest + 1 if named is None else max(largest + 1, len(named))
-        class_names = _class_names(path, named, list(range(count)))
+        count = largest + 1 if names_in_file is None else max(largest + 1, len(names_in_file))
+        class_names = _class_names(path, names_in_file, list(range(count)))
     if text:
         number = {name: label for label, name in enumerate(class_names)}
         unknown = [label for label in np.unique(labels).tolist() if label not in number]
@@ -136,7 +141,7 @@ def _numbers(
 
 
 def _part(where: str, arrays: dict[str, np.ndarray], used: set[str], keys: _Keys, split: str) -> _Part:
-    """A split whose images are grey levels; its labels are as they are in the file."""
+    """Return a split with images as grey levels and labels as in the file."""
     images = checked_images(where, keys.images, arrays[keys.images])
     end = f"_{split}"
     columns = {
@@ -148,10 +153,10 @@ def _part(where: str, arrays: dict[str, np.ndarray], used: set[str], keys: _Keys
 
 
 def _column(where: str, key: str, values: np.ndarray, examples: int, split: str) -> np.ndarray:
-    """What else the file knows of each example of a split: NAME -> its array NAME_SPLIT.
+    """Check a column, the array NAME_SPLIT with a value for each example of a split.
 
     Raises:
-      InputError: for one of another shape.
+      InputError: for another shape or type.
     """
     if values.shape != (examples,) or values.dtype.kind not in "iuU":
         raise InputError(
@@ -161,25 +166,28 @@ def _column(where: str, key: str, values: np.ndarray, examples: int, split: str)
     return values
 
 
-def _labelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
-    """The examples of a split that have a label."""
+def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
+    """Drop the examples of a split that have no label."""
     if part.labels.shape[:1] != part.images.shape[:1]:
         return part
-    there = ~missing_labels(part.labels)
-    if there.all():
+    has_label = ~missing_labels(part.labels)
+    if has_label.all():
         return part
-    say(f"{name}: left out: {np.sum(~there)} of {len(there)} examples, without a label in {part.keys.labels}")
-    columns = {column: values[there] for column, values in part.columns.items()}
-    return _Part(part.keys, part.images[there], part.labels[there], columns)
+    missing = np.sum(~has_label)
+    say(f"{name}: left out: {missing} of {len(has_label)} examples, without a label in {part.keys.labels}")
+    columns = {column: values[has_label] for column, values in part.columns.items()}
+    return _Part(part.keys, part.images[has_label], part.labels[has_label], columns)
 
 
-def _dataset(name: str, path: Path, train: _Part, test: _Part, named: np.ndarray | None) -> Dataset:
-    """The data set of two splits, whose classes are numbered in the order of their labels."""
+def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np.ndarray | None) -> Dataset:
+    """Make the data set of two splits, numbering classes in the order of their labels."""
     if train.images.shape[1:] != test.images.shape[1:]:
-        both = f"{train.keys.images} are {sides(train.images)} but of {test.keys.images} {sides(test.images)}"
-        raise InputError(f"dataset: {str(path)!r}: images of {both}; make them equal")
+        shapes = (
+            f"{train.keys.images} are {sides(train.images)} but of {test.keys.images} {sides(test.images)}"
+        )
+        raise InputError(f"dataset: {str(path)!r}: images of {shapes}; make them equal")
     classes = same_classes(str(path), np.unique(train.labels).tolist(), np.unique(test.labels).tolist())
-    names = _class_names(path, named, classes)
+    names = _class_names(path, names_in_file, classes)
     if train.labels.dtype.kind == "U":
         classes = list(names)
     order = np.argsort(classes)
@@ -191,7 +199,7 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, named: np.ndarray
 
 
 def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[str, ...]:
-    """The names of these labels, integers or text; the labels themselves where the file has none."""
+    """Return the names of these labels, integers or text; without names in the file, the labels."""
     if names is None:
         return tuple(map(str, classes))
     where = f"dataset: {str(path)!r}: {CLASS_NAMES}"
@@ -223,33 +231,32 @@ def _names(path: Path, field: str) -> list[str]:
 
 
 def _keys(where: str, names: Sequence[str], split: str) -> _Keys | None:
-    """The arrays of a split, whatever their capitals, if both are there."""
+    """Find the arrays of a split, whatever their capitals; None unless both exist."""
     for forms in _KEYS:
-        found = [[name for name in names if name.lower() == form.format(split)] for form in forms]
-        twice = next((each for each in found if len(each) > 1), None)
-        if twice:
-            raise InputError(f"{where} has the arrays {' and '.join(twice)}; leave out one of them")
-        if all(found):
-            return _Keys(*(each[0] for each in found))
+        matches = [[name for name in names if name.lower() == form.format(split)] for form in forms]
+        for duplicates in matches:
+            if len(duplicates) > 1:
+                raise InputError(f"{where} has the arrays {' and '.join(duplicates)}; leave out one of them")
+        if all(matches):
+            return _Keys(*(keys[0] for keys in matches))
     return None
 
 
 def _required(where: str, names: Sequence[str], keys: _Keys | None, split: str) -> _Keys:
     if keys:
         return keys
-    wanted = [form.format(split) for form in _KEYS[0]]
-    missing = next((key for key in wanted if key not in names), wanted[0])
-    needs = ", ".join([*ARRAYS]) if split in ("train", "test") else ", ".join(wanted)
-    there = f"it has: {', '.join(names[:8])}" if names else "it is empty"
-    raise InputError(f"{where} has no array {missing!r}; it needs {needs}; {there}")
+    expected = [form.format(split) for form in _KEYS[0]]
+    missing = next((key for key in expected if key not in names), expected[0])
+    needs = ", ".join([*ARRAYS]) if split in ("train", "test") else ", ".join(expected)
+    contents = f"it has: {', '.join(names[:8])}" if names else "it is empty"
+    raise InputError(f"{where} has no array {missing!r}; it needs {needs}; {contents}")
 
 
 def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Arrays of these names, as far as they are there."""
+    """Read the arrays of these names that exist."""
     try:
         return read_npz(path, machine_memory() // 2, names)
-    # a damaged file can raise anything in the parsers of zip and npy, and it is the file's fault
-    except Exception as error:
+    except Exception as error:  # a damaged file can raise anything in the parsers of zip and npy
         if "Object arrays" in str(error):
             raise InputError(
                 f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"

@@ -1,10 +1,10 @@
-"""Image data sets of the Hugging Face hub: tables in parquet or arrow files with a column of images and one
-of labels, in a folder or in the caches of the hub's libraries.
+"""Read image data sets of the Hugging Face hub: parquet or arrow files with columns of images and labels.
 
-Splits are named by the names of files or folders: train, test, validation. Without test examples those of the
-validation split are tested on, else a random fifth. Each table's labels are read by the names that this table
-gives to its classes. All other columns of short text and whole numbers are kept, as sites or domains; what is
-not read is said. Reading needs pyarrow (`fcljax[tables]`).
+They are in a folder or in the caches of the hub's libraries. Names of files or folders show the split: train,
+test, validation. Without test examples those of the validation split are for testing, else a random fifth.
+Each table's labels are read by the names that this table gives to its classes. All other columns of short
+text and integers become columns of the data set, such as sites or domains. Notes name what was not read.
+Reading needs pyarrow (`fcljax[tables]`).
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcljax.data.files.arrays import checked_image, checked_labels
-from fcljax.data.files.arrow_files import SUFFIXES, Table, opened, values_of
+from fcljax.data.files.arrow_files import SUFFIXES, Table, open_table, values_of
 from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import MAX_PIXELS, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
@@ -27,20 +27,20 @@ from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, random_s
 from fcljax.errors import InputError, reason
 from fcljax.files import in_home
 
-RULES = 2  # by which tables are read; part of what was prepared from them
+RULES = 2  # version of the rules by which tables are read; part of the fingerprint
 SPLITS = {"train": r"train(ing)?", "test": r"test(ing)?", "validation": r"val(id(ation)?)?|dev"}
-# usual names of the two columns, in the order in which they are looked for
+# usual names of the two columns, in order of preference
 IMAGES = ("image", "img", "jpg", "png", "pixels")
 LABELS = ("label", "labels", "fine_label", "class", "category", "target")
 
-_DARK = 16  # levels up to this one alone are of another range than 0..255
-_SAMPLE = 64  # images by which that is seen
-_LONG_TEXT = 200  # characters of a column's text beyond which it is no site
+_DARK = 16  # images whose levels end here have another range than 0..255
+_SAMPLE = 64  # images that are checked for it
+_LONG_TEXT = 200  # characters; longer text is no site
 _SHOWN = 6  # names in a line
 
 
 def table_files(name: str) -> Raw:
-    """The tables of `hf:NAME`: a folder of the user's, or OWNER/NAME in a cache.
+    """Find the tables of `hf:NAME`: a folder of the user's, or OWNER/NAME in a cache.
 
     Raises:
       InputError: if there is no such folder or no table in it, or pyarrow is missing.
@@ -49,12 +49,14 @@ def table_files(name: str) -> Raw:
     if importlib.util.find_spec("pyarrow") is None:
         raise InputError(f"dataset: 'hf:{name}' needs pyarrow: pip install 'fcljax[tables]'")
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    files = [path for path in files if not path.name.startswith(("cache-", "tmp"))]  # results of `map`
+    files = [
+        path for path in files if not path.name.startswith(("cache-", "tmp"))
+    ]  # results of the library's `map`
     splits: dict[Path, str | None] = {path: _split_of(path.relative_to(root)) for path in files}
     unsplit = bool(files) and not any(splits.values())
     if unsplit:
         splits = {path: "train" for path in files}
-    # a data set may be there in more than one configuration, each in a folder of its own
+    # a data set may have several configurations, each in another folder
     folders = {path.parent for path in files if splits[path]}
     if not files or not any(split == "train" for split in splits.values()):
         raise InputError(
@@ -68,7 +70,7 @@ def table_files(name: str) -> Raw:
 
 
 def _root(name: str) -> Path:
-    """The folder of that name, or the newest version in a cache."""
+    """Return the folder of that name, or the newest version in a cache."""
     path = in_home(name, "dataset")
     if path.is_dir():
         return path
@@ -87,13 +89,13 @@ def _root(name: str) -> Path:
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The folders in it, the newest first."""
-    found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    """Return the folders in a folder, the newest first."""
+    folders = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()]
+    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name or its folder's tells."""
+    """Return the split in the name of a file or its folder."""
     for part in (path.name, *reversed(path.parts[:-1])):
         for split, pattern in SPLITS.items():
             if re.search(rf"(^|[^a-z])({pattern})([^a-z]|$)", part.lower()):
@@ -112,7 +114,7 @@ def _scan(root: Path, splits: dict[Path, str | None]) -> Scan:
 
 
 class _Place(NamedTuple):
-    """Where an example is."""
+    """The position of an example."""
 
     file: int
     row: int
@@ -127,7 +129,7 @@ class _Columns(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """What is trained or tested on."""
+    """Training and test examples."""
 
     train: LabelledItems
     test: LabelledItems
@@ -135,113 +137,123 @@ class _Split(NamedTuple):
 
 
 def _listing(root: Path, splits: dict[Path, str | None]) -> Listing:
-    """Labels and columns are read at once, images when they are decoded."""
+    """List the examples. Labels and columns are read now, images when they are decoded."""
     paths = [path for path, split in splits.items() if split]
-    kinds = [split for split in splits.values() if split]
-    tables = [opened(path, str(path.relative_to(root))) for path in paths]
-    columns = _columns(root, tables, kinds)
-    labels = _labels(tables, kinds, columns.label)
-    chosen = _chosen(root, kinds, labels.numbers)
-    _check_levels(tables, columns.image, chosen.train.items[:_SAMPLE])
-    used = sorted({place.file for items in (chosen.train, chosen.test) for place in items.items})
-    kept, unread = _kept([tables[i] for i in used], set(columns[:2]))
-    values = {name: dict(zip(used, found, strict=True)) for name, found in kept.items()}
+    split_names = [split for split in splits.values() if split]
+    tables = [open_table(path, str(path.relative_to(root))) for path in paths]
+    columns = _columns(root, tables, split_names)
+    labels = _labels(tables, split_names, columns.label)
+    examples = _choose_examples(root, split_names, labels.numbers)
+    _check_levels(tables, columns.image, examples.train.items[:_SAMPLE])
+    used_tables = sorted({place.file for items in (examples.train, examples.test) for place in items.items})
+    texts, column_notes = _other_columns([tables[i] for i in used_tables], set(columns[:2]))
+    values = {name: dict(zip(used_tables, by_table, strict=True)) for name, by_table in texts.items()}
 
     def split(items: LabelledItems) -> UndecodedSplit:
-        places = items.items
-        wrong = {i: labels.wrong[place] for i, place in enumerate(places) if place in labels.wrong}
+        positions = items.items
+        wrong = {i: labels.wrong[place] for i, place in enumerate(positions) if place in labels.wrong}
 
         def fetch(indices: Sequence[int]) -> list[Picture]:
-            return [_picture(tables[places[i].file], columns.image, places[i].row) for i in indices]
+            return [_picture(tables[positions[i].file], columns.image, positions[i].row) for i in indices]
 
         return UndecodedSplit(
             np.array(items.labels, np.int64),
-            [f"{tables[place.file].name}:{place.row}" for place in places],
+            [f"{tables[place.file].name}:{place.row}" for place in positions],
             fetch,
             columns={
-                name: [found[place.file][place.row] for place in places] for name, found in values.items()
+                name: [by_table[place.file][place.row] for place in positions]
+                for name, by_table in values.items()
             },
             wrong_labels=wrong,
         )
 
-    counts = f"{len(chosen.train.items):,} training and {len(chosen.test.items):,} test images"
-    outside = [str(path.relative_to(root)) for path, found in splits.items() if not found]
-    if outside:
-        chosen.notes.append(f"not read: {len(outside)} tables of no split, such as {outside[0]!r}")
-    notes = [f"{counts} of {len(labels.names)} classes", columns.note, *labels.notes, *chosen.notes, *unread]
+    counts = f"{len(examples.train.items):,} training and {len(examples.test.items):,} test images"
+    unsplit = [str(path.relative_to(root)) for path, split in splits.items() if not split]
+    if unsplit:
+        examples.notes.append(f"not read: {len(unsplit)} tables of no split, such as {unsplit[0]!r}")
+    notes = [
+        f"{counts} of {len(labels.names)} classes",
+        columns.note,
+        *labels.notes,
+        *examples.notes,
+        *column_notes,
+    ]
     line = "; ".join(note for note in notes if note)
-    return Listing(root, tuple(labels.names), split(chosen.train), split(chosen.test), (line,))
+    return Listing(root, tuple(labels.names), split(examples.train), split(examples.test), (line,))
 
 
-def _chosen(root: Path, kinds: list[str], labels: list[np.ndarray]) -> _Split:
-    """The examples of the training split, and of that which is tested on."""
-    present = {
-        kind: LabelledItems(
-            [_Place(i, row) for i, each in enumerate(kinds) if each == kind for row in range(len(labels[i]))],
-            [int(label) for i, each in enumerate(kinds) if each == kind for label in labels[i]],
-        )
-        for kind in dict.fromkeys(kinds)
-    }
+def _choose_examples(root: Path, split_names: list[str], labels: list[np.ndarray]) -> _Split:
+    """Choose the training and test examples."""
+    present = {split: LabelledItems([], []) for split in dict.fromkeys(split_names)}
+    for i, split in enumerate(split_names):
+        present[split].items.extend(_Place(i, row) for row in range(len(labels[i])))
+        present[split].labels.extend(labels[i].tolist())
     empty = next((kind for kind, items in present.items() if not items.items), None)
     if empty:
         raise InputError(f"dataset: {str(root)!r}: its {empty} split has no rows")
     notes = []
-    tested = None
+    test_split = None
     for kind in ("test", "validation"):
         if kind not in present:
             continue
-        if tested:
+        if test_split:
             notes.append(f"not read: the {kind} split ({len(present[kind].items):,} examples)")
-        elif max(present[kind].labels) < 0:  # as those of a competition
+        elif max(present[kind].labels) < 0:  # as in test splits of competitions
             notes.append(f"the {kind} split has no labels")
         else:
-            tested = kind
-    if tested == "validation":
+            test_split = kind
+    if test_split == "validation":
         notes.append("tested on the validation split")
-    if tested:
-        return _Split(present["train"], present[tested], notes)
+    if test_split:
+        return _Split(present["train"], present[test_split], notes)
     notes.append("a random fifth of the training examples is for testing")
     train, test = random_split(present["train"])
     return _Split(_in_order(train), _in_order(test), notes)
 
 
 def _in_order(items: LabelledItems) -> LabelledItems:
-    """In the order of the files: neighbours are read together."""
+    """Sort examples in the order of the files, because neighbours are read together."""
     return items.take(sorted(range(len(items.items)), key=items.items.__getitem__))
 
 
-def _columns(root: Path, tables: list[Table], kinds: list[str]) -> _Columns:
-    """The columns of images and labels, which every table must have."""
-    first = tables[kinds.index("train")]
+def _columns(root: Path, tables: list[Table], split_names: list[str]) -> _Columns:
+    """Choose the columns of images and labels, which every table must have."""
+    train_table = tables[split_names.index("train")]
     images, labels = (
-        _candidates(first, kind, usual) for kind, usual in (("Image", IMAGES), ("ClassLabel", LABELS))
+        _candidates(train_table, kind, usual) for kind, usual in (("Image", IMAGES), ("ClassLabel", LABELS))
     )
     if not images or not labels:
-        lacks = f"labels ({', '.join(LABELS)})" if images else "images ('image')"
-        raise InputError(f"dataset: {str(root)!r} has no column of {lacks}; it has: {', '.join(first.kinds)}")
+        missing = f"labels ({', '.join(LABELS)})" if images else "images ('image')"
+        raise InputError(
+            f"dataset: {str(root)!r} has no column of {missing}; it has: {', '.join(train_table.kinds)}"
+        )
     for table in tables:
         for column in (images[0], labels[0]):
             if column not in table.kinds:
                 raise InputError(
-                    f"dataset: {str(table.path)!r} has no column {column!r}, and {first.name!r} has; it has: "
-                    f"{', '.join(table.kinds)}"
+                    f"dataset: {str(table.path)!r} has no column {column!r}, and {train_table.name!r} has; "
+                    f"it has: {', '.join(table.kinds)}"
                 )
     others = [name for name in labels[1:] if name != images[0]]
-    note = f"the labels are the column {labels[0]!r}, not {_some(others)}" if others else ""
+    note = f"the labels are the column {labels[0]!r}, not {_first_names(others)}" if others else ""
     if images[1:]:
-        note += f"{'; ' if note else ''}the images are the column {images[0]!r}, not {_some(images[1:])}"
+        note += (
+            f"{'; ' if note else ''}the images are the column {images[0]!r}, not {_first_names(images[1:])}"
+        )
     return _Columns(images[0], labels[0], note)
 
 
 def _candidates(table: Table, kind: str, usual: Sequence[str]) -> list[str]:
-    """The columns that may be meant, the first of them the one that is: those that the hub's library calls so
-    and that have a usual name, the others that it calls so, the others of usual names."""
-    named = [name for name, facts in table.features.items() if facts.get("_type") == kind]
-    order = [*(name for name in usual if name in named), *named, *usual]
+    """List the columns of a kind, the best candidate first.
+
+    Columns that the hub's library declares as the kind come first, among them those with a usual name.
+    """
+    declared = [name for name, facts in table.features.items() if facts.get("_type") == kind]
+    order = [*(name for name in usual if name in declared), *declared, *usual]
     return [name for name in dict.fromkeys(order) if name in table.kinds]
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
@@ -253,100 +265,98 @@ class _TableLabels(NamedTuple):
     """The labels of all tables."""
 
     numbers: list[np.ndarray]
-    """Of each table [rows]; -1: none."""
+    """Class numbers of each table [rows]; -1: no label."""
     names: list[str]
-    """Of the classes."""
+    """Names of the classes."""
     wrong: dict[_Place, str]
-    """What stands in place of a label."""
+    """Values that are no labels, for example null."""
     notes: list[str]
 
 
-class _Read(NamedTuple):
+class _LabelColumn(NamedTuple):
     """The labels of one table."""
 
-    there: np.ndarray
-    """Which rows [rows] have a label."""
+    has_label: np.ndarray
+    """[rows]"""
     labels: np.ndarray
-    """Of these rows: integers or text."""
+    """Labels of the rows that have one: integers or text."""
     wrong: dict[int, str]
-    """Row -> what stands in place of a label."""
+    """Row -> a value that is no label."""
     names: list[str] | None
-    """Of the classes, in this table's own order."""
+    """Names of the classes, in this table's order."""
 
 
-def _labels(tables: list[Table], kinds: list[str], column: str) -> _TableLabels:
-    """The labels of each table, each read by its own names of the classes."""
-    read = [_read_labels(table, column) for table in tables]
+def _labels(tables: list[Table], split_names: list[str], column: str) -> _TableLabels:
+    """Number the labels of all tables; each table's labels are read by its own names of the classes."""
+    columns = [_read_labels(table, column) for table in tables]
     # the names of the training tables come first
-    order = sorted(range(len(tables)), key=lambda i: kinds[i] != "train")
-    lists = [names for i in order if (names := read[i].names)]
+    order = sorted(range(len(tables)), key=lambda i: split_names[i] != "train")
+    declared = [names for i in order if (names := columns[i].names)]
     notes = []
-    shared = lists[0] if lists else None
-    nameless = [i for i in order if read[i].names is None and read[i].labels.dtype.kind != "U"]
+    shared = declared[0] if declared else None
+    nameless = [i for i in order if columns[i].names is None and columns[i].labels.dtype.kind != "U"]
     if shared and nameless:
         notes.append(
             f"{tables[nameless[0]].name!r} has no names of classes: its numbers are read by the others'"
         )
-    texts = [_texts(table, each, shared) for table, each in zip(tables, read, strict=True)]
-    found = set().union(*(np.unique(each).tolist() for each in texts))
-    names = list(dict.fromkeys(name for each in lists for name in each))
-    if lists:
-        unused = [name for name in names if name not in found]
-        if unused:
-            notes.append(f"left out: {len(unused)} classes without examples ({_some(unused)})")
-        names = [name for name in names if name in found]
-        names += natural_order(sorted(found - set(names))) if found - set(names) else []
-    else:
-        names = natural_order(sorted(found)) if found else []
+    texts = [_texts(table, labels, shared) for table, labels in zip(tables, columns, strict=True)]
+    present = {name for text in texts for name in np.unique(text).tolist()}
+    names = list(dict.fromkeys(name for table_names in declared for name in table_names))
+    unused = [name for name in names if name not in present]
+    if unused:
+        notes.append(f"left out: {len(unused)} classes without examples ({_first_names(unused)})")
+    names = [name for name in names if name in present]
+    if present - set(names):
+        names += natural_order(sorted(present - set(names)))
     number = {name: i for i, name in enumerate(names)}
     numbers = []
-    for each, text in zip(read, texts, strict=True):
-        label = np.full(len(each.there), -1, np.int64)
-        label[each.there] = [number[name] for name in text.tolist()]
+    for labels, text in zip(columns, texts, strict=True):
+        label = np.full(len(labels.has_label), -1, np.int64)
+        label[labels.has_label] = [number[name] for name in text.tolist()]
         numbers.append(label)
-    wrong = {_Place(i, row): what for i, each in enumerate(read) for row, what in each.wrong.items()}
+    wrong = {_Place(i, row): value for i, labels in enumerate(columns) for row, value in labels.wrong.items()}
     return _TableLabels(numbers, names, wrong, notes)
 
 
-def _read_labels(table: Table, column: str) -> _Read:
-    """The labels of a table as they are written."""
+def _read_labels(table: Table, column: str) -> _LabelColumn:
+    """Read the labels of a table as they are written."""
     values = _scalars(table, column, values_of(table, column))
     missing = np.array([_is_missing(value) for value in values], bool)
     wrong = {row: _written(values[row]) for row in np.flatnonzero(missing).tolist()}
-    there = ~missing
-    present = [value for value, here in zip(values, there, strict=True) if here]
+    has_label = ~missing
+    present = [value for value, is_label in zip(values, has_label, strict=True) if is_label]
     names = table.features.get(column, {}).get("names")
     names = [str(name) for name in names] if isinstance(names, list) and names else None
     if names and len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        duplicate = next(name for name in names if names.count(name) > 1)
         raise InputError(
-            f"dataset: {str(table.path)!r}: two classes of the column {column!r} are called {twice!r}"
+            f"dataset: {str(table.path)!r}: two classes of the column {column!r} are called {duplicate!r}"
         )
     if not present:
-        return _Read(there, np.zeros(0, np.int64), wrong, names)
+        return _LabelColumn(has_label, np.zeros(0, np.int64), wrong, names)
     labels = checked_labels(f"dataset: {str(table.path)!r}", f"the column {column!r}", _array(present))
-    return _Read(there, labels, wrong, names)
+    return _LabelColumn(has_label, labels, wrong, names)
 
 
 def _scalars(table: Table, column: str, values: list[Any]) -> list[Any]:
-    """Labels that are lists of one value, or one-hot, as single values."""
+    """Turn labels that are one-hot or lists of one value into single values."""
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
         return values
     where = f"dataset: {str(table.path)!r}"
     try:
-        found = iter(checked_labels(where, f"the column {column!r}", np.array(lists)).tolist())
+        single_labels = iter(checked_labels(where, f"the column {column!r}", np.array(lists)).tolist())
     except ValueError as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
             f"{where}: the column {column!r} has lists of several lengths; one label is needed"
         ) from None
-    return [next(found) if isinstance(value, list) else value for value in values]
+    return [next(single_labels) if isinstance(value, list) else value for value in values]
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether nothing stands there, no number, a negative one or empty text."""
+    """Check whether a value is null, NaN, negative or empty text."""
     if value is None or value != value:
         return True
     if isinstance(value, str | bytes):
@@ -359,8 +369,8 @@ def _written(value: Any) -> str:
 
 
 def _array(values: list[Any]) -> np.ndarray:
-    """Labels that are there; whole numbers that are floats, as pandas writes them beside missing ones, are
-    integers."""
+    """Make an array of present labels."""
+    # pandas writes integers beside missing values as floats
     if all(isinstance(value, float) and value.is_integer() for value in values):
         return np.array([int(value) for value in values])
     if all(isinstance(value, bool) for value in values):
@@ -371,47 +381,50 @@ def _array(values: list[Any]) -> np.ndarray:
     return np.array(values) if len(kinds) == 1 and kinds <= {int, float, str, bytes} else array
 
 
-def _texts(table: Table, read: _Read, shared: list[str] | None) -> np.ndarray:
-    """The name of the class of each labelled row."""
-    names = read.names or shared
-    if read.labels.dtype.kind == "U" or names is None:
-        return read.labels.astype(str)
-    largest = int(read.labels.max()) if len(read.labels) else 0
+def _texts(table: Table, column: _LabelColumn, shared: list[str] | None) -> np.ndarray:
+    """Return the name of the class of each labelled row."""
+    names = column.names or shared
+    if column.labels.dtype.kind == "U" or names is None:
+        return column.labels.astype(str)
+    largest = int(column.labels.max()) if len(column.labels) else 0
     if largest >= len(names):
         raise InputError(f"dataset: {str(table.path)!r}: label {largest} of {len(names)} classes")
-    return np.array(names)[read.labels]
+    return np.array(names)[column.labels]
 
 
 # ---- other columns -----------------------------------------------------------------------------------------
 
 
-def _kept(tables: list[Table], read: set[str]) -> tuple[dict[str, list[list[str]]], list[str]]:
-    """The columns of short text and whole numbers besides images and labels, name -> the values of each
-    table; and what is said of the others."""
+def _other_columns(tables: list[Table], used: set[str]) -> tuple[dict[str, list[list[str]]], list[str]]:
+    """Read the columns of short text and integers besides images and labels.
+
+    Returns:
+      Name -> the values of each table, and notes on the other columns.
+    """
     names = [
-        name for name in dict.fromkeys(name for table in tables for name in table.kinds) if name not in read
+        name for name in dict.fromkeys(name for table in tables for name in table.kinds) if name not in used
     ]
-    kept: dict[str, list[list[str]]] = {}
+    texts: dict[str, list[list[str]]] = {}
     left_out = []
     for name in names:
         if not all(name in table.plain for table in tables):
             left_out.append(name)
             continue
         values = [_column_texts(table, name) for table in tables]
-        if max((len(value) for each in values for value in each), default=0) > _LONG_TEXT:
+        if max((len(value) for table_values in values for value in table_values), default=0) > _LONG_TEXT:
             left_out.append(name)
             continue
-        kept[name] = values
-    notes = [f"left out: {len(left_out)} columns ({_some(left_out)})"] if left_out else []
-    for name, found in kept.items():
-        nobody = sum(value == "" for each in found for value in each)
-        if nobody:
-            notes.append(f"{nobody:,} examples have no {name}")
-    return kept, notes
+        texts[name] = values
+    notes = [f"left out: {len(left_out)} columns ({_first_names(left_out)})"] if left_out else []
+    for name, values in texts.items():
+        missing = sum(value == "" for table_values in values for value in table_values)
+        if missing:
+            notes.append(f"{missing:,} examples have no {name}")
+    return texts, notes
 
 
 def _column_texts(table: Table, name: str) -> list[str]:
-    """A column's values as text, those of a ClassLabel by this table's names; nothing is an empty text."""
+    """Return a column's values as text, those of a ClassLabel by this table's names; null is empty text."""
     names = table.features.get(name, {}).get("names")
     values = values_of(table, name)
     if isinstance(names, list):
@@ -431,7 +444,7 @@ def _named(names: list[Any], value: Any) -> str:
 
 
 def _picture(table: Table, column: str, row: int) -> Picture:
-    """The image of a row: the bytes of its file, its pixels, or why there is none."""
+    """Read the image of a row: the bytes of its file, its pixels, or the reason why there is none."""
     value = table.cell(column, row)
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -458,7 +471,7 @@ def _pixels(table: Table, column: str, row: int, value: Any) -> np.ndarray:
 
 
 def _levels(where: str, value: Any) -> np.ndarray:
-    """The numbers of lists; whole ones from 0 to 255 are grey levels."""
+    """Make an array of lists of numbers; integers from 0 to 255 become uint8."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
@@ -469,10 +482,10 @@ def _levels(where: str, value: Any) -> np.ndarray:
 
 
 def _check_levels(tables: list[Table], column: str, places: Iterable[_Place]) -> None:
-    """Check that images that are lists of whole numbers go up to more than a few levels.
+    """Check that images that are lists of integers have more than a few levels.
 
     Raises:
-      InputError: if they do not, as those of scikit-learn's digits, which go to 16.
+      InputError: if they do not; scikit-learn's digits, for example, have the levels 0 to 16.
     """
     highest = 0
     for place in places:
