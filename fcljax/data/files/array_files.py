@@ -1,4 +1,4 @@
-"""Data sets that are official array files: CIFAR's binary batches and MNIST's idx files."""
+"""Find and read official array files: CIFAR's binary batches and MNIST's idx files."""
 
 import gzip
 import hashlib
@@ -30,14 +30,14 @@ FASHION = (
 
 
 def cifar(
-    base: Path, choice: Choice, *, folder: str, train: Sequence[str], test: str, names: str, label_bytes: int
+    base: Path, _choice: Choice, *, folder: str, train: Sequence[str], test: str, names: str, label_bytes: int
 ) -> Raw | None:
-    """CIFAR's binary version.
+    """Find CIFAR's binary version.
 
     Args:
-      folder: its name below `base`.
+      folder: its folder below `base`.
       train, test, names: the files of the training images, the test images and the names of classes.
-      label_bytes: before each image; the last one is read.
+      label_bytes: number of labels before each image; the last one is read.
     """
     root = base / folder
     if not root.is_dir():
@@ -57,25 +57,25 @@ def cifar(
     return Raw(root, lambda: _scan(files, listing))
 
 
-def idx(base: Path, choice: Choice, *, folders: Sequence[str], classes: tuple[str, ...]) -> Raw | None:
-    """MNIST's four files, or those of a data set in the same format, packed by gzip or not.
+def idx(base: Path, _choice: Choice, *, folders: Sequence[str], classes: tuple[str, ...]) -> Raw | None:
+    """Find MNIST's four files, or those of a data set in the same format, packed by gzip or not.
 
     Args:
-      folders: those below `base` that are looked into, the first of which that has one of the files is taken.
+      folders: candidates below `base`; the first one that has one of the files is read.
       classes: the names of labels 0, 1, ...
     """
     kinds = ("images-idx3", "labels-idx1")
     stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in kinds]
     for root in (base / folder for folder in folders):
-        found = {stem: [file for file in _idx_names(root, stem) if file.is_file()] for stem in stems}
-        if any(found.values()):
+        paths = {stem: [file for file in _idx_names(root, stem) if file.is_file()] for stem in stems}
+        if any(paths.values()):
             break
     else:
         return None
-    for stem, there in found.items():
-        if not there:
+    for stem, candidates in paths.items():
+        if not candidates:
             raise InputError(f"dataset: {str(root / stem)!r} is missing; expected {IDX_FILES}")
-    x, y, x_test, y_test = (there[0] for there in found.values())
+    x, y, x_test, y_test = (candidates[0] for candidates in paths.values())
     files = x, y, x_test, y_test
 
     def listing() -> Listing:
@@ -85,7 +85,7 @@ def idx(base: Path, choice: Choice, *, folders: Sequence[str], classes: tuple[st
 
 
 def _idx_names(root: Path, stem: str) -> list[Path]:
-    """How a file may be called: some tools unpack it with a point in its name."""
+    """Return the possible paths of a file: some tools unpack it with a point in its name."""
     pointed = stem.replace("-idx", ".idx")
     return [root / f"{name}{end}" for name in (stem, pointed) for end in ("", ".gz")]
 
@@ -113,7 +113,9 @@ def _cifar_batch(
             f"dataset: {str(path)!r} has {len(data)} bytes, no multiple of {size}; it is truncated"
         )
     data = data.reshape(-1, size)
-    labels = data[:, label_bytes - 1].astype(np.int64)  # of CIFAR-100's two the fine one is last
+    labels = data[:, label_bytes - 1].astype(
+        np.int64
+    )  # CIFAR-100 has the coarse label first, then the fine one
     if labels.max() >= classes:
         raise InputError(
             f"dataset: {str(path)!r} holds label {labels.max()}, but there are names for {classes} classes; "
@@ -137,10 +139,10 @@ def _idx(images: Path, labels: Path, classes: tuple[str, ...]) -> UndecodedSplit
 
 
 def read_idx(path: Path, dimensions: int) -> UInt8[np.ndarray, "..."]:
-    """An array of bytes in the idx format of MNIST, packed by gzip or not.
+    """Read an array of bytes in the idx format of MNIST, packed by gzip or not.
 
     Raises:
-      InputError: for a file that is something else, is truncated or holds more than its header says.
+      InputError: for a file of another format, or with less or more content than its header states.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Labelled images in two splits, wherever they come from."""
+"""Hold labelled images in two splits, whatever their source."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Dataset(NamedTuple):
     """Labelled images, all of one size within a split.
 
     Labels are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train`
-    and `size_test` hold the height and width that each image had before it was squeezed into its square
-    (`augment.Geometry`); None where the pixels are square. `digest` names the pixels of both splits.
+    and `size_test` are height and width of each image before it was squeezed into its square
+    (`augment.Geometry`); None: pixels are square. `digest` identifies the pixels of both splits.
     """
 
     name: str
@@ -27,34 +27,31 @@ class Dataset(NamedTuple):
     x_test: UInt8[np.ndarray, "M H W 3"]
     y_test: Int64[np.ndarray, " M"]
     class_names: tuple[str, ...]
-    augment: bool = True  # whether random crops and flips keep the class: not for digits and letters
+    augment: bool = True  # random crops and flips preserve the class: not for digits and letters
     size_train: Int32[np.ndarray, "N 2"] | None = None
     size_test: Int32[np.ndarray, "M 2"] | None = None
-    digest: str = ""  # sha256 of what the arrays hold
-    sources: tuple[int, ...] | None = None  # of a mixture: which of its data sets each class comes from
-    columns: Mapping[
-        str, np.ndarray
-    ] = {}  # what else is known of each training example [N]: a site, a camera
-    columns_test: Mapping[str, np.ndarray] = {}  # the same of each test example [M], as far as it is known
+    digest: str = ""  # sha256 of the arrays' content
+    sources: tuple[int, ...] | None = None  # of a mixture: the data set of each class
+    columns: Mapping[str, np.ndarray] = {}  # further facts on training examples [N]: a site, a camera
+    columns_test: Mapping[str, np.ndarray] = {}  # the same of test examples [M], if the data have them
     folder: Path | None = None  # where it is prepared, with the names of its images
-    kept: Int[np.ndarray, " N"] | None = (
-        None  # of the training images, those that were not held out; None: all
-    )
+    # indices of the training images that were not held out; None: all
+    kept: Int[np.ndarray, " N"] | None = None
     whole: int = 0  # training images before some were held out
 
 
 def names_file(folder: Path, split: str) -> Path:
-    """Where the names of a split's prepared images are."""
+    """Return the file of the names of a split's prepared images."""
     return folder / f"names_{split}.json"
 
 
 def columns_file(folder: Path, split: str) -> Path:
-    """Where the columns of a split's prepared images are, if they have any."""
+    """Return the file of the columns of a split's prepared images, which exists if they have any."""
     return folder / f"columns_{split}.json"
 
 
 def prepared_columns(folder: Path, split: str, count: int) -> dict[str, np.ndarray]:
-    """The columns of a split's prepared images, of which there are so many.
+    """Read the columns of a split's `count` prepared images.
 
     Raises:
       InputError: for a damaged file.
@@ -75,7 +72,7 @@ def prepared_columns(folder: Path, split: str, count: int) -> dict[str, np.ndarr
 
 
 def image_names(dataset: Dataset, split: str) -> list[str] | None:
-    """The names of all images of a split, before any were held out; None for images that are no files.
+    """Return the names of all images of a split, held-out ones included; None for images that are no files.
 
     Raises:
       InputError: for data that an earlier version prepared, which kept no names.
@@ -95,14 +92,14 @@ def image_names(dataset: Dataset, split: str) -> list[str] | None:
 
 
 def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
-    """Names in the order that a reader expects: numbers in their own order, before other text."""
-    different = np.unique(np.asarray(names, str)).tolist()
-    return sorted(different, key=_place)
+    """Sort different names as a reader expects: numbers by value, before other text."""
+    unique = np.unique(np.asarray(names, str)).tolist()
+    return sorted(unique, key=_sort_key)
 
 
-def _place(name: str) -> tuple[bool, int, str, str]:
-    """Where a name comes in an order. A number is compared by its digits: `int` refuses thousands of them,
-    and characters such as a superscript two are digits but no number."""
+def _sort_key(name: str) -> tuple[bool, int, str, str]:
+    # A number is compared by its digits: `int` refuses thousands of them, and characters such as a
+    # superscript two are digits but no number.
     if name.isascii() and name.isdecimal():
         digits = name.lstrip("0")
         return False, len(digits), digits, name

@@ -1,4 +1,4 @@
-"""JSON that a user gives: no name comes twice in an object, and there is no NaN."""
+"""Parse JSON from users: without NaN, and without repeated names in an object."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from fcljax.errors import InputError, reason
 
 
 def parse_json(where: str, text: str, what: str = "name") -> Any:
-    """The content of JSON.
+    """Return the content of JSON.
 
     Args:
       where: field and file, for messages.
@@ -15,15 +15,15 @@ def parse_json(where: str, text: str, what: str = "name") -> Any:
       what: the names in objects stand for, for messages.
 
     Raises:
-      InputError: for what is no JSON, holds NaN or infinity, is nested too deeply, or has a name twice.
+      InputError: for text that is no JSON, contains NaN or infinity, is nested too deeply, or repeats a name.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
             names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{where}: the {what} {twice!r} comes twice")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"{where}: the {what} {duplicate!r} comes twice")
         return content
 
     def constant(word: str) -> None:

@@ -1,8 +1,7 @@
-"""Named data sets: what they are, which files or tensorflow-datasets hold them, and how to get them.
+"""Find named data sets in files or tensorflow-datasets, and say how to get them.
 
-A data set is looked for in three steps, each more expensive than the one before: `find` sees whether a layout
-is there, `Raw.scan` looks at all its files and knows their fingerprint, and `Scan.listing` lists the images
-with their labels and splits. Nothing is decoded here.
+Finding takes three steps of growing cost: `find` checks whether a layout exists, `Raw.scan` lists its files
+for their fingerprint, and `Scan.listing` lists the images with their labels and splits. Nothing is decoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,58 +20,56 @@ _LIST_BYTES = 1 << 24  # most of a list of classes
 
 
 class Named(NamedTuple):
-    """Where a data set of `names.NAMED` lies; what it is stands there."""
+    """The files of a data set, which `names.DATASETS` describes."""
 
     put: str  # the official files, relative to the data folder
     find: Callable[[Path, Choice], Raw | None]  # in a folder that may hold the official files
     images: int | None  # of the official release, both splits
     tfds: tuple[str, ...] = ()  # its builders in tensorflow-datasets
     tfds_listing: Callable[[Sequence[Path]], Listing] | None = None  # from the folders that they prepared
-    augment: bool = True  # whether random crops and flips keep the class
-    folders: str = ""  # the column that the first folder of an image's name is, such as its domain
+    augment: bool = True  # random crops and flips preserve the class
+    folders: str = ""  # name of the column that is the first folder of an image's name, such as domain
 
 
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
-    """Raw data of the named set below the data folder.
+    """Find the raw data of a named set below the data folder.
 
     Official files come first, then what tensorflow-datasets has prepared. Files are looked for in `folder`
     and in `folder`/name.
 
     Raises:
-      InputError: for a layout that is there but incomplete.
+      InputError: for an incomplete layout.
     """
     named = NAMED[name]
     for base in (folder, folder / name, folder / name.replace("_", "-")):
         raw = named.find(base, choice)
         if raw is not None:
             return raw
-    return (
-        tfds.find_builders(folder / tfds.FOLDER, named.tfds, named.tfds_listing)
-        if named.tfds_listing
-        else None
-    )
+    if named.tfds_listing:
+        return tfds.find_builders(folder / tfds.FOLDER, named.tfds, named.tfds_listing)
+    return None
 
 
 def how_to_get(name: str, folder: Path) -> str:
-    """What to put where or to run, for a data set that is not there."""
-    what = what_to_put(name, folder)
+    """Say what to put where or to run, for a missing data set."""
+    files = what_to_put(name, folder)
     if name in OFFICIAL:
-        return f"{what}, or have it downloaded ({volume(OFFICIAL[name])}): fcljax data prepare {name}"
-    return f"{what}, then run: fcljax data prepare {name}"
+        return f"{files}, or have it downloaded ({volume(OFFICIAL[name])}): fcljax data prepare {name}"
+    return f"{files}, then run: fcljax data prepare {name}"
 
 
 def what_to_put(name: str, folder: Path) -> str:
-    """The official files, and where to put them."""
+    """Say which official files to put where."""
     pickled = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(name)
     for base in (folder, folder / name):
         if pickled and (base / pickled).exists():
-            where = f"{str(base / pickled)!r} holds pickles, which are never loaded"
-            return f"{where}; put the binary version beside it, {NAMED[name].put}"
+            problem = f"{str(base / pickled)!r} holds pickles, which are never loaded"
+            return f"{problem}; put the binary version beside it, {NAMED[name].put}"
     return f"put {NAMED[name].put} in {str(folder)!r}"
 
 
 def class_list(path: str | Path) -> tuple[str, ...]:
-    """The classes that a text file names, one per line (the first word of it), in that order.
+    """Read the classes in a text file, the first word of each line, in that order.
 
     Raises:
       InputError: for a file that cannot be read, names no class or names one twice.
@@ -85,12 +82,10 @@ def class_list(path: str | Path) -> tuple[str, ...]:
             "expected a text file, a class per line"
         ) from error
     names = tuple(line.split()[0] for line in lines if line.strip())
-    twice = [name for index, name in enumerate(names) if name in names[:index]]
-    if twice or not names:
-        raise InputError(
-            f"class_list: {str(path)!r} names {f'{twice[0]!r} twice' if twice else 'no class'}; "
-            "expected a class per line"
-        )
+    duplicates = [name for index, name in enumerate(names) if name in names[:index]]
+    if duplicates or not names:
+        problem = f"{duplicates[0]!r} twice" if duplicates else "no class"
+        raise InputError(f"class_list: {str(path)!r} names {problem}; expected a class per line")
     return names
 
 

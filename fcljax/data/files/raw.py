@@ -1,4 +1,4 @@
-"""Raw data of a data set before anything is decoded: its files or records, their labels and splits.
+"""Describe raw data before anything is decoded: files or records, labels and splits.
 
 Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files
 sorted, shuffled by Python's Random(0); the first int(0.8 n) are for training, the rest for testing.
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from fcljax.data.files.prepared import Listing
 from fcljax.errors import InputError
 
-Choice = tuple[str, ...] | None  # the classes asked for, in the order of their labels; None: the default
+Choice = tuple[str, ...] | None  # the requested classes, in the order of their labels; None: the default
 
 _NOT_DATA = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _DRAWINGS = 5  # test images of each Omniglot character
 
 
 class Scan(NamedTuple):
-    """Raw data whose files have been looked at."""
+    """Raw data whose files have been listed."""
 
     fingerprint: str  # changes with the names, sizes and times of the files, the labels and the split
     listing: Callable[[], Listing]
 
 
 class Raw(NamedTuple):
-    """Raw data that are there."""
+    """Raw data that exist."""
 
     where: Path
     scan: Callable[[], Scan]
@@ -38,15 +38,15 @@ class LabelledItems(NamedTuple):
     """Images of one split and their labels."""
 
     items: list[Any]  # files or records
-    labels: list[int]  # -1: none
+    labels: list[int]  # -1: no label
 
     def take(self, indices: Sequence[int]) -> "LabelledItems":
-        """These images, in this order."""
+        """Return these images, in this order."""
         return LabelledItems([self.items[i] for i in indices], [self.labels[i] for i in indices])
 
 
 class File(NamedTuple):
-    """A file as fingerprints see it."""
+    """The facts on a file in fingerprints."""
 
     path: str  # relative to the root of the layout
     size: int  # in bytes, -1 for a link that leads nowhere
@@ -54,7 +54,7 @@ class File(NamedTuple):
 
 
 def file_facts(entry: os.DirEntry | Path, path: str) -> File:
-    """Size and time of a file."""
+    """Return size and time of a file."""
     try:
         stat = entry.stat()
     except OSError:  # the decoder will name a link that leads nowhere
@@ -63,7 +63,7 @@ def file_facts(entry: os.DirEntry | Path, path: str) -> File:
 
 
 def visible(folder: Path) -> list[os.DirEntry]:
-    """The entries of a folder by name, without those that file managers, archivers and notebooks leave.
+    """List the entries of a folder by name, without those of file managers, archivers and notebooks.
 
     Raises:
       InputError: for a folder that cannot be read.
@@ -77,7 +77,7 @@ def visible(folder: Path) -> list[os.DirEntry]:
 
 
 def content(path: Path) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
       InputError: for a file that cannot be read.
@@ -89,7 +89,7 @@ def content(path: Path) -> bytes:
 
 
 def text(path: Path) -> str:
-    """The text of a file in UTF-8.
+    """Return the text of a file in UTF-8.
 
     Raises:
       InputError: for a file that cannot be read or is no text.
@@ -101,13 +101,13 @@ def text(path: Path) -> str:
 
 
 def table(classes: Sequence[str], tree: Mapping[str, Sequence]) -> LabelledItems:
-    """The images of a tree (images by class) in the order of the classes."""
+    """List the images of a tree (images by class) in the order of the classes."""
     labels = [label for label, name in enumerate(classes) for _ in tree[name]]
     return LabelledItems([item for name in classes for item in tree[name]], labels)
 
 
 def random_split(images: LabelledItems) -> tuple[LabelledItems, LabelledItems]:
-    """80 % of the images for training, the rest for testing."""
+    """Choose 80 % of the images for training, the rest for testing."""
     order = list(range(len(images.items)))
     random.Random(0).shuffle(order)
     cut = int(0.8 * len(order))
@@ -115,7 +115,7 @@ def random_split(images: LabelledItems) -> tuple[LabelledItems, LabelledItems]:
 
 
 def last_drawings(tree: Mapping[str, Sequence]) -> tuple[LabelledItems, LabelledItems]:
-    """Omniglot: the last 5 drawings of each character are for testing."""
+    """Split Omniglot: the last 5 drawings of each character are for testing."""
     classes = sorted(tree)
     train = {label: tree[label][:-_DRAWINGS] for label in classes}
     test = {label: tree[label][-_DRAWINGS:] for label in classes}
@@ -123,10 +123,10 @@ def last_drawings(tree: Mapping[str, Sequence]) -> tuple[LabelledItems, Labelled
 
 
 def same_classes(where: str, train: list, test: list) -> list:
-    """The classes of both splits.
+    """Check that both splits have the same classes, and return those of the first.
 
     Raises:
-      InputError: naming one that only one split has.
+      InputError: naming a class that only one split has.
     """
     for has, lacks, extra in (
         ("test", "train", set(test) - set(train)),

@@ -1,4 +1,4 @@
-"""Tables that a user writes as text with a header (CSV), read in one place for header and rows alike.
+"""Read tables that a user writes as text with a header (CSV).
 
 Excel, R and pandas write them differently: with a byte-order mark, quoted headers, semicolons or tabs between
 the values, and the line ends of Windows or of old Macs.
@@ -19,13 +19,13 @@ class TextTable(NamedTuple):
     """The rows of a table, without blank ones."""
 
     columns: dict[str, list[str]]
-    """Name in lower case -> the value of each row, without blanks around it."""
+    """Name in lower case -> the value of each row, stripped."""
     lines: list[int]
-    """Line of the file in which each row ends, from 1."""
+    """Line of the file in which each row ends, counted from 1."""
 
 
 def read_header(where: str, text: str) -> list[str]:
-    """The names of the columns, in lower case; [] of an empty text.
+    """Return the names of the columns, in lower case; [] for an empty text.
 
     Args:
       where: field and file, for messages.
@@ -40,22 +40,22 @@ def read_header(where: str, text: str) -> list[str]:
 
 
 def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
-    """The rows of a table that has no columns but the `known` ones.
+    """Read the rows of a table that may have the `known` columns only.
 
     Args:
       where: field and file, for messages.
       text: of the whole file.
-      known: names of columns, in lower case; not all need to be there.
+      known: names of columns, in lower case; columns may be missing.
 
     Raises:
-      InputError: naming the file, the line and what is wrong: an unknown column, a column twice, another
-        number of values than of columns, or what is no CSV.
+      InputError: naming the file and the line, for an unknown or repeated column, another number of values
+        than of columns, or text that is no CSV.
     """
     header = read_header(where, text)
-    for place, name in enumerate(header):
+    for position, name in enumerate(header):
         if name not in known:
-            raise InputError(f"{where}: unknown column {name!r}; {_hint(name, place, known)}")
-        if name in header[:place]:
+            raise InputError(f"{where}: unknown column {name!r}; {_hint(name, position, known)}")
+        if name in header[:position]:
             raise InputError(f"{where}: the column {name!r} comes twice; leave out one of them")
     columns: dict[str, list[str]] = {name: [] for name in header}
     lines: list[int] = []
@@ -70,26 +70,26 @@ def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
     return TextTable(columns, lines)
 
 
-def _hint(name: str, place: int, known: Sequence[str]) -> str:
-    """What to do about an unknown column."""
-    if not name and place == 0:
+def _hint(name: str, position: int, known: Sequence[str]) -> str:
+    """Return advice on an unknown column."""
+    if not name and position == 0:
         return "it numbers the rows: write the file without it (pandas: index=False; R: row.names=FALSE)"
     return nearest(name, known)
 
 
 def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[tuple[int, list[str]]]:
-    """Line number and values of each row that is not blank, the header first.
+    """Yield the line number and the values of each row that is not blank, the header first.
 
     Args:
       where: field and file, for messages.
       text: of the whole file.
-      separators: the first of them that is in the first row is taken; several blanks count as one.
+      separators: the first one that is in the first row separates values; several blanks count as one.
 
     Raises:
-      InputError: naming the line of what is no CSV.
+      InputError: naming a line that is no CSV.
     """
-    first = next((line for line in io.StringIO(text, newline=None) if line.strip()), "")
-    separator = next((each for each in separators if each in first.strip()), separators[0])
+    first_row = next((line for line in io.StringIO(text, newline=None) if line.strip()), "")
+    separator = next((mark for mark in separators if mark in first_row.strip()), separators[0])
     # newline=None reads the line ends of every system
     rows = csv.reader(
         io.StringIO(text, newline=None), delimiter=separator, skipinitialspace=True, strict=True
@@ -111,7 +111,7 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
 
 
 def _check_value(where: str, value: str) -> None:
-    """Check that a value is one that a person wrote into one cell."""
+    """Check that a value is one cell, without a forgotten quotation mark."""
     if len(value) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: a value of {len(value):,} characters, {value[:40]!r}...; at most {MOST_CHARACTERS:,}"
