@@ -1,8 +1,8 @@
-"""Data sets by name: two built in, published ones from official files or tensorflow-datasets, the user's own.
+"""Load data sets by name: built-in ones, published ones, and those of users.
 
-Image files are decoded once into a cache (`prepared`) and mapped into memory from then on; small and built-in
-sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and an error in a user's file
-is one line that names it.
+Published ones come from official files or tensorflow-datasets. Image files are decoded once into a cache
+(`prepared`) and mapped into memory from then on; small and built-in sets are arrays in memory. Nothing is
+ever unpickled, a run downloads nothing, and an error in a user's file is one line that names it.
 """
 
 import hashlib
@@ -40,40 +40,43 @@ _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
 
 def hold_out(dataset: Dataset, share: float) -> Dataset:
-    """The data set with its last training images of each class, this share of them, in place of the test
-    images: what choices are made on, so that none is made on the test images.
+    """Replace the test images by the last training images of each class, this share of them.
+
+    Choices are made on these, so that none is made on the test images.
 
     Raises:
       InputError: if the share is too small to hold out an image of every class.
     """
-    kept = first_share(dataset.y_train, 1 - share)
-    size = dataset.size_train
-    away = np.setdiff1d(np.arange(len(dataset.y_train)), kept)
-    if len(np.unique(dataset.y_train[away])) < len(np.unique(dataset.y_train)):
+    train_indices = first_share(dataset.y_train, 1 - share)
+    sizes = dataset.size_train
+    held_out = np.setdiff1d(np.arange(len(dataset.y_train)), train_indices)
+    if len(np.unique(dataset.y_train[held_out])) < len(np.unique(dataset.y_train)):
         fewest = int(np.unique(dataset.y_train, return_counts=True)[1].min())
         raise InputError(
             f"holdout: {share} of {fewest} training images of a class is not one; nearest: {1 / fewest:.3g}"
         )
     return dataset._replace(
-        x_train=dataset.x_train[kept],
-        y_train=dataset.y_train[kept],
-        x_test=dataset.x_train[away],
-        y_test=dataset.y_train[away],
-        size_train=None if size is None else size[kept],
-        size_test=None if size is None else size[away],
-        columns={name: values[kept] for name, values in dataset.columns.items()},
-        columns_test={name: values[away] for name, values in dataset.columns.items()},
-        kept=kept,
+        x_train=dataset.x_train[train_indices],
+        y_train=dataset.y_train[train_indices],
+        x_test=dataset.x_train[held_out],
+        y_test=dataset.y_train[held_out],
+        size_train=None if sizes is None else sizes[train_indices],
+        size_test=None if sizes is None else sizes[held_out],
+        columns={name: values[train_indices] for name, values in dataset.columns.items()},
+        columns_test={name: values[held_out] for name, values in dataset.columns.items()},
+        kept=train_indices,
         whole=len(dataset.y_train),
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
     )
 
 
 class DataOptions(NamedTuple):
-    """How a data set is found and read. `Geometry` does not apply to `digits`, `glyphs` and `npz:PATH`, whose
-    images stay as they are."""
+    """How a data set is found and read.
 
-    geometry: Geometry = Geometry()  # how images of many or of large sizes are brought to one
+    `Geometry` does not apply to `digits`, `glyphs` and `npz:PATH`, whose images stay as they are.
+    """
+
+    geometry: Geometry = Geometry()  # the size to which images of many or of large sizes are resized
     data_dir: str | Path | None = None  # folder of raw and prepared data, see `data_folder`
     class_list: str = ""  # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
     skip_corrupt: bool = False  # leave out images that cannot be decoded
@@ -84,7 +87,7 @@ class DataOptions(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder of all data."""
+        """Folder of all data."""
         return data_folder(self.data_dir)
 
     def say(self, line: str) -> None:
@@ -93,30 +96,29 @@ class DataOptions(NamedTuple):
 
 
 def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool = False) -> Dataset:  # noqa: B008
-    """The data set of that name, one of `DATASETS`. Nothing is downloaded.
+    """Load the data set of that name, one of `DATASETS`. Nothing is downloaded.
 
     Args:
-      verify: compare prepared images with their checksums even if their files have not been touched.
+      verify: compare prepared images with their checksums even if their files have not changed.
 
     Raises:
-      InputError: for an unknown name, for data that are not there (with what to do about it), and for
-        whatever is wrong with a file.
+      InputError: for an unknown name, for missing data (with advice), and for a fault in a file.
     """
-    data_folder(options.data_dir)  # refuses a home folder that does not exist, also where nothing is read
+    data_folder(options.data_dir)  # refuses a home folder that does not exist, even if nothing is read
     if _is_in_memory(_kind(name, options)):
         return _in_memory(name, options, verify)
     return _dataset(name, _from_cache(name, options, full=verify))
 
 
 def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False) -> PreparedInfo:  # noqa: B008
-    """Make a data set ready for runs: download it if it is not there, decode it, check every byte.
+    """Make a data set ready for runs: download it if it is missing, decode it, check every byte.
 
     Args:
       force: decode again, and replace what was prepared.
 
     Raises:
-      InputError: as `load_dataset`, and for a download that fails or is not possible, with the official files
-        to put where instead.
+      InputError: as `load_dataset`, and for a download that fails or is not possible, with advice on which
+        official files to put where.
     """
     if _is_in_memory(_kind(name, options)):
         dataset = _in_memory(name, options)
@@ -128,7 +130,7 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """The folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax.
+    """Return the folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax.
 
     Raises:
       InputError: for a home folder that does not exist.
@@ -137,7 +139,7 @@ def data_folder(data_dir: str | Path | None = None) -> Path:
 
 
 def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
-    """Name, description and state of every data set.
+    """List name, description and state of every data set.
 
     The state is "built in", "prepared", "raw files found", "via tensorflow-datasets" (prepared by it) or "not
     here: " and what to put where.
@@ -215,7 +217,7 @@ def _dataset(name: str, data: Prepared) -> Dataset:
 
 
 def _first_folders(dataset: Dataset, split: str) -> np.ndarray:
-    """The first folder of each image's name: the domain of DomainNet and Office-Home."""
+    """Return the first folder of each image's name: the domain of DomainNet and Office-Home."""
     return np.array([name.partition("/")[0] for name in image_names(dataset, split) or ()])
 
 
@@ -231,7 +233,7 @@ def _from_cache(
         _download(name, options)
         raw = _find(name, options.folder, choice)
     if raw:
-        target, fresh = _built(name, raw, options, choice, force)
+        target, fresh = _prepare_raw(name, raw, options, choice, force)
         full = full and not fresh
     if target is None:
         raise InputError(f"dataset: what was downloaded is not {name!r} as it is known here")
@@ -261,7 +263,7 @@ def _find(name: str, folder: Path, choice: Choice) -> Raw | None:
     return find(rest, folder)
 
 
-def _of_tfds(builder: str, folder: Path) -> Raw:
+def _find_tfds(builder: str, folder: Path) -> Raw:
     name = f"tfds:{builder}"
     raw = tfds.find_builders(folder / tfds.FOLDER, [builder], tfds.from_own_splits)
     if raw is None:
@@ -272,8 +274,8 @@ def _of_tfds(builder: str, folder: Path) -> Raw:
     return raw
 
 
-def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
-    """Where the raw data lie prepared, once they do, and whether that is only since now."""
+def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
+    """Prepare raw data if need be; return their folder, and whether they were prepared just now."""
     kind, _, path = name.partition(":")
     label = f"{kind}-{re.sub(r'[^A-Za-z0-9_]+', '_', Path(path).name)[:40]}" if path else name
     scan = raw.scan()
@@ -308,24 +310,24 @@ def _built(name: str, raw: Raw, options: DataOptions, choice: Choice, force: boo
 
 
 def _manifests(folder: Path, name: str) -> list[tuple[Path, dict]]:
-    found = []
+    manifests = []
     for target in sorted((folder / "prepared").glob(f"{name}-*")):
         try:
             manifest = prepared.read_manifest(target)
         except (OSError, ValueError):
             continue
         if manifest.get("name") == name:
-            found.append((target, manifest))
-    return found
+            manifests.append((target, manifest))
+    return manifests
 
 
 def _prepared_without_raw(name: str, options: DataOptions, choice: Choice) -> Path | None:
-    """The prepared data set whose raw data are gone, or were never on this machine."""
-    wanted = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
+    """Find the prepared data set whose raw data are gone, or were never on this machine."""
+    expected = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
     targets = [
         target
         for target, facts in _manifests(options.folder, name)
-        if {key: facts.get(key) for key in wanted} == wanted
+        if {key: facts.get(key) for key in expected} == expected
     ]
     if len(targets) > 1:
         names = " and ".join(repr(str(target)) for target in targets)
@@ -341,7 +343,7 @@ def _digits() -> Dataset:
     pixels, target = load_digits(return_X_y=True)
     labels = np.asarray(target).astype(np.int64)
     grey = np.asarray(pixels).reshape(-1, 8, 8)
-    images = _enlarged(np.rint(grey * (255 / 16)).astype(np.uint8))
+    images = _enlarge(np.rint(grey * (255 / 16)).astype(np.uint8))
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False
@@ -362,7 +364,7 @@ def _shifted_digits() -> Dataset:
     )
 
 
-def _enlarged(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
+def _enlarge(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
     size = (_SIDE, _SIDE)
     bicubic = Image.Resampling.BICUBIC
     enlarged = np.stack([np.asarray(Image.fromarray(image).resize(size, bicubic)) for image in grey])
@@ -370,27 +372,29 @@ def _enlarged(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
 
 
 def _stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
-    chosen = np.zeros(len(labels), bool)
+    is_test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
-        chosen[members[: round(share * len(members))]] = True
-    return chosen
+        is_test[members[: round(share * len(members))]] = True
+    return is_test
 
 
-def _glyphs(train: int, test: int, seed: int) -> Dataset:
+def _glyphs(options: DataOptions) -> Dataset:
     from fcljax.data.glyphs import GLYPHS, glyphs
 
-    for field, count in (("glyph_train", train), ("glyph_test", test)):
+    for field in ("glyph_train", "glyph_test"):
+        count = getattr(options, field)
         if count < 1:
             raise InputError(f"{field}: {count} images per class is too few; choose 1 or more")
-    return Dataset("glyphs", *glyphs(train, test, seed), class_names=tuple(GLYPHS), augment=False)
+    arrays = glyphs(options.glyph_train, options.glyph_test, options.seed)
+    return Dataset("glyphs", *arrays, class_names=tuple(GLYPHS), augment=False)
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
-    """One split alone of a .npz file, and class_names if there are any; the other split is one black image.
+    """Read one split of a .npz file, and class_names if it has any; the other split is one black image.
 
     Args:
-      name: of the data set that it is a part of, which decides whether crops keep its classes.
+      name: of the whole data set, which decides whether crops preserve its classes.
       path: of the file.
       split: "train" or "test".
       class_names: of all classes; None: those of the file, else the numbers up to its largest label.
@@ -402,36 +406,36 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
 
 
 def suggests_crops(name: str) -> bool:
-    """Do random crops and flips keep the classes of the data set of this name?"""
+    """Check whether random crops and flips preserve the classes of the data set of this name."""
     return NAMED[name].augment if name in NAMED else name not in BUILT_IN
 
 
-def _npz(name: str, options: DataOptions, full: bool) -> Dataset:
+def _load_npz(name: str, options: DataOptions, _full: bool) -> Dataset:
     path = in_home(name.removeprefix("npz:"), "dataset")
     return npz_files.npz_dataset(name, path, options.skip_corrupt, options.say)
 
 
-def _mix(name: str, options: DataOptions, full: bool) -> Dataset:
+def _load_mixture(name: str, options: DataOptions, full: bool) -> Dataset:
     sources = name.removeprefix("mix:").split("+")
     return mixed(name, [load_dataset(source, options, full) for source in sources])
 
 
-def _of_folder(path: str, folder: Path) -> Raw:
+def _find_folder(path: str, _data_folder: Path) -> Raw:
     return folder_of_classes(in_home(path, "dataset"))
 
 
-def _of_list(path: str, folder: Path) -> Raw:
+def _find_list(path: str, _data_folder: Path) -> Raw:
     return list_of_files(path)
 
 
-def _of_tables(name: str, folder: Path) -> Raw:
+def _find_tables(name: str, _data_folder: Path) -> Raw:
     return table_files(name)
 
 
 BUILT_IN: dict[str, Callable[[DataOptions], Dataset]] = {
-    "digits": lambda options: _digits(),
-    "shifted_digits": lambda options: _shifted_digits(),
-    "glyphs": lambda options: _glyphs(options.glyph_train, options.glyph_test, options.seed),
+    "digits": lambda _options: _digits(),
+    "shifted_digits": lambda _options: _shifted_digits(),
+    "glyphs": _glyphs,
 }
 
 
@@ -439,7 +443,7 @@ class Form(NamedTuple):
     """A form in which data sets of the user's come: FORM:WORD."""
 
     word: str
-    """What stands after the colon, for messages."""
+    """Placeholder of the text after the colon, for messages."""
     load: Callable[[str, DataOptions, bool], Dataset] | None = None
     """load(name, options, full) -> a data set in memory."""
     find: Callable[[str, Path], Raw] | None = None
@@ -447,12 +451,12 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "npz": Form("PATH", load=_npz),
-    "folder": Form("PATH", find=_of_folder),
-    "list": Form("FILE", find=_of_list),
-    "hf": Form("OWNER/NAME", find=_of_tables),
-    "tfds": Form("NAME", find=_of_tfds),
-    "mix": Form("NAME+NAME", load=_mix),
+    "npz": Form("PATH", load=_load_npz),
+    "folder": Form("PATH", find=_find_folder),
+    "list": Form("FILE", find=_find_list),
+    "hf": Form("OWNER/NAME", find=_find_tables),
+    "tfds": Form("NAME", find=_find_tfds),
+    "mix": Form("NAME+NAME", load=_load_mixture),
 }
 
 
