@@ -1,5 +1,8 @@
-"""Clients that join over time, move on from task to task, stay behind or leave (Dong et al., CVPR 2022:
-GLFC's protocol, in which ten new clients come with every task and 90 % of the old ones move on)."""
+"""Draw when clients join, move on to the next task, stay behind or leave.
+
+In GLFC's protocol (Dong et al., CVPR 2022) ten new clients join with every task and 90 % of the others move
+on.
+"""
 
 import math
 
@@ -10,45 +13,45 @@ from fcljax.errors import InputError
 from fcljax.settings import PartitionConfig
 
 AWAY = -1  # a client that has not joined yet, or has left
-PURPOSE = 33  # of the draw, among those of the seed
+PURPOSE = 33  # separates this draw from others of the seed
 
 
 def changes(options: PartitionConfig) -> bool:
-    """Whether clients join, leave or stay behind at all."""
+    """Check whether clients join, leave or stay behind."""
     return bool(options.new_clients) or options.move_on < 1
 
 
 def attendance(options: PartitionConfig, tasks: int) -> Int[np.ndarray, "T K"]:
-    """The task of whose examples each client has its own while a task is trained; -1: none.
+    """Return the task from which each client has its examples, while each task is trained; -1: away.
 
-    Clients join in the order of their ids. With each task after the first a share of those who are there
-    already, rounded down as in GLFC's release, is drawn to move on, and the new clients come. The draw
-    depends on (seed, task).
+    Clients join in the order of their ids. With each task after the first, a share of the present clients,
+    rounded down as in GLFC's release, is drawn to move on, and new clients join. The draw depends on (seed,
+    task).
 
     Raises:
       InputError: for new clients that leave none for the first task.
     """
-    later = tasks - 1
-    first = options.clients - options.new_clients * later
-    if first < 1:
+    later_tasks = tasks - 1
+    first_clients = options.clients - options.new_clients * later_tasks
+    if first_clients < 1:
         raise InputError(
-            f"new_clients: {options.new_clients} with each of {later} tasks leave none of {options.clients} "
-            f"clients for the first task; nearest: {(options.clients - 1) // later}"
+            f"new_clients: {options.new_clients} with each of {later_tasks} tasks leave none of "
+            f"{options.clients} clients for the first task; nearest: {(options.clients - 1) // later_tasks}"
         )
-    of_tasks = [np.where(np.arange(options.clients) < first, 0, AWAY)]
+    by_task = [np.where(np.arange(options.clients) < first_clients, 0, AWAY)]
     for task in range(1, tasks):
         rng = np.random.RandomState([options.seed, PURPOSE, task])
-        joined = first + options.new_clients * task
-        now = of_tasks[-1].copy()
-        here = np.flatnonzero(now != AWAY)
-        moving = rng.permutation(here)[: math.floor(options.move_on * len(here) + 1e-9)]
+        joined = first_clients + options.new_clients * task
+        task_of_client = by_task[-1].copy()
+        present = np.flatnonzero(task_of_client != AWAY)
+        moving_on = rng.permutation(present)[: math.floor(options.move_on * len(present) + 1e-9)]
         if options.stay_behind == "leave":
-            now[here] = AWAY
-        now[moving] = now[joined - options.new_clients : joined] = task
-        if not np.any(now == task):
+            task_of_client[present] = AWAY
+        task_of_client[moving_on] = task_of_client[joined - options.new_clients : joined] = task
+        if not np.any(task_of_client == task):
             raise InputError(
-                f"move_on: {options.move_on} of {len(here)} clients is none, and no new client has task "
-                f"{task + 1}; nearest: {1 / max(1, len(here)):.3g}"
+                f"move_on: {options.move_on} of {len(present)} clients is none, and no new client has task "
+                f"{task + 1}; nearest: {1 / max(1, len(present)):.3g}"
             )
-        of_tasks.append(now)
-    return np.stack(of_tasks)
+        by_task.append(task_of_client)
+    return np.stack(by_task)

@@ -1,9 +1,9 @@
-"""Files that say which client has which training example, in the forms that people have.
+"""Read files that assign training examples to clients, in the usual forms.
 
 A table (CSV) with the columns `client`, `example` or `file`, and perhaps `task`; JSON with the examples of
 each client, {"ann": [0, 2], "bob": [1]} or [[0, 2], [1]], or with the client of each example; a .npy array
-with the client of each example; a .npz archive with an array of examples for each client. What a file holds
-decides, not its suffix.
+with the client of each example; a .npz archive with an array of examples for each client. The content of a
+file decides its form, not its suffix.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,28 +31,28 @@ PICKLE = b"\x80"
 
 
 class Assigned(NamedTuple):
-    """The client and the task of each training example [N], as text; NOBODY: none."""
+    """The client and the task of each training example [N], as text; NOBODY: no client."""
 
     client: np.ndarray
     task: np.ndarray | None = None
 
 
 def read_partition(path: str, dataset: Dataset) -> Assigned:
-    """What a file says of each training example that is not held out.
+    """Read client and task of each training example that is not held out.
 
     Raises:
-      InputError: naming the file, the place in it and what does not fit.
+      InputError: naming the file, the position in it and the fault.
     """
     count = len(dataset.y_train) if dataset.kept is None else dataset.whole
     examples = _Examples(path, dataset.name, count)
     kind = _kind(path)
     if kind == "table":
-        assigned = _of_table(_text(path), examples, dataset)
+        assigned = _from_table(_text(path), examples, dataset)
     elif kind == "npz":
-        assigned = Assigned(_of_clients(_npz(path), examples))
+        assigned = Assigned(_from_clients(_npz(path), examples))
     else:
         content = _npy(path) if kind == "npy" else parse_json(_where(path), _text(path), "client")
-        assigned = Assigned(_of_content(content, examples))
+        assigned = Assigned(_from_content(content, examples))
     if dataset.kept is None:
         return assigned
     task = None if assigned.task is None else assigned.task[dataset.kept]
@@ -60,7 +60,7 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
 
 
 def has_tasks(path: str) -> bool:
-    """Whether a file has a column `task`.
+    """Check whether a file has a column `task`.
 
     Raises:
       InputError: for a file that cannot be read.
@@ -76,7 +76,7 @@ class _Examples(NamedTuple):
     count: int
 
     def number(self, where: str, value: object) -> int:
-        """The number of an example, from an integer or its digits.
+        """Return the number of an example, from an integer or its digits.
 
         Raises:
           InputError: for anything else.
@@ -96,7 +96,7 @@ def _where(path: str) -> str:
 
 
 def _kind(path: str) -> str:
-    """What a file holds, by its first bytes.
+    """Recognise the form of a file by its first bytes: table, json, npy or npz.
 
     Raises:
       InputError: for a file that cannot be read, or a pickle.
@@ -125,51 +125,51 @@ def _text(path: str) -> str:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
-def _of_table(text: str, examples: _Examples, dataset: Dataset) -> Assigned:
-    """The clients and tasks of a table."""
+def _from_table(text: str, examples: _Examples, dataset: Dataset) -> Assigned:
+    """Read the clients and tasks of a table."""
     where = _where(examples.path)
     header = read_header(where, text)
-    by = [name for name in ("example", "file") if name in header]
-    if not by or "client" not in header:
+    keys = [name for name in ("example", "file") if name in header]
+    if not keys or "client" not in header:
         raise InputError(
             f"{where}: its first line is {','.join(header)!r}; expected 'example,client' or 'file,client', "
             "and perhaps ',task'"
         )
-    if len(by) == 2:
+    if len(keys) == 2:
         raise InputError(f"{where} has the columns 'example' and 'file'; leave out one of them")
     table = read_table(where, text, COLUMNS)
-    find = examples.number if by[0] == "example" else _names(examples, dataset)
-    wanted = [name for name in ("client", "task") if name in header]
-    found = {name: np.full(examples.count, NOBODY, object) for name in wanted}
+    find = examples.number if keys[0] == "example" else _find_by_name(examples, dataset)
+    columns = [name for name in ("client", "task") if name in header]
+    values_of = {name: np.full(examples.count, NOBODY, object) for name in columns}
     for row, line in enumerate(table.lines):
-        place = f"{where}, line {line}"
-        value = table.columns[by[0]][row]
-        example = find(place, value)
-        if found["client"][example] != NOBODY:
-            raise InputError(f"{place}: {by[0]} {value!r} has an owner already")
-        for name in wanted:
-            found[name][example] = _name(place, name, table.columns[name][row])
-    return Assigned(**{name: values.astype(str) for name, values in found.items()})
+        position = f"{where}, line {line}"
+        value = table.columns[keys[0]][row]
+        example = find(position, value)
+        if values_of["client"][example] != NOBODY:
+            raise InputError(f"{position}: {keys[0]} {value!r} has an owner already")
+        for name in columns:
+            values_of[name][example] = _checked_name(position, name, table.columns[name][row])
+    return Assigned(**{name: values.astype(str) for name, values in values_of.items()})
 
 
-def _name(where: str, what: str, name: str) -> str:
-    """The name of a client or a task.
+def _checked_name(where: str, kind: str, name: str) -> str:
+    """Check the name of a client or a task.
 
     Raises:
-      InputError: if there is none, or a very long one.
+      InputError: if it is empty or very long.
     """
     if not name:
-        raise InputError(f"{where}: no {what}; leave out examples of nobody")
+        raise InputError(f"{where}: no {kind}; leave out examples of nobody")
     if len(name) > MOST_NAME:
-        raise InputError(f"{where}: a {what} of {len(name):,} characters; at most {MOST_NAME}")
+        raise InputError(f"{where}: a {kind} of {len(name):,} characters; at most {MOST_NAME}")
     return name
 
 
-def _names(examples: _Examples, dataset: Dataset) -> Callable[[str, str], int]:
-    """find(where, name) -> the number of the training image in that file.
+def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str], int]:
+    """Return find(where, name) -> the number of the training image in that file.
 
     Raises:
-      InputError: for a data set that is no files.
+      InputError: for a data set without files.
     """
     names = image_names(dataset, "train")
     if names is None:
@@ -178,15 +178,15 @@ def _names(examples: _Examples, dataset: Dataset) -> Callable[[str, str], int]:
             f"numbers from 0 to {examples.count - 1}"
         )
     number = {name: i for i, name in enumerate(names)}
-    # the last one of a name, if it is not unique
-    short = {Path(name).name: i for i, name in enumerate(names)}
-    unique = len(short) == len(names)
+    # by name without folders; images that share a name can only be given with their folders
+    by_file_name = {Path(name).name: i for i, name in enumerate(names)}
+    unique = len(by_file_name) == len(names)
 
     def find(where: str, value: str) -> int:
         if value in number:
             return number[value]
-        if unique and value in short:
-            return short[value]
+        if unique and value in by_file_name:
+            return by_file_name[value]
         hint = f"nearest: {names[0]!r}" if unique else f"give the whole name, such as {names[0]!r}"
         raise InputError(f"{where}: no training image {value!r}; {hint}")
 
@@ -196,21 +196,21 @@ def _names(examples: _Examples, dataset: Dataset) -> Callable[[str, str], int]:
 # ---- JSON and arrays ---------------------------------------------------------------------------------------
 
 
-def _of_content(content: Any, examples: _Examples) -> np.ndarray:
-    """The clients of JSON, or of an array."""
+def _from_content(content: Any, examples: _Examples) -> np.ndarray:
+    """Read the client of each example [N] from JSON or an array."""
     if isinstance(content, Mapping):
-        return _of_clients(content, examples)
-    if isinstance(content, list) and content and all(isinstance(each, list) for each in content):
-        return _of_clients({str(client): each for client, each in enumerate(content)}, examples)
-    return _of_examples(content, examples)
+        return _from_clients(content, examples)
+    if isinstance(content, list) and content and all(isinstance(indices, list) for indices in content):
+        return _from_clients({str(client): indices for client, indices in enumerate(content)}, examples)
+    return _from_examples(content, examples)
 
 
-def _of_clients(clients: Mapping[str, Any], examples: _Examples) -> np.ndarray:
-    """The client of each example [N], from the examples of each client."""
+def _from_clients(clients: Mapping[str, Any], examples: _Examples) -> np.ndarray:
+    """Return the client of each example [N], from the examples of each client."""
     owner = np.full(examples.count, NOBODY, object)
     for client, indices in clients.items():
         where = f"{_where(examples.path)}, client {client!r}"
-        name = _name(where, "client", client.strip())
+        name = _checked_name(where, "client", client.strip())
         if isinstance(indices, np.ndarray) and indices.ndim == 1:
             indices = indices.tolist()
         if not isinstance(indices, list):
@@ -223,27 +223,32 @@ def _of_clients(clients: Mapping[str, Any], examples: _Examples) -> np.ndarray:
     return owner.astype(str)
 
 
-def _of_examples(owners: Any, examples: _Examples) -> np.ndarray:
-    """The client of each example [N], from a list or an array that says so."""
+def _from_examples(owners: Any, examples: _Examples) -> np.ndarray:
+    """Return the client of each example [N], from a list or an array of them."""
     where = _where(examples.path)
     count = examples.count
-    shape = list(np.shape(owners)) if isinstance(owners, np.ndarray) else [len(owners)]
-    if shape != [count] or (isinstance(owners, np.ndarray) and owners.dtype.kind not in "iuU"):
-        what = f"{owners.dtype} of shape {shape}" if isinstance(owners, np.ndarray) else f"{shape[0]} values"
+    if isinstance(owners, np.ndarray):
+        fits = owners.shape == (count,) and owners.dtype.kind in "iuU"
+        description = f"{owners.dtype} of shape {list(owners.shape)}"
+        owners = owners.tolist()
+    else:
+        fits = len(owners) == count
+        description = f"{len(owners)} values"
+    if not fits:
         raise InputError(
-            f"{where} has {what}; expected the client of each of the {count} training examples, integers or "
-            'text, or the examples of each client: {"client": [0, 2, 5]}'
+            f"{where} has {description}; expected the client of each of the {count} training examples, "
+            'integers or text, or the examples of each client: {"client": [0, 2, 5]}'
         )
     names = []
-    for example, owner in enumerate(owners.tolist() if isinstance(owners, np.ndarray) else owners):
+    for example, owner in enumerate(owners):
         if isinstance(owner, bool) or not isinstance(owner, int | str):
             raise InputError(f"{where}: example {example} has client {owner!r}; expected a number or text")
-        names.append(_name(f"{where}, example {example}", "client", str(owner).strip()))
+        names.append(_checked_name(f"{where}, example {example}", "client", str(owner).strip()))
     return np.array(names, str)
 
 
 def _npy(path: str) -> np.ndarray:
-    """The array of a .npy file. It is mapped, so that a header which claims too much allocates nothing."""
+    """Map the array of a .npy file, so that a header that claims too much allocates nothing."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of headers raises what Python's does
@@ -251,7 +256,7 @@ def _npy(path: str) -> np.ndarray:
 
 
 def _npz(path: str) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file."""
+    """Read the arrays of a .npz file."""
     try:
         return read_npz(Path(path), MOST_BYTES)
     except Exception as error:  # the parsers of zip and npy raise what Python's do

@@ -1,4 +1,4 @@
-"""Digits in domains that come with the package: the same scans plain, turned, inverted, noisy and blurred.
+"""Make the packaged digits in several domains: plain, turned, inverted, noisy and blurred.
 
 As in rotated MNIST, every domain has all images, and images of the two splits stay apart.
 """
@@ -21,7 +21,7 @@ def _plain(images: Images) -> Images:
 
 
 def _turned(images: Images) -> Images:
-    return _each(images, lambda image: image.rotate(DEGREES, Image.Resampling.BILINEAR))
+    return _map_images(images, lambda image: image.rotate(DEGREES, Image.Resampling.BILINEAR))
 
 
 def _inverted(images: Images) -> Images:
@@ -29,16 +29,16 @@ def _inverted(images: Images) -> Images:
 
 
 def _noisy(images: Images) -> Images:
-    """The same noise in all channels, drawn by a seed of its own."""
+    """Add noise, the same in all channels and in every run."""
     noise = np.random.RandomState(0).normal(0, NOISE, images.shape[:3])
     return np.clip(np.rint(images + noise[..., None]), 0, 255).astype(np.uint8)
 
 
 def _blurred(images: Images) -> Images:
-    return _each(images, lambda image: image.filter(ImageFilter.GaussianBlur(RADIUS)))
+    return _map_images(images, lambda image: image.filter(ImageFilter.GaussianBlur(RADIUS)))
 
 
-def _each(images: Images, change: Callable[[Image.Image], Image.Image]) -> Images:
+def _map_images(images: Images, change: Callable[[Image.Image], Image.Image]) -> Images:
     return np.stack([np.asarray(change(Image.fromarray(image))) for image in images])
 
 
@@ -52,7 +52,9 @@ SHIFTS: dict[str, Callable[[Images], Images]] = {
 
 
 def shifted(images: Images) -> UInt8[np.ndarray, "M H W 3"]:
-    """Each image in all domains, image after image [5 N, H, W, 3], so that what --holdout takes from the end
-    has all domains of its images."""
+    """Return each image in all domains, [5 N, H, W, 3].
+
+    The domains of an image are neighbours, so that --holdout, which takes from the end, takes all of them.
+    """
     domains = [shift(images) for shift in SHIFTS.values()]
     return np.stack(domains, axis=1).reshape(-1, *images.shape[1:])

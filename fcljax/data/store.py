@@ -1,4 +1,4 @@
-"""A split of a data set as compiled functions read it, and which examples of each client belong to a task."""
+"""Hold a split as compiled functions read it, and the examples of each client in a task."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,49 +16,52 @@ class Split(NamedTuple):
     label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
     # height and width before images were squeezed into a square (`augment.Geometry`); None: they are square
     size: Int[Array | np.ndarray, "N 2"] | None = None
-    # cached features of the frozen backbone for every image under the clean view
+    # cached features of the frozen backbone for all images under the clean view
     query: Float[Array | np.ndarray, "N D"] | None = None
 
 
 class ClientIndices(NamedTuple):
-    """The examples of every client as CSR: client k holds indices[offset[k]:offset[k + 1]]."""
+    """The examples of all clients as CSR: client k has indices[offset[k]:offset[k + 1]]."""
 
     indices: Int32[np.ndarray, " examples"]
     offset: Int64[np.ndarray, " K+1"]
 
     @classmethod
     def of(cls, parts: Sequence[Int[np.ndarray, " _"]]) -> "ClientIndices":
-        """From the indices of each client."""
+        """Make it from the indices of each client."""
         offset = np.cumsum([0, *map(len, parts)]).astype(np.int64)
         return cls(np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32), offset)
 
     def by_client(self) -> list[Int32[np.ndarray, " _"]]:
-        """The indices of each client."""
+        """Return the indices of each client."""
         return split_at(self.indices, np.diff(self.offset))
 
     def class_counts(self, label: Int[np.ndarray, " N"], classes: int) -> Int64[np.ndarray, "K C"]:
-        """How many examples of each class each client holds."""
+        """Count the examples of each class at each client."""
         return class_counts(label[self.indices], np.diff(self.offset), classes)
 
 
 def client_indices(
     parts: Sequence[Int[np.ndarray, " _"]] | ClientIndices, task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
-    """The examples of each client that belong to the task; clients and examples keep their order.
+    """Select the examples of each client that belong to the task; clients and examples keep their order.
 
     Args:
       parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).
       task_of: the task of each example of the store.
-      task: whose examples count.
+      task: number of the task.
     """
-    every = parts if isinstance(parts, ClientIndices) else ClientIndices.of(parts)
-    counts = task_of[every.indices] == task
-    before = np.concatenate([[0], np.cumsum(counts)])
-    return ClientIndices(every.indices[counts], before[every.offset])
+    clients = parts if isinstance(parts, ClientIndices) else ClientIndices.of(parts)
+    in_task = task_of[clients.indices] == task
+    ends = np.concatenate([[0], np.cumsum(in_task)])
+    return ClientIndices(clients.indices[in_task], ends[clients.offset])
 
 
 def merge(tasks: Sequence[ClientIndices]) -> ClientIndices:
-    """The examples of each client over several tasks, as those of one."""
+    """Merge the examples of each client over several tasks."""
     return ClientIndices.of(
-        [np.concatenate(own) for own in zip(*(task.by_client() for task in tasks), strict=True)]
+        [
+            np.concatenate(client_parts)
+            for client_parts in zip(*(task.by_client() for task in tasks), strict=True)
+        ]
     )

@@ -1,4 +1,4 @@
-"""Data that stay on the host: windows of examples that are copied to the device while it computes."""
+"""Stream data from the host: windows of examples are copied to the device while it computes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,26 +17,25 @@ Loaded = TypeVar("Loaded")
 
 
 class Host(NamedTuple):
-    """Data for which the device has no room.
+    """Data that do not fit on the device.
 
-    The examples of the coming steps are copied to the device in windows (at least those of one step), each
-    device of a mesh with its own. Two windows are there at a time: the device works on one while the next is
-    copied.
+    The examples of the next steps are copied to the device in windows of at least one step; each device of a
+    mesh has other windows. Two exist at a time: the device works on one while the next is copied.
     """
 
     tree: PyTree  # numpy arrays in memory or mapped from files, an example per row
-    window: int  # the most examples of a window
+    window: int  # most examples of a window
     overlap: bool = True  # False: copy only when the device is idle, which is for measuring
 
     def take(
         self, indices: Int[np.ndarray, " n"], mesh: AnyMesh | None = None, parted: bool = False
     ) -> PyTree:
-        """These examples: on the device, or on every device of a mesh.
+        """Copy these examples to the device, or to every device of a mesh.
 
         Args:
           indices: of the examples.
           mesh: of devices; None: the default device alone.
-          parted: each device gets its part, and a process reads those of its own devices alone.
+          parted: each device gets its part, and a process reads only those of its devices.
         """
         if mesh is None:
             return jax.device_put(jax.tree.map(lambda array: np.asarray(array[indices]), self.tree))
@@ -45,12 +44,12 @@ class Host(NamedTuple):
 
 
 def ready(data: PyTree, mesh: AnyMesh | None) -> PyTree:
-    """Data as devices read them: copied to each device, except a `Host`, which is read in windows."""
+    """Copy data to all devices of a mesh, except a `Host`, which is read in windows."""
     return data if mesh is None or isinstance(data, Host) else put(data, mesh)
 
 
 def whole(data: PyTree | Host) -> PyTree:
-    """The arrays of all examples, on the host or the device."""
+    """Return the arrays of all examples, on the host or the device."""
     return data.tree if isinstance(data, Host) else data
 
 
@@ -61,28 +60,28 @@ def over_windows(
     load: Callable[[Item], Loaded],
     overlap: bool = True,
 ) -> Carry:
-    """carry = step(carry, item, load(item)) over all items; a thread loads the next meanwhile.
+    """Fold carry = step(carry, item, load(item)) over all items, while a thread loads the next.
 
     Args:
       step: dispatches the device's work and returns at once.
       carry: the value that goes from step to step.
       items: what to load, in order.
       load: reads an item's window and copies it to the device.
-      overlap: False loads an item after the step before it has ended.
+      overlap: False loads an item when the previous step has ended.
     """
     if not items:
         return carry
     with ThreadPoolExecutor(1) as loader:
-        coming = loader.submit(load, items[0])
+        next_window = loader.submit(load, items[0])
         for position, item in enumerate(items):
-            window = coming.result()
-            # the step before has ended and its window is free: never more than two
+            window = next_window.result()
+            # wait for the previous step, whose window is then free: never more than two
             jax.block_until_ready(carry)
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            # before the step, whose dispatch a backend may do in its caller's time
+            # submitted before the step, because some backends block their caller while they dispatch
             if position + 1 < len(items):
-                coming = loader.submit(load, items[position + 1])
+                next_window = loader.submit(load, items[position + 1])
             if overlap:
                 carry = step(carry, item, window)
     return carry
