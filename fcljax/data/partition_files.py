@@ -187,7 +187,9 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
             return number[value]
         if unique and value in by_file_name:
             return by_file_name[value]
-        hint = f"nearest: {names[0]!r}" if unique else f"give the whole name, such as {names[0]!r}"
+        hint = f"nearest: {names[0]!r}"
+        if not unique:
+            hint = f"give the whole name, such as {names[0]!r}"
         raise InputError(f"{where}: no training image {value!r}; {hint}")
 
     return find

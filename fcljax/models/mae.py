@@ -66,7 +66,9 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
     Raises:
       InputError: for a ratio outside [0, 1].
     """
-    keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    keys = key
+    if not key.ndim:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     noise = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
     return mask_by_noise(noise, ratio)
 
@@ -244,7 +246,9 @@ def reconstruction_loss(
       masked: from the `Masking`.
       mask: False for padding, which has no influence; None takes all examples.
     """
-    counted = masked if mask is None else masked & mask[:, None]
+    counted = masked
+    if mask is not None:
+        counted = masked & mask[:, None]
     target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
     # masked before the square: then padding that is not finite has no gradient either
     difference = jnp.where(counted[..., None], prediction - target, 0.0)

@@ -321,7 +321,8 @@ class Block(nn.Module):
     def __call__(self, x, joins=NOTHING_JOINS, queries=None):
         c = self.config
         prompt, prefix, lora, angle = joins
-        queries = x.shape[1] if queries is None else queries
+        if queries is None:
+            queries = x.shape[1]
         norm1 = _norm(c, "norm1", c.dtype)
         norm2 = _norm(c, "norm2", c.dtype)
         if prompt is not None:
@@ -387,7 +388,8 @@ class ViT(nn.Module):
     @nn.compact
     def __call__(self, image, injection=None, full=False):
         c = self.config
-        injection = Injection() if injection is None else injection
+        if injection is None:
+            injection = Injection()
         batch = len(image)
         patches = patchify(image, c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))

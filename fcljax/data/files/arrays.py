@@ -58,8 +58,10 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     labels, y = np.unique(y, return_inverse=True)
     unknown = np.setdiff1d(y_test, labels)
     if len(unknown) or len(labels) < 2:
-        what = f"y_test has the label {unknown[0]!s}, and y has not" if len(unknown) else "y has one label"
-        raise InputError(f"data: {what}")
+        problem = "y has one label"
+        if len(unknown):
+            problem = f"y_test has the label {unknown[0]!s}, and y has not"
+        raise InputError(f"data: {problem}")
     names = tuple(map(str, labels if class_names is None else class_names))
     if len(names) != len(labels):
         raise InputError(f"class_names: {len(names)} names for {len(labels)} classes")
@@ -252,7 +254,7 @@ def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
     Args:
       labels: integers or text of shape [N] or [N, 1]; of other arrays none is marked.
     """
-    flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    flat = _flat(labels)
     if flat.ndim != 1 or flat.dtype.kind not in "iuU":
         return np.zeros(len(labels), bool)
     if flat.dtype.kind == "U":
@@ -260,9 +262,13 @@ def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
     return (flat < 0) | (flat > np.iinfo(np.int64).max)
 
 
+def _flat(labels: np.ndarray) -> np.ndarray:
+    """Return labels [N, 1] as [N]."""
+    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+
+
 def _labels(where: str, key: str, labels: np.ndarray) -> _Labels:
-    flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    flat = _plain(where, key, flat)
+    flat = _plain(where, key, _flat(labels))
     if flat.ndim == 2 and flat.shape[1] > 1 and _is_one_hot(flat):
         return _Labels(flat.argmax(-1).astype(np.int64), f"one-hot over {flat.shape[1]} classes")
     if flat.ndim != 1 or flat.dtype.kind not in "iuU":
@@ -399,7 +405,8 @@ def checked_image(where: str, key: str, image: np.ndarray) -> UInt8[np.ndarray, 
 def _shape_hint(shape: tuple[int, ...]) -> str:
     """Return advice on images of another shape."""
     if len(shape) == 4 and 4 in (shape[-1], shape[1]):
-        return f"; transparency is not read, nearest: {'x[..., :3]' if shape[-1] == 4 else 'x[:, :3]'}"
+        opaque = "x[..., :3]" if shape[-1] == 4 else "x[:, :3]"
+        return f"; transparency is not read, nearest: {opaque}"
     if len(shape) == 2:
         for channels, form in ((1, "-1, {0}, {0}"), (3, "-1, 3, {0}, {0}")):
             side = round((shape[1] / channels) ** 0.5)

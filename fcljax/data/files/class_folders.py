@@ -11,15 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fcljax.data.files.file_trees import Tree, contents, folders, images, in_words, is_image, scan_of
-from fcljax.data.files.raw import File, Raw, Scan, random_split, same_classes, table, visible
+from fcljax.data.files.file_trees import (
+    Tree,
+    contents,
+    folders,
+    images,
+    in_words,
+    is_image,
+    path_below,
+    scan_of,
+)
+from fcljax.data.files.raw import (
+    SPLIT_NAMES,
+    File,
+    Raw,
+    Scan,
+    first_names,
+    random_split,
+    same_classes,
+    table,
+    visible,
+)
 from fcljax.errors import InputError
 
-_NAMES = {
-    "train": ("train", "training"),
-    "test": ("test", "testing"),
-    "validation": ("val", "valid", "validation", "dev"),
-}
 _SHOWN = 5  # names in a line
 
 
@@ -67,7 +81,7 @@ def _layout(root: Path) -> _SplitFolders:
             f"dataset: no such folder: {str(root)!r}; expected train/CLASS/*.png and test/CLASS/*, or CLASS/*"
         )
     names = folders(root)
-    splits = {split: [name for name in names if name.lower() in _NAMES[split]] for split in _NAMES}
+    splits = {split: [name for name in names if name.lower() in SPLIT_NAMES[split]] for split in SPLIT_NAMES}
     for duplicates in splits.values():
         if len(duplicates) > 1:
             folders_text = " and ".join(duplicates)
@@ -98,7 +112,7 @@ def _view(root: Path, inside: str) -> _View:
     below: dict[str, dict[str, list[File]]] = {}
     others: list[str] = []
     for entry in visible(root / inside):
-        path = _path(inside, entry.name)
+        path = path_below(inside, entry.name)
         if not entry.is_dir():
             others.append(path)
             continue
@@ -116,10 +130,6 @@ def _view(root: Path, inside: str) -> _View:
             f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png"
         )
     return _View(inside, all_images, direct, below, others)
-
-
-def _path(inside: str, name: str) -> str:
-    return f"{inside}/{name}" if inside else name
 
 
 def _has_sites(root: Path, view: _View) -> bool:
@@ -148,9 +158,9 @@ def _has_sites(root: Path, view: _View) -> bool:
 
 
 def _two_readings(root: Path, view: _View, inner_counts: Counter[str], mixed: bool) -> str:
-    tops = _first_names(list(view.direct))
+    tops = first_names(list(view.direct), _SHOWN)
     where = str(root / view.inside)
-    inner = _first_names(sorted(inner_counts))
+    inner = first_names(sorted(inner_counts), _SHOWN)
     if mixed:
         return (
             f"dataset: {where!r} may have the classes {tops}, or the sites {tops} with the classes "
@@ -168,10 +178,12 @@ def _tree(root: Path, view: _View, has_sites: bool) -> Tree:
     """Return the images of each class, of all sites; every class must have some."""
     if not has_sites:
         # `images` raises for a folder without images
-        return {name: files or images(root, _path(view.inside, name)) for name, files in view.files.items()}
+        return {
+            name: files or images(root, path_below(view.inside, name)) for name, files in view.files.items()
+        }
     tree_of_sites: Tree = {}
     for site, classes in view.below.items():
-        path = _path(view.inside, site)
+        path = path_below(view.inside, site)
         if not classes:
             raise InputError(f"dataset: {str(root / path)!r} has no class folders; its neighbours are sites")
         for name, files in classes.items():
@@ -222,7 +234,8 @@ def _note(
         parts.append(layout.note)
     if any(has_sites):
         sites = list(views[has_sites.index(True)].direct)
-        parts.append(f"{len(sites)} sites ({_first_names(sites)}) with the classes {_first_names(classes)}")
+        shown_classes = first_names(classes, _SHOWN)
+        parts.append(f"{len(sites)} sites ({first_names(sites, _SHOWN)}) with the classes {shown_classes}")
     nested = sorted(
         {
             name
@@ -233,7 +246,7 @@ def _note(
         }
     )
     if nested and not any(has_sites):
-        parts.append(f"images in folders below a class are of that class ({_first_names(nested)})")
+        parts.append(f"images in folders below a class are of that class ({first_names(nested, _SHOWN)})")
     loose = [path for view in views for path in view.others if is_image(path)]
     if loose:
         parts.append(f"left out: {len(loose):,} images in no class folder, such as {loose[0]!r}")
@@ -253,8 +266,3 @@ def _unread(root: Path, names: tuple[str, ...]) -> str:
         shown.append(f"{name} ({count:,} images)" if count else name)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(shown)}{more}"
-
-
-def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -219,7 +219,9 @@ def _part(folder: Path, archive: Archive) -> Path:
 def _readable(size: int) -> str:
     if size >= 1e9:
         return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size:,} bytes"
+    if size >= 1e6:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size:,} bytes"
 
 
 def _size(part: Path) -> int:
@@ -255,7 +257,8 @@ def _append(archive: Archive, part: Path, update: Callable[..., None], timeout: 
     position = _size(part)
     try:
         with _answer(archive, position, timeout) as response:
-            position = position if response.status == 206 else 0
+            if response.status != 206:  # the server sends the whole file
+                position = 0
             with open(part, "ab" if position else "wb", opener=_no_link) as stream:
                 while block := _read(archive, response, position):
                     position += len(block)

@@ -51,7 +51,7 @@ def _contents(root: Path, inside: str, parents: frozenset[_Folder]) -> Contents:
     images: list[File] = []
     others: list[str] = []
     for entry in visible(root / inside):
-        path = f"{inside}/{entry.name}" if inside else entry.name
+        path = path_below(inside, entry.name)
         if entry.is_dir():
             below = _contents(root, path, parents | {folder})
             images += below.images
@@ -61,6 +61,11 @@ def _contents(root: Path, inside: str, parents: frozenset[_Folder]) -> Contents:
         else:
             others.append(path)
     return Contents(images, others)
+
+
+def path_below(inside: str, name: str) -> str:
+    """Return the path of an entry of the folder `inside`, which is "" for the root."""
+    return f"{inside}/{name}" if inside else name
 
 
 def folders(folder: Path) -> list[str]:
@@ -95,7 +100,7 @@ def tree(root: Path, inside: str, classes: Iterable[str] | None = None) -> Tree:
         raise InputError(
             f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png"
         )
-    return {label: images(root, f"{inside}/{label}" if inside else label) for label in classes}
+    return {label: images(root, path_below(inside, label)) for label in classes}
 
 
 def pooled(root: Path, insides: Sequence[str]) -> Tree:
@@ -117,9 +122,9 @@ def in_words(paths: Sequence[str]) -> str:
     kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in paths)
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
     more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
-    files = f"{len(paths):,} file{'s' if len(paths) > 1 else ''}"
-    plural = "s" if len(kinds) > 1 else ""
-    return f"{files} of {len(kinds)} other kind{plural} ({shown}{more}), such as {paths[0]!r}"
+    files = "file" if len(paths) == 1 else "files"
+    kind = "kind" if len(kinds) == 1 else "kinds"
+    return f"{len(paths):,} {files} of {len(kinds)} other {kind} ({shown}{more}), such as {paths[0]!r}"
 
 
 def scan_of(

@@ -98,7 +98,11 @@ def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resam
     """Resize the short side to `side` and cut out the centre: torchvision's Resize, CenterCrop (on PIL)."""
     short, long = sorted(image.size)
     length = int(side * long / short)
-    columns, rows = (side, length) if image.width <= image.height else (length, side)
+    columns = side
+    rows = length
+    if image.width > image.height:
+        columns = length
+        rows = side
     left = int(round((columns - side) / 2.0))
     top = int(round((rows - side) / 2.0))
     if columns * rows < MAX_PIXELS:
@@ -141,7 +145,9 @@ def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
     if isinstance(picture, np.ndarray):
         height, width, _ = picture.shape
         pixels = np.ascontiguousarray(np.broadcast_to(picture, (height, width, 3)))
-        return Decoded(pixels if fit is None else np.asarray(fit(Image.fromarray(pixels))), height, width)
+        if fit is not None:
+            pixels = np.asarray(fit(Image.fromarray(pixels)))
+        return Decoded(pixels, height, width)
     return _open(picture, name, partial(_decoded, fit=fit))
 
 
@@ -160,7 +166,9 @@ def _decoded(image: Image.Image, fit: Fit | None) -> Decoded:
         # Pillow warns about palettes with transparent entries unless they pass through RGBA
         image = image.convert("RGBA")
     rgb = image.convert("RGB")
-    return Decoded(np.asarray(rgb if fit is None else fit(rgb)), image.height, image.width)
+    if fit is not None:
+        rgb = fit(rgb)
+    return Decoded(np.asarray(rgb), image.height, image.width)
 
 
 def _open(picture: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:

@@ -17,7 +17,16 @@ import numpy as np
 from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import SUFFIXES, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
-from fcljax.data.files.raw import File, LabelledItems, Raw, Scan, file_facts, random_split, same_classes
+from fcljax.data.files.raw import (
+    SPLIT_NAMES,
+    File,
+    LabelledItems,
+    Raw,
+    Scan,
+    file_facts,
+    random_split,
+    same_classes,
+)
 from fcljax.data.files.text_tables import read_rows
 from fcljax.errors import InputError
 from fcljax.files import in_home, read_user_text
@@ -32,11 +41,6 @@ _NAMES = {
     "client": ("client", "user", "owner"),
     "task": ("task",),
     "split": ("split", "set", "subset"),
-}
-_SPLITS = {
-    "train": ("train", "training"),
-    "test": ("test", "testing"),
-    "validation": ("val", "valid", "validation", "dev"),
 }
 
 
@@ -156,7 +160,7 @@ def _header(where: str, values: list[str]) -> list[str]:
 
 def _split(where: str, value: str) -> str:
     """Return the split that a value means; "" for an empty value."""
-    split = next((split for split, names in _SPLITS.items() if value.lower() in names), "")
+    split = next((split for split, names in SPLIT_NAMES.items() if value.lower() in names), "")
     if value and not split:
         raise InputError(f"{where}: unknown split {value!r}; expected train, test or val")
     return split
@@ -198,8 +202,11 @@ def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list
     if len(lists) == 2:
         tests = lists[1].examples
         shared = {example.file.path for example in examples} & {example.file.path for example in tests}
-        return examples, tests, [f"{len(shared):,} images are in both lists"] if shared else []
-    by_split = {split: [e for e in examples if e.split == split] for split in (*_SPLITS, "")}
+        notes = []
+        if shared:
+            notes.append(f"{len(shared):,} images are in both lists")
+        return examples, tests, notes
+    by_split = {split: [e for e in examples if e.split == split] for split in (*SPLIT_NAMES, "")}
     present = [split for split in by_split if by_split[split]]
     if present == [""]:
         train, test = random_split(LabelledItems(examples, list(range(len(examples)))))
@@ -210,8 +217,10 @@ def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list
         if by_split[""]:
             problem = f"{len(by_split[''])} lines have no split"
         raise InputError(f"dataset: {str(paths[0])!r}: {problem}; expected train, and test or val")
-    notes = [f"tested on the split {test_split}"] if test_split != "test" else []
-    if test_split == "test" and by_split["validation"]:
+    notes = []
+    if test_split != "test":
+        notes.append(f"tested on the split {test_split}")
+    elif by_split["validation"]:
         notes.append(f"not read: the validation split ({len(by_split['validation']):,} images)")
     return by_split["train"], by_split[test_split], notes
 

@@ -247,9 +247,9 @@ def _required(where: str, names: Sequence[str], keys: _Keys | None, split: str) 
         return keys
     expected = [form.format(split) for form in _KEYS[0]]
     missing = next((key for key in expected if key not in names), expected[0])
-    needs = ", ".join([*ARRAYS]) if split in ("train", "test") else ", ".join(expected)
+    required = ARRAYS if split in ("train", "test") else expected
     contents = f"it has: {', '.join(names[:8])}" if names else "it is empty"
-    raise InputError(f"{where} has no array {missing!r}; it needs {needs}; {contents}")
+    raise InputError(f"{where} has no array {missing!r}; it needs {', '.join(required)}; {contents}")
 
 
 def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:

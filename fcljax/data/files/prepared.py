@@ -372,8 +372,9 @@ def _check_labels(listing: Listing) -> None:
 
 
 def _no_label(images: UndecodedSplit, index: int) -> str:
-    wrong_label = images.wrong_labels.get(index)
-    problem = f"has the label {wrong_label}" if wrong_label else "has no label"
+    problem = "has no label"
+    if index in images.wrong_labels:
+        problem = f"has the label {images.wrong_labels[index]}"
     return f"{images.names[index]!r} {problem}; labels are whole numbers from 0, or text"
 
 

@@ -15,6 +15,13 @@ from fcljax.errors import InputError
 
 Choice = tuple[str, ...] | None  # the requested classes, in the order of their labels; None: the default
 
+# split -> the names of its folder, or its values in a column
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("val", "valid", "validation", "dev"),
+}
+
 _NOT_DATA = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _DRAWINGS = 5  # test images of each Omniglot character
 
@@ -98,6 +105,12 @@ def text(path: Path) -> str:
         return content(path).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"dataset: {str(path)!r} is no text in UTF-8; unpack the archive again") from error
+
+
+def first_names(names: Sequence[str], most: int = 6) -> str:
+    """List the first names, and how many more there are, for notes."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def table(classes: Sequence[str], tree: Mapping[str, Sequence]) -> LabelledItems:

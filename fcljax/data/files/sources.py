@@ -277,7 +277,9 @@ def _find_tfds(builder: str, folder: Path) -> Raw:
 def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
     """Prepare raw data if need be; return their folder, and whether they were prepared just now."""
     kind, _, path = name.partition(":")
-    label = f"{kind}-{re.sub(r'[^A-Za-z0-9_]+', '_', Path(path).name)[:40]}" if path else name
+    label = name
+    if path:
+        label = f"{kind}-{re.sub(r'[^A-Za-z0-9_]+', '_', Path(path).name)[:40]}"
     scan = raw.scan()
     target = prepared.place(options.folder / "prepared", label, kind, scan.fingerprint, options.geometry)
     fresh = force or not target.exists()
@@ -407,7 +409,9 @@ def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, .
 
 def suggests_crops(name: str) -> bool:
     """Check whether random crops and flips preserve the classes of the data set of this name."""
-    return NAMED[name].augment if name in NAMED else name not in BUILT_IN
+    if name in NAMED:
+        return NAMED[name].augment
+    return name not in BUILT_IN
 
 
 def _load_npz(name: str, options: DataOptions, _full: bool) -> Dataset:

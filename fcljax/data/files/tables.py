@@ -23,7 +23,7 @@ from fcljax.data.files.arrow_files import SUFFIXES, Table, open_table, values_of
 from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import MAX_PIXELS, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
-from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, random_split
+from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, first_names, random_split
 from fcljax.errors import InputError, reason
 from fcljax.files import in_home
 
@@ -36,7 +36,6 @@ LABELS = ("label", "labels", "fine_label", "class", "category", "target")
 _DARK = 16  # images whose levels end here have another range than 0..255
 _SAMPLE = 64  # images that are checked for it
 _LONG_TEXT = 200  # characters; longer text is no site
-_SHOWN = 6  # names in a line
 
 
 def table_files(name: str) -> Raw:
@@ -235,12 +234,12 @@ def _columns(root: Path, tables: list[Table], split_names: list[str]) -> _Column
                     f"it has: {', '.join(table.kinds)}"
                 )
     others = [name for name in labels[1:] if name != images[0]]
-    note = f"the labels are the column {labels[0]!r}, not {_first_names(others)}" if others else ""
+    notes = []
+    if others:
+        notes.append(f"the labels are the column {labels[0]!r}, not {first_names(others)}")
     if images[1:]:
-        note += (
-            f"{'; ' if note else ''}the images are the column {images[0]!r}, not {_first_names(images[1:])}"
-        )
-    return _Columns(images[0], labels[0], note)
+        notes.append(f"the images are the column {images[0]!r}, not {first_names(images[1:])}")
+    return _Columns(images[0], labels[0], "; ".join(notes))
 
 
 def _candidates(table: Table, kind: str, usual: Sequence[str]) -> list[str]:
@@ -251,11 +250,6 @@ def _candidates(table: Table, kind: str, usual: Sequence[str]) -> list[str]:
     declared = [name for name, facts in table.features.items() if facts.get("_type") == kind]
     order = [*(name for name in usual if name in declared), *declared, *usual]
     return [name for name in dict.fromkeys(order) if name in table.kinds]
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 # ---- labels ------------------------------------------------------------------------------------------------
@@ -304,7 +298,7 @@ def _labels(tables: list[Table], split_names: list[str], column: str) -> _TableL
     names = list(dict.fromkeys(name for table_names in declared for name in table_names))
     unused = [name for name in names if name not in present]
     if unused:
-        notes.append(f"left out: {len(unused)} classes without examples ({_first_names(unused)})")
+        notes.append(f"left out: {len(unused)} classes without examples ({first_names(unused)})")
     names = [name for name in names if name in present]
     if present - set(names):
         names += natural_order(sorted(present - set(names)))
@@ -415,7 +409,9 @@ def _other_columns(tables: list[Table], used: set[str]) -> tuple[dict[str, list[
             left_out.append(name)
             continue
         texts[name] = values
-    notes = [f"left out: {len(left_out)} columns ({_first_names(left_out)})"] if left_out else []
+    notes = []
+    if left_out:
+        notes.append(f"left out: {len(left_out)} columns ({first_names(left_out)})")
     for name, values in texts.items():
         missing = sum(value == "" for table_values in values for value in table_values)
         if missing:

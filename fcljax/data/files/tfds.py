@@ -91,17 +91,21 @@ def from_own_splits(versions: Sequence[Path]) -> Listing:
     if "train" not in info.splits:
         raise InputError(f"dataset: {str(versions[0])!r} has no split 'train'")
     test_split = next((split for split in ("test", "validation") if split in info.splits), None)
-    records = _records(versions, ("train", test_split) if test_split else ("train",))
+    records = _records(versions, [split for split in ("train", test_split) if split])
     rows = _rows(records, ["label"])
     names, labels = _class_numbers(records, [row.values[0] for row in rows])
     splits = [LabelledItems([], []) for _source in records.sources]
     for row, label in zip(rows, labels, strict=True):
         splits[row.source].items.append(row)
         splits[row.source].labels.append(label)
-    train, test = splits if test_split else random_split(splits[0])
+    if test_split:
+        train, test = splits
+        source = f"the {test_split} split"
+    else:
+        train, test = random_split(splits[0])
+        source = "a random fifth of the training examples"
     notes = [f"{len(train.items):,} training and {len(test.items):,} test images of {len(names)} classes"]
     if test_split != "test":
-        source = f"the {test_split} split" if test_split else "a random fifth of the training examples"
         notes.append(f"tested on {source}, for there is no test split")
     unread = sorted(set(info.splits) - {"train", test_split})
     if unread:

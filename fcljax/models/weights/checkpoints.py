@@ -192,9 +192,9 @@ def _kind(path: Path) -> str:
     if start.startswith(b"PK"):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-        is_torch = any(name.endswith(".pkl") for name in names)
-        is_numpy = any(name.endswith(".npy") for name in names) and not is_torch
-        return ".npz" if is_numpy else ".pth"
+        if any(name.endswith(".pkl") for name in names):
+            return ".pth"
+        return ".npz" if any(name.endswith(".npy") for name in names) else ".pth"
     if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
         return ".pth"
     if start[257:262] == b"ustar":
@@ -462,8 +462,8 @@ def _read_hub(spec: str) -> Checkpoint:
                 raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
     for sidecar in SIDECARS:
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
-    label = f"hf:{repository}" + (f"@{revision}" if revision else "") + f":{candidate}"
-    return _read(path, label)
+    version = f"@{revision}" if revision else ""
+    return _read(path, f"hf:{repository}{version}:{candidate}")
 
 
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:

@@ -150,7 +150,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 @contextlib.contextmanager
 def _open(request: urllib.request.Request, name: str, redirect: bool = False) -> Iterator[Any]:
     """Open the hub's answer; None if it has no such file."""
-    opener = urllib.request.build_opener(*([] if redirect else [_NoRedirect]))
+    handlers = [] if redirect else [_NoRedirect]
+    opener = urllib.request.build_opener(*handlers)
     try:
         answer = opener.open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:

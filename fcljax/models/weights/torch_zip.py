@@ -230,7 +230,9 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
         raise ValueError(f"a tensor has more numbers than its storage {tensor.storage.member}")
     strides = tuple(data.dtype.itemsize * stride for stride in tensor.stride)
     view = np.lib.stride_tricks.as_strided(data[tensor.offset :], tensor.shape, strides)
-    return view.astype(np.float32) if data.dtype == ml_dtypes.bfloat16 else view.copy()
+    if data.dtype == ml_dtypes.bfloat16:
+        return view.astype(np.float32)
+    return view.copy()
 
 
 def tensors_in(prefix: str, content: object, tensor: type, separator: str = ".") -> Iterator[tuple[str, Any]]:
