@@ -206,7 +206,7 @@ def run(
       InputError: in one line that names the option, its value and the nearest valid one.
     """
     if out is not None and not str(out):
-        raise InputError("out: '' is no run directory; leave it out for a temporary one")
+        raise InputError("out: '' is not a run directory; leave it out for a temporary one")
     if "dataset" in options:
         raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
     images, labels = _images(data)
@@ -254,7 +254,9 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if tasks is None or isinstance(tasks, int | np.integer):
         return {} if tasks is None else {"tasks": int(tasks)}
     if isinstance(tasks, str) or not all(isinstance(task, list | tuple | np.ndarray) for task in tasks):
-        raise InputError(f"tasks: {tasks!r} is no number and no list of lists of labels, as [[0, 1], [2]]")
+        raise InputError(
+            f"tasks: {tasks!r} is neither a number nor a list of lists of labels, as [[0, 1], [2]]"
+        )
     empty = next((t for t, task in enumerate(tasks) if not len(task)), None)
     if empty is not None or not len(tasks):
         raise InputError(f"tasks: task {(empty or 0) + 1} has no labels")
@@ -286,7 +288,9 @@ def _network(backbone: Any) -> Pretrained | None:
         return None
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
-        raise InputError(f"backbone: {kind} is no name and no Backbone; nearest: Backbone.of(module, pixels)")
+        raise InputError(
+            f"backbone: {kind} is neither a name nor a Backbone; nearest: Backbone.of(module, pixels)"
+        )
     shape = own_config(backbone, describe)
     digest = checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

@@ -379,8 +379,8 @@ def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], w
         if other:
             typed = flag(name) if where == "options" else name
             raise InputError(
-                f"{where}: {typed} goes with the adapter {other!r}, and this run has {adapter!r}; nearest: "
-                f"--adapter {other}"
+                f"{where}: {typed} is an option of the adapter {other!r}, and this run has {adapter!r}; "
+                f"nearest: --adapter {other}"
             )
 
 
@@ -406,8 +406,8 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
     if config.participation > 1 and config.participation % 1:
         raise InputError(
-            f"participation: {config.participation} is no share and no number of clients; nearest valid "
-            f"value: {round(config.participation)}"
+            f"participation: {config.participation} is neither a fraction nor a number of clients; "
+            f"nearest valid value: {round(config.participation)}"
         )
     if config.malicious >= config.clients:
         raise InputError(
@@ -455,7 +455,7 @@ def partitioned(config: Run, usual: Run) -> Run:
     if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
         raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
     if is_owned(config.partition) and config.alpha != usual.alpha:
-        raise InputError(f"alpha: {config.partition!r} is no Dirichlet partition; leave out --alpha")
+        raise InputError(f"alpha: {config.partition!r} is not a Dirichlet partition; leave out --alpha")
     _check_task_sizes(config)
     fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
     fixed = "static" if is_owned(config.partition) else fixed
@@ -601,7 +601,7 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
         if type_ is str and isinstance(value, float):  # 1.50 would become 1.5
             raise InputError(f"{name}: {value!r} is a number, and text is needed; write it in quotes")
         if "\0" in str(value):
-            raise InputError(f"{name}: {value!r} holds a NUL character, which no name may")
+            raise InputError(f"{name}: {value!r} contains a NUL character")
         return type_(value)
     except InputError:
         raise
@@ -636,7 +636,9 @@ class _Plain(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"{self.peek_event().start_mark}: aliases are not read; write the value")
+            raise yaml.YAMLError(
+                f"{self.peek_event().start_mark}: aliases are not supported; write the value"
+            )
         if self.depth >= YAML_DEPTH:
             raise yaml.YAMLError(f"{self.peek_event().start_mark}: nested more than {YAML_DEPTH} deep")
         self.depth += 1
@@ -648,7 +650,7 @@ class _Plain(yaml.SafeLoader):
             found: set[str] = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value in found:
-                    raise yaml.YAMLError(f"{key.start_mark}: {key.value!r} is there twice; leave one out")
+                    raise yaml.YAMLError(f"{key.start_mark}: {key.value!r} appears twice; remove one")
                 found.add(str(key.value))
         return node
 

@@ -190,7 +190,7 @@ def read_user_text(field: str, path: str | Path, most: int) -> str:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise InputError(
-            f"{field}: cannot read {str(path)!r}: byte {error.start} ({byte:#x}) is no UTF-8; save it as "
+            f"{field}: cannot read {str(path)!r}: byte {error.start} ({byte:#x}) is not UTF-8; save it as "
             "UTF-8"
         ) from None
     except OSError as error:

@@ -92,7 +92,7 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
     with pytest.raises(InputError, match="images: 4x4; the model takes 8x8; nearest: preprocess=True"):
         again.predict(X[:3, :4, :4])
     (tmp_path / "broken.npz").write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="is no saved model"):
+    with pytest.raises(InputError, match="is not a saved model"):
         fcljax.Model.load(tmp_path / "broken.npz")
     before = dict(np.load(file)) | {"about": np.array('{"format": "fcljax-model-1", "image": [64, 8, 8]}')}
     np.savez(tmp_path / "before.npz", **before)
@@ -103,7 +103,7 @@ def test_a_saved_model_predicts_the_same_without_the_method(result, tmp_path):
     with pytest.raises(InputError, match="does not say how its images were prepared: save it again"):
         fcljax.Model.load(tmp_path / "before.npz").predict(X[:3], preprocess=True)
     np.savez(tmp_path / "bad.npz", **before | {"about": np.array(about % ', "geometry": {"kernel": "box"}')})
-    with pytest.raises(InputError, match="is no saved model .* resizes with 'box'"):
+    with pytest.raises(InputError, match="is not a saved model .* resizes with 'box'"):
         fcljax.Model.load(tmp_path / "bad.npz")
 
 
@@ -162,7 +162,7 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
         ({"data": (*DATA[:3], np.array(["one"] * 100))}, "data: y_test has the label one, and y has not"),
         ({"data": (X[:300], np.eye(10)[Y[:300]], *DATA[2:])}, "nearest: y.argmax(-1)"),
         ({"tasks": 99}, "tasks: 99 tasks cannot share 10 classes"),
-        ({"tasks": [3, 7]}, "tasks: [3, 7] is no number and no list of lists of labels"),
+        ({"tasks": [3, 7]}, "tasks: [3, 7] is neither a number nor a list of lists of labels"),
         ({"tasks": [["digit 1"], []]}, "tasks: task 2 has no labels"),
         ({"tasks": [["digit 1", "digit 11"]]}, "class_order: no class 'digit 11'; did you mean 'digit 1'"),
         ({"tasks": TASKS, "task_sizes": [4, 6]}, "task_sizes: tasks has the labels of each task"),
@@ -218,9 +218,9 @@ def test_modules_of_flax_become_backbones():
     other = fcljax.Backbone.of(dense, 8, variables)
     np.testing.assert_allclose(other.apply(other.params, image), dense.apply(variables, image), rtol=1e-6)
     assert own_config(own, describe).width == 5 and own.name == "Convolution"
-    with pytest.raises(InputError, match="backbone: Dense is no flax.nnx module"):
+    with pytest.raises(InputError, match="backbone: Dense is not a flax.nnx module"):
         fcljax.Backbone.of(dense, 8)
-    with pytest.raises(InputError, match="backbone: Convolution is no name and no Backbone"):
+    with pytest.raises(InputError, match="backbone: Convolution is neither a name nor a Backbone"):
         api._network(module)
 
 

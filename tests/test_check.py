@@ -49,7 +49,7 @@ def two_rounds(program):
 
 
 WRONG = {
-    "a metric that is no Weighted": (
+    "a metric that is not a Weighted": (
         trained(lambda context, local, batch, key: (local, {"loss": jnp.sum(batch.mask)})),
         "phases[0].step, metric 'loss', returned int32[]; expected a Weighted(total, weight)",
     ),
@@ -153,9 +153,9 @@ WRONG = {
         trained(lambda frozen, broadcast, local, batch, task, key: (local, {})),
         "phases[0].step cannot take its 4 arguments: missing a required argument: 'task'",
     ),
-    "what is no array": (
+    "what is not an array": (
         toy(server=lambda round_context, server, aggregate, key: ("new", {})),
-        "server returned something that is no array: ",
+        "server returned something that is not an array: ",
     ),
     "a replay without a buffer": (
         toy(phases=(Phase(TWO, train, places(2)),)),

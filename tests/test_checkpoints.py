@@ -112,7 +112,7 @@ def test_json_beside_a_file_of_any_name_is_read(tmp_path):
         assert (found.config, found.preprocessor) == ({"of": "config"}, {"of": "preprocessor_config"})
         assert found.open_clip == {"of": "open_clip_config"}
     (tmp_path / "config.json").write_text("{")
-    refuses(tmp_path / "model.safetensors", "config.json' is no JSON")
+    refuses(tmp_path / "model.safetensors", "config.json' is not JSON")
 
 
 # ---- files that do not work --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_parts_of_each_client_are_read_by_name(tmp_path):
     data = read_clients(path, split="train")
     assert data.x.dtype == np.int32 and data.y.tolist() == [1, 0, 1, 0] and data.classes == ("cat", "dog")
     assert data.owner.tolist() == ["1", "1", "2", "2"] and data.left_out == ("test",)
-    with pytest.raises(InputError, match="split: '' is no part of .*; choose from: test, train"):
+    with pytest.raises(InputError, match="split: '' is not part of .*; choose from: test, train"):
         read_clients(path)
     with pytest.raises(InputError, match="split: 'train', and .* has no parts"):
         read_clients(written(tmp_path / "b.json", LEAF), split="train")
@@ -83,15 +83,15 @@ def test_what_is_read_is_simulated(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "holds a list; expected an object"),
-        ('{"a": {"x": [NaN], "y": [1]}}', "holds NaN, which is no number in JSON"),
+        ('{"a": {"x": [NaN], "y": [1]}}', "holds NaN, which is not a number in JSON"),
         ('{"a": {"x": [1e999], "y": [1]}}', "x holds a number that is too large"),
         ('{"a": {"x": [1], "y": [1]}, "a": {}}', "the client 'a' comes twice"),
         ({}, "has no examples"),
         ({"a": {"x": [1, 2], "y": [1]}}, "client 'a': 2 examples in x and 1 in y; they must match"),
-        ({"a": {"x": [1]}}, "client 'a': y is no list; it has: x"),
+        ({"a": {"x": [1]}}, "client 'a': y is not a list; it has: x"),
         ({"a": [1]}, "client 'a': a list; expected an object"),
         ({"a": {"x": [[1, 2], [1]], "y": [1, 2]}}, "client 'a': the examples of x have several shapes"),
         (
@@ -122,5 +122,5 @@ def test_a_file_that_is_not_there_or_is_no_text_is_one_line(tmp_path):
     with pytest.raises(InputError, match="has no files named"):
         read_clients(tmp_path)
     (tmp_path / "a.json").write_bytes(b"\x80\x04")
-    with pytest.raises(InputError, match="no UTF-8"):
+    with pytest.raises(InputError, match="is not UTF-8"):
         read_clients(tmp_path / "a.json")

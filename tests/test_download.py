@@ -494,7 +494,7 @@ LINK = (0o120777, "../../outside")
         ("x.zip", packed_zip(GOOD | {"/outside": b"bad"}), "'/outside', which leads out of it"),
         ("x.zip", packed_zip(GOOD | {"cub\\..\\..\\outside": b"bad"}), "which leads out of it"),
         ("x.zip", packed_zip(GOOD | {"C:\\outside": b"bad"}), "which leads out of it"),
-        ("x.zip", packed_zip(GOOD | {"cub/link": LINK}), "'cub/link', which is no regular file"),
+        ("x.zip", packed_zip(GOOD | {"cub/link": LINK}), "'cub/link', which is not a regular file"),
         ("x.zip", packed_zip(GOOD | {"cub/bomb": bytes(1 << 22)}), "holds more than 10 times its own size"),
         ("x.zip", packed_zip({"other/1.jpg": b""}), "has no files in cub"),
         ("x.zip", b"PK no archive", "cannot be unpacked (BadZipFile"),
@@ -503,17 +503,17 @@ LINK = (0o120777, "../../outside")
         (
             "x.tar",
             packed_tar(GOOD | {"cub/link": (tarfile.SYMTYPE, "../../outside")}),
-            "'cub/link', which is no regular file",
+            "'cub/link', which is not a regular file",
         ),
         (
             "x.tar",
             packed_tar(GOOD | {"cub/link": (tarfile.LNKTYPE, "cub/a/1.jpg")}),
-            "'cub/link', which is no regular file",
+            "'cub/link', which is not a regular file",
         ),
         (
             "x.tar",
             packed_tar(GOOD | {"cub/pipe": (tarfile.FIFOTYPE, "")}),
-            "'cub/pipe', which is no regular file",
+            "'cub/pipe', which is not a regular file",
         ),
         (
             "x.tgz",

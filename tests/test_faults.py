@@ -290,10 +290,10 @@ def test_stale_clients_send_again_what_they_made_last_and_keep_their_own_state()
     "text, line",
     [
         ("sing_flip=0.1", "faults: unknown value 'sing_flip'.*sign_flip"),
-        ("nan=1.5", "faults: nan='1.5' is no share"),
-        ("nan", "faults: nan='' is no share"),
-        ("nan=0.6,inf=0.6", "faults: shares of 1.2 together; nearest: 1"),
-        ("nan=0.1,nan=0.1", "faults: 'nan' comes twice"),
+        ("nan=1.5", "faults: nan='1.5' is not a probability"),
+        ("nan", "faults: nan='' is not a probability"),
+        ("nan=0.6,inf=0.6", "faults: the probabilities sum to 1.2; nearest: 1"),
+        ("nan=0.1,nan=0.1", "faults: 'nan' appears twice"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(text, line):

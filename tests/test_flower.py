@@ -431,13 +431,13 @@ def test_a_client_is_bound_to_the_node_that_the_server_names(identity):
     bound = numbers_of_nodes("70, 71,72", 3)
     nodes = Nodes(Claims({70: 0, 71: 2, 9: 1, 72: 2}), 3, (), mine, print, bound)
     assert nodes.refresh(1, 1.0) == [
-        "nodes: node 9 is not among those that may take part",
+        "nodes: node 9 may not take part",
         "partition-id: node 71 says that it is client 2; it is client 1",
     ]
     assert nodes.of_client == {0: 70, 2: 72} and nodes.refresh(1, 1.0) == []
     # client 0 is gone, and a node of another key says that it is it
     nodes.grid.claims = {72: 2, 9: 0, 8: 0}
-    assert nodes.refresh(1, 1.0) == ["nodes: node 8 is not among those that may take part"]
+    assert nodes.refresh(1, 1.0) == ["nodes: node 8 may not take part"]
     assert nodes.of_client == {0: 70, 2: 72}
     # without a list any node may be any client
     free = Nodes(Claims({9: 0}), 3, (), mine, print)
@@ -532,7 +532,7 @@ def test_with_tls_and_keys_only_registered_nodes_take_part_each_as_its_own_clien
         here.wait_for(lambda: (out / "summary.json").exists())
         stranger.kill()
         said = " ".join(here.flwr("log", run, "--show").split())
-        assert f"nodes: node {numbers[2]} is not among those that may take part" in said
+        assert f"nodes: node {numbers[2]} may not take part" in said
     said = (tmp_path / "node-1stranger.log").read_text()
     assert "Connection attempt failed" in said and "[RUN" not in said
     assert "[RUN" in (tmp_path / "node-1b.log").read_text()

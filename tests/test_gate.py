@@ -85,7 +85,7 @@ def test_labels_may_be_text(written):
         (np.array(["a", None], object), "holds label None (example 1); leave out examples without a label"),
         (np.array(["a", float("nan")], object), "holds label nan (example 1)"),
         (np.array([np.ones(2), np.ones(3)], object), "y is object of shape (2,)"),
-        (np.array([b"\xff"]), "holds text that is no UTF-8"),
+        (np.array([b"\xff"]), "holds text that is not UTF-8"),
         (np.array(3), "y is int64 of shape ()"),
         (np.zeros((2, 2, 2), int), "y is int64 of shape (2, 2, 2)"),
     ],
@@ -177,7 +177,7 @@ def test_arrays_that_numpy_would_change_silently_are_refused():
             raise RuntimeError("copy it to the host first")
 
     far = (OnAnotherDevice(), LABELS, GREY, LABELS)
-    assert "x is no array that numpy reads (RuntimeError: copy it to the host" in refusal(
+    assert "x is not an array that numpy reads (RuntimeError: copy it to the host" in refusal(
         dataset_of_arrays, far
     )
     assert "data: a dict; expected four arrays" in refusal(dataset_of_arrays, {"x": GREY})

@@ -63,18 +63,18 @@ WRONG = {
     "{method: linear, base: {taks: 3}}": "base.taks: unknown key 'taks'; did you mean 'tasks'?",
     "{method: linear, base: [3]}": "base: [3] is not a mapping",
     "{method: linear, base: {method: ewc}}": "base.method: it stands beside base",
-    "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: --lora-rank goes with the adapter 'lora'",
+    "{method: linear, base: {lora_rank: 2}}": "base.lora_rank: --lora-rank is an option of the adapter",
     "{method: linear, grid: {alpha: 0.1}}": "grid.alpha: 0.1 is not a list",
     "{method: linear, grid: {alpha: []}}": "grid.alpha: it has no values",
     "{method: linear, grid: {alpha: [0.5, -1]}}": "grid.alpha: alpha: -1.0 must be finite and positive",
     "{method: linear, grid: {alpha: [few]}}": "grid.alpha: alpha: 'few' is not a number",
     "{method: linear, grid: {adapter: [lora, lra]}}": "grid.adapter: adapter: unknown value 'lra'",
-    "{method: linear, base: {lr: 1}, grid: {lr: [1, 2]}}": "grid.lr: base has it too",
-    "{method: linear, runs: [{name: a, lr: 1}], grid: {lr: [1]}}": "grid.lr: runs[a] has it too",
+    "{method: linear, base: {lr: 1}, grid: {lr: [1, 2]}}": "grid.lr: base sets it too",
+    "{method: linear, runs: [{name: a, lr: 1}], grid: {lr: [1]}}": "grid.lr: runs[a] sets it too",
     "{method: linear, grid: {lr: [0.1, 1e-1]}}": "are the same run",
     "{method: linear, runs: [{name: a}, {name: b}]}": "linear_a_seed-2023 and linear_b_seed-2023 are",
     "{method: linear, runs: [{lr: 1}]}": "runs[0].name: each of runs needs a name",
-    "{method: linear, runs: [{name: a}, {name: a}]}": "runs: 'a' is the name of two",
+    "{method: linear, runs: [{name: a}, {name: a}]}": "runs: 'a' is the name of two runs",
     "{method: linear, runs: [{name: a, method: ewc}]}": "method: nothing reads 'linear'",
     "{method: linear, runs: [{name: a, malicious: 9}]}": "runs[a].malicious: malicious: 9 of 5 clients",
     "{method: linear, grid: {seed: [1, 2]}}": "grid.seed: list them as seeds",
@@ -104,7 +104,7 @@ OPTIONS = [
     (["sweep.yaml", "--jobs", "0"], "jobs: 0 is too small"),
     (["sweep.yaml", "--engine", "slrm"], "engine: unknown value 'slrm'; did you mean 'slurm'?"),
     (["sweep.yaml", "--out", "a", "--resume", "b"], "leave out --out"),
-    (["sweep.yaml", "--resume", "."], "resume: '.' is no folder of a sweep"),
+    (["sweep.yaml", "--resume", "."], "resume: '.' is not a sweep folder"),
     (["sweep.yaml", "--devices", "0,0"], "devices: '0,0' is not a list of distinct GPUs"),
     (["sweep.yaml", "--devices", "all"], "devices: 'all' is not a list"),
     (["sweep.yaml", "--devices", "0,1", "--jobs", "3"], "jobs: 3 runs at a time on 2 devices; nearest: 2"),
@@ -176,5 +176,5 @@ def test_a_value_whose_name_says_all_is_shown_as_it_is():
 
 
 def test_two_places_for_one_option_are_named_with_the_file():
-    with pytest.raises(InputError, match=r"^my file: grid.lr: base has it too; leave it in one place$"):
+    with pytest.raises(InputError, match=r"^my file: grid.lr: base sets it too; keep one of them$"):
         plan_of({"method": "linear", "base": {"lr": 1}, "grid": {"lr": [1]}}, "my file")

@@ -84,9 +84,9 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--coordinator here --processes 2 --process 0", "coordinator: 'here' is no HOST:PORT; nearest: "),
-        ("--coordinator here:0 --processes 2 --process 0", "coordinator: 'here:0' is no HOST:PORT"),
-        ("--coordinator here:70000 --processes 2 --process 0", "coordinator: 'here:70000' is no HOST:PORT"),
+        ("--coordinator here --processes 2 --process 0", "coordinator: 'here' is not HOST:PORT; nearest: "),
+        ("--coordinator here:0 --processes 2 --process 0", "coordinator: 'here:0' is not HOST:PORT"),
+        ("--coordinator here:70000 --processes 2 --process 0", "coordinator: 'here:70000' is not HOST:PORT"),
         ("--coordinator here:1 --processes 2", "process: none given; a coordinator needs --processes N and"),
         ("--coordinator here:1 --process 1", "processes: none given; a coordinator needs"),
         ("--processes 2", "processes: it needs a coordinator"),

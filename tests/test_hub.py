@@ -90,7 +90,7 @@ def test_what_the_hub_does_not_have_is_one_line(hub, capsys):
     assert cli.main(["weights", "get", NAME]) == 2
     assert "has no file model.safetensors or pytorch_model.bin on the hub" in capsys.readouterr().err
     assert cli.main(["weights", "get", "vit_b16"]) == 2
-    assert "no name of the hub; expected ARCHITECTURE.TAG" in capsys.readouterr().err
+    assert "not a name on the hub; expected ARCHITECTURE.TAG" in capsys.readouterr().err
     assert cli.main(["weights"]) == 2
     assert "usage: fcljax weights get NAME" in capsys.readouterr().err
 

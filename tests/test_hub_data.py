@@ -305,7 +305,7 @@ def test_labels_of_every_plain_kind_are_read(tmp_path, kind):
         (pa.array([[1], [0, 1], [1, 0], [0, 1]]), "has lists of several lengths"),
         (pa.array([{"a": 1}] * 4), "expected integers or text"),
         (pa.array([0, 1, 7, 1]), "label 7 of 2 classes"),
-        (pa.array([b"a", b"\xff", b"a", b"b"]), "text that is no UTF-8"),
+        (pa.array([b"a", b"\xff", b"a", b"b"]), "text that is not UTF-8"),
     ],
 )
 def test_labels_of_other_kinds_are_refused(tmp_path, labels, says, capsys):
@@ -348,7 +348,7 @@ def test_images_that_are_lists_are_grey_levels(tmp_path, kind):
         (pixels_of(90, (8, 8), int), pixels_of(-1, (8, 8), int), "nearest: (x - x.min())"),
         (pixels_of(0.5, (8, 8), float), pixels_of(7.5, (8, 8), float), "has values from 7.5 to 7.5"),
         (pixels_of(0.5, (8, 8), float), pixels_of(float("nan"), (8, 8), float), "NaN or infinite"),
-        (pixels_of(90, (2, 2), int), [[1, 2], [3]], "row 1: the image is no array"),
+        (pixels_of(90, (2, 2), int), [[1, 2], [3]], "row 1: the image is not an array"),
         (pixels_of(90, (2, 2), int), [[1, None], [3, 4]], "nearest: an array of numbers"),
         (pixels_of(90, (2, 2), int), [], "has shape (0,)"),
         (pixels_of(90, (2, 2), int), None, "row 1: there is no image"),

@@ -375,10 +375,12 @@ def test_an_option_of_its_own_name_is_taken(monkeypatch):
 
 def test_an_adapter_s_option_goes_with_that_adapter_alone():
     assert config.from_mapping("linear", {"adapter": "lora", "lora_rank": 2}, "test").lora_rank == 2
-    message = "lora_rank goes with the adapter 'lora', and this run has 'linear'; nearest: --adapter lora"
+    message = (
+        "lora_rank is an option of the adapter 'lora', and this run has 'linear'; nearest: --adapter lora"
+    )
     with pytest.raises(InputError, match=f"^test: {message}$"):
         config.from_mapping("linear", {"lora_rank": 2}, "test")
-    with pytest.raises(InputError, match="^test: orthogonality_weight goes with the adapter 'lora'"):
+    with pytest.raises(InputError, match="^test: orthogonality_weight is an option of the adapter 'lora'"):
         config.from_mapping("pilora", {"adapter": "prompts", "orthogonality_weight": 1.0}, "test")
 
 

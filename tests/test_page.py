@@ -304,7 +304,7 @@ def test_report_makes_the_page_of_runs_and_of_folders_of_folders_of_runs(tmp_pat
     [
         ([], ["run: no run directory given"]),
         (["absent"], ["run: no directory 'absent'"]),
-        (["run", "--out", "summary.json"], ["out: 'summary.json' is no name of a page", "'summary.html'"]),
+        (["run", "--out", "summary.json"], ["out: 'summary.json' is not a page's name", "'summary.html'"]),
         (["run", "--outt", "x"], ["'--outt'", "'--out'"]),
     ],
 )

@@ -133,7 +133,7 @@ def test_every_kind_of_names_gives_the_same_network(load, kind):
     assert (loaded.head is not None) == (kind in WITH_HEAD)
     if loaded.head is not None:
         same(loaded.head, jax.tree.map(jnp.asarray, HEAD))
-        assert any("head of 7 classes is no part of the backbone" in note for note in loaded.notes)
+        assert any("head of 7 classes is not part of the backbone" in note for note in loaded.notes)
     assert (loaded.mean, loaded.std) == NORMALISE["imagenet" if imagenet else "half"]
     assert any(f"assumed ({'imagenet' if imagenet else 'half'})" in note for note in loaded.notes)
 
@@ -287,11 +287,11 @@ def test_heads_are_known_from_google_s_shapes_and_from_our_metadata(load):
 
 def test_heads_that_nothing_tells_are_assumed_with_a_note_or_asked_for(load, refuses):
     refuses(
-        TIMM, "heads: the checkpoint does not tell them, and its width 12 is no multiple of 64", heads=None
+        TIMM, "heads: the checkpoint does not tell them, and its width 12 is not a multiple of 64", heads=None
     )
     refuses(
         files.timm(files.encoder(dataclasses.replace(TINY, width=1056))),
-        "width 1056 is no multiple of 64",
+        "width 1056 is not a multiple of 64",
         heads=None,
     )
     wide = ViTConfig(image_size=4, patch=4, width=128, depth=1, heads=2, mlp=4)

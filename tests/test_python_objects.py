@@ -30,7 +30,10 @@ METHOD = fcljax.MethodEntry("own", Options, plain, "linear")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("class Options:\n    strength: float = 1.0", "own.py: Options is no dataclass; write @dataclasses"),
+        (
+            "class Options:\n    strength: float = 1.0",
+            "own.py: Options is not a dataclass; write @dataclasses",
+        ),
         (
             "@dataclasses.dataclass(frozen=True)\nclass Options:\n"
             "    weights: dict = dataclasses.field(default_factory=dict)",
@@ -47,7 +50,7 @@ def test_options_of_a_method_that_cannot_be_are_one_line_with_the_file(tmp_path,
 
 
 def test_an_empty_run_directory_is_refused():
-    with pytest.raises(InputError, match="out: '' is no run directory"):
+    with pytest.raises(InputError, match="out: '' is not a run directory"):
         fcljax.run("linear", out="")
 
 

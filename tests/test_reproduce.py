@@ -97,7 +97,7 @@ def planned(system, table, scale="mini", seeds=None, folder=FOLDER, row=None):
             "row: unknown value 'glfc'; choose from: coda-prompt, fedslca --lr 0.01 --full-lr 0.0001, fppl, "
             "fppl --wo-pool, glfc --lr 0.01 --full-lr 0.0001 --memory-size 200\n",
         ),
-        (["fppl", "table3", "--resume", "nothing"], "resume: 'nothing' is no folder of a sweep"),
+        (["fppl", "table3", "--resume", "nothing"], "resume: 'nothing' is not a sweep folder"),
         (["fppl", "table3", "--experiments", "nowhere"], "experiments: no folder 'nowhere'"),
         (["fppl", "table3", "--experiments", "."], "experiments: no file in '.' has a paper's tables"),
     ],

@@ -219,7 +219,7 @@ def test_a_run_that_fails_is_said_and_the_other_one_finishes(here, capsys):
     (here / "without.yaml").write_text("{method: linear, runs: [{name: bad}]}")
     refused = {
         "other.yaml --resume out": "epochs",
-        "without.yaml --resume out": "'linear_good_seed-2023', which the file has not",
+        "without.yaml --resume out": "'linear_good_seed-2023', which the file does not have",
         "sweep.yaml --out out": "exists already",
     }
     for arguments, words in refused.items():

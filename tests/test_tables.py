@@ -112,9 +112,9 @@ def test_later_settings_win():
         (
             "numbers: [4.5]",
             "numbers: [4.5, 3]",
-            "rows[0].numbers: [4.5, 3] is no list with a number for each",
+            "rows[0].numbers: [4.5, 3] does not list a number for each",
         ),
-        ("c: [[70.5, 0.25], 10]", "c: [70.5]", "rows[0].numbers.c: [70.5] is no list with a number for each"),
+        ("c: [[70.5, 0.25], 10]", "c: [70.5]", "rows[0].numbers.c: [70.5] does not list a number for each"),
         ("c: [[70.5, 0.25], 10]", "c: [[7, 2, 1], 1]", "rows[0].numbers.c: [7, 2, 1] is not a number"),
         ("c: [[70.5, 0.25], 10]", "c: ['70,5', 1]", "rows[0].numbers.c: '70,5' is not a number"),
         ("c: [[70.5, 0.25], 10]", "e: [1, 2]", "rows[0].numbers: unknown value 'e'"),

@@ -237,7 +237,7 @@ def test_a_file_may_say_the_task_of_each_example(tmp_path):
         ({"move_on": 0.5, "population": "online"}, "stay_behind: clients of an online stream"),
         ({"population": "online", "epochs": 3}, "epochs: 3: an online stream is seen once"),
         ({"population": "online", "partition": "sampled"}, "population: 'online' needs clients that persist"),
-        ({"participation": 1.5}, "participation: 1.5 is no share and no number of clients"),
+        ({"participation": 1.5}, "participation: 1.5 is neither a fraction nor a number of clients"),
         ({"move_on": 0.0}, "move_on: 0.0 of 5 clients is none"),
     ],
 )

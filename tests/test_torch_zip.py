@@ -100,7 +100,7 @@ def test_the_reader_knows_tensors_and_plain_containers_only_even_without_the_che
 ):
     path = save_zip(tmp_path / "a.pth", {"x": Bomb(tmp_path / "exploded")})
     monkeypatch.setattr(checkpoints, "imports", lambda stream: [])
-    refused(path, "it names posix.mkdir, which is no tensor and no plain container")
+    refused(path, "it names posix.mkdir, which is neither a tensor nor a plain container")
     assert not (tmp_path / "exploded").exists()
 
 

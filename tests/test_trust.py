@@ -518,8 +518,8 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        (ALIASES, "aliases are not read"),
-        ("tasks: &n 3\nclients: *n\n", "aliases are not read"),
+        (ALIASES, "aliases are not supported"),
+        ("tasks: &n 3\nclients: *n\n", "aliases are not supported"),
         ("[" * 50_000, "nested more than 20 deep"),
         ("{a: " * 50_000, "nested more than 20 deep"),
         ("lr: 1\n" * 200_000, "more than 1,048,576 bytes"),
@@ -532,7 +532,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"tasks: {'9' * 400}\n", "tasks: a number of 1329 bits is too large"),
         (f"lr: {'9' * 400}\n", "lr: 999"),
         ("lr: 1.0e+300\n", "lr: 1e+300 is too large; nearest valid value: 3.4e+38"),
-        ('dataset: "npz:a\\0b"\n', "dataset: 'npz:a\\x00b' holds a NUL character"),
+        ('dataset: "npz:a\\0b"\n', "dataset: 'npz:a\\x00b' contains a NUL character"),
         ("dataset: npz:~nosuchuser/x\n", "dataset: '~nosuchuser/x': no such home folder"),
         ("data_dir: ~nosuchuser/x\n", "data_dir: '~nosuchuser/x': no such home folder"),
     ],

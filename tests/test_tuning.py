@@ -41,17 +41,17 @@ def test_a_range_has_the_type_of_its_option(name, text, found):
     "name, text, says",
     [
         ("lrr", "0..1", "unknown option 'lrr'; did you mean 'lr'"),
-        ("lr", "0.1", "'0.1' is no range and no list of values"),
+        ("lr", "0.1", "'0.1' is neither a range nor a list of values"),
         ("lr", "log:0..1", "begins above 0"),
         ("lr", "0.5..0.1", "nearest: 0.1..0.5"),
         ("lr", "low..high", "lr: 'low'"),
         ("lr", "-1..1", "lr: -1.0 must be finite"),
         ("epochs", "0..3", "epochs: 0 is too small"),
         ("epochs", "1.5..3", "epochs: '1.5'"),
-        ("optimiser", "sgd..adam", "it is no number"),
+        ("optimiser", "sgd..adam", "it is not a number"),
         ("optimiser", "sgd,adamm", "did you mean 'adam'"),
-        ("seed", "1,2,3", "a lucky seed is no setting"),
-        ("lora_rank", "1,2", "goes with the adapter 'lora'"),
+        ("seed", "1,2,3", "a seed is not a setting to choose"),
+        ("lora_rank", "1,2", "is an option of the adapter 'lora'"),
     ],
 )
 def test_a_wrong_range_is_one_line(name, text, says):
@@ -61,7 +61,7 @@ def test_a_wrong_range_is_one_line(name, text, says):
 
 
 def test_an_option_has_a_range_or_a_value():
-    with pytest.raises(InputError, match="a range and a value are given"):
+    with pytest.raises(InputError, match="both a range and a value"):
         parsed("lr", "0..1", lr=0.1)
 
 

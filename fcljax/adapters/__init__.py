@@ -39,26 +39,26 @@ ADAPTERS: dict[str, AdapterEntry] = {
         "lora:lora",
     ),
     "prompts": AdapterEntry(
-        "a prompt per task, fused for every image by a gate (FPPL)", "prompts:PRESETS", "prompts:prompts"
+        "a prompt per task, fused per image by a gate (FPPL)", "prompts:PRESETS", "prompts:prompts"
     ),
     "pool": AdapterEntry(
-        "a pool of prompts, weighted for every image by their keys (HePCo)", "pool:PoolOptions", "pool:pool"
+        "a pool of prompts, weighted per image by their keys (HePCo)", "pool:PoolOptions", "pool:pool"
     ),
     "vpt": AdapterEntry(
-        "prompts in the first blocks, the same for all images and tasks (pMAE)", "vpt:VPTOptions", "vpt:vpt"
+        "prompts in the first blocks, shared by all images and tasks (pMAE)", "vpt:VPTOptions", "vpt:vpt"
     ),
     "l2p": AdapterEntry(
-        "a pool of prompts, chosen by their keys, that go through the whole network (L2P)",
+        "a pool of input prompts, chosen by their keys (L2P)",
         "l2p:PRESETS",
         "l2p:l2p",
     ),
     "dualprompt": AdapterEntry(
-        "prefixes that all tasks share, and one of each task's own (DualPrompt)",
+        "shared prefixes, and one prefix per task (DualPrompt)",
         "dualprompt:PRESETS",
         "dualprompt:dualprompt",
     ),
     "coda": AdapterEntry(
-        "prefixes that are summed from components, weighted for every image (CODA-Prompt)",
+        "prefixes summed from components, weighted per image (CODA-Prompt)",
         "coda:PRESETS",
         "coda:coda",
     ),

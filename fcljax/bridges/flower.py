@@ -355,7 +355,7 @@ def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
     numbers = [whole_number(part) for part in str(text).split(",")]
     nodes = [number for number in numbers if number is not None]
     if len(nodes) < len(numbers):
-        raise InputError(f"nodes: {text!r} is no list of numbers, such as '815,4711'")
+        raise InputError(f"nodes: {text!r} is not a list of numbers, such as '815,4711'")
     if len(nodes) != clients or len({*nodes}) != clients:
         raise InputError(f"nodes: {len(nodes)} given, of which {len({*nodes})} differ; expected {clients}")
     return {node: client for client, node in enumerate(nodes)}
@@ -420,7 +420,7 @@ class Nodes:
         new = sorted(connected - self.asked)
         call = {"class_names": list(self.class_names)}
         ask = [Message(RecordDict({"call": config(call)}), each, HELLO) for each in new]
-        wrong = [f"nodes: node {each} is not among those that may take part" for each in sorted(strangers)]
+        wrong = [f"nodes: node {each} may not take part" for each in sorted(strangers)]
         for reply in self.grid.send_and_receive(ask, timeout=timeout) if ask else ():
             if reply.metadata.src_node_id not in connected:
                 continue  # the SuperLink reports that a node is gone

@@ -96,7 +96,7 @@ def list_in(record: ConfigRecord, name: str) -> list:
     """
     value = record.get(name, [])
     if not isinstance(value, list):
-        raise InputError(f"{name}: {value!r} is no list")
+        raise InputError(f"{name}: {value!r} is not a list")
     return value
 
 

@@ -53,10 +53,10 @@ def _read_json(where: str, text: str) -> list[str]:
     try:
         classes = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is no JSON: {reason(error)}") from None
+        raise InputError(f"{where} is not JSON: {reason(error)}") from None
     for label in classes:
         if isinstance(label, bool) or not isinstance(label, int | str):
-            raise InputError(f"{where}: {label!r} is no class; expected names, or numbers from 0")
+            raise InputError(f"{where}: {label!r} is not a class; expected names, or numbers from 0")
     return [str(label).strip() for label in classes]
 
 
@@ -66,7 +66,7 @@ def _read_array(where: str, path: str) -> list[str]:
     try:
         classes = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of headers raises what Python's does
-        raise InputError(f"{where} is no array of numbers or text: {reason(error)}") from None
+        raise InputError(f"{where} is not an array of numbers or text: {reason(error)}") from None
     if classes.ndim != 1 or classes.dtype.kind not in "iuU":
         raise InputError(
             f"{where} is {classes.dtype} of shape {list(classes.shape)}; expected the classes, integers or "

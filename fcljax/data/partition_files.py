@@ -254,7 +254,7 @@ def _npy(path: str) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of headers raises what Python's does
-        raise InputError(f"{_where(path)} is no array of numbers or text: {reason(error)}") from None
+        raise InputError(f"{_where(path)} is not an array of numbers or text: {reason(error)}") from None
 
 
 def _npz(path: str) -> dict[str, np.ndarray]:

@@ -451,7 +451,9 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
     except Exception as error:
         if returned and isinstance(error, TypeError):
             # the function has ended: what it returned is no pytree of arrays
-            raise InputError(f"method: {name} returned something that is no array: {_line(error)}") from None
+            raise InputError(
+                f"method: {name} returned something that is not an array: {_line(error)}"
+            ) from None
         raise in_users_code(part, error) from error
 
 

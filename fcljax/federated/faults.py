@@ -31,11 +31,11 @@ from fcljax.types import (
 
 HUGE = 1e6
 FAULTS = ATTACKS | {
-    "inf": "all floating numbers of an upload are infinite",
-    "noise": "normal noise is added to each array of an upload, as large as its root mean square",
-    "stale": "the client sends its previous upload again; nothing is wrong the first time",
-    "late": "the client trains, but its upload misses the round: it is left out, as one that is not finite",
-    "drop": "the client is not reached: it does not train, and its state stays as it is",
+    "inf": "send infinity for all floating-point parameters",
+    "noise": "add normal noise to each array of the upload, with the array's root mean square",
+    "stale": "send the previous upload again; the first upload is right",
+    "late": "train, but miss the round: the server ignores the upload",
+    "drop": "take no part in the round: no training, and the client's state is unchanged",
 }
 _DROP = "drop"
 _STALE = "stale"
@@ -83,10 +83,10 @@ def parse_faults(text: str) -> dict[str, float]:
         if name not in FAULTS:
             raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")
         if name in shares:
-            raise InputError(f"faults: {name!r} comes twice; give it one share")
+            raise InputError(f"faults: {name!r} appears twice; give it one probability")
         shares[name] = _share(name, value)
     if sum(shares.values()) > 1 + 1e-9:
-        raise InputError(f"faults: shares of {sum(shares.values()):g} together; nearest: 1")
+        raise InputError(f"faults: the probabilities sum to {sum(shares.values()):g}; nearest: 1")
     return shares
 
 
@@ -96,7 +96,7 @@ def _share(name: str, value: str) -> float:
     except ValueError:
         share = float("nan")
     if not 0 <= share <= 1:
-        raise InputError(f"faults: {name}={value[:40]!r} is no share of the clients; choose 0 to 1")
+        raise InputError(f"faults: {name}={value[:40]!r} is not a probability; choose 0 to 1")
     return share
 
 

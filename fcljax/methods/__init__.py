@@ -140,7 +140,7 @@ METHODS: dict[str, MethodEntry] = {
         merges="it merges what clients send by the responses of their pairs",
     ),
     "dolfin": MethodEntry(
-        "LoRA pairs that read what earlier tasks did not, by a gradient projection memory (DOLFIN)",
+        "LoRA pairs orthogonal to earlier tasks' inputs, by gradient projection memory (DOLFIN)",
         "dolfin:PRESETS",
         "dolfin:dolfin",
         "lora",
@@ -148,7 +148,7 @@ METHODS: dict[str, MethodEntry] = {
         merges="its Gram matrices are sums over examples, which are added up",
     ),
     "fed-talora": MethodEntry(
-        "one LoRA pair for all tasks; what averaging its factors misses is added to the weights (Fed-TaLoRA)",
+        "one LoRA pair for all tasks; the error of averaging its factors goes to the weights (Fed-TaLoRA)",
         "fed_talora:PRESETS",
         "fed_talora:fed_talora",
         "lora",
@@ -163,7 +163,7 @@ METHODS: dict[str, MethodEntry] = {
         merges="its class statistics are sums over examples, which are added up",
     ),
     "fedrecon": MethodEntry(
-        "merged class prototypes of an embedding that is frozen, or trained in the first task (FedRecon)",
+        "merged class prototypes of an embedding, frozen or trained in the first task (FedRecon)",
         "fedrecon:FedReconOptions",
         "fedrecon:fedrecon",
         "linear",
@@ -199,20 +199,20 @@ METHODS: dict[str, MethodEntry] = {
         "pool",
     ),
     "fedprox": MethodEntry(
-        "FedAvg-Prompt whose clients are kept near what they were sent (FedProx)",
+        "FedAvg-Prompt with a proximal term toward the global model (FedProx)",
         "fedavg_prompt:FEDPROX",
         "fedavg_prompt:fedavg_prompt",
         "pool",
     ),
     "scaffold": MethodEntry(
-        "FedAvg whose clients correct their steps by control variates (SCAFFOLD)",
+        "FedAvg with control variates against client drift (SCAFFOLD)",
         "scaffold:PRESETS",
         "scaffold:scaffold",
         "lora",
         merges="its control variates are sums over examples, which are added up",
     ),
     "feddyn": MethodEntry(
-        "FedAvg with dynamic regularisation, whose optimum is that of all clients together (FedDyn)",
+        "FedAvg with dynamic regularisation toward the optimum of all clients (FedDyn)",
         "feddyn:PRESETS",
         "feddyn:feddyn",
         "lora",
@@ -225,14 +225,14 @@ METHODS: dict[str, MethodEntry] = {
         excludes={"linear": "nothing would be shared: the classifier stays with the client"},
     ),
     "fedproto": MethodEntry(
-        "FedAvg whose clients keep features near class prototypes of all clients (FedProto)",
+        "FedAvg with features pulled to global class prototypes (FedProto)",
         "fedproto:PRESETS",
         "fedproto:fedproto",
         "lora",
         merges="its prototypes are sums over examples, which are added up",
     ),
     "ditto": MethodEntry(
-        "FedAvg, and a model of each client's own near the global one (Ditto)",
+        "FedAvg and a personal model per client, close to the global one (Ditto)",
         "ditto:PRESETS",
         "ditto:ditto",
         "lora",
@@ -242,7 +242,7 @@ METHODS: dict[str, MethodEntry] = {
         ),
     ),
     "fed-cprompt": MethodEntry(
-        "prompts near the newest global model and far from the last task's (Fed-CPrompt)",
+        "prompts close to the global model and far from the last task's (Fed-CPrompt)",
         "fed_cprompt:PRESETS",
         "fed_cprompt:fed_cprompt",
         "pool",
@@ -257,13 +257,13 @@ METHODS: dict[str, MethodEntry] = {
         "full",
     ),
     "cfed": MethodEntry(
-        "FedAvg of the whole network, some clients distil on images of another data set (CFeD)",
+        "FedAvg of the whole network, some clients distil on surrogate images (CFeD)",
         "cfed:PRESETS",
         "cfed:cfed",
         "full",
     ),
     "fedweit": MethodEntry(
-        "a base that travels, and for each task a mask and sparse parameters of a client's own (FedWeIT)",
+        "a shared base; per client and task a mask and sparse parameters (FedWeIT)",
         "fedweit.fedweit:PRESETS",
         "fedweit.fedweit:fedweit",
         "full",
@@ -274,13 +274,13 @@ METHODS: dict[str, MethodEntry] = {
         merges="clients send parts of a base; `uniform` works too, and with --client-sparsity 0 any rule",
     ),
     "target": MethodEntry(
-        "FedAvg of the whole network, distillation on images that the server makes of noise (TARGET)",
+        "FedAvg of the whole network, distillation on images that the server synthesises from noise (TARGET)",
         "target:PRESETS",
         "target:target",
         "full",
     ),
     "c2prompt": MethodEntry(
-        "components that are mixed by the classes that they match, prompts toward classes' means (C2Prompt)",
+        "components mixed by class affinity, prompts that pull features to class means (C2Prompt)",
         "c2prompt:PRESETS",
         "c2prompt:c2prompt",
         "coda",
@@ -291,13 +291,13 @@ METHODS: dict[str, MethodEntry] = {
         merges="it mixes components by a rule of its own; with --wo-cpa and --wo-lcdc any rule merges them",
     ),
     "mfcl": MethodEntry(
-        "FedAvg of the whole network, replay of images of a generator that the server trains (MFCL)",
+        "FedAvg of the whole network, replay of images from a generator at the server (MFCL)",
         "mfcl:PRESETS",
         "mfcl:mfcl",
         "full",
     ),
     "lander": MethodEntry(
-        "features near anchors of their classes, distillation on images made of the anchors (LANDER)",
+        "features pulled to class anchors, distillation on images synthesised from them (LANDER)",
         "lander:PRESETS",
         "lander:lander",
         "full",
@@ -315,7 +315,7 @@ METHODS: dict[str, MethodEntry] = {
         "full",
     ),
     "centralized-prompt": MethodEntry(
-        "one client that has everything: HePCo's upper bound",
+        "one client with all data: HePCo's upper bound",
         "fedavg_prompt:CENTRALIZED",
         "fedavg_prompt:fedavg_prompt",
         "pool",
@@ -328,7 +328,7 @@ METHODS: dict[str, MethodEntry] = {
         "FedAvg of CODA-Prompt's components (FedCODA-P)", "fedavg:NoOptions", "fedavg:plain", "coda"
     ),
     "pmae": MethodEntry(
-        "the server trains on images that a masked autoencoder rebuilds (pMAE)",
+        "the server trains on images that a masked autoencoder reconstructs (pMAE)",
         "pmae:PRESETS",
         "pmae:pmae",
         "vpt",
@@ -439,7 +439,7 @@ def _check_options(options: type) -> None:
     place = getattr(sys.modules.get(options.__module__), "__file__", None) or options.__module__
     where = f"presets: {Path(place).name}: {options.__name__}"
     if not dataclasses.is_dataclass(options):
-        raise InputError(f"{where} is no dataclass; write @dataclasses.dataclass(frozen=True) above it")
+        raise InputError(f"{where} is not a dataclass; write @dataclasses.dataclass(frozen=True) above it")
     for field in dataclasses.fields(options):
         if field.default is dataclasses.MISSING:
             what = "a default_factory" if field.default_factory is not dataclasses.MISSING else "no default"
@@ -466,7 +466,7 @@ def _load_file(place: str) -> ModuleType:
     name = str(Path(place).resolve())  # no module of the package or of another file has it
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
-        raise InputError(f"method: {place!r} is no Python file")
+        raise InputError(f"method: {place!r} is not a Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # `help_of` reads the source
     _load(place, functools.partial(spec.loader.exec_module, module))
     return module

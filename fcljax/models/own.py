@@ -64,8 +64,8 @@ class Backbone:
             return cls(of_nnx, nnx.to_pure_dict(params), image_size, **named)
         if not isinstance(module, linen.Module) or variables is None:
             raise InputError(
-                f"backbone: {type(module).__name__} is no flax.nnx module, and no flax.linen module with "
-                "variables; nearest: Backbone(apply, params, pixels)"
+                f"backbone: {type(module).__name__} is neither a flax.nnx module nor a flax.linen module "
+                "with variables; nearest: Backbone(apply, params, pixels)"
             )
 
         def of_linen(variables: PyTree, image: Array) -> Array:

@@ -38,7 +38,7 @@ def check_whole(field: str, value: object, least: int, most: int = MOST_ROUNDS) 
       InputError: naming the field, the value and the nearest valid one.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InputError(f"{field}: {_shown(value)} is no whole number; such as {least}")
+        raise InputError(f"{field}: {_shown(value)} is not a whole number; such as {least}")
     if not least <= value <= most:
         raise InputError(f"{field}: {_shown(value)}; nearest valid value: {least if value < least else most}")
     return int(value)
@@ -97,7 +97,7 @@ def _check_type(name: str, kind: Any, value: object) -> None:
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and (kind is int or not isinstance(value, float)):
-        raise InputError(f"{name}: {_shown(value)} is no {'whole number' if kind is int else 'number'}")
+        raise InputError(f"{name}: {_shown(value)} is not a {'whole number' if kind is int else 'number'}")
 
 
 def check_model(params: Any) -> Any:
@@ -111,7 +111,7 @@ def check_model(params: Any) -> Any:
         try:
             array = np.asarray(leaf)
         except Exception as error:  # whatever a stranger's object raises
-            raise InputError(f"model: parameter {_place(path)} is no array: {reason(error)}") from None
+            raise InputError(f"model: parameter {_place(path)} is not an array: {reason(error)}") from None
         if array.dtype.kind not in "biuf" and not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
             raise InputError(f"model: parameter {_place(path)} is {array.dtype}; expected real numbers")
     if not any(jax.numpy.issubdtype(np.asarray(leaf).dtype, jax.numpy.floating) for _, leaf in leaves):
@@ -172,7 +172,7 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:  # ragged lists; whatever a stranger's object raises
-        raise InputError(f"{name}: it is no array: {reason(error)}") from None
+        raise InputError(f"{name}: it is not an array: {reason(error)}") from None
     extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
     if array.dtype.kind not in kinds and not extended:
         expected = "integers or text" if "U" in kinds else "numbers"

@@ -54,7 +54,7 @@ def check_format(path: str | Path) -> str:
     if form not in FORMATS:
         choices = ", ".join(f".{each}" for each in FORMATS)
         near = str(path.with_suffix(".png"))
-        raise InputError(f"out: {str(path)!r} is no name of a figure ({choices}); nearest: {near!r}")
+        raise InputError(f"out: {str(path)!r} is not a figure's name ({choices}); nearest: {near!r}")
     return form
 
 

@@ -47,7 +47,7 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
         path = Path(run_dirs[0]).parent / NAME
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(
-            f"out: {str(path)!r} is no name of a page; nearest: {str(path.with_suffix('.html'))!r}"
+            f"out: {str(path)!r} is not a page's name; nearest: {str(path.with_suffix('.html'))!r}"
         )
     folders = [folder for run_dir in run_dirs for folder in run_folders(run_dir)]
     text = render({str(folder): load_summary(folder) for folder in folders}, run_dirs)

@@ -58,7 +58,7 @@ def check_hosts(hosts: HostOptions) -> None:
     host, _, port = hosts.coordinator.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
         raise InputError(
-            f"coordinator: {hosts.coordinator!r} is no HOST:PORT; nearest: '{host or port}:12345', or auto"
+            f"coordinator: {hosts.coordinator!r} is not HOST:PORT; nearest: '{host or port}:12345', or auto"
         )
     for name in ("processes", "process"):
         if getattr(hosts, name) is None:

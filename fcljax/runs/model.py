@@ -171,7 +171,7 @@ class Model:
             # models of earlier versions do not say
             geometry = _geometry(about["geometry"]) if "geometry" in about else None
         except Exception as error:  # whatever a damaged file raises in the parsers
-            raise InputError(f"model: {str(path)!r} is no saved model ({reason(error)})") from error
+            raise InputError(f"model: {str(path)!r} is not a saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels, geometry)  # pyrefly: ignore[bad-argument-type]
 
 

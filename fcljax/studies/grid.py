@@ -128,12 +128,12 @@ def _check_places(file: SweepFile) -> None:
     names = [str(run["name"]) for run in file.runs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise InputError(f"runs: {twice!r} is the name of two of them")
+        raise InputError(f"runs: {twice!r} is the name of two runs")
     variants = [(f"runs[{run['name']}]", run) for run in file.runs]
     for place, options in [("base", file.base), *variants]:
         both = next((name for name in options if name in file.grid), None)
         if both:
-            raise InputError(f"grid.{both}: {place} has it too; leave it in one place")
+            raise InputError(f"grid.{both}: {place} sets it too; keep one of them")
     for place, options in [("base", file.base), ("grid", file.grid), *variants]:
         if "seed" in options and place != "base":
             raise InputError(f"{place}.seed: list them as seeds: [1, 2, 3]")

@@ -185,11 +185,11 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
         raise InputError(f"{where}: search.holdout: trials must not see test images; nearest: holdout: 0.25")
     if not 0 < len(set(file.factors)) == len(file.factors) <= MOST_FACTORS or min(file.factors) <= 0:
         raise InputError(
-            f"{where}: factors: {file.factors} are no different positive numbers, such as [1, 0.3]"
+            f"{where}: factors: {file.factors} must be distinct positive numbers, such as [1, 0.3]"
         )
     stray = next((name for name in file.tuned if name not in methods), None)
     if stray:
-        raise InputError(f"{where}: tuned.{stray}: it is none of the methods")
+        raise InputError(f"{where}: tuned.{stray}: it is not one of the methods")
 
 
 def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: str) -> Contender:
@@ -230,7 +230,7 @@ def _scaled(usual: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, 
     for name in tuned:
         value = getattr(usual, name, None)
         if isinstance(value, bool) or not isinstance(value, float) or value <= 0:
-            raise InputError(f"tuned: {name!r} is no option of it with a positive number")
+            raise InputError(f"tuned: {name!r} is not one of its options with a positive number")
     return rate_search.scaled({name: getattr(usual, name) for name in tuned}, factor)
 
 
@@ -269,7 +269,7 @@ def run(
 
 def _check_folder(out: Path) -> None:
     if not (out / PLAN).is_file():
-        raise InputError(f"resume: {str(out)!r} is no folder of a leaderboard: it has no {PLAN}")
+        raise InputError(f"resume: {str(out)!r} is not a leaderboard folder: it has no {PLAN}")
 
 
 def _row(entry: Contender, out: Path, make: Make) -> Standing:

@@ -243,7 +243,9 @@ def _whole(path: str, paper: Paper, table: str) -> TableEntry:
     entry = paper.tables[table]
     if entry.of is None:
         if not (entry.rows and entry.metrics and entry.upload):
-            raise InputError(f"{path}: tables.{table}: rows, metrics and upload are needed, or of: TABLE")
+            raise InputError(
+                f"{path}: tables.{table}: give rows, metrics and upload, or inherit them with of: TABLE"
+            )
         return entry
     other = paper.tables[choose(f"{path}: tables.{table}.of", entry.of, paper.tables)]
     own = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
@@ -267,7 +269,7 @@ def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
         numbers = [None] * len(table.metrics)
     at = ".".join(filter(None, [f"{where}.numbers", column]))
     if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
-        raise InputError(f"{at}: {numbers!r} is no list with a number for each of {table.metrics}")
+        raise InputError(f"{at}: {numbers!r} does not list a number for each of {table.metrics}")
     drawn = typed.converted(list[float | None], curve or [], f"{where}.curve")
     return Row(entry.method, entry.options, tuple(_number(number, at) for number in numbers), tuple(drawn))
 

@@ -32,7 +32,7 @@ def parse_seeds(text: str, first: int) -> list[int]:
     numbers = [whole_number(part) for part in text.split(",") if part.strip()]
     seeds = [number for number in numbers if number is not None]
     if not seeds or len(seeds) < len(numbers):
-        raise InputError(f"seeds: {text!r} is no number of seeds and no list of them, such as 3 or 1,2,3")
+        raise InputError(f"seeds: {text!r} is neither a number nor a list of seeds, such as 3 or 1,2,3")
     if "," in text:
         if len(set(seeds)) < len(seeds) or max(seeds) >= 2**32:
             raise InputError(f"seeds: {text!r} must be different whole numbers below {2**32}")

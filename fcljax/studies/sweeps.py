@@ -126,14 +126,14 @@ def _check_same(runs: Sequence[Planned], out: Path) -> None:
       InputError: naming the first run that is not, and the settings that differ.
     """
     if not (out / PLAN).is_file():
-        raise InputError(f"resume: {str(out)!r} is no folder of a sweep: it has no {PLAN}")
+        raise InputError(f"resume: {str(out)!r} is not a sweep folder: it has no {PLAN}")
     now = {run.name: run for run in runs}
     for name in config.load_yaml(out / PLAN):
         if not (out / str(name) / "config.yaml").exists():
             continue
         if name not in now:
             raise InputError(
-                f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file has not"
+                f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file does not have"
             )
         check_file(out / name, now[name].cfg)
 

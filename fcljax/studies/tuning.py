@@ -36,7 +36,7 @@ NEVER = {
     "adapter": "it decides which options there are; tune each adapter by itself",
     "fidelity": "it decides which defaults the options have; tune each fidelity by itself",
     "scale": "it decides which defaults the options have; tune each scale by itself",
-    "seed": "a lucky seed is no setting",
+    "seed": "a seed is not a setting to choose",
     "holdout": "it decides on which images trials are compared",
     "dataset": "accuracies on different images do not compare",
 }
@@ -110,13 +110,13 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
     if name in NEVER:
         raise InputError(f"{name}: it cannot be tuned: {NEVER[name]}")
     if name in given:
-        raise InputError(f"{name}: a range and a value are given; leave out one of them")
+        raise InputError(f"{name}: it has both a range and a value; leave one out")
     scale, _, ends = text.rpartition(":") if text.startswith("log:") else ("", "", text)
     if ".." in ends:
         found = _between(name, fields[name], ends, scale)
     elif scale or "," not in text:
         example = "log:1e-4..1e-1, 1..5 or 16,32,64"
-        raise InputError(f"{name}: {text!r} is no range and no list of values, such as {example}")
+        raise InputError(f"{name}: {text!r} is neither a range nor a list of values, such as {example}")
     else:
         values = [config.typed_value(name, fields[name].type, each.strip()) for each in text.split(",")]
         found = Range(tuple(dict.fromkeys(values)), "choice")
@@ -128,7 +128,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
 def _between(name: str, field: dataclasses.Field, ends: str, scale: str) -> Range:
     low, high = (config.typed_value(name, field.type, each) for each in ends.split("..", 1))
     if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)):
-        raise InputError(f"{name}: it is no number, so {ends!r} is no range; give values, such as a,b")
+        raise InputError(f"{name}: it is not a number, so {ends!r} is not a range; give values, such as a,b")
     if not low < high:
         raise InputError(f"{name}: {ends!r} goes from {low} to {high}; nearest: {high}..{low}")
     if scale and low <= 0:
@@ -157,7 +157,7 @@ def stored(folder: Path, method: str) -> Wanted:
     """
     path = folder / STUDY
     if not path.is_file():
-        raise InputError(f"resume: {str(folder)!r} is no study: it has no {STUDY}")
+        raise InputError(f"resume: {str(folder)!r} is not a study: it has no {STUDY}")
     found = config.load_yaml(path)
     try:
         if found["method"] != method:

@@ -163,10 +163,11 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except ValueError as error:
         raise InputError(
-            f"{where}: {key} is no array: its values have several shapes ({reason(error)}); make them equal"
+            f"{where}: {key} is not an array: its values have several shapes ({reason(error)}); "
+            f"make them equal"
         ) from None
     except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
-        raise InputError(f"{where}: {key} is no array that numpy reads ({reason(error)})") from None
+        raise InputError(f"{where}: {key} is not an array that numpy reads ({reason(error)})") from None
 
 
 def is_masked(values: Any) -> bool:
@@ -300,7 +301,7 @@ def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
         try:
             return np.char.decode(labels, "utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(f"{where}: {key} holds text that is no UTF-8 ({reason(error)})") from None
+            raise InputError(f"{where}: {key} holds text that is not UTF-8 ({reason(error)})") from None
     if labels.dtype.kind != "O" or labels.ndim != 1:
         return labels
     missing = [i for i, value in enumerate(labels) if _is_null(value)]

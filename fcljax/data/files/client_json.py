@@ -146,13 +146,15 @@ def _client(where: str, name: str, data: Any, split: str) -> _JsonClient:
     if "x" not in data and parts:
         if split not in parts:
             raise InputError(
-                f"split: {split!r} is no part of {where.removeprefix('clients: ')}; {nearest(split, parts)}"
+                f"split: {split!r} is not part of {where.removeprefix('clients: ')}; {nearest(split, parts)}"
             )
         left_out = [part for part in parts if part != split]
         data = data[split]
     for key in ("x", "y"):
         if not isinstance(data.get(key), list):
-            raise InputError(f"{where}: {key} is no list; it has: {', '.join(map(str, data)) or 'nothing'}")
+            raise InputError(
+                f"{where}: {key} is not a list; it has: {', '.join(map(str, data)) or 'nothing'}"
+            )
     if len(data["x"]) != len(data["y"]):
         raise InputError(
             f"{where}: {len(data['x'])} examples in x and {len(data['y'])} in y; they must match"

@@ -369,7 +369,7 @@ def _needed_files(archive: Archive, members: Iterator[_Member]) -> Iterator[_Mem
         if member.folder or hidden or not path.is_relative_to(archive.takes):
             continue
         if not member.regular:
-            raise _Useless(f"{archive.file} holds {member.name!r}, which is no regular file")
+            raise _Useless(f"{archive.file} holds {member.name!r}, which is not a regular file")
         yield member
 
 

@@ -27,11 +27,11 @@ def parse_json(where: str, text: str, what: str = "name") -> Any:
         return content
 
     def constant(word: str) -> None:
-        raise InputError(f"{where} holds {word}, which is no number in JSON")
+        raise InputError(f"{where} holds {word}, which is not a number in JSON")
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is no JSON: {reason(error)}") from None
+        raise InputError(f"{where} is not JSON: {reason(error)}") from None

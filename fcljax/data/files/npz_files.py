@@ -133,7 +133,7 @@ def _numbers(
         number = {name: label for label, name in enumerate(class_names)}
         unknown = [label for label in np.unique(labels).tolist() if label not in number]
         if unknown:
-            raise InputError(f"data: {str(path)!r}: {key} holds {unknown[0]!r}, which is no class")
+            raise InputError(f"data: {str(path)!r}: {key} holds {unknown[0]!r}, which is not a class")
         return np.array([number[label] for label in labels.tolist()], np.int64), class_names
     if largest >= len(class_names):
         raise InputError(f"data: {str(path)!r}: {key} holds label {largest} of {len(class_names)} classes")

@@ -104,7 +104,7 @@ def text(path: Path) -> str:
     try:
         return content(path).decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"dataset: {str(path)!r} is no text in UTF-8; unpack the archive again") from error
+        raise InputError(f"dataset: {str(path)!r} is not text in UTF-8; unpack the archive again") from error
 
 
 def first_names(names: Sequence[str], most: int = 6) -> str:

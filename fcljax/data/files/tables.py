@@ -82,7 +82,7 @@ def _root(name: str) -> Path:
         if any(path.suffix in SUFFIXES for path in folder.rglob("*")):
             return folder
     raise InputError(
-        f"dataset: 'hf:{name}' is no folder and in no cache; get it with: hf download {name} "
+        f"dataset: 'hf:{name}' is neither a folder nor in a cache; get it with: hf download {name} "
         "--repo-type dataset"
     )
 
@@ -471,7 +471,7 @@ def _levels(where: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
-        raise InputError(f"{where}: the image is no array ({reason(error)})") from None
+        raise InputError(f"{where}: the image is not an array ({reason(error)})") from None
     if array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)
     return array

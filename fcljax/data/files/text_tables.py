@@ -98,7 +98,7 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
         try:
             row = next(rows, None)
         except csv.Error as error:
-            raise InputError(f"{where}, line {rows.line_num}: it is no CSV: {error}") from None
+            raise InputError(f"{where}, line {rows.line_num}: it is not CSV: {error}") from None
         if row is None:
             return
         values = [value.strip() for value in row]

@@ -207,7 +207,7 @@ def _kind(path: Path) -> str:
     if path.suffix in SUFFIXES:
         return path.suffix
     raise InputError(
-        f"checkpoint: {str(path)!r} is no file of weights that is read here: its content tells no kind, "
+        f"checkpoint: {str(path)!r} is not a file of weights in a known format: its content tells no kind, "
         f"and it has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}"
     )
 
@@ -297,7 +297,7 @@ def shard_names(index: dict[str, Any], source: str) -> dict[str, str]:
     """
     weights = index.get("weight_map")
     if not isinstance(weights, dict) or not weights:
-        raise InputError(f"checkpoint: {source!r} is no index of a network's files: it has no weight_map")
+        raise InputError(f"checkpoint: {source!r} is not an index of a network's files: it has no weight_map")
     for name in weights.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
             raise InputError(
@@ -312,7 +312,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"checkpoint: {str(path)!r} is no JSON: {reason(error)}") from None
+        raise InputError(f"checkpoint: {str(path)!r} is not JSON: {reason(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"checkpoint: {str(path)!r} holds no JSON object")
     return values

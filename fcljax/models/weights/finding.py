@@ -231,7 +231,7 @@ def _of_part(prefixes: list[str], part: str) -> list[str]:
     if part == ROLES[0]:  # the default, which means nothing for a file without teacher and student
         return prefixes
     if part in ROLES:
-        raise InputError(f"part: the checkpoint has no {part}: it is no file of a teacher and a student")
+        raise InputError(f"part: the checkpoint has no {part}: it is not a file of a teacher and a student")
     choose("part", part, sorted(parts | set(ROLES)))
     return prefixes
 

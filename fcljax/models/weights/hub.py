@@ -93,7 +93,7 @@ def get_weights(name: str, data_dir: str | Path | None = None, console: Console 
     """
     if not is_hub_name(name):
         raise InputError(
-            f"weights: {name!r} is no name of the hub; expected ARCHITECTURE.TAG, as timm has them, or "
+            f"weights: {name!r} is not a name on the hub; expected ARCHITECTURE.TAG, as timm has them, or "
             "OWNER/NAME"
         )
     with contextlib.suppress(InputError):
@@ -136,7 +136,7 @@ def _download_json(url: str, name: str) -> bytes | None:
         try:
             json.loads(content)
         except (ValueError, RecursionError):
-            raise InputError(f"weights: {url} is no JSON") from None
+            raise InputError(f"weights: {url} is not JSON") from None
     return content
 
 

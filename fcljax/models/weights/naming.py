@@ -303,7 +303,7 @@ def interpret_decoder(tensors: Tensors, facts: TensorFacts) -> tuple[DecoderConf
 
 def head_note(head: PyTree) -> str:
     """Return the note on a head that is left out."""
-    return f"the classification head of {head['bias'].size} classes is no part of the backbone"
+    return f"the classification head of {head['bias'].size} classes is not part of the backbone"
 
 
 def _notes(network: NamedViT, config: ViTConfig, head: PyTree | None) -> list[str]:
@@ -458,7 +458,7 @@ def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]
                 return vit.heads, []
     heads = _usual_heads(config, network.prefix)
     if heads is None:
-        why = f"its width {config.width} is no multiple of 64"
+        why = f"its width {config.width} is not a multiple of 64"
         if config.width % 64 == 0:
             why = f"networks of width {config.width} with MLPs of {config.mlp} have heads of several sizes"
         raise InputError(f"heads: the checkpoint does not tell them, and {why}; give heads")
@@ -503,7 +503,7 @@ def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     expected = {"ours": (3 * side**2, width), "torch": (width, 3, side, side)}
     if shape != expected.get(naming.layout, (side, side, 3, width)) or not math.prod(shape):
         raise InputError(
-            f"checkpoint: {naming.embed} is no embedding of square patches of 3 channels: "
+            f"checkpoint: {naming.embed} is not an embedding of square patches of 3 channels: "
             f"it has shape {shape}"
         )
     return side, width

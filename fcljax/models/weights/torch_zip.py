@@ -153,7 +153,9 @@ class _Reader(pickle._Unpickler):  # the unpickler in Python, whose opcodes can 
         if full_name.startswith("numpy.dtypes.") and name.endswith("DType"):
             return Inert
         if full_name not in NAMES:
-            raise pickle.UnpicklingError(f"it names {full_name}, which is no tensor and no plain container")
+            raise pickle.UnpicklingError(
+                f"it names {full_name}, which is neither a tensor nor a plain container"
+            )
         return NAMES[full_name]
 
     def persistent_load(self, pid: Any) -> Storage:
