@@ -16,6 +16,8 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
   (torture_inputs.py). Each must end with exit code 2 and one line, with nothing left behind.
 - data: tables of the hub, folders, lists and .npz files as people have them (torture_data.py). What is right
   must be read with the right classes, what is wrong must end as a bad input does.
+- objects: arguments of `simulate`, `fedavg`, `fcljax.run`, `Model.predict` and `read_clients`
+  (torture_objects.py), right or wrong.
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
@@ -41,6 +43,7 @@ from torture_common import PATIENCE, Outcome, one_line
 from torture_files import damaged_file
 from torture_inputs import bad_input, data_input
 from torture_kills import RUNS, References, kill, numbers, references
+from torture_objects import object_input
 from torture_uploads import hostile_upload
 
 # ---- damaged checkpoints -----------------------------------------------------------------------------------
@@ -123,9 +126,10 @@ TRIALS: dict[str, Callable[[random.Random, Path, References, int], Outcome]] = {
     "files": lambda rng, folder, references, _: damaged_file(rng, folder, references.of("linear")),
     "bad inputs": bad_input,
     "data": data_input,
+    "objects": object_input,
     "uploads": hostile_upload,
 }
-USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 300), strict=True))
+USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 1000, 300), strict=True))
 
 
 def torture(

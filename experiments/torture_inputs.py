@@ -555,7 +555,6 @@ GENERATORS: tuple[Callable[[random.Random], Bad], ...] = (
                 (
                     ["--tasks", str(rng.randrange(11, 10**6))],
                     ["--clients", str(rng.randrange(10**3, 10**6))],
-                    ["--batch-size", str(rng.randrange(10**8, 2**31))],
                     ["--devices", str(rng.randrange(2, 10**6))],
                     ["--image-size", str(8 * rng.randrange(700, 790))],
                     ["--malicious", str(rng.randrange(5, 10**6))],

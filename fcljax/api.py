@@ -37,6 +37,7 @@ from fcljax.runs.model import Model, model_of_run
 from fcljax.runs.resume import stored_settings
 from fcljax.terminal import say
 
+LISTED = ("class_order", "task_sizes")  # options that take lists
 Data = str | Dataset | Sequence[Any]
 
 
@@ -205,6 +206,12 @@ def run(
     Raises:
       InputError: in one line that names the option, its value and the nearest valid one.
     """
+    if not isinstance(method, str | MethodEntry):
+        raise InputError(
+            f"method: {type(method).__name__}; expected a name of fcljax list, FILE.py or a MethodEntry"
+        )
+    if out is not None and not isinstance(out, str | Path):
+        raise InputError(f"out: {type(out).__name__}; expected the path of a run directory")
     if out is not None and not str(out):
         raise InputError("out: '' is not a run directory; leave it out for a temporary one")
     if "dataset" in options:
@@ -215,7 +222,8 @@ def run(
         owners = as_array("partition", "owners", partition)
     supplied = Supplied(images, _network(backbone), owners)
     options |= _tasks(tasks, options)
-    given = {name: _listed(value) for name, value in options.items()} | {
+    listed = {name: _listed(value) for name, value in options.items() if name in LISTED}
+    given = {**options, **listed} | {
         "dataset": data if isinstance(data, str) else images.name if images else NAME,
         "backbone": backbone if isinstance(backbone, str) else "auto",
     }

@@ -180,6 +180,8 @@ def test_arrays_that_numpy_would_change_silently_are_refused():
     assert "x is not an array that numpy reads (RuntimeError: copy it to the host" in refusal(
         dataset_of_arrays, far
     )
+    mixed = (GREY, [0, 1, 0, "dog"], GREY, LABELS)
+    assert "y holds text beside other values" in refusal(dataset_of_arrays, mixed)
     assert "data: a dict; expected four arrays" in refusal(dataset_of_arrays, {"x": GREY})
 
 

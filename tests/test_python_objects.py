@@ -1,5 +1,6 @@
 """Wrong objects of Python: one line that names what is wrong, and a model that shows itself in one line."""
 
+import inspect
 import io
 
 import jax.numpy as jnp
@@ -52,6 +53,25 @@ def test_options_of_a_method_that_cannot_be_are_one_line_with_the_file(tmp_path,
 def test_an_empty_run_directory_is_refused():
     with pytest.raises(InputError, match="out: '' is not a run directory"):
         fcljax.run("linear", out="")
+
+
+def test_a_method_that_is_none_is_refused():
+    with pytest.raises(InputError, match="method: list; expected a name of fcljax list"):
+        inspect.unwrap(fcljax.run)(["linear"])  # without the checks of types that tests have
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"server_rules": 3}, "server_rules: 3; expected a tuple of ServerRule"),
+        ({"client_rules": (None,)}, "client_rules: None is not a ClientRule"),
+        ({"model": np.ma.masked_array([1.0])}, "model: parameter  is a masked array"),
+    ],
+)
+def test_rules_and_models_of_fedavg_that_are_none_are_refused(given, says):
+    client = fcljax.local_sgd(lambda w, x, y: x @ w, optax.sgd(0.1))
+    with pytest.raises(InputError, match=says):
+        inspect.unwrap(fcljax.fedavg)(**{"model": jnp.zeros(1), "client": client} | given)
 
 
 def test_a_data_set_under_the_name_of_the_command_line_is_refused():

@@ -159,6 +159,7 @@ BAD = {
     "y: shape []": lambda: simulated(y=1.0),
     "y: 1099511627776 needs more than the 32 bits": lambda: simulated(y=np.full(24, 2**40)),
     "y: a masked array": lambda: simulated(y=np.ma.masked_array(X[:, 0], X[:, 0] > 0)),
+    "owner: text beside other values": lambda: simulated(owner=[*range(23), "a"]),
     "x: a masked array": lambda: simulated(x=[np.ma.masked_array(row, row > 0) for row in X]),
     "owner: object of shape []": lambda: simulated(owner=None),
     "owner: float32 of shape [24]; expected integers or text": lambda: simulated(owner=X[:, 0]),

@@ -559,7 +559,7 @@ def test_a_file_of_settings_is_refused_in_one_line_and_little_memory(text, word,
         (["--clients", "2000000000"], "clients: 2000000000 is too large; nearest valid value: 1000000"),
         (["--lanes", "9" * 30], f"lanes: {'9' * 30} is too large; nearest valid value: 2147483647"),
         (["--image-size", "6000"], "an evaluation step; the device has "),
-        (["--batch-size", "2000000000"], "a training step; the device has "),
+        (["--lanes", "2000000000"], "a training step; the device has "),
         (["--adapter", "lora", "--lora-rank", "1000000000"], "the server's state; the device has "),
     ],
 )

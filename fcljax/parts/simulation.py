@@ -42,6 +42,7 @@ from fcljax.parts.simulation_inputs import (
     check_model,
     check_optimiser,
     check_participation,
+    check_rules,
     check_whole,
     checked_examples,
     merging_options,
@@ -165,6 +166,8 @@ def fedavg(
     """
     if not isinstance(client, LocalSGD):
         raise InputError(f"client: {type(client).__name__}; nearest: local_sgd(loss, optimiser)")
+    check_rules("client_rules", client_rules, ClientRule)
+    check_rules("server_rules", server_rules, ServerRule)
     malicious = check_whole("malicious", malicious, 0, LARGEST_INT)
     choose("attack", attack, ATTACKS)
     params, model_of = _opened(model)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from fcljax.data.files.arrays import is_masked
+from fcljax.data.files.arrays import is_masked, is_mixed
 from fcljax.errors import InputError, choose, nearest, reason
 from fcljax.options import check_ranges, check_read, replaced
 from fcljax.settings import MOST_ROUNDS, AggregationOptions
@@ -100,6 +100,19 @@ def _check_type(name: str, kind: Any, value: object) -> None:
         raise InputError(f"{name}: {_shown(value)} is not a {'whole number' if kind is int else 'number'}")
 
 
+def check_rules(field: str, rules: Any, kind: type) -> None:
+    """Check that rules are a tuple or list of one kind.
+
+    Raises:
+      InputError: naming the first that is not.
+    """
+    if not isinstance(rules, list | tuple):
+        raise InputError(f"{field}: {_shown(rules)}; expected a tuple of {kind.__name__}")
+    for rule in rules:
+        if not isinstance(rule, kind):
+            raise InputError(f"{field}: {_shown(rule)} is not a {kind.__name__}")
+
+
 def check_model(params: Any) -> Any:
     """The parameters of a model, if clients can train them.
 
@@ -108,6 +121,8 @@ def check_model(params: Any) -> Any:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
+        if is_masked(leaf):
+            raise InputError(f"model: parameter {_place(path)} is a masked array, whose mask nothing reads")
         try:
             array = np.asarray(leaf)
         except Exception as error:  # whatever a stranger's object raises
@@ -173,6 +188,8 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
         array = np.asarray(value)
     except Exception as error:  # ragged lists; whatever a stranger's object raises
         raise InputError(f"{name}: it is not an array: {reason(error)}") from None
+    if is_mixed(value, array):
+        raise InputError(f"{name}: text beside other values; write all of them in one way")
     extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
     if array.dtype.kind not in kinds and not extended:
         expected = "integers or text" if "U" in kinds else "numbers"

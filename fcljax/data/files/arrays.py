@@ -160,7 +160,7 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         )
     values = _pillow_pixels(where, key, values)
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
         raise InputError(
             f"{where}: {key} is not an array: its values have several shapes ({reason(error)}); "
@@ -168,6 +168,15 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
         ) from None
     except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
         raise InputError(f"{where}: {key} is not an array that numpy reads ({reason(error)})") from None
+    if is_mixed(values, array):
+        raise InputError(f"{where}: {key} holds text beside other values; write all of them in one way")
+    return array
+
+
+def is_mixed(values: Any, array: np.ndarray) -> bool:
+    """Return whether a list has text beside numbers or None, of which numpy makes text."""
+    listed = isinstance(values, list | tuple) and array.ndim == 1 and array.dtype.kind == "U"
+    return listed and not all(isinstance(value, str) for value in values)
 
 
 def is_masked(values: Any) -> bool:
