@@ -1,11 +1,10 @@
-"""The search of `--scale fit`: learning rates that a run chooses on held-out training examples before its
-first round.
+"""The search of `--scale fit`: a run chooses its learning rates on held-out training examples.
 
-All learning rates of a method times one factor, or mini's rates, are candidates. A range test plays a few
-steps of some clients with each, and those that do best play the first tasks under the run's protocol: the
-same partition, rounds and draws. Candidates with lower accuracy on the examples that were held out are
-dropped between tasks (successive halving). Rates are data (`federated/rates.py`), so the run's own compiled
-programs play all candidates, and test images are never read.
+Candidates are all learning rates of a method times one factor, and the rates of the scale mini. A range test
+plays a few steps of some clients with each. The best play the first tasks under the run's protocol: the same
+partition, rounds and draws. Between tasks, candidates with lower accuracy on held-out examples are dropped
+(successive halving). Rates are data (`federated/rates.py`), so the run's compiled programs play all
+candidates. Test images are never read.
 """
 
 import dataclasses
@@ -37,31 +36,31 @@ from fcljax.types import ReplayBuffer
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 HELD_OUT = 0.2  # share of a class's training examples
-MOST_IMAGES = 200  # of a task, on which a candidate is evaluated
-BUDGET = 0.5  # of the run's training steps
-RANGE_SHARE = 0.3  # of these, that the range test takes at most
+MOST_IMAGES = 200  # that evaluate a candidate, of each task
+BUDGET = 0.5  # share of the run's training steps
+RANGE_SHARE = 0.3  # of the budget, for the range test at most
 RANGE_CLIENTS = 3
 RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
-GRIDS = (1, 2, 4)  # of the factors every one, every second or every fourth
+GRIDS = (1, 2, 4)  # take every factor, every second or every fourth
 LEAD = 1.645  # standard errors: one-sided, at 5 %
-PURPOSE = 0x46495453  # of the draw of held-out examples, among those of the seed
-# how many candidates begin, on how many tasks they are compared, and the least share of the clients in every
-# trial: the first that the budget allows. One task does not show what is forgotten.
+PURPOSE = 0x46495453  # tells the draw of held-out examples from other draws of the seed
+# candidates that begin, tasks on which they are compared, and the least share of the clients in every trial.
+# The first design within the budget is taken. A single task does not show what a candidate forgets.
 DESIGNS = ((3, 2, 0.5), (2, 2, 0.34), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
 
 
 class Candidate(NamedTuple):
-    """Learning rates that may be chosen."""
+    """Learning rates that the search may choose."""
 
     scale: Scale
-    """Whose rates are multiplied."""
+    """Scale whose rates are multiplied."""
     factor: float
-    """By how much."""
+    """Factor of all of them."""
 
     def rates(self, settings: RunConfig) -> dict[str, float]:
-        """Option -> learning rate."""
+        """Return option -> learning rate."""
         return {name: rate * self.factor for name, rate in base_rates(settings, self.scale).items()}
 
 
@@ -72,61 +71,68 @@ class Tried(NamedTuple):
     stage: str
     """ "range test" or "tasks"."""
     tasks: int
-    """How many were played."""
+    """Number of tasks that were played."""
     accuracy: float | None
-    """A_last; None: it is not finite."""
+    """A_last; None if it is not finite."""
     images: int
-    """How many it was measured on."""
+    """Number of images that it was measured on."""
 
 
 class ChosenRates(NamedTuple):
-    """What was chosen, and how."""
+    """The result of a search."""
 
     settings: RunConfig
-    """Of the run."""
+    """Settings of the run, with the rates."""
     line: str
-    """For the user."""
+    """What was chosen and how, for the user."""
     trials: list[Tried]
-    """In the order in which they were played."""
+    """Trials, in the order in which they were played."""
     steps: int
     """Training steps of all trials together."""
     run_steps: int
     """Training steps of the run."""
     seconds: float
-    """That the search took."""
+    """Seconds that the search took."""
 
     def to_json(self) -> dict[str, Any]:
-        """The entry `rate_search` of summary.json."""
-        trials = [{**each._asdict(), **each.candidate._asdict()} for each in self.trials]
-        for each in trials:
-            del each["candidate"]
+        """Return the entry `rate_search` of summary.json."""
         return {
             "line": self.line,
-            "trials": trials,
+            "trials": [_trial_to_json(trial) for trial in self.trials],
             "steps": self.steps,
             "run_steps": self.run_steps,
             "seconds": self.seconds,
         }
 
 
+def _trial_to_json(trial: Tried) -> dict[str, Any]:
+    """Return a trial's fields, with those of its candidate."""
+    fields = trial._asdict()
+    del fields["candidate"]
+    return fields | trial.candidate._asdict()
+
+
 # ---- choosing: shared with `fcljax leaderboard` and `fcljax tune` ------------------------------------------
 
 
 def best(values: Mapping[Key, float | None], prefer: Callable[[Key], float]) -> Key | None:
-    """The key with the highest value, of equal ones that with the lowest `prefer`; values that are None or
-    not finite lose. None: there is no other."""
-    ranked_ = ranked(values, prefer)
-    return ranked_[0] if ranked_ else None
+    """Return the key with the highest value; None if no value is finite.
+
+    Args:
+      values: key -> value; None and values that are not finite lose.
+      prefer: of keys with equal values, the one with the lowest `prefer` wins.
+    """
+    return next(iter(ranked(values, prefer)), None)
 
 
 def ranked(values: Mapping[Key, float | None], prefer: Callable[[Key], float]) -> list[Key]:
-    """The keys with finite values, the best first; arguments as of `best`."""
-    known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
-    return sorted(known, key=lambda key: (-known[key], prefer(key)))
+    """Return the keys with finite values, the best first; arguments as of `best`."""
+    finite = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
+    return sorted(finite, key=lambda key: (-finite[key], prefer(key)))
 
 
 def scaled(rates: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Option -> learning rate times a factor, to four digits."""
+    """Return option -> learning rate times a factor, to four digits."""
     return {name: float(f"{rate * factor:.4g}") for name, rate in rates.items()}
 
 
@@ -134,7 +140,7 @@ def scaled(rates: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 def is_due(settings: RunConfig) -> bool:
-    """Whether a run with these settings searches its learning rates before its first round."""
+    """Return whether a run with these settings searches its learning rates before its first round."""
     return settings.scale == "fit" and not settings.rate_factor
 
 
@@ -144,34 +150,35 @@ def search(
     say_line: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
 ) -> ChosenRates:
-    """Choose learning rates for an experiment, which must be placed. All processes of a run call it together.
+    """Choose learning rates for an experiment. All processes of a run call this together.
 
     Args:
-      exp: the experiment, whose `rate_factor` is 0.
-      console: where a progress bar goes.
-      say_line: hears the estimate.
-      check: called after every round; what it raises ends the search.
+      exp: placed, with a `rate_factor` of 0.
+      console: of the progress bar.
+      say_line: receives the estimate.
+      check: is called after every round; an exception ends the search.
 
     Returns:
-      The settings with what was chosen; their rates belong into `exp.frozen` (`with_choice`).
+      The settings with the chosen rates, which `with_choice` writes into the experiment.
     """
     began = time.perf_counter()
     settings = exp.settings
     total = run_steps(exp)
     if not config.learning_rates(settings):
         line = f"learning rates: {settings.method} has none, so --scale fit searches nothing"
-        return ChosenRates(replaced(settings, rate_factor=1.0), line, [], 0, total, 0.0)
+        unchanged = replaced(settings, rate_factor=1.0)
+        return ChosenRates(unchanged, line, [], 0, total, 0.0)
     design = design_of(exp, total)
     if design is None:
         why = "the run is too short for a search on half of its steps"
         return ChosenRates(*_usual(exp, why), [], 0, total, 0.0)
     say_line(_estimate(exp, design, total))
     with progress_bar("learning rates: {task.description}", "", console) as bar:
-        shown = bar.add_task("range test", total=design.rounds)
+        progress = bar.add_task("range test", total=design.rounds)
 
         def on_round(stage: str) -> None:
             check()
-            bar.update(shown, advance=1, description=stage)
+            bar.update(progress, advance=1, description=stage)
 
         trials = list(_trials(exp, design, on_round))
     seconds = time.perf_counter() - began
@@ -183,18 +190,19 @@ def search(
     changed = replaced(settings, **rates, rate_factor=chosen.factor)
     whose = _whose(settings, chosen)
     line = f"learning rates: {whose}, chosen on {_images_of(exp, design, trials)}, {_counts(trials, seconds)}"
-    line += "; fidelity improved" if settings.fidelity == "improved" else ""
+    if settings.fidelity == "improved":
+        line += "; fidelity improved"
     return ChosenRates(changed, line, trials, design.steps, total, seconds)
 
 
 def with_choice(exp: Experiment, settings: RunConfig) -> Experiment:
-    """The experiment with other learning rates, and the same compiled programs."""
+    """Return the experiment with other learning rates and the same compiled programs."""
     rates = exp.engine.place(as_data(config.learning_rates(settings)))
     return exp._replace(settings=settings, frozen=exp.frozen._replace(rates=rates))
 
 
 def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
-    """Option -> learning rate that factors multiply: the settings' own, or those of the scale mini."""
+    """Return option -> learning rate that factors multiply: that of the settings, or of the scale mini."""
     names = config.learning_rates(settings)
     if scale == "mini":
         return config.rates_of_scale(settings, "mini")
@@ -202,17 +210,19 @@ def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
 
 
 def candidates_of(settings: RunConfig, every: int = 1) -> list[Candidate]:
-    """The candidates: each `every`-th factor on the settings' rates, and mini's rates unless others are
-    given. A factor that makes mini's rates is left out."""
-    found = [Candidate("paper", factor) for factor in FACTORS[::every]]
+    """Return the settings' rates times each `every`-th factor, and mini's rates unless rates were given.
+
+    A factor that gives mini's rates is left out.
+    """
+    multiples = [Candidate("paper", factor) for factor in FACTORS[::every]]
     if not _is_usual(settings):
-        return found
+        return multiples
     mini = Candidate("mini", 1.0)
-    return [*(each for each in found if not _same_rates(each, mini, settings)), mini]
+    return [*(candidate for candidate in multiples if not _same_rates(candidate, mini, settings)), mini]
 
 
 def _is_usual(settings: RunConfig) -> bool:
-    """Whether no learning rate was given."""
+    """Return whether the user gave no learning rate."""
     return base_rates(settings, "paper") == config.rates_of_scale(settings, "paper")
 
 
@@ -234,53 +244,58 @@ def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
     return replaced(settings, **rates, rate_factor=1.0), f"learning rates: {whose}, because {why}"
 
 
-def _same_rates(one: Candidate, other: Candidate, settings: RunConfig) -> bool:
-    return np.allclose(*(list(each.rates(settings).values()) for each in (one, other)), rtol=1e-6, atol=0)
+def _same_rates(a: Candidate, b: Candidate, settings: RunConfig) -> bool:
+    """Return whether two candidates have equal rates, up to rounding."""
+    rates_a = list(a.rates(settings).values())
+    rates_b = list(b.rates(settings).values())
+    return np.allclose(rates_a, rates_b, rtol=1e-6, atol=0)
 
 
 def _whose(settings: RunConfig, chosen: Candidate) -> str:
-    """Whose rates were chosen, times what."""
-    same = (Candidate("paper", factor) for factor in FACTORS)
-    factors = [each.factor for each in same if _same_rates(each, chosen, settings)]
+    """Return the chosen rates in words, such as "30 x the paper's"."""
+    multiples = (Candidate("paper", factor) for factor in FACTORS)
+    factors = [candidate.factor for candidate in multiples if _same_rates(candidate, chosen, settings)]
     if not factors:
         return "mini's"
-    return f"{factors[0]:g} x the paper's" if _is_usual(settings) else f"{factors[0]:g} x those given"
+    reference = "the paper's" if _is_usual(settings) else "those given"
+    return f"{factors[0]:g} x {reference}"
 
 
 def _counts(trials: Sequence[Tried], seconds: float) -> str:
-    played = len({each.candidate for each in trials if each.stage == "tasks"})
-    took = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
-    return f"a range test and {played} trials, {took}"
+    """Return the number of trials and the time of a search in words."""
+    count = len({trial.candidate for trial in trials if trial.stage == "tasks"})
+    time_taken = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return f"a range test and {count} trials, {time_taken}"
 
 
 # ---- what is played ----------------------------------------------------------------------------------------
 
 
 class Design(NamedTuple):
-    """What a search plays."""
+    """The plan of a search."""
 
     candidates: list[Candidate]
-    """Of the range test."""
+    """Candidates of the range test."""
     range_clients: Int[np.ndarray, " n"]
     """Clients of the range test."""
     clients: Int[np.ndarray, " m"]
     """Clients of the trials."""
     begin: int
-    """Candidates that play the first task; 0: the range test decides."""
+    """Number of candidates that play the first task; 0: the range test decides."""
     tasks: int
-    """Tasks of the trials."""
+    """Number of tasks of a trial."""
     held_out: Int[np.ndarray, " N"]
-    """The task of each training example that is held out, -1 of the others."""
+    """The task of each held-out training example; -1 elsewhere."""
     steps: int
-    """Training steps of all of it."""
+    """Training steps of the whole search."""
     rounds: int
-    """Rounds of all of it."""
+    """Rounds of the whole search."""
 
 
 def steps_of(
     exp: Experiment, partition: ClientPartition, clients: np.ndarray | None = None, most: int | None = None
 ) -> int:
-    """Training steps of these clients, or of all, in a round; with `most` of their examples."""
+    """Return the training steps of some clients, or of all, in a round; with at most `most` examples each."""
     count = partition.count if clients is None else partition.count[clients]
     count = count if most is None else np.minimum(count, most)
     epochs = exp.settings.epochs
@@ -289,12 +304,12 @@ def steps_of(
 
 
 def run_steps(exp: Experiment) -> int:
-    """Training steps of a run, if its rounds have average participants."""
+    """Return the training steps of a run whose rounds have average participants."""
     return sum(task_steps(exp, t) for t in range(len(exp.scenario.tasks)))
 
 
 def task_steps(exp: Experiment, t: int, clients: np.ndarray | None = None) -> int:
-    """Training steps of these clients, or of all, in a task."""
+    """Return the training steps of some clients, or of all, in a task."""
     part = exp.settings.participation
     partitions = exp.scenario.partitions[t]
     eligible = [int(np.sum(partition.count > 0)) for partition in partitions]
@@ -304,43 +319,43 @@ def task_steps(exp: Experiment, t: int, clients: np.ndarray | None = None) -> in
 
 
 def design_of(exp: Experiment, total: int) -> Design | None:
-    """What a search plays within its budget; None: nothing fits into it."""
+    """Return what a search plays within its budget; None if nothing fits into it."""
     budget = BUDGET * total
-    first = exp.scenario.partitions[0][0]
-    order = spread(first)
-    most = range_examples(exp.settings)
+    first_partition = exp.scenario.partitions[0][0]
+    ordered = spread(first_partition)
+    max_examples = range_examples(exp.settings)
     affordable = [
-        (candidates, order[:n])
+        (candidates, ordered[:n])
         for candidates in (candidates_of(exp.settings, every) for every in GRIDS)
-        for n in range(min(RANGE_CLIENTS, len(order)), 0, -1)
-        if len(candidates) * steps_of(exp, first, order[:n], most) <= RANGE_SHARE * budget
+        for n in range(min(RANGE_CLIENTS, len(ordered)), 0, -1)
+        if len(candidates) * steps_of(exp, first_partition, ordered[:n], max_examples) <= RANGE_SHARE * budget
     ]
     if not affordable:
         return None
-    candidates, few = affordable[0]
-    spent = len(candidates) * steps_of(exp, first, few, most)
-    begin, tasks, clients = _trials_within(exp, budget - spent, order, len(candidates))
+    candidates, range_clients = affordable[0]
+    spent = len(candidates) * steps_of(exp, first_partition, range_clients, max_examples)
+    begin, tasks, clients = _trials_within(exp, budget - spent, ordered, len(candidates))
     for t in range(tasks):
         spent += _playing(begin, t) * task_steps(exp, t, clients)
     rounds = len(candidates) + exp.settings.rounds * sum(_playing(begin, t) for t in range(tasks))
     held_out = hold_out_examples(exp.scenario, max(1, tasks), exp.settings.seed)
-    return Design(candidates, few, clients, begin, tasks, held_out, spent, rounds)
+    return Design(candidates, range_clients, clients, begin, tasks, held_out, spent, rounds)
 
 
 def range_examples(settings: RunConfig) -> int:
-    """The most examples of a client in the range test."""
+    """Return the largest number of a client's examples in the range test."""
     return settings.batch_size * max(1, RANGE_STEPS // settings.epochs)
 
 
 def _playing(begin: int, task: int) -> int:
-    """Candidates that play a task."""
+    """Return how many candidates play a task."""
     return begin if task == 0 else min(begin, 2)
 
 
 def _trials_within(
     exp: Experiment, budget: float, order: np.ndarray, candidates: int
 ) -> tuple[int, int, np.ndarray]:
-    """How many candidates play how many tasks with which clients, within so many training steps."""
+    """Return how many candidates play how many tasks, and with which clients, within a number of steps."""
     last = len(exp.scenario.tasks)
     for begin, tasks, share in DESIGNS:
         begin = min(begin, candidates)
@@ -352,8 +367,10 @@ def _trials_within(
 
 
 def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
-    """The clients with examples, in an order in which each adds most to the classes of those before it; of
-    equal ones, the one with most examples comes first."""
+    """Return the clients with examples, each the one that adds most classes to those before it.
+
+    Of clients that add as many, the one with most examples comes first.
+    """
     has = partition.class_examples > 0
     count = partition.count
     left: list[int] = np.flatnonzero(count).tolist()
@@ -367,37 +384,40 @@ def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
 
 
 def hold_out_examples(scenario: Scenario, tasks: int, seed: int) -> Int[np.ndarray, " N"]:
-    """The task of each training example of the first tasks that is held out, -1 of the others: a share of
-    each class's, at least one of several, and never the last one of a client."""
-    held = np.full(len(scenario.train_label), -1)
+    """Return the task of each held-out example of the first tasks, and -1 elsewhere.
+
+    A share of each class's examples is held out: at least one of several, and never a client's last one.
+    """
+    task_of = np.full(len(scenario.train_label), -1)
     rng = np.random.default_rng([seed, PURPOSE])
-    earlier = np.zeros(len(held), bool)
+    assigned = np.zeros(len(task_of), bool)
     for t, partitions in enumerate(scenario.partitions[:tasks]):
-        examples = np.unique(np.concatenate([each.indices for each in partitions]))
-        examples = examples[~earlier[examples]]
-        earlier[examples] = True
-        held[_held_out(scenario.train_label, examples, partitions[0], rng)] = t
-    return held
+        examples = np.unique(np.concatenate([partition.indices for partition in partitions]))
+        examples = examples[~assigned[examples]]
+        assigned[examples] = True
+        task_of[_held_out(scenario.train_label, examples, partitions[0], rng)] = t
+    return task_of
 
 
 def _held_out(
     label: np.ndarray, examples: np.ndarray, partition: ClientPartition, rng: np.random.Generator
 ) -> list[int]:
-    """Those of a task's examples that are held out."""
+    """Return the held-out examples of a task."""
     owner = np.full(len(label), -1)
     owner[partition.indices] = np.repeat(np.arange(len(partition.count)), partition.count)
-    left = np.append(partition.count, len(label))  # the last: of examples that nobody has in the first round
+    # the last entry stands for examples that no client has in the first round
+    left = np.append(partition.count, len(label))
     share = min(HELD_OUT, MOST_IMAGES / max(1, len(examples)))
-    held = []
-    for each in np.unique(label[examples]):
-        of_class = rng.permutation(examples[label[examples] == each])
-        wanted = max(int(share * len(of_class)), int(len(of_class) > 1))
+    held_out = []
+    for class_id in np.unique(label[examples]):
+        of_class = rng.permutation(examples[label[examples] == class_id])
+        missing = max(int(share * len(of_class)), int(len(of_class) > 1))
         for index in of_class:
-            if wanted and left[owner[index]] > 1:
+            if missing and left[owner[index]] > 1:
                 left[owner[index]] -= 1
-                held.append(int(index))
-                wanted -= 1
-    return held
+                held_out.append(int(index))
+                missing -= 1
+    return held_out
 
 
 def without(
@@ -407,14 +427,14 @@ def without(
     clients: Int[np.ndarray, " n"],
     most: int | None = None,
 ) -> ClientPartition:
-    """The partition without the held-out examples, and without those of other clients.
+    """Return the partition of some clients, without held-out examples.
 
     Args:
       partition: of a round.
       label: of all training examples.
-      held_out: which of them are held out.
-      clients: whose examples stay.
-      most: how many examples of each stay, in equal distances; None: all.
+      held_out: mask of these.
+      clients: that stay.
+      most: number of examples that a client keeps, evenly spaced; None: all.
     """
     owner = np.repeat(np.arange(len(partition.count)), partition.count)
     stays = ~held_out[partition.indices] & np.isin(owner, clients)
@@ -435,44 +455,49 @@ def without(
 def scenario_without(
     scenario: Scenario, design: Design, clients: np.ndarray, most: int | None, seed: int
 ) -> Scenario:
-    """The scenario of these clients, each with at most `most` examples in a round. Its test examples are
-    training examples that nobody trains on: those that are held out, and those of other clients."""
+    """Return the scenario of some clients, each with at most `most` examples in a round.
+
+    Its test examples are training examples that no client trains on: held-out examples, and those of the
+    clients that do not take part.
+    """
     label = scenario.train_label
-    held = design.held_out >= 0
+    held_out = design.held_out >= 0
     tasks = max(1, design.tasks)
 
     def part(partition: ClientPartition) -> ClientPartition:
-        return without(partition, label, held, clients, most)
+        return without(partition, label, held_out, clients, most)
 
-    partitions = [[part(each) for each in of_task] for of_task in scenario.partitions[:tasks]]
-    whole = tuple(part(each) for each in scenario.whole[:tasks])
-    trained = [each.indices for of_task in (*partitions, whole) for each in of_task]
+    partitions = [[part(partition) for partition in of_task] for of_task in scenario.partitions[:tasks]]
+    whole = tuple(part(partition) for partition in scenario.whole[:tasks])
+    training_indices = [partition.indices for of_task in (*partitions, whole) for partition in of_task]
     return scenario._replace(
         partitions=[*partitions, *scenario.partitions[tasks:]],
         whole=(*whole, *scenario.whole[tasks:]),
         test_label=label,
-        test_task=_evaluated(scenario, design, np.concatenate(trained), seed),
+        test_task=_evaluated(scenario, design, np.concatenate(training_indices), seed),
     )
 
 
 def _evaluated(scenario: Scenario, design: Design, trained: np.ndarray, seed: int) -> Int[np.ndarray, " N"]:
-    """The task of each training example that candidates are evaluated on, -1 of the others: what is held out
-    first, then other examples that nobody trains on, up to `MOST_IMAGES` of a task."""
-    found = np.full(len(scenario.train_label), -1)
+    """Return the task of each training example that evaluates candidates, and -1 elsewhere.
+
+    Held-out examples come first, then other examples that no client trains on, up to `MOST_IMAGES` of a task.
+    """
+    task_of = np.full(len(scenario.train_label), -1)
     rng = np.random.default_rng([seed, PURPOSE + 1])
-    free = np.ones(len(found), bool)
+    free = np.ones(len(task_of), bool)
     free[trained] = False
     for t, of_task in enumerate(scenario.partitions[: max(1, design.tasks)]):
-        examples = np.unique(np.concatenate([each.indices for each in of_task]))
+        examples = np.unique(np.concatenate([partition.indices for partition in of_task]))
         examples = rng.permutation(examples[free[examples]])
-        first = np.argsort(design.held_out[examples] < 0, kind="stable")
-        found[examples[first][:MOST_IMAGES]] = t
+        held_out_first = np.argsort(design.held_out[examples] < 0, kind="stable")
+        task_of[examples[held_out_first][:MOST_IMAGES]] = t
         free[examples] = False
-    return found
+    return task_of
 
 
 class AfterTasks(NamedTuple):
-    """A candidate that has played some tasks."""
+    """The state of a candidate after some tasks."""
 
     state: State
     past: tuple[ReplayBuffer, ...]
@@ -482,7 +507,7 @@ class _Stage:
     """Plays candidates on the held-out scenario of some clients."""
 
     def __init__(self, exp: Experiment, clients: np.ndarray, design: Design, short: bool):
-        """`short`: a task has one round of a few steps, in which all of the clients take part."""
+        """Prepare trials; `short`: a task has one round of a few steps, of all these clients."""
         settings = exp.settings
         most = None
         if short:
@@ -496,7 +521,7 @@ class _Stage:
     def task(
         self, rates: Mapping[str, float], played: AfterTasks, t: int, on_round: Callable[[], None]
     ) -> AfterTasks:
-        """The candidate after another task."""
+        """Play another task."""
         exp = self.exp._replace(frozen=self.exp.frozen._replace(rates=self.exp.engine.place(as_data(rates))))
         state, past = played
         for r in range(exp.settings.rounds):
@@ -506,7 +531,7 @@ class _Stage:
         return AfterTasks(state, past)
 
     def tried(self, candidate: Candidate, stage: str, after: AfterTasks, t: int) -> Tried:
-        """The candidate's A_last after task t."""
+        """Evaluate a candidate after task t."""
         shares = np.array(self.evaluate(self.exp.train, after.state, t, Records()).accuracy, float)
         accuracy = float(np.nanmean(shares)) if np.isfinite(shares).any() else None
         images = int(np.sum(self.exp.scenario.tests_seen(t)))
@@ -514,52 +539,53 @@ class _Stage:
 
 
 def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) -> Iterable[Tried]:
-    """Play the range test, then the trials; each trial once it is over."""
+    """Play the range test, then the trials; yield each when it is over."""
     tasks = max(1, design.tasks)
     exp = with_queries(exp, ("train",), range(tasks))
     settings = exp.settings
     start = first_state(exp)
-    few = _Stage(exp, design.range_clients, design, short=True)
-    found: dict[Candidate, float | None] = {}
+    range_test = _Stage(exp, design.range_clients, design, short=True)
+    accuracy: dict[Candidate, float | None] = {}
     for candidate in design.candidates:
         fresh = AfterTasks(_copied(start), ())
-        after = few.task(candidate.rates(settings), fresh, 0, lambda: on_round("range test"))
-        tried = few.tried(candidate, "range test", after, 0)
-        found[candidate] = tried.accuracy
+        after = range_test.task(candidate.rates(settings), fresh, 0, lambda: on_round("range test"))
+        tried = range_test.tried(candidate, "range test", after, 0)
+        accuracy[candidate] = tried.accuracy
         yield tried
     if not design.begin:
         return
     stage = _Stage(exp, design.clients, design, short=False)
-    running = {candidate: AfterTasks(_copied(start), ()) for candidate in promising(found, design.begin)}
+    running = {candidate: AfterTasks(_copied(start), ()) for candidate in promising(accuracy, design.begin)}
     for t in range(design.tasks):
-        stay = promising(found, _playing(design.begin, t))
-        running = {candidate: running[candidate] for candidate in stay}
+        remaining = promising(accuracy, _playing(design.begin, t))
+        running = {candidate: running[candidate] for candidate in remaining}
         for candidate in running:
             rates = candidate.rates(settings)
-            told = functools.partial(on_round, f"task {t + 1}")
-            running[candidate] = stage.task(rates, running[candidate], t, told)
+            on_round_of_task = functools.partial(on_round, f"task {t + 1}")
+            running[candidate] = stage.task(rates, running[candidate], t, on_round_of_task)
             tried = stage.tried(candidate, "tasks", running[candidate], t)
-            found[candidate] = tried.accuracy
+            accuracy[candidate] = tried.accuracy
             yield tried
-        found = {candidate: found[candidate] for candidate in running}
+        accuracy = {candidate: accuracy[candidate] for candidate in running}
 
 
 def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Candidate]:
-    """The candidates that a range test leaves: mini's rates, if they are one and finite, and the best."""
+    """Return the candidates that go on: mini's rates, if they are one and finite, and the best."""
     order = ranked(accuracy, _size)
     mini = [candidate for candidate in order if candidate.scale == "mini"]
     return [*mini, *(candidate for candidate in order if candidate.scale != "mini")][:count]
 
 
 def _size(candidate: Candidate) -> float:
-    """Of equal candidates the one with the smaller factor is chosen, mini's rates before all."""
+    """Return what orders candidates with equal accuracy: mini's rates first, then smaller factors."""
     return 0.0 if candidate.scale == "mini" else candidate.factor
 
 
 def _compared(trials: Sequence[Tried]) -> list[Tried]:
-    """Those that were compared last."""
-    furthest = max(each.tasks for each in trials if each.stage == trials[-1].stage)
-    return [each for each in trials if (each.stage, each.tasks) == (trials[-1].stage, furthest)]
+    """Return the trials that were compared last: those of the last stage with most tasks."""
+    of_stage = [trial for trial in trials if trial.stage == trials[-1].stage]
+    tasks = max(trial.tasks for trial in of_stage)
+    return [trial for trial in of_stage if trial.tasks == tasks]
 
 
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
@@ -568,46 +594,51 @@ def _chosen(trials: Sequence[Tried]) -> Candidate | None:
     The lead of a share p over a share q, both of n images, has the standard error sqrt(2 m (1 - m) / n) with
     m = (p + q) / 2 where they are equal. It has to be `LEAD` times as large.
     """
-    last = {each.candidate: each.accuracy for each in _compared(trials)}
-    first = best(last, _size)
+    accuracy = {trial.candidate: trial.accuracy for trial in _compared(trials)}
+    winner = best(accuracy, _size)
     mini = Candidate("mini", 1.0)
-    usual = last.get(mini)
-    top = None if first is None else last[first]
-    if usual is None or top is None or not math.isfinite(usual):
-        return first
-    mean = (usual + top) / 2
+    q = accuracy.get(mini)
+    if winner is None or q is None or not math.isfinite(q):
+        return winner
+    p = accuracy[winner]
+    assert p is not None  # the winner's is finite
+    mean = (p + q) / 2
     error = math.sqrt(2 * mean * (1 - mean) / trials[-1].images)
-    return first if top > usual + LEAD * error else mini
+    return winner if p - q > LEAD * error else mini
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
-    """Whether no candidate ended above guessing by more than its standard error."""
-    last = _compared(trials)
-    guess = 1 / int(np.sum(np.asarray(exp.scenario.tasks[last[0].tasks - 1].seen)))
-    error = math.sqrt(guess * (1 - guess) / last[0].images)
-    return max(each.accuracy or 0.0 for each in last) <= guess + error
+    """Return whether no candidate ended above guessing by more than its standard error."""
+    compared = _compared(trials)
+    classes = int(np.sum(np.asarray(exp.scenario.tasks[compared[0].tasks - 1].seen)))
+    guess = 1 / classes
+    error = math.sqrt(guess * (1 - guess) / compared[0].images)
+    return max(trial.accuracy or 0.0 for trial in compared) <= guess + error
 
 
 def _copied(state: State) -> State:
-    """A copy where it lies, since a round takes the memory of the state that it is given."""
+    """Copy a state on its device, since a round takes over the memory of its arguments."""
     return jax.tree.map(jnp.copy, state)
 
 
 def _images_of(exp: Experiment, design: Design, trials: Sequence[Tried]) -> str:
-    """The images that decided."""
+    """Return the images that decided, in words."""
     partitions = exp.scenario.partitions[: max(1, design.tasks)]
-    examples = np.unique(np.concatenate([each.indices for of_task in partitions for each in of_task]))
+    examples = np.unique(
+        np.concatenate([partition.indices for of_task in partitions for partition in of_task])
+    )
     share = trials[-1].images / len(examples)
     whose = f"{_first(design)}'s" if design.tasks <= 1 else f"{_first(design)}'"
     return f"{100 * share:.0f} % of the {whose} training images"
 
 
 def _first(design: Design) -> str:
+    """Return the tasks of the trials in words."""
     return "first task" if design.tasks <= 1 else f"first {design.tasks} tasks"
 
 
 def _estimate(exp: Experiment, design: Design, total: int) -> str:
-    """What the search is going to cost."""
+    """Return the line about the cost of the search."""
     steps = config.steps_of_task(exp.settings, examples_of_task(exp.scenario))
     return (
         f"learning rates: a client takes about {steps:.0f} steps a task; searching {len(design.candidates)} "
