@@ -1,15 +1,13 @@
-"""What a run needs to be resumed, on disk.
+"""Checkpoints, from which a run is resumed.
 
-Checkpoints of the whole run, with Orbax: written in the background, committed atomically, the last n kept. On
-a CPU, where the copy lies beside the run's own arrays, a large one is written before the next round. Each has
-a checksum over its content. A damaged one is never read as if it were intact: it is set aside, and the one
-before it is used.
+Orbax writes them in the background, commits them atomically and keeps the last n. On a CPU, where the copy
+takes memory beside the run's arrays, a large one is written before the next round begins. Each checkpoint has
+a checksum of its content. A damaged one is set aside, and the one before it is used.
 
-Where several processes share a run, each writes the states of its own clients, to files beside the checkpoint
-whose checksums it has. It is committed after all of them are written.
+Where several processes share a run, each writes the states of its clients to a file beside the checkpoint,
+which has the files' checksums and is committed after all of them are written.
 
-The examples that a server keeps of a finished task do not change any more, so they are not in checkpoints but
-in a file of their own.
+The examples that a server replays of a finished task never change, so each task has its own file.
 """
 
 import functools
@@ -34,31 +32,43 @@ from fcljax.types import PyTree, ReplayBuffer
 
 CLIENTS = "clients"  # folder beside the checkpoints for the states of clients that each process writes
 ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged or out of date
-FILE = 2**23  # bytes of a file of arrays: until it is full, its content is in memory a second time
-BESIDE = 2**26  # bytes of a state that is written while the next round runs on the same memory
+# bytes of a file of arrays; until it is full, its content is in memory a second time
+FILE = 2**23
+# bytes of the largest state that is written while the next round runs on the same memory
+BESIDE = 2**26
 
 
 class State(NamedTuple):
     """The arrays that a run changes."""
 
     server: PyTree
-    clients: PyTree  # stacked [K, ...]
-    key: Array  # key data of the run's key, so that a checkpoint says what its random numbers came from
+    """State of the server."""
+    clients: PyTree
+    """States of clients, stacked [K, ...]."""
+    key: Array
+    """Key data of the run's key: the source of its random numbers."""
 
 
 class Snapshot(NamedTuple):
     """A run after `step` rounds."""
 
     step: int
+    """Number of finished rounds."""
     state: PyTree
-    records: dict[str, Any]  # plain host values
-    origin: dict[str, Any] = {}  # the run's settings, and digests of the files that it reads
-    shards: Sequence[dict[str, Any]] = ()  # of `save_shard`; none: `state` has the clients' states
+    """`State`."""
+    records: dict[str, Any]
+    """Plain host values."""
+    origin: dict[str, Any] = {}
+    """The run's settings, and digests of the files that it reads."""
+    shards: Sequence[dict[str, Any]] = ()
+    """Results of `save_shard`; empty if `state` has the clients' states."""
 
 
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
-    """A manager of the checkpoints in `folder`, which it makes. As a context manager it waits at the end for
-    the last write. Only one process may have it."""
+    """Create a folder and return the manager of its checkpoints, which only one process may have.
+
+    As a context manager it waits for the last write at the end.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
@@ -71,16 +81,20 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
-    """Start to write a snapshot; a large one on a CPU is written. The caller may change or donate the arrays.
+    """Start to write a snapshot; on a CPU, finish to write a large one.
+
+    The caller may change or donate the arrays afterwards.
 
     Raises:
       InputError: if this write or the one before it failed, because the disk is full or read-only.
     """
-    # Orbax copies NumPy arrays before it returns; of others it may write what the next round makes of them.
+    # Orbax copies NumPy arrays before it returns; the memory of others it may read when the next round has
+    # changed it already
     state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
     seal = _seal(snapshot._replace(state=state))
     host = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
-    host |= {"shards": snapshot.shards} if snapshot.shards else {}
+    if snapshot.shards:
+        host["shards"] = snapshot.shards
     arguments = ocp.args.Composite(
         state=ocp.args.PyTreeSave(state, ocdbt_target_data_file_size=FILE), records=ocp.args.JsonSave(host)
     )
@@ -107,7 +121,7 @@ def finish(manager: ocp.CheckpointManager) -> None:
 
 
 def _no_files(snapshot: Snapshot) -> None:
-    """A snapshot that needs no files beside it."""
+    """Accept a snapshot that needs no files beside it."""
 
 
 def latest(
@@ -116,10 +130,10 @@ def latest(
     say: Callable[[str], None] = lambda line: None,
     check: Callable[[Snapshot], None] = _no_files,
 ) -> Snapshot | None:
-    """`newest` of the checkpoints of a manager, for one process."""
-    found = newest(Path(manager.directory), template, say, check)
+    """Return the `newest` snapshot of a manager that one process has."""
+    snapshot = newest(Path(manager.directory), template, say, check)
     manager.reload()
-    return found
+    return snapshot
 
 
 def newest(
@@ -130,26 +144,26 @@ def newest(
     hosts: Hosts = ALONE,
     index: np.ndarray | None = None,
 ) -> Snapshot | None:
-    """The newest intact snapshot, or None if there is none at all. Damaged ones after it are set aside.
+    """Return the newest intact snapshot, or None if there is no checkpoint. Set damaged ones after it aside.
 
-    All processes call this together. The first one reads and checks the checkpoint, and each the states of
-    its own clients where they are in files of their own.
+    All processes call this together. The first one reads and checks the checkpoint. Each reads the states of
+    its clients, if they are in files beside it.
 
     Args:
       folder: of the checkpoints.
       template: the structure, shapes and types of the state.
-      say: called with a line for each damaged one.
-      check: raises an exception for a snapshot that cannot be resumed, because a file beside it is damaged.
+      say: is called with a line for each damaged checkpoint.
+      check: raises an exception if a file beside the snapshot is damaged.
       hosts: the processes.
-      index: of the clients of whom this process needs the states; None: all.
+      index: ids of the clients whose states this process needs; None: all.
 
     Returns:
-      In the first process all of the snapshot; in others zeros for arrays. If it has shards, the states of
-      clients are those of `index`, in every process.
+      The snapshot; processes other than the first one get zeros for arrays. If it has shards, every process
+      gets the states of its clients `index`.
 
     Raises:
-      InputError: if there are some and none can be read, or they have other shapes than this run; they stay
-        where they are then.
+      InputError: if no checkpoint can be read, or if they have other shapes than this run. They are not moved
+        then.
     """
     damaged: dict[int, str] = {}
     for step in hosts.from_first(lambda: steps(folder)):
@@ -163,9 +177,12 @@ def newest(
         step, why = next(iter(damaged.items()))
         others = f"; and none of the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise InputError(f"resume: checkpoint {step} in {str(folder)!r} cannot be read: {why}{others}")
-    for step, why in damaged.items() if hosts.first else ():
-        place = set_aside(folder, step)
-        say(f"resume: checkpoint {step} is damaged ({why}); it is now {place}, and {snapshot.step} is used")
+    if hosts.first:
+        for step, why in damaged.items():
+            path = set_aside(folder, step)
+            say(
+                f"resume: checkpoint {step} is damaged ({why}); it is now {path}, and {snapshot.step} is used"
+            )
     return snapshot
 
 
@@ -177,60 +194,61 @@ def _read_together(
     hosts: Hosts,
     index: np.ndarray | None,
 ) -> tuple[Snapshot, str]:
-    """The snapshot of a step, as `newest` returns it, and why it is not intact; "" if it is."""
+    """Return the snapshot of a step as `newest` does, and why it is not intact; "" if it is."""
     zeros = () if hosts.first else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
-    found = Snapshot(step, zeros, {})
+    snapshot = Snapshot(step, zeros, {})
     why = ""
     try:
         if hosts.first:
-            found = _restore(folder, step, template)
-            check(found)
-    except Exception as error:  # of Orbax, TensorStore and JSON: a damaged file may raise anything
-        why = _line(error)
-    host: Any = hosts.from_first(lambda: [found.records, found.origin, [] if why else found.shards])
-    found = Snapshot(step, found.state, *host)
-    try:
-        if found.shards:
-            own = np.arange(found.shards[-1]["of"]) if index is None else index
-            clients = _read_shards(folder, found, template.clients, own)
-            found = found._replace(state=found.state._replace(clients=clients))
+            snapshot = _restore(folder, step, template)
+            check(snapshot)
+    # a damaged file may make Orbax, TensorStore and JSON raise anything
     except Exception as error:
         why = _line(error)
-    return found, next(filter(None, hosts.gather(why)), "")
+    host: Any = hosts.from_first(lambda: [snapshot.records, snapshot.origin, [] if why else snapshot.shards])
+    snapshot = Snapshot(step, snapshot.state, *host)
+    try:
+        if snapshot.shards:
+            clients = np.arange(snapshot.shards[-1]["of"]) if index is None else index
+            states = _read_shards(folder, snapshot, template.clients, clients)
+            snapshot = snapshot._replace(state=snapshot.state._replace(clients=states))
+    except Exception as error:
+        why = _line(error)
+    return snapshot, next(filter(None, hosts.gather(why)), "")
 
 
 def steps(folder: str | Path) -> list[int]:
-    """The numbers of rounds at which there are checkpoints, the newest first."""
+    """Return the steps that have a checkpoint, the newest first."""
     folder = Path(folder)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
 
 
 def origin_of(folder: str | Path) -> dict[str, Any] | None:
-    """The origin in the newest checkpoint that can be read; None if there is no such checkpoint. Writes
-    nothing."""
+    """Return the origin in the newest checkpoint that can be read; None if there is none. Write nothing."""
     for step in steps(folder):
         try:
             return _read(Path(folder), step, records=ocp.args.JsonRestore())["records"]["origin"]
-        except Exception:  # a damaged one, which `latest` will name
+        except Exception:  # damaged: `latest` will say so
             continue
     return None
 
 
 def set_aside(folder: str | Path, step: int) -> Path:
-    """Move a checkpoint into the folder set-aside, beside the checkpoints' folder. Returns its new path."""
+    """Move a checkpoint into the folder set-aside, beside that of the checkpoints. Return its new path."""
     aside = Path(folder).parent / ASIDE
     aside.mkdir(exist_ok=True)
-    places = (aside / f"checkpoint-{step}{f'-{i}' if i else ''}" for i in range(10**6))
-    place = next(place for place in places if not place.exists())
-    os.rename(Path(folder) / str(step), place)
-    if (shards := _shards(Path(folder), step)).is_dir():
-        os.rename(shards, place / CLIENTS)
-    return place
+    paths = (aside / f"checkpoint-{step}{f'-{i}' if i else ''}" for i in range(10**6))
+    free_path = next(path for path in paths if not path.exists())
+    os.rename(Path(folder) / str(step), free_path)
+    shards = _shards(Path(folder), step)
+    if shards.is_dir():
+        os.rename(shards, free_path / CLIENTS)
+    return free_path
 
 
 def digest_of_tree(tree: PyTree) -> str:
-    """sha256 of a tree: the names, types, shapes and values of its arrays."""
+    """Return the sha256 of a tree: of the names, types, shapes and values of its arrays."""
     sums = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
@@ -240,7 +258,7 @@ def digest_of_tree(tree: PyTree) -> str:
 
 
 def _restore(folder: Path, step: int, template: PyTree) -> Snapshot:
-    """The snapshot of a step, checked but for the files of its shards.
+    """Read the snapshot of a step and check it, apart from the files of its shards.
 
     Raises:
       Exception: of any kind, if it is not intact.
@@ -250,14 +268,14 @@ def _restore(folder: Path, step: int, template: PyTree) -> Snapshot:
     whole = template._replace(clients=()) if shards else template
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole)
     state = _read(folder, step, state=ocp.args.StandardRestore(shapes))["state"]
-    found = Snapshot(step, state, host["records"], host["origin"], shards)
-    if _seal(found) != host["sha256"]:
+    snapshot = Snapshot(step, state, host["records"], host["origin"], shards)
+    if _seal(snapshot) != host["sha256"]:
         raise ValueError("its content does not match its checksum")
-    return found._replace(state=jax.tree.map(jax.numpy.asarray, found.state))
+    return snapshot._replace(state=jax.tree.map(jax.numpy.asarray, snapshot.state))
 
 
 def _this_process() -> ocp.options.MultiprocessingOptions:
-    """Options by which Orbax does not wait for other processes."""
+    """Return options with which Orbax does not wait for other processes."""
     index = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
@@ -265,6 +283,7 @@ def _this_process() -> ocp.options.MultiprocessingOptions:
 
 
 def _read(folder: Path, step: int, **items: Any) -> Any:
+    """Read items of a checkpoint with Orbax."""
     path = folder.absolute() / str(step)
     if not (path / "_CHECKPOINT_METADATA").is_file():
         raise ValueError("it is not a checkpoint")
@@ -275,19 +294,24 @@ def _read(folder: Path, step: int, **items: Any) -> Any:
 
 
 def _seal(snapshot: Snapshot) -> str:
-    """The checksum of a snapshot, the same before it is written and after it is read."""
+    """Return the checksum of a snapshot: the same before it is written and after it is read."""
     shards = [snapshot.shards] if snapshot.shards else []
     host = json.dumps([snapshot.step, snapshot.records, snapshot.origin, *shards], sort_keys=True)
     return hashlib.sha256(f"{digest_of_tree(snapshot.state)} {host}".encode()).hexdigest()
 
 
 def _unwritable(manager: ocp.CheckpointManager, error: Exception) -> InputError:
+    """Return the error of a checkpoint that cannot be written."""
     return InputError(f"out: cannot write a checkpoint to {str(manager.directory)!r}: {_line(error)}")
 
 
 def _line(error: Exception) -> str:
+    """Return an error's text in one line, of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"  # the reason stands at the end
+    if len(text) <= 200:
+        return text
+    # the reason stands at the end of such texts
+    return f"{text[:100]} ... {text[-95:]}"
 
 
 # ---- states of clients that each process writes ------------------------------------------------------------
@@ -307,7 +331,7 @@ def save_shard(
       of: the number of all clients.
 
     Returns:
-      What the checkpoint says about the file: plain JSON values.
+      The checkpoint's entry about the file: plain JSON values.
 
     Raises:
       InputError: if it cannot be written.
@@ -321,65 +345,71 @@ def save_shard(
     except OSError as error:
         raise InputError(f"out: cannot write a checkpoint to {str(path)!r}: {_line(error)}") from None
     runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1) if len(index) else []
-    ranges = [[int(each[0]), int(each[-1]) + 1] for each in runs]
+    ranges = [[int(run[0]), int(run[-1]) + 1] for run in runs]
     return {"file": path.name, "sha256": sha256, "clients": ranges, "of": of}
 
 
-def _read_shards(folder: Path, found: Snapshot, template: PyTree, index: np.ndarray) -> PyTree:
-    """The states of these clients, leaves [n, ...]. Reads only the files that have some of them.
+def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.ndarray) -> PyTree:
+    """Read the states of some clients, leaves [n, ...], from the files that have them.
 
     Raises:
       ValueError: if a file has another checksum, or a client or a leaf is in none.
     """
     named = _named(template)
     missing = np.ones(len(index), bool)
-    leaves = [np.empty((len(index), *like.shape[1:]), like.dtype) for _, like in named]
-    for shard in found.shards:
-        own = np.concatenate([np.arange(0), *(np.arange(*each) for each in shard["clients"])])
-        _, to, at = np.intersect1d(index, own, return_indices=True)
-        if not len(to):
+    leaves = [
+        np.empty((len(index), *template_leaf.shape[1:]), template_leaf.dtype) for _, template_leaf in named
+    ]
+    for shard in snapshot.shards:
+        clients = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in shard["clients"])])
+        _, positions, entries = np.intersect1d(index, clients, return_indices=True)
+        if not len(positions):
             continue
-        path = _shards(folder, found.step) / shard["file"]
-        missing[to] = False
+        path = _shards(folder, snapshot.step) / shard["file"]
+        missing[positions] = False
         _check_sha256(path, shard["sha256"])
         with np.load(path, allow_pickle=False) as file:
-            for (name, like), leaf in zip(named, leaves, strict=True):
-                rows = file[name]  # numpy has no bfloat16, and reads bytes
-                rows = rows.view(like.dtype) if rows.dtype.kind == "V" else rows
-                if rows.dtype != like.dtype or rows.shape != (len(own), *like.shape[1:]):
+            for (name, template_leaf), leaf in zip(named, leaves, strict=True):
+                states = file[name]  # numpy has no bfloat16, and reads bytes
+                states = states.view(template_leaf.dtype) if states.dtype.kind == "V" else states
+                if states.dtype != template_leaf.dtype or states.shape != (
+                    len(clients),
+                    *template_leaf.shape[1:],
+                ):
                     raise ValueError(f"{str(path)!r} has no {name} of this run's shape")
-                leaf[to] = rows[at]
+                leaf[positions] = states[entries]
     if missing.any():
         raise ValueError(f"it has no state of client {index[missing][0]}")
     return jax.tree.structure(template).unflatten(leaves)
 
 
 def _forget_shards(folder: Path, *written: int) -> None:
-    """Remove the files of clients' states that belong to no checkpoint, neither to a complete one nor to one
-    that is being written."""
+    """Remove the client states that belong neither to a complete checkpoint nor to one being written."""
     beside = folder.parent / CLIENTS
     needed = {str(step) for step in (*steps(folder), *written)}
-    for path in beside.iterdir() if beside.is_dir() else ():
+    if not beside.is_dir():
+        return
+    for path in beside.iterdir():
         if path.name not in needed:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _named(clients: PyTree) -> list[tuple[str, Any]]:
-    """Leaves of the states of clients, with their names in a file."""
+    """Return the leaves of client states with their names in a file."""
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     return [(f"clients/{name(key)}", leaf) for key, leaf in jax.tree.leaves_with_path(clients)]
 
 
 def _shards(folder: Path, step: int) -> Path:
+    """Return the folder of the client states beside a checkpoint."""
     return folder.parent / CLIENTS / str(step)
 
 
-# ---- examples that a server keeps ------------------------------------------------------------------------
+# ---- examples that a server replays ------------------------------------------------------------------------
 
 
 def save_task(folder: str | Path, task: int, kept: ReplayBuffer) -> str:
-    """Write the examples that a server keeps of a task, atomically. Returns the file's sha256, for
-    checkpoints."""
+    """Write the examples that a server replays of a task, atomically. Return the file's sha256."""
     path = _file(folder, task)
     path.parent.mkdir(exist_ok=True)
     named = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree.leaves_with_path(kept)}
@@ -389,7 +419,7 @@ def save_task(folder: str | Path, task: int, kept: ReplayBuffer) -> str:
 
 
 def load_tasks(folder: str | Path, sha256: Sequence[str], template: ReplayBuffer) -> tuple[ReplayBuffer, ...]:
-    """The examples kept of the first tasks, in their order.
+    """Return the examples that a server replays of the first tasks, in their order.
 
     Args:
       folder: of the files.
@@ -399,43 +429,50 @@ def load_tasks(folder: str | Path, sha256: Sequence[str], template: ReplayBuffer
     Raises:
       InputError: if a file is missing or has other content.
     """
-    return tuple(_load_task(_file(folder, task), each, template) for task, each in enumerate(sha256))
+    return tuple(_load_task(_file(folder, task), digest, template) for task, digest in enumerate(sha256))
 
 
 def check_tasks(folder: str | Path, sha256: Sequence[str]) -> None:
-    """Check that the examples kept of the first tasks have these checksums.
+    """Check that the files of the first tasks have these checksums.
 
     Raises:
       ValueError: if a file is missing or has other content.
     """
-    for task, each in enumerate(sha256):
-        _check_sha256(_file(folder, task), each)
+    for task, digest in enumerate(sha256):
+        _check_sha256(_file(folder, task), digest)
 
 
 def _check_sha256(path: Path, sha256: str) -> None:
+    """Check a file's checksum.
+
+    Raises:
+      ValueError: if the file is missing or has another one.
+    """
     if not path.is_file() or _sha256(path) != sha256:
         raise ValueError(f"{str(path)!r} does not have the checksum in the checkpoint")
 
 
 def _sha256(path: Path) -> str:
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load_task(path: Path, sha256: str, template: ReplayBuffer) -> ReplayBuffer:
+    """Read the examples of a task; arguments and errors as of `load_tasks`."""
     try:
         if _sha256(path) != sha256:
             raise ValueError("it does not have the checksum in the checkpoint")
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"resume: {str(path)!r} cannot be read: {error}") from None
     paths, structure = jax.tree_util.tree_flatten_with_path(template)
-    count = len(found.get(".label", ()))
+    count = len(arrays.get(".label", ()))
     leaves = []
     for key, like in paths:
         name = jax.tree_util.keystr(key)
-        leaf = found.get(name)
+        leaf = arrays.get(name)
         leaves.append(leaf)
         if leaf is None or leaf.dtype != like.dtype or leaf.shape != (count, *like.shape[1:]):
             raise InputError(f"resume: {str(path)!r} has no {name} of this run's shape")
@@ -443,4 +480,5 @@ def _load_task(path: Path, sha256: str, template: ReplayBuffer) -> ReplayBuffer:
 
 
 def _file(folder: str | Path, task: int) -> Path:
+    """Return the file of a task's examples."""
     return Path(folder) / f"task-{task:03d}.npz"

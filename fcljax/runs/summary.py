@@ -36,23 +36,23 @@ from fcljax.types import RoundContext
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
-# training has not arrived if its loss still falls by such a share in a task's last round, and fewer of its
-# examples are right than this
+# training has not converged if its loss still falls by the share STEEP in a task's last round, and if it
+# classifies less than the share ARRIVED of its examples correctly
 STEEP = 0.1
 ARRIVED = 0.8
-OF_TRAINING = ("_epochs", "_lr")  # the options of a training at the server, behind its name
-FEW_STEPS = 100  # of a client in a task: the presets `improved` were chosen with a dozen to a hundred
-FAR = 1.0  # from prototypes to the means of their classes, over the distance between the means
+OF_TRAINING = ("_epochs", "_lr")  # ends of the options of a training at the server
+FEW_STEPS = 100  # of a client in a task; the presets `improved` were chosen with a dozen to a hundred
+FAR = 1.0  # distance from prototypes to their class means, over the distance between class means
 
 
 def summarize(exp: Experiment, records: Records, personal: list[float | None] | None) -> dict[str, Any]:
-    """The content of summary.json.
+    """Return the content of summary.json.
 
-    Communication is counted from the real pytrees; times are seconds. In a redrawn population a client has
-    the classes of all its rounds: client_accuracy weighs them by its examples in the mean round.
+    Communication is counted from the pytrees; times are seconds. In a redrawn population a client has the
+    classes of all its rounds: client_accuracy weighs them by its examples in the mean round.
 
     Args:
-      exp: the experiment.
+      exp: the finished experiment.
       records: its history.
       personal: `evaluate.personal_accuracy`.
     """
@@ -63,7 +63,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
-    every_setting = dataclasses.asdict(settings)
+    config = dataclasses.asdict(settings)
     return {
         "method": method,
         "dataset": settings.dataset,
@@ -89,7 +89,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "client_state": communication.size(payloads.state),
         "server_state": communication.size(payloads.server),
         "server_replay": _server_replay(exp, payloads, records),
-        # images of another data set, which server and clients store
+        # images of another data set, which the server and all clients store
         "surrogate": communication.size(exp.frozen.surrogate),
         "trainable_params": sum(by_part.values()),
         "trainable_params_by_part": by_part,
@@ -99,7 +99,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
             if name in seconds
         },
         "client_images_per_s": _rate(counts["client_images"], seconds["client"]),
-        # none where nothing trains
+        # None where nothing trains
         "trained_images_per_s": _rate(counts["trained_images"], seconds["client"]) if by_part else None,
         "eval_images_per_s": _rate(counts["evaluated_images"], seconds["eval"]),
         "slot_efficiency": counts["useful_steps"] / max(counts["paid_steps"], 1),
@@ -111,13 +111,13 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
         "privacy": _privacy(exp),
         "traces": max(exp.engine.traces.values(), default=0),
         "warnings": warnings_of(records, settings),
-        "config": every_setting,
-        "given": names_to_give({"method": method} | every_setting),
+        "config": config,
+        "given": names_to_give({"method": method} | config),
     }
 
 
 def _class_names(exp: Experiment) -> list[str]:
-    """The data set's names of the classes, in the class order of the run."""
+    """Return the names of the classes, in the class order of the run."""
     dataset = exp.inputs.dataset
     order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.test_label] = dataset.y_test
@@ -126,85 +126,96 @@ def _class_names(exp: Experiment) -> list[str]:
 
 
 def _holdings(exp: Experiment) -> np.ndarray:
-    """Training examples of each client and class, [K, C]; of a redrawn population in the mean round."""
+    """Return the training examples of each client and class, [K, C]; of a redrawn population per round."""
     total = exp.scenario.holdings
-    return total if exp.settings.population == "static" else total / exp.sizes.rounds
+    if exp.settings.population == "static":
+        return total
+    return total / exp.sizes.rounds
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
     """Return the accuracies of clients' personal models; None for a method without such models.
 
-    They are Class-IL and Task-IL accuracies, `[task learned][client][task]`; after each task summarised
-    over clients: mean of the means over tasks, population standard deviation, minimum and maximum."""
+    They are Class-IL and Task-IL accuracies, `[task learned][client][task]`. After each task they are
+    summarised over clients: mean of the means over tasks, population standard deviation, minimum and maximum.
+    """
     if not records.clients:
         return None
-    # of the clients that have learned something
-    means = [
-        [np.nanmean(np.array(own, float)) for own in each if any(x is not None for x in own)]
-        for each in records.clients
-    ]
-    spread = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    means = [_means_of_clients(accuracies) for accuracies in records.clients]
+    statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_task_il} | {
-        name: [float(of(values)) for values in means] for name, of in spread.items()
+        name: [float(statistic(values)) for values in means] for name, statistic in statistics.items()
     }
 
 
-def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
-    """HePCo's metrics, under the names of its release: accuracies over images, those of the merged model
-    before the server changes it (predisacc), and F_N (drop)."""
+def _means_of_clients(accuracies: list[list[float | None]]) -> list[float]:
+    """Return the mean accuracy over tasks of each client that has learned something."""
+    return [
+        float(np.nanmean(np.array(of_tasks, float)))
+        for of_tasks in accuracies
+        if any(accuracy is not None for accuracy in of_tasks)
+    ]
 
-    count = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
-    by_name = metrics.by_image(records.accuracy, count)._asdict()
-    found = {name: metrics.without_nan(values) for name, values in by_name.items()}
-    merged = metrics.by_image(records.provisional, count).acc if records.provisional else None
-    found["predisacc"] = None if merged is None else metrics.without_nan(merged)
-    return found | {"drop": metrics.drop(records.accuracy, count)}
+
+def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
+    """Return HePCo's metrics under the names of its release.
+
+    They are accuracies over images, those of the merged model before the server changes it (predisacc), and
+    F_N (drop).
+    """
+    num_images = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
+    by_name = metrics.by_image(records.accuracy, num_images)._asdict()
+    values = {name: metrics.without_nan(accuracies) for name, accuracies in by_name.items()}
+    values["predisacc"] = None
+    if records.provisional:
+        merged = metrics.by_image(records.provisional, num_images).acc
+        values["predisacc"] = metrics.without_nan(merged)
+    return values | {"drop": metrics.drop(records.accuracy, num_images)}
 
 
 def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
-    """The examples that the server keeps of finished tasks for replay, outside of its state; None if none.
+    """Return the size of what the server replays of finished tasks, outside of its state; None if nothing.
 
     Returns:
       examples, bytes: all of them at the end of the run.
-      capacity: how many there is room for.
-      example_bytes: what a client sends for one.
-      image_bytes: an image of the network's size as grey levels.
+      capacity: number of examples at most.
+      example_bytes: bytes that a client sends for an example.
+      image_bytes: bytes of an image of the network's size, one for each channel of a pixel.
       uploaded: the examples in all uploads.
     """
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
-    kept = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
-    capacity = len(kept.label)
-    each = communication.num_bytes(kept.examples) // capacity
+    buffer = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
+    capacity = len(buffer.label)
+    example_bytes = communication.num_bytes(buffer.examples) // capacity
     count = int(records.counts["replay_examples"])
     side = exp.inputs.backbone.config.image_size
-    sent = sum(line.get("restore_images") or 0 for line in records.rounds)
+    uploaded = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
         "examples": count,
-        "bytes": count * each,
+        "bytes": count * example_bytes,
         "capacity": capacity * len(exp.scenario.tasks),
-        "example_bytes": each,
+        "example_bytes": example_bytes,
         "image_bytes": 3 * side**2,
-        "uploaded": int(sent),
+        "uploaded": int(uploaded),
     }
 
 
 def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, Any]:
-    """Traffic per client and round, for the usual rounds and by name for the others, and in total.
+    """Return the traffic per client and round, by name for rounds at a task's start or end, and in total.
 
-    `handover` is per client and task: what every client downloads of a finished task when the next one
-    begins.
+    `handover` is per client and task: every client downloads it when the next task begins.
     """
     by_round = traffic_by_round(exp, payloads)
     handover = handover_traffic(payloads)
     usual = NO_TRAFFIC
     extra: dict[str, Any] = {}
-    for each, traffic in zip(exp.method.rounds, by_round, strict=True):
-        if each.when == "round":
+    for round_, traffic in zip(exp.method.rounds, by_round, strict=True):
+        if round_.when == "round":
             usual = Traffic(*map(sum, zip(usual, traffic, strict=True)))
         else:
-            extra[each.when] = traffic._asdict()
+            extra[round_.when] = traffic._asdict()
     if handover.download_bytes:
         extra["handover"] = handover._asdict()
     counted = Counted(by_round, handover, exp.sizes.clients)
@@ -216,8 +227,10 @@ def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dic
 
 
 def _privacy(exp: Experiment) -> dict[str, Any] | None:
-    """The guarantee of central differential privacy after all rounds, and [round, epsilon] at up to 50 of
-    them; None without noise or delta."""
+    """Return the guarantee of central differential privacy; None without noise or delta.
+
+    It is given after all rounds, and as [round, epsilon] at up to 50 of them.
+    """
     noise = exp.settings.noise_multiplier
     delta = exp.settings.dp_delta
     if not noise or not delta:
@@ -225,18 +238,19 @@ def _privacy(exp: Experiment) -> dict[str, Any] | None:
     rounds = len(exp.scenario.tasks) * exp.sizes.rounds
     participation = _largest_share(exp)
     spent = privacy.epsilon(noise, participation, rounds, delta)
-    some = np.unique(np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)).tolist()
-    curve = privacy.by_round(noise, participation, some, delta)
+    points = np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)
+    points = np.unique(points).tolist()
+    curve = privacy.by_round(noise, participation, points, delta)
     return {
         "epsilon": spent,
         "delta": delta,
         "noise_multiplier": noise,
-        "by_round": [list(pair) for pair in zip(some, curve, strict=True)],
+        "by_round": [list(pair) for pair in zip(points, curve, strict=True)],
     }
 
 
 def _largest_share(exp: Experiment) -> float:
-    """The share of the clients that took part in a round, at most."""
+    """Return the largest share of the clients that took part in a round."""
     participation = exp.settings.participation
     if participation <= 1:
         return participation
@@ -245,13 +259,13 @@ def _largest_share(exp: Experiment) -> float:
 
 
 def _without_upload(records: Records) -> list[list[int]]:
-    """Task and round, from 1, of the rounds in which no upload was valid, so that nothing was learned."""
+    """Return task and round, from 1, of the rounds without a valid upload, in which nothing was learned."""
     empty = (records.rounds[i] for i in health.without_upload(records.rounds))
     return [[line["task"] + 1, line["round"] + 1] for line in empty]
 
 
 def learned_nothing(summary: dict[str, Any]) -> bool:
-    """Did no round of a run have a valid upload?"""
+    """Return whether no round of a run had a valid upload."""
     rounds = summary["config"]["rounds"] * len(summary["A"])
     return len(summary["rounds_without_upload"]) >= rounds > 0
 
@@ -260,7 +274,8 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     """Return the warnings about a finished run, one line each.
 
     They name rejected uploads, losses that are not finite or worse than guessing, rejected results of rounds,
-    test images without a prediction, loss terms without influence, and training that has not converged."""
+    test images without a prediction, loss terms without influence, and training that has not converged.
+    """
     lines = []
     counts = records.counts
     if counts["rejected"]:
@@ -271,12 +286,12 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
         )
     lies = {name: times for name, times in counts.items() if name.startswith("impossible ")}
     if lies:
-        said = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
-        lines.append(f"warning: impossible claims of clients, with their number: {said}")
+        counted = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
+        lines.append(f"warning: impossible claims of clients, with their number: {counted}")
     lines += health.training_warnings(records.rounds)
     if counts["refused"]:
-        first = next((line for line in records.rounds if line["refused"]), None)
-        where = f", first in task {first['task'] + 1}, round {first['round'] + 1}" if first else ""
+        line = next((line for line in records.rounds if line["refused"]), None)
+        where = f", first in task {line['task'] + 1}, round {line['round'] + 1}" if line else ""
         lines.append(
             f"warning: the result of a round was not finite {counts['refused']} times, and the server kept "
             f"the previous model{where}"
@@ -293,31 +308,33 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 
 
 def _idle_terms(records: Records) -> list[str]:
-    """A line for each term of the clients' loss, besides their own, that hardly moved the model."""
+    """Return a line for each further term of the clients' loss that hardly moved the model."""
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
     for name in sorted(names):
-        most = max((line.get(name) or 0.0 for line in records.rounds), default=0.0)
+        largest = max((line.get(name) or 0.0 for line in records.rounds), default=0.0)
         term = name.removeprefix(SHARE)
-        if most == 0:
+        if largest == 0:
             lines.append(
                 f"warning: {term!r} never contributes to the gradient, so this run does not exercise "
                 f"the method"
             )
-        elif most < LEAST_SHARE:
+        elif largest < LEAST_SHARE:
             lines.append(
-                f"warning: {term!r} contributes at most {100 * most:.2g} % of the gradient's norm, so this "
+                f"warning: {term!r} contributes at most {100 * largest:.2g} % of the gradient's norm, so this "
                 f"run hardly exercises the method"
             )
     return lines
 
 
 def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
-    """A line for each training, the clients' and those of the server, that visibly goes on learning, in the
-    median task, when the task's rounds are over. The server's are known by their loss and accuracy."""
+    """Return a line for each training that has not converged at the end of the median task.
+
+    The server's trainings are the metrics that have both a loss and an accuracy.
+    """
     names = {name for line in records.rounds for name in line}
-    own = {name.removesuffix("_loss") for name in names if name.endswith("_loss")}
-    at_server = sorted(name for name in own if f"{name}_accuracy" in names)
+    with_loss = {name.removesuffix("_loss") for name in names if name.endswith("_loss")}
+    at_server = sorted(name for name in with_loss if f"{name}_accuracy" in names)
     lines = []
     if late := _still_falls(records, "loss", "train_accuracy"):
         lines.append(
@@ -336,8 +353,10 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
 
 
 def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, float] | None:
-    """By which share a loss falls in a task's last round, and the accuracy there, in the median task; None:
-    it falls little, or much has been learned."""
+    """Return the share by which a loss falls in a task's last round, and the accuracy there.
+
+    Both are of the median task. None: the loss falls little, or the accuracy is high.
+    """
     falls = []
     right = []
     for task in sorted({line["task"] for line in records.rounds}):
@@ -346,39 +365,42 @@ def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, flo
             continue
         falls.append(1 - of_task[-1][loss] / of_task[-2][loss])
         right.append(of_task[-1].get(accuracy) or 0.0)
-    fall, share = (float(np.median(each)) if each else 0.0 for each in (falls, right))
+    if not falls:
+        return None
+    fall = float(np.median(falls))
+    share = float(np.median(right))
     return (fall, share) if fall > STEEP and share < ARRIVED else None
 
 
 def _of_server(settings: RunConfig) -> str:
-    """The options that say how long and how fast a method's server trains, such as `--server-epochs`."""
+    """Return the options of a method's training at the server, such as `--server-epochs`."""
     names = [field.name for field in dataclasses.fields(settings)]
     trainings = {name.removesuffix("_epochs") for name in names if name.endswith("_epochs")}
-    found = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
-    return " and ".join(map(flag, found)) or "the options of its training"
+    options = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
+    return " and ".join(map(flag, options)) or "the options of its training"
 
 
 def _far_prototypes(records: Records) -> list[str]:
-    """A line where learned prototypes lie far from the means of their classes after the tasks' rounds."""
-    last = {line["task"]: line for line in records.rounds}  # of each task, its last round
-    found = [
+    """Return a line if learned prototypes lie far from their class means at the end of tasks."""
+    last_rounds = {line["task"]: line for line in records.rounds}
+    distances = [
         value
-        for line in last.values()
+        for line in last_rounds.values()
         for name, value in line.items()
         if name.endswith(PROTOTYPE_DISTANCE) and value is not None
     ]
-    away = float(np.median(found)) if found else 0.0
-    if not away > FAR:
+    distance = float(np.median(distances)) if distances else 0.0
+    if not distance > FAR:
         return []
     return [
-        f"warning: the distance of prototypes from their classes' mean features is {away:.1f} times the "
+        f"warning: the distance of prototypes from their classes' mean features is {distance:.1f} times the "
         f"distance between these means; --headtune starts prototypes at the means, and more --rounds or "
         f"--epochs or a larger --lr bring them closer"
     ]
 
 
 def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
-    """A line where clients take few steps in a task, and the method has a preset that such schedules suit."""
+    """Return a line if clients take few steps in a task and the method has a preset for such schedules."""
     visits = sum(line["participants"] for line in records.rounds)  # of clients, over all rounds
     trained = records.counts.get("trained_images", 0)
     if not visits or not trained:
@@ -395,18 +417,24 @@ def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
 
 
 def _rate(amount: float | int, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else float("nan")
+    """Return an amount per second; NaN if no time was measured."""
+    if seconds <= 0:
+        return float("nan")
+    return amount / seconds
 
 
 # ---- figures ---------------------------------------------------------------------------------------------
 
 FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
-RESTORED = "restored.png"  # of methods whose server can reconstruct images
+RESTORED = "restored.png"  # where a method's server can reconstruct images
 
 
 def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
-    """File name -> draw(path), for FIGURES: accuracy curve, accuracy matrix, reliability, and the examples of
-    each client and class (in a redrawn population those of the mean round)."""
+    """Return file name -> draw(path) for FIGURES.
+
+    They show the accuracy curve, the accuracy matrix, reliability, and the examples of each client and class
+    (in a redrawn population, those of the mean round).
+    """
     from fcljax.results import figures
 
     name = f"{summary['method']} on {summary['dataset']}"
@@ -428,8 +456,7 @@ def draw_figures(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Draw all figures of a run. A failure is reported in one line: the run and its numbers do not depend on
-    its figures."""
+    """Draw all figures of a run. Report a failure in one line: the run does not depend on them."""
     figures = figures_of(exp, summary)
     if rebuilt:
         figures[RESTORED] = partial(draw_restored, images=rebuilt[0].images, label=rebuilt[0].label)
@@ -442,6 +469,8 @@ def draw_figures(
 
 
 def missing_figures(out: Path, summary: dict[str, Any]) -> list[str]:
-    """The figures of a finished run that are not in its directory."""
-    names = (*FIGURES, *((RESTORED,) if "restored" in summary else ()))
+    """Return the figures of a finished run that its directory does not have."""
+    names = [*FIGURES]
+    if "restored" in summary:
+        names.append(RESTORED)
     return [name for name in names if not (out / "figures" / name).exists()]
