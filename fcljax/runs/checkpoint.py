@@ -370,12 +370,11 @@ def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.n
         _check_sha256(path, shard["sha256"])
         with np.load(path, allow_pickle=False) as file:
             for (name, template_leaf), leaf in zip(named, leaves, strict=True):
-                states = file[name]  # numpy has no bfloat16, and reads bytes
-                states = states.view(template_leaf.dtype) if states.dtype.kind == "V" else states
-                if states.dtype != template_leaf.dtype or states.shape != (
-                    len(clients),
-                    *template_leaf.shape[1:],
-                ):
+                states = file[name]
+                if states.dtype.kind == "V":  # bytes: numpy has no bfloat16
+                    states = states.view(template_leaf.dtype)
+                shape = (len(clients), *template_leaf.shape[1:])
+                if states.dtype != template_leaf.dtype or states.shape != shape:
                     raise ValueError(f"{str(path)!r} has no {name} of this run's shape")
                 leaf[positions] = states[entries]
     if missing.any():

@@ -321,8 +321,8 @@ def _idle_terms(records: Records) -> list[str]:
             )
         elif largest < LEAST_SHARE:
             lines.append(
-                f"warning: {term!r} contributes at most {100 * largest:.2g} % of the gradient's norm, so this "
-                f"run hardly exercises the method"
+                f"warning: {term!r} contributes at most {100 * largest:.2g} % of the gradient's norm, so "
+                f"this run hardly exercises the method"
             )
     return lines
 
