@@ -92,7 +92,7 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     # changed it already
     state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
     seal = _seal(snapshot._replace(state=state))
-    host = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
+    host: dict[str, Any] = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
     if snapshot.shards:
         host["shards"] = snapshot.shards
     arguments = ocp.args.Composite(
