@@ -96,6 +96,7 @@ def own_config(backbone: Backbone, place: Callable[[Callable], str]) -> OwnConfi
       InputError: in one line, if `apply` fails or returns anything but one vector for each image.
     """
     side = backbone.image_size
+    # two images: an axis of length 2 is that of the batch
     image = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
     try:
         feature = jax.eval_shape(backbone.apply, backbone.params, image)

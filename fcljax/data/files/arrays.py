@@ -55,6 +55,7 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     y, y_test = checked_splits("data", {name: named[name] for name in ("y", "y_test")})
     for images, labels, end in ((x, y, ""), (x_test, y_test, "_test")):
         check_lengths("data", f"x{end}", images, f"y{end}", labels)
+    # classes are the sorted labels of the training images
     labels, y = np.unique(y, return_inverse=True)
     unknown = np.setdiff1d(y_test, labels)
     if len(unknown) or len(labels) < 2:

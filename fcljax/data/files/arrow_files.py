@@ -105,6 +105,7 @@ def _parquet(path: Path, name: str) -> Table:
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(path)
+    # text as a dictionary, so that equal labels of many rows are one object
     texts = [field.name for field in schema if str(field.type) in ("string", "large_string", "binary")]
     file = pq.ParquetFile(path, read_dictionary=texts)
     groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
@@ -123,6 +124,7 @@ def _parquet(path: Path, name: str) -> Table:
         check(name, list(range(len(groups))))
         return file.read(columns=[name]).column(name)
 
+    # One open reader: examples are decoded in the order of the file, so that rows are read once.
     @functools.lru_cache(maxsize=1)
     def cursor(name: str, index: int) -> _Cursor:
         check(name, [index])
@@ -133,6 +135,7 @@ def _parquet(path: Path, name: str) -> Table:
             index = int(np.searchsorted(ends, row, side="right"))
             inside = row - int(ends[index]) + sizes[index]
             if inside < cursor(name, index).start:
+                # a reader goes forwards only
                 cursor.cache_clear()
             return cursor(name, index).value(inside)
 
@@ -166,6 +169,7 @@ def _arrow(path: Path, name: str) -> Table:
     source = pa.memory_map(str(path))
     try:
         table = pa.ipc.open_stream(source).read_all()
+        # pyarrow reads a truncated stream up to the cut, without an error
         source.seek(max(0, source.size() - len(_END)))
         if source.read() != _END:
             raise InputError(f"dataset: {str(path)!r} is cut off: it lacks the mark at the end of a stream")

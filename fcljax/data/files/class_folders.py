@@ -146,6 +146,7 @@ def _has_sites(root: Path, view: _View) -> bool:
         return False
     if not shallow and len(inner_counts) > 1:
         return True
+    # names that repeat below several folders look like classes below sites
     nested = [name for name in view.direct if name not in shallow]
     repeated = [
         name

@@ -127,6 +127,7 @@ def _check_counts(where: str, content: Mapping[str, Any], data: Mapping[str, Any
     counts = content.get("num_samples")
     if counts is None:
         return
+    # lists of another length are reported below
     for user, count in zip(users, counts if isinstance(counts, list) else [], strict=False):
         y = data[str(user)].get("y") if isinstance(data[str(user)], Mapping) else None
         if isinstance(y, list) and len(y) != count:
@@ -211,6 +212,7 @@ def _encode(
         number = {name: i for i, name in enumerate(classes)}
         return x, "", np.array([number[name] for name in y.tolist()], np.int32), tuple(classes)
     text = y.dtype.kind == "U"
+    # characters of x and y share one alphabet: y is often the next character
     alphabet = characters or "".join(
         sorted({c for texts in (x, *([y] if text else [])) for word in texts.tolist() for c in word})
     )

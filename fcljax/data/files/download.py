@@ -184,6 +184,7 @@ def _fetch(
     name: str, archives: Sequence[Archive], folder: Path, stage: Path, console: Console, timeout: float
 ) -> None:
     parts = [_part(folder, archive) for archive in archives]
+    # an archive and its content, which is hardly larger: compressed images
     need = sum(int(2.1 * archive.bytes) - _size(part) for archive, part in zip(archives, parts, strict=True))
     free = shutil.disk_usage(folder).free
     if need > free:
@@ -244,6 +245,7 @@ def _move(source: Path, target: Path) -> None:
 
 def _download(archive: Archive, part: Path, update: Callable[..., None], timeout: float) -> None:
     """Complete and check the archive at `part`."""
+    # a link in a shared folder could make this process overwrite any file of the user
     if part.is_symlink():
         raise _Failed(f"{str(part)!r} is a link, which is not followed; remove it")
     if _size(part) < archive.bytes:

@@ -46,6 +46,7 @@ def _contents(root: Path, inside: str, parents: frozenset[_Folder]) -> Contents:
         where = str(root / inside)
         raise InputError(f"dataset: folder {where!r} cannot be read ({error.strerror})") from error
     folder = status.st_dev, status.st_ino
+    # two links to one folder are fine, a link to a parent would never end
     if folder in parents:
         raise InputError(f"dataset: {str(root / inside)!r} links to a folder above it; remove the link")
     images: list[File] = []

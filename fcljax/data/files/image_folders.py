@@ -89,6 +89,7 @@ def imagenet(base: Path, choice: Choice, *, count: int) -> Raw | None:
 def omniglot(base: Path, _choice: Choice) -> Raw | None:
     """Find both parts of Omniglot."""
     parts = ("images_background", "images_evaluation")
+    # half of Omniglot would be another data set
     present = [part for part in parts if (base / part).is_dir()]
     if len(present) == 1:
         raise InputError(f"dataset: {str(base)!r} has {present[0]} only; expected {' and '.join(parts)}")
@@ -131,6 +132,7 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
     wnids = folders(root / "train")
     train = {wnid: images(root, f"train/{wnid}/images") for wnid in wnids}
     test: Tree = {wnid: [] for wnid in wnids}
+    # validation images lie in one folder; a table has their classes
     label_of = _pairs(root / "val/val_annotations.txt")
     for file in images(root, "val/images"):
         wnid = label_of.get(os.path.basename(file.path))

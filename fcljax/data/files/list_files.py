@@ -148,6 +148,7 @@ def _header(where: str, values: list[str]) -> list[str]:
     lower = [value.lower() for value in values]
     column_of = {name: column for column, names in _NAMES.items() for name in names}
     names = [column_of.get(value, value) for value in lower]
+    # a first line with the name of an image is no header
     if "path" not in names or any(Path(value).suffix in SUFFIXES for value in lower):
         return []
     if "label" not in names:

@@ -168,6 +168,7 @@ def _column(where: str, key: str, values: np.ndarray, examples: int, split: str)
 
 def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
     """Drop the examples of a split that have no label."""
+    # `check_lengths` reports it later, with both numbers
     if part.labels.shape[:1] != part.images.shape[:1]:
         return part
     has_label = ~missing_labels(part.labels)
@@ -190,6 +191,7 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np
     names = _class_names(path, names_in_file, classes)
     if train.labels.dtype.kind == "U":
         classes = list(names)
+    # names of classes may come in another order than that of text, which searchsorted needs
     order = np.argsort(classes)
     y_train, y_test = (
         order[np.searchsorted(classes, part.labels, sorter=order)].astype(np.int64) for part in (train, test)

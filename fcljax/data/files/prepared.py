@@ -174,6 +174,7 @@ def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
         _check_texts(target, manifest)
         arrays = {key: _map(target / f"{key}.npy", facts, full) for key, facts in manifest["arrays"].items()}
         _note_times(target, manifest)
+        # labels and sizes are small: copied into memory
         arrays |= {key: np.array(array) for key, array in arrays.items() if key[0] != "x"}
         classes = len(manifest["class_names"])
         sizes = {split: arrays.pop(f"size_{split}", None) for split in ("train", "test")}
@@ -437,6 +438,7 @@ def _shape(work: _Work, split: str) -> tuple[int, int]:
 
 
 def _check_space(work: _Work, listing: Listing) -> None:
+    # bytes of all pixels, which exceed all else by far
     need = sum(
         3 * len(images.names) * math.prod(_shape(work, split))
         for split, images in (("train", listing.train), ("test", listing.test))

@@ -185,6 +185,7 @@ def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
         load = FORMS[name.partition(":")[0]].load
         assert load is not None, name
         dataset = load(name, options, full)
+    # files and mixtures have a digest already
     if dataset.digest:
         return dataset
     arrays = {key: getattr(dataset, key) for key in ARRAYS}
@@ -226,6 +227,7 @@ def _from_cache(
 ) -> Prepared:
     choice = listings.class_list(options.class_list) if options.class_list else None
     raw = _find(name, options.folder, choice)
+    # raw files decide. Without them, data prepared with the same geometry and classes will do.
     target = None if raw or force else _prepared_without_raw(name, options, choice)
     if raw is None and target is None:
         if not may_download:
@@ -234,6 +236,7 @@ def _from_cache(
         raw = _find(name, options.folder, choice)
     if raw:
         target, fresh = _prepare_raw(name, raw, options, choice, force)
+        # what was written just now need not be read again
         full = full and not fresh
     if target is None:
         raise InputError(f"dataset: what was downloaded is not {name!r} as it is known here")
@@ -289,6 +292,7 @@ def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, forc
         for note in listing.notes:
             options.say(f"{name}: {note}")
         count = len(listing.train.names) + len(listing.test.names)
+        # a release that is not whole is used, with a note
         official = NAMED[name].images if name in NAMED else None
         if official and count != official:
             options.say(f"note: {name} has {official:,} images, {raw.where} holds {count:,}")
@@ -326,6 +330,7 @@ def _manifests(folder: Path, name: str) -> list[tuple[Path, dict]]:
 def _prepared_without_raw(name: str, options: DataOptions, choice: Choice) -> Path | None:
     """Find the prepared data set whose raw data are gone, or were never on this machine."""
     expected = {"geometry": options.geometry._asdict(), "class_list": list(choice) if choice else None}
+    # another geometry or class list would be other data
     targets = [
         target
         for target, facts in _manifests(options.folder, name)
@@ -346,6 +351,7 @@ def _digits() -> Dataset:
     labels = np.asarray(target).astype(np.int64)
     grey = np.asarray(pixels).reshape(-1, 8, 8)
     images = _enlarge(np.rint(grey * (255 / 16)).astype(np.uint8))
+    # fixed for all seeds, so that runs share one test set
     test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False

@@ -102,6 +102,7 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
         if row is None:
             return
         values = [value.strip() for value in row]
+        # several blanks align columns
         if separator == " ":
             values = [value for value in values if value]
         if any(values):

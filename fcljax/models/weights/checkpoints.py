@@ -450,6 +450,7 @@ def _read_hub(spec: str) -> Checkpoint:
         raise InputError(
             f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
         )
+    # a repository of the hub is a folder: the first usual file counts
     for candidate in (name,) if name else WEIGHT_FILES:
         path = _fetch(spec, repository, revision, candidate)
         if path is not None:
@@ -460,6 +461,7 @@ def _read_hub(spec: str) -> Checkpoint:
         for shard in sorted(set(shard_names(_read_json(path), spec).values())):
             if _fetch(spec, repository, revision, shard) is None:
                 raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
+    # the library puts files of one revision into one folder, where `_read` finds them
     for sidecar in SIDECARS:
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
     version = f"@{revision}" if revision else ""

@@ -96,6 +96,7 @@ def _architecture(tensors: Tensors) -> ConvNeXtConfig:
     stage_of = [int(match[1]) for name in tensors if (match := pattern.match(name))]
     stages = 1 + max(stage_of, default=0)
     depths = tuple(stage_of.count(stage) for stage in range(stages))
+    # the norm of a stage's first block has as many values as the stage has channels
     norms = [tensors.get(f"stages.{stage}.blocks.0.norm.bias") for stage in range(stages)]
     stem = tensors.get("stem.0.weight")
     if stem is None or stem.ndim != 4 or any(norm is None for norm in norms):

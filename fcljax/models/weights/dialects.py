@@ -147,6 +147,7 @@ def from_flax(tensors: Tensors) -> Tensors:
     renamed: Tensors = {}
     for name, x in tensors.items():
         module, _, leaf = name.rpartition("/")
+        # flax has [in, out] and [row, column, in, out]
         if leaf == "kernel":
             x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
         leaf = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
@@ -174,6 +175,7 @@ def translate(tensors: Tensors, family: str = "timm") -> Translated:
         return Translated(_add_missing(_fuse_qkv(tensors)), dialect)
     left_out = tuple(name for name in tensors if _LEFT_OUT.fullmatch(name))
     tensors = {_rename(name, dialect.names): x for name, x in tensors.items() if name not in left_out}
+    # CLIP stores the class token as [width] and positions as [tokens, width]
     if family in ("CLIP", "CLIP of transformers") and "cls_token" in tensors:
         width = tensors["cls_token"].size
         tensors["cls_token"] = tensors["cls_token"].reshape(1, 1, -1)
@@ -213,6 +215,7 @@ def _rename_big_vision(tensors: Tensors, dialect: Dialect) -> Tensors:
     renamed: Tensors = {}
     for name, x in tensors.items():
         if name.startswith(stacked) and x.ndim:
+            # the first axis is that of the blocks
             for i, block in enumerate(x):
                 block_name = f"Transformer/encoderblock_{i}/{name.removeprefix(stacked)}"
                 renamed[_replace(block_name, dialect.names)] = block
@@ -301,12 +304,14 @@ def _add_missing(tensors: Tensors) -> Tensors:
 def _split_positions(position: np.ndarray, registers: np.ndarray | None) -> Tensors:
     """Return positions of class token and patches alone, and registers that include their positions."""
     tokens = position.shape[1]
+    # 1 + n^2 positions include that of the class token
     if is_square(tokens - 1):
         return {}
     if is_square(tokens):
         return {"pos_embed": _with_class_token(position)}
     if registers is None or registers.ndim != 3:
         return {}
+    # positions of class token, registers and patches
     first_patch = 1 + registers.shape[1]
     if first_patch == 1 or not is_square(tokens - first_patch):
         return {}

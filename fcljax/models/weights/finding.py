@@ -134,6 +134,7 @@ def find(tensors: Tensors, part: str) -> NetworkInFile:
     if not families:
         raise InputError(_no_network(tensors))
     prefix = _choose_prefix(list(families), part)
+    # a network may lie inside another: the prefix "" contains all names of the file
     nested = tuple(other for other in families if other != prefix and other.startswith(prefix))
     network: Tensors = {}
     remaining: Tensors = {}
@@ -204,6 +205,7 @@ def _all_components(prefixes: Iterable[str]) -> set[str]:
 def _choose_prefix(prefixes: list[str], part: str) -> str:
     """Return the prefix of the network that `part` or a rule chooses."""
     candidates = _of_part(prefixes, part)
+    # each rule drops networks, unless it would drop all
     rules: tuple[Callable[[str], bool], ...] = (_is_optimiser, _is_averaged, _is_second(candidates))
     for rule in rules:
         preferred = [prefix for prefix in candidates if not rule(prefix)]

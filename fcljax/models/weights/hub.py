@@ -74,6 +74,7 @@ def _hub_snapshot(name: str) -> Path | None:
         revision = (root / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
+    # the name alone, so that a damaged ref cannot lead out of the cache
     return root / "snapshots" / Path(revision).name
 
 
@@ -96,6 +97,7 @@ def get_weights(name: str, data_dir: str | Path | None = None, console: Console 
             f"weights: {name!r} is not a name on the hub; expected ARCHITECTURE.TAG, as timm has them, or "
             "OWNER/NAME"
         )
+    # find_weights raises if no cache has the file
     with contextlib.suppress(InputError):
         cached = find_weights(name, data_dir)
         return Fetched(cached, sha256(cached), cached.stat().st_size)
@@ -106,6 +108,7 @@ def get_weights(name: str, data_dir: str | Path | None = None, console: Console 
     if archive is None:
         raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
     folder.mkdir(parents=True, exist_ok=True)
+    # the JSON files come first: a cache that has the weights must have all facts on them
     for sidecar in SIDECARS:
         if content := _download_json(f"{base}/{sidecar}", name):
             with atomic(folder / sidecar) as temporary:
@@ -121,6 +124,7 @@ def _archive(url: str, name: str) -> Archive | None:
         if answer is None:
             return None
         headers = answer.headers
+        # of large files the linked ETag is the sha256; the ETag is that of the redirection
         tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
         size = whole_number(headers.get("X-Linked-Size") or headers.get("Content-Length") or "")
         if not re.fullmatch("[0-9a-f]{64}", tag) or size is None:

@@ -224,6 +224,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
     naming = network.naming
     tensors = network.tensors
     dialect = network.dialect
+    # no tensor shows rotary positions: the family or a file beside it does
     if dialect.rotary and not facts.rotary_base:
         facts = facts._replace(rotary_base=DINOV3_BASE)
     if not dialect.rotary and naming.layout != "ours":
@@ -233,6 +234,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
         config = dataclasses.replace(config, activation=facts.activation or dialect.activation)
         if not facts.activation:
             assumptions.append(_assumed_activation(dialect))
+    # shapes of one block; `_recipes` repeats it
     shapes = _shapes(parameter_shapes(dataclasses.replace(config, depth=1)))
     outputs = _outputs(naming, tensors)
     if outputs is not None:
@@ -402,6 +404,7 @@ def _architecture(network: NamedViT, name: str | None, facts: TensorFacts) -> tu
     tensors = network.tensors
     width, depth, mlp, patch = sizes(network)
     norm = {_leaf(naming, naming.norm, leaf) for leaf in ("scale", "bias")}
+    # optional modules are looked for in the first block
     block = naming.block % 0
     pre_norm = _leaf(naming, NORM_PRE, "scale") in tensors
     epsilon = ViTConfig.epsilon
@@ -609,6 +612,7 @@ def _recipes(
     outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out, NORM_PRE: NORM_PRE}
     for name, shape in shapes.items():
         if name in arrays:
+            # torch and Google store tokens and positions as [1, tokens, width]
             leading = () if theirs.layout == "ours" else (1,) * (3 - len(shape))
             recipes[name] = _Recipe((arrays[name],), (*leading, *shape), shape, False)
             continue

@@ -150,6 +150,7 @@ def load_backbone(
     if file is None or network is None:
         file = checkpoints.read_checkpoint(packaged(name))
         network = find_network(file, options.part)
+    # from here on the network is a ViT
     loaded = load_vit(file, network, name, image_size, options)
     decoder = _decoder_in_file(loaded)
     notes = []
@@ -575,6 +576,7 @@ def _read_decoder(
     tensor_facts = _merge_facts(None, heads, facts.tensors)
     config, params, notes = naming.interpret_decoder(file.tensors, tensor_facts)
     epsilon = sidecars.object_of(file, "decoder").get("epsilon", config.epsilon)
+    # a decoder's file of fcljax states its epsilon
     config = dataclasses.replace(config, epsilon=sidecars.checked_epsilon(file, epsilon))
     if facts.pixels is None:
         notes = [*notes, "the decoder's file does not tell its pixel constants: the encoder's are assumed"]

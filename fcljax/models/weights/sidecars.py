@@ -72,7 +72,9 @@ def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkF
         keys = ("heads", "rotary_base", "epsilon")
         return _checked_facts(file, config, keys, decoder_heads, activation, _metadata_pixels(file), [])
     expected = {"width": width} if sizes is None else sizes._asdict()
+    # a folder can contain the configs of another checkpoint
     config, notes = _if_of_network("config.json", _vision(file.config), file.config, expected)
+    # a preprocessor beside the config of another network belongs to that network
     preprocessor = file.preprocessor if config or not file.config else {}
     clip, clip_notes = _if_of_network(
         "open_clip_config.json", _vision_tower(file.open_clip), file.open_clip, expected
@@ -148,6 +150,7 @@ def _vision_tower(open_clip: dict[str, Any]) -> dict[str, Any]:
 def _heads_of_tower(open_clip: dict[str, Any]) -> int | None:
     tower = _vision_tower(open_clip)
     width = tower.get("width")
+    # open_clip states the width of a head; 64 is its default
     head_width = tower.get("head_width", 64)
     if not isinstance(width, int) or not isinstance(head_width, int) or head_width < 1 or width % head_width:
         return None

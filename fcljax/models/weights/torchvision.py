@@ -109,6 +109,7 @@ def _rename(tensors: Tensors) -> Tensors:
 
 def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
     """Return the shape that names and kernels show, at the image size of its stem."""
+    # only DenseNets have the prefix "features."
     dense = any(name.startswith("features.") for name in tensors)
     kernel = tensors.get("features.conv0.weight" if dense else "conv1.weight")
     if kernel is None or kernel.ndim != 4 or kernel.shape[2] not in _STEMS:
@@ -129,6 +130,7 @@ def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
 def _count_blocks(tensors: Tensors, pattern: str) -> tuple[int, ...]:
     """Count the blocks of each stage; the pattern has the numbers of stage, from 1, and block."""
     blocks = {match.groups() for name in tensors if (match := re.match(pattern, name))}
+    # a stage that is missing counts 0 blocks, and the check of all shapes reports it
     stages = max(int(stage) for stage, _ in blocks)
     return tuple(sum(int(stage) == i for stage, _ in blocks) for i in range(1, stages + 1))
 
