@@ -104,7 +104,7 @@ def test_visible_patches_are_painted_where_they_count(here):
         cfg = config(here, f"visible{weight}", steps=100, lr=1.0, visible_weight=weight)
         pretrain_decoder(cfg)
         plan, encoder, images = prepared(cfg)
-        seen, masking = module._held_out(plan, jax.tree.map(jnp.asarray, images.held_out), jnp.int32(0))
+        seen, masking = module._held_out_views(plan, jax.tree.map(jnp.asarray, images.held_out), jnp.int32(0))
         decoder = load(here, f"visible{weight}").decoder.params
         patches = module._reconstruct(plan, encoder, decoder, seen, masking)
         errors[weight] = float(reconstruction_loss(patches, seen, ~masking.masked))
@@ -114,7 +114,7 @@ def test_visible_patches_are_painted_where_they_count(here):
 def test_every_parameter_but_the_fixed_positions_is_trained(here, first):
     plan = prepared(config(here))[0]
     trained = safetensors.numpy.load_file(here / "first.safetensors")
-    initial = flatten_dict({"decoder": module._start(plan).params}, sep=".")
+    initial = flatten_dict({"decoder": module._initial_state(plan).params}, sep=".")
     still = [name for name, x in initial.items() if np.array_equal(trained[name], np.asarray(x, np.float16))]
     assert still == ["decoder.pos"]
 
@@ -181,7 +181,7 @@ def test_mixed_precision_keeps_parameters_and_loss_in_float32(here):
     plan, encoder, images = prepared(config(here, dtype="bfloat16"))
     assert plan.decoder.dtype == plan.encoder.dtype == "bfloat16"
     state, loss = module._step(
-        plan, encoder, module._start(plan), images.batch(0), module.Moment(0, 0, np.float32(1))
+        plan, encoder, module._initial_state(plan), images.batch(0), module.StepPosition(0, 0, np.float32(1))
     )
     kinds = {x.dtype.name for x in jax.tree.leaves((state.params, state.curve, loss))}
     assert kinds == {"float32"} and np.isfinite(loss)
@@ -196,7 +196,13 @@ def test_masks_and_crops_are_new_in_every_step(here):
     def losses(plan):
         step = functools.partial(module._step, plan, encoder)
         return [
-            float(step(module._start(plan), module.Shown(image), module.Moment(i, 0, np.float32(1)))[1])
+            float(
+                step(
+                    module._initial_state(plan),
+                    module.StoredImages(image),
+                    module.StepPosition(i, 0, np.float32(1)),
+                )[1]
+            )
             for i in (0, 1, 0)
         ]
 
@@ -267,7 +273,9 @@ def test_the_validation_loss_does_not_depend_on_batches(here):
     losses = []
     for batch in (8, 3):
         plan, encoder, images = prepared(config(here, batch_size=batch, validate=8))
-        losses.append(module.validation_loss(plan, encoder, module._start(plan).params, images.held_out))
+        losses.append(
+            module.validation_loss(plan, encoder, module._initial_state(plan).params, images.held_out)
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -276,16 +284,18 @@ def test_the_mean_patch_by_hand(here):
     plan = plan._replace(preprocess=dataclasses.replace(plan.preprocess, margin=1.0))
     image = np.zeros((2, 8, 8, 3), np.uint8)
     image[1] = 255  # -1 and 1 around a mean of 0
-    assert module.baseline_loss(plan, module.Shown(image)) == pytest.approx(1.0)
+    assert module.baseline_loss(plan, module.StoredImages(image)) == pytest.approx(1.0)
     image[:, :4] = 100  # places that are alike in all images can be guessed
     expected = hidden(plan)[:, 2:].sum() / 6  # three of each image's four patches are hidden
-    assert module.baseline_loss(plan, module.Shown(image)) == pytest.approx(expected)
+    assert module.baseline_loss(plan, module.StoredImages(image)) == pytest.approx(expected)
 
 
 def hidden(plan):
     """Which of the four patches are hidden, of two images."""
     return np.asarray(
-        module._held_out(plan, module.Shown(jnp.zeros((2, 8, 8, 3), jnp.uint8)), jnp.int32(0))[1].masked
+        module._held_out_views(plan, module.StoredImages(jnp.zeros((2, 8, 8, 3), jnp.uint8)), jnp.int32(0))[
+            1
+        ].masked
     )
 
 

@@ -7,6 +7,7 @@ pieces are computed in turn, the backward pass recomputes each: one more forward
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,42 +20,85 @@ from fcljax.models.vit import merge_injection, split_injection
 from fcljax.types import Autoencoder, Features, Network, PyTree
 
 
+# divide(function, shared, batch) -> function(shared, batch) of leaves [n, ...], computed in pieces of n
+Divide = Callable[[Callable[[PyTree, PyTree], PyTree], PyTree, PyTree], Any]
+
+
 def in_microbatches(network: Network, size: int) -> Network:
     """Return the network, computing at most `size` images at a time."""
 
-    def apply(
-        params: PyTree, image: Array, injection: PyTree, train: bool, mask: Array | None = None
-    ) -> tuple[Features, PyTree]:
+    def is_whole(image: Array, train: bool) -> bool:
         if network.split and train:
             raise InputError(
                 f"microbatch: {size} is not honoured by a network that trains on the statistics of its whole "
                 "batch; leave it out"
             )
-        if len(image) <= size:
+        return len(image) <= size
+
+    def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
+        return in_pieces(lambda piece: function(shared, piece), batch, size)
+
+    return _divided_network(network, divide, is_whole)
+
+
+def on_batch_devices(network: Network) -> Network:
+    """Return the network, dividing images evenly among the devices that share a client's batch.
+
+    Every device gets the features of all images and the gradients of all parameters, and does the rest of
+    a step by itself. A network that trains on the statistics of its batch computes all of it on each.
+    """
+
+    def is_whole(image: Array, train: bool) -> bool:
+        return len(image) < sharing_batch() or sharing_batch() == 1 or bool(network.split and train)
+
+    def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
+        return function(shared, batch) if sharing_batch() == 1 else _on_devices(function, shared, batch)
+
+    return _divided_network(network, divide, is_whole)
+
+
+def _divided_network(network: Network, divide: Divide, is_whole: Callable[[Array, bool], bool]) -> Network:
+    """Return the network, whose images are divided unless is_whole(images, train)."""
+
+    def apply(
+        params: PyTree, image: Array, injection: PyTree, train: bool, mask: Array | None = None
+    ) -> tuple[Features, PyTree]:
+        if is_whole(image, train):
             return network.apply(params, image, injection, train, mask)
-        of_images, shared = split_injection(injection)
+        of_images, shared_injection = split_injection(injection)
 
-        def piece(batch: tuple[Array, PyTree]) -> Features:
-            images, piece_injection = batch
-            features, _ = network.apply(params, images, merge_injection(piece_injection, shared), train, None)
-            return features._replace(taps={})  # else the blocks of all pieces would stay in memory
+        def part(shared: PyTree, batch: PyTree) -> Features:
+            params, injection = shared
+            images, part_injection = batch
+            injection = merge_injection(part_injection, injection)
+            features, _ = network.apply(params, images, injection, train, None)
+            return features._replace(taps={})  # else memory would hold the blocks of all images
 
-        return in_pieces(piece, (image, of_images), size), params
+        return divide(part, (params, shared_injection), (image, of_images)), params
 
     pair = network.autoencoder
-    return network._replace(apply=apply, autoencoder=pair and _autoencoder_in_microbatches(pair, size))
+    return network._replace(apply=apply, autoencoder=pair and _divided_autoencoder(pair, divide))
 
 
-def _autoencoder_in_microbatches(pair: Autoencoder, size: int) -> Autoencoder:
+def _divided_autoencoder(pair: Autoencoder, divide: Divide) -> Autoencoder:
     def encode(params: PyTree, image: Array, keep: Array) -> Array:
-        return in_pieces(lambda batch: pair.encode(params, *batch), (image, keep), size)
+        return divide(lambda params, batch: pair.encode(params, *batch), params, (image, keep))
 
     def decode(decoder: PyTree, latent: Array, restore: Array, prompt: Array | None = None) -> Array:
         if prompt is not None and prompt.ndim == 3:  # a prompt for each image
-            return in_pieces(lambda batch: pair.decode(decoder, *batch), (latent, restore, prompt), size)
-        return in_pieces(lambda batch: pair.decode(decoder, *batch, prompt), (latent, restore), size)
+            batch = (latent, restore, prompt)
+            return divide(lambda decoder, batch: pair.decode(decoder, *batch), decoder, batch)
+
+        def part(shared: PyTree, batch: PyTree) -> Array:
+            decoder, prompt = shared
+            return pair.decode(decoder, *batch, prompt)
+
+        return divide(part, (decoder, prompt), (latent, restore))
 
     return pair._replace(encode=encode, decode=decode)
+
+
+# ---- in turn -----------------------------------------------------------------------------------------------
 
 
 def in_pieces(function: Callable[[PyTree], PyTree], batch: PyTree, size: int) -> PyTree:
@@ -86,70 +130,20 @@ def _pad_first_axis(x: Array, length: int) -> Array:
 # ---- several devices ---------------------------------------------------------------------------------------
 
 
-def on_batch_devices(network: Network) -> Network:
-    """Return the network, dividing images evenly among the devices that share a client's batch.
-
-    Every device gets the features of all images and the gradients of all parameters, and does the rest of
-    a step by itself. A network that trains on the statistics of its batch computes all of it on each.
-    """
-
-    def apply(
-        params: PyTree, image: Array, injection: PyTree, train: bool, mask: Array | None = None
-    ) -> tuple[Features, PyTree]:
-        if len(image) < sharing_batch() or sharing_batch() == 1 or (network.split and train):
-            return network.apply(params, image, injection, train, mask)
-        of_images, shared_injection = split_injection(injection)
-
-        def part(shared: PyTree, batch: PyTree) -> Features:
-            params, injection = shared
-            images, part_injection = batch
-            features, _ = network.apply(
-                params, images, merge_injection(part_injection, injection), train, None
-            )
-            return features._replace(taps={})  # else devices would exchange the blocks of all images
-
-        return _divided(part, (params, shared_injection), (image, of_images)), params
-
-    pair = network.autoencoder
-    return network._replace(apply=apply, autoencoder=pair and _autoencoder_on_batch_devices(pair))
-
-
-def _autoencoder_on_batch_devices(pair: Autoencoder) -> Autoencoder:
-    def encode(params: PyTree, image: Array, keep: Array) -> Array:
-        if sharing_batch() == 1:
-            return pair.encode(params, image, keep)
-        return _divided(lambda params, batch: pair.encode(params, *batch), params, (image, keep))
-
-    def decode(decoder: PyTree, latent: Array, restore: Array, prompt: Array | None = None) -> Array:
-        if sharing_batch() == 1:
-            return pair.decode(decoder, latent, restore, prompt)
-        if prompt is not None and prompt.ndim == 3:  # a prompt for each image
-            batch = (latent, restore, prompt)
-            return _divided(lambda decoder, batch: pair.decode(decoder, *batch), decoder, batch)
-
-        def part(shared: PyTree, batch: PyTree) -> Array:
-            decoder, prompt = shared
-            return pair.decode(decoder, *batch, prompt)
-
-        return _divided(part, (decoder, prompt), (latent, restore))
-
-    return pair._replace(encode=encode, decode=decode)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divided(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
+def _on_devices(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
     """Compute function(shared, batch) of leaves [n, ...], with each device taking its part of n."""
     return _gather(function(shared, _part_of_device(batch)), _batch_size(batch))
 
 
-def _divided_forward(
+def _on_devices_forward(
     function: Callable, shared: PyTree, batch: PyTree
 ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
     results, pullback = jax.vjp(function, shared, _part_of_device(batch))
     return _gather(results, _batch_size(batch)), (pullback, batch)
 
 
-def _divided_backward(_function: Callable, saved: tuple, gradient: PyTree) -> tuple[PyTree, PyTree]:
+def _on_devices_backward(_function: Callable, saved: tuple, gradient: PyTree) -> tuple[PyTree, PyTree]:
     """Return the gradients of shared and batch.
 
     Every device has the gradient of all results; its part of it gives its part of both gradients.
@@ -170,7 +164,7 @@ def _divided_backward(_function: Callable, saved: tuple, gradient: PyTree) -> tu
     return jax.tree.map(sum_over_devices, grad_shared), jax.tree.map(gather_gradient, grad_part, batch)
 
 
-_divided.defvjp(_divided_forward, _divided_backward)
+_on_devices.defvjp(_on_devices_forward, _on_devices_backward)
 
 
 def _batch_size(batch: PyTree) -> int:

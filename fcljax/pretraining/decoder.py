@@ -447,12 +447,16 @@ def _train(
     return state
 
 
-def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
-    """Return the state of the newest checkpoint, or the initial state, and the number of steps done."""
+def _initial_state(plan: DecoderPlan) -> DecoderState:
     init_key, _training_key = _keys(plan.config.seed)
     params = init_decoder(init_key, plan.decoder)
     curve = jnp.zeros((2, min(plan.steps, _MOST_POINTS)))
-    state = DecoderState(params, _optimiser(plan).init(params), curve)
+    return DecoderState(params, _optimiser(plan).init(params), curve)
+
+
+def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
+    """Return the state of the newest checkpoint, or the initial state, and the number of steps done."""
+    state = _initial_state(plan)
     snapshot = checkpoint.latest(manager, state)
     if snapshot is None:
         return state, 0
