@@ -19,7 +19,6 @@ from fcljax.mesh import BATCH, sharing_batch
 from fcljax.models.vit import merge_injection, split_injection
 from fcljax.types import Autoencoder, Features, Network, PyTree
 
-
 # divide(function, shared, batch) -> function(shared, batch) of leaves [n, ...], computed in pieces of n
 Divide = Callable[[Callable[[PyTree, PyTree], PyTree], PyTree, PyTree], Any]
 
