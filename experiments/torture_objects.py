@@ -345,7 +345,7 @@ def _clients(rng: random.Random, folder: Path) -> Call:
 
     users = {f"u{k}": {"x": [[k, i] for i in range(3)], "y": [k] * 3} for k in range(3)}
     leaf = rng.random() < 0.5
-    content: dict[str, Any] = dict(users)
+    content: dict[str, Any] = users
     if leaf:
         content = {"users": list(users), "num_samples": [3] * 3, "user_data": users}
     right = rng.random() < 0.2

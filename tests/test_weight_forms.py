@@ -3,6 +3,7 @@
 The class tokens of tests/golden/make_forms.py are those of the source libraries.
 """
 
+import itertools
 import json
 import shutil
 
@@ -87,6 +88,27 @@ def test_clip_under_timm_s_names_says_that_its_activation_is_assumed(tmp_path):
     loaded = load(path)
     assert loaded.config.activation == "quick_gelu"
     assert not any("activation" in note for note in loaded.notes)
+
+
+def test_the_layer_scale_of_open_clip_multiplies_what_each_layer_adds(tmp_path):
+    """The oracle has the scales in the weights and biases of the layers' last products."""
+    tensors = load_file(FOLDER / "vit_openai_clip.safetensors")
+    folded = dict(tensors)
+    scaled = dict(tensors)
+    rng = np.random.default_rng(0)
+    for block, (number, product) in itertools.product((0, 1), ((1, "attn.out_proj"), (2, "mlp.c_proj"))):
+        layer = f"visual.transformer.resblocks.{block}"
+        weight, bias = f"{layer}.{product}.weight", f"{layer}.{product}.bias"
+        gamma = rng.normal(size=24).astype(np.float32)
+        scaled[f"{layer}.ls_{number}.gamma"] = gamma
+        folded[weight] = tensors[weight] * gamma[:, None]
+        folded[bias] = tensors[bias] * gamma
+    save_file(scaled, tmp_path / "scaled.safetensors")
+    save_file(folded, tmp_path / "folded.safetensors")
+    one, other = (load(tmp_path / f"{name}.safetensors") for name in ("scaled", "folded"))
+    expected = encode(other.config, other.params, IMAGE).cls
+    agree(encode(one.config, one.params, IMAGE).cls, expected)
+    assert one.config.layer_scale and not other.config.layer_scale
 
 
 # ---- a family only with all that it must have --------------------------------------------------------------

@@ -66,6 +66,7 @@ _CLIP = (
     (r"transformer\.resblocks\.(\d+)\.attn\.in_proj_", r"blocks.\1.attn.qkv."),
     (r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.", r"blocks.\1.attn.proj."),
     (r"transformer\.resblocks\.(\d+)\.ln_([12])\.", r"blocks.\1.norm\2."),
+    (r"transformer\.resblocks\.(\d+)\.ls_([12])\.gamma$", r"blocks.\1.ls\2.weight"),  # of open_clip
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.", r"blocks.\1.mlp.fc1."),
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.", r"blocks.\1.mlp.fc2."),
 )
