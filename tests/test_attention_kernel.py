@@ -103,7 +103,7 @@ def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip)
     """One block, forwards and backwards; the last one has the query of the class token alone."""
     assert lowered(AttentionKernel(chip), chip=chip) == 2
     others = lowered(AttentionKernel(), chip=chip), lowered(AttentionKernel(chip), "float32", chip=chip)
-    assert [*others, lowered(AttentionKernel(chip, each=True), chip=chip)] == [0, 0, 0]
+    assert [*others, lowered(AttentionKernel(chip, single_device=True), chip=chip)] == [0, 0, 0]
 
 
 def test_a_jax_without_pallas_for_triton_has_xlas_attention_on_a_gpu(monkeypatch):
@@ -137,11 +137,11 @@ def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
 
 
 def test_where_there_are_several_devices_only_what_each_computes_by_itself_has_the_kernel():
-    assert lowered(AttentionKernel("tpu", each=True), mesh=abstract_mesh(2)) == 2
+    assert lowered(AttentionKernel("tpu", single_device=True), mesh=abstract_mesh(2)) == 2
     assert kernel_on(Machine("cpu")) == kernel_on(Machine("METAL")) == AttentionKernel()
     for chip in ("tpu", "gpu"):
         assert kernel_on(Machine(chip)) == AttentionKernel(chip)
-        assert kernel_on(Machine(chip, mesh_of(jax.devices()))) == AttentionKernel(chip, each=True)
+        assert kernel_on(Machine(chip, mesh_of(jax.devices()))) == AttentionKernel(chip, single_device=True)
 
 
 @pytest.mark.parametrize(("capability", "chip"), [("9.0", "gpu"), ("8.9", "none"), ("gfx942", "none")])

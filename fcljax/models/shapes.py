@@ -16,7 +16,7 @@ class AttentionKernel(NamedTuple):
 
     chip: ChipKind = "none"
     """The chip that the kernel is written for."""
-    each: bool = False
+    single_device: bool = False
     """Use it only in programs that one device runs by itself (`mesh.on_each`): XLA cannot divide it over
     several devices."""
 

@@ -212,7 +212,7 @@ class Attention(nn.Module):
             v = jnp.concatenate([v, self._by_head(prefix.value.astype(c.dtype))], axis=2)
 
         # XLA cannot divide the kernel over several devices
-        chip = c.kernel.chip if by_itself() or not c.kernel.each else "none"
+        chip = c.kernel.chip if by_itself() or not c.kernel.single_device else "none"
         attended = rearrange(attention(q, k, v, chip), "b h n d -> b n (h d)")
         return dense(c.width, c.dtype, "proj")(attended)
 
@@ -311,8 +311,10 @@ NOTHING_JOINS = Joins()
 class Block(nn.Module):
     """One transformer block.
 
-    x += ls1 attention(norm1(x)), then x += ls2 fc2(gelu(fc1(norm2(x)))). It returns the first `queries`
-    tokens; the others serve as keys and values only.
+        x = x + ls1 attention(norm1(x))
+        x = x + ls2 fc2(gelu(fc1(norm2(x))))
+
+    It returns the first `queries` tokens; the others serve as keys and values only.
     """
 
     config: ViTConfig
@@ -327,6 +329,7 @@ class Block(nn.Module):
         norm2 = _norm(c, "norm2", c.dtype)
         if prompt is not None:
             prompt = norm1(prompt)
+        # sums are float32; the residual stream has the compute type
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
         hidden = HiddenLayer(c, name="fc1")(norm2(x))

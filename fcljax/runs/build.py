@@ -216,9 +216,9 @@ def kernel_on(machine: Machine) -> AttentionKernel:
     """Which programs compute attention in one kernel: those of TPUs and of NVIDIA's large GPUs."""
     several = machine.mesh is not None
     if machine.backend == "tpu":
-        return AttentionKernel("tpu", each=several)
+        return AttentionKernel("tpu", single_device=several)
     if machine.backend == "gpu" and _holds_kernel():
-        return AttentionKernel("gpu", each=several)
+        return AttentionKernel("gpu", single_device=several)
     return NO_KERNEL
 
 
