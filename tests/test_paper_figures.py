@@ -98,7 +98,7 @@ def test_the_papers_line_is_dashed_in_the_colour_of_ours():
     [
         ({"rows": [{"method": "linear"}]}, "tables.figure1.rows: it has those of 'table1'"),
         ({"of": "table2"}, "tables.figure1.of: unknown value 'table2'"),
-        ({"of": None}, "tables.figure1: give rows, metrics and upload, or inherit them"),
+        ({"of": None}, "tables.figure1: give rows, metrics and upload, or inherit them with of: TABLE"),
         ({"of": "figure1"}, "tables.figure1.of: it has those of 'figure1'"),
     ],
 )

@@ -369,7 +369,7 @@ def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsy
     assert cli.main([*OF_FOLDER, "x", "table1", "--seeds", "3", "--out", "out"]) == 0
     said, out = capsys.readouterr().out, Path("out")
     text = (out / "table.md").read_text()
-    assert "| linear | A\\_avg (%) | 40.00 ± 1.00 | 40.00 ± 0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
+    assert "| linear | A\\_avg (%) | 40.00±1.00 | 40.00±0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
     assert "Of 1 pairs of rows that the paper orders by a clear gap 1 are ordered alike here." in text
     assert "Of 1 pairs" in said and "a slow one learns less" in said and "mini scale" in said
     found = json.loads((out / "table.json").read_text())

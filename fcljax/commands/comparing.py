@@ -1,4 +1,4 @@
-"""`fcljax compare RUN_DIR...`."""
+"""Run the command `fcljax compare RUN_DIR...`."""
 
 import dataclasses
 from pathlib import Path
@@ -20,8 +20,18 @@ class CompareOptions:
     """File of the figure: .png, .pdf or .svg."""
 
 
+def warn_of_changes(folders: list[str]) -> None:
+    """Print a line about each file of the runs that is not as its run wrote it."""
+    from fcljax.results.run_folder import changed_files, run_folders
+
+    for folder in folders:
+        for run in run_folders(folder):
+            for line in changed_files(run):
+                say(Console(stderr=True), line)
+
+
 def compare(arguments: list[str]) -> int:
-    """`fcljax compare RUN_DIR... [--out FIGURE]`."""
+    """Run `fcljax compare RUN_DIR... [--out FIGURE]`."""
     about = "Compare finished runs: tables, a figure and an HTML report."
     words = Words("RUN_DIR...")
     folders, options = parsed(CompareOptions(), arguments, ["compare"], about, words)
@@ -30,11 +40,14 @@ def compare(arguments: list[str]) -> int:
 
     from fcljax.results import figures, page
     from fcljax.results.comparison import compare as compare_runs
-    from fcljax.results.run_folder import changed_files, run_folders
 
-    out = options.out or Path(folders[0]).parent / "accuracy.png"
-    html = Path(out).with_suffix(".html") if options.out else Path(out).with_name(page.NAME)
-    if html == Path(out):
+    if options.out:
+        out = Path(options.out)
+        html = out.with_suffix(".html")
+    else:
+        out = Path(folders[0]).parent / "accuracy.png"
+        html = out.with_name(page.NAME)
+    if html == out:
         raise InputError(
             f"out: {str(out)!r} is the report's name, and --out names the figure; "
             f"nearest: {str(html.with_suffix('.png'))!r}"
@@ -46,8 +59,7 @@ def compare(arguments: list[str]) -> int:
         )
     tables, figure = compare_runs(folders, out)
     console = Console()
-    for line in (line for each in folders for run in run_folders(each) for line in changed_files(run)):
-        say(Console(stderr=True), line)
+    warn_of_changes(folders)
     for table in tables:
         console.print(table)
     say(console, f"accuracy curve: {figure}")

@@ -1,4 +1,4 @@
-"""`fcljax completion bash|zsh|fish`: a script with which the shell asks `fcljax` what may come next."""
+"""Run the command `fcljax completion bash|zsh|fish`: a script for completion in the shell."""
 
 from fcljax.commands.arguments import Words, parse
 from fcljax.errors import InputError, choose
@@ -7,7 +7,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def completion(arguments: list[str]) -> int:
-    """`fcljax completion bash|zsh|fish`: prints the script for that shell.
+    """Run `fcljax completion bash|zsh|fish`: print the script for that shell.
 
     Raises:
       InputError: for another shell.

@@ -1,23 +1,21 @@
-"""`fcljax data list | prepare | show`."""
+"""Run the commands `fcljax data list`, `prepare` and `show`."""
 
 import dataclasses
 
 from rich.console import Console
-from rich.table import Table
 
 from fcljax import config
 from fcljax.commands.arguments import Words, datasets, new_folder, parse, parsed, print_rows, slug
 from fcljax.errors import InputError, Value, choose
 from fcljax.options import option, replaced
-from fcljax.terminal import add_row, plain_text
+from fcljax.terminal import add_row, new_table
 
 
 def data(arguments: list[str]) -> int:
-    """`fcljax data list | prepare NAME | show NAME [options]`."""
+    """Run `fcljax data list | prepare NAME | show NAME [options]`."""
     if not arguments or arguments[0].startswith("-"):
-        parse(
-            {}, arguments, ["data"], "Data sets.", Words(" | ".join(SUBCOMMANDS), tuple(SUBCOMMANDS), False)
-        )
+        words = Words(" | ".join(SUBCOMMANDS), tuple(SUBCOMMANDS), False)
+        parse({}, arguments, ["data"], "Data sets.", words)
         raise InputError(f"data: no command given; choose from: {', '.join(SUBCOMMANDS)}")
     return SUBCOMMANDS[choose("data", arguments[0], SUBCOMMANDS)](arguments[1:])
 
@@ -52,8 +50,8 @@ def _data_list(arguments: list[str]) -> int:
 
     from fcljax.data.files.sources import data_folder, known_datasets
 
-    title = plain_text(f"data sets in {data_folder(options.data_dir)}")
-    table = Table("name", "what it is", "state", title=title)
+    title = f"data sets in {data_folder(options.data_dir)}"
+    table = new_table("name", "what it is", "state", title=title)
     for row in known_datasets(options.data_dir):
         add_row(table, *row)
     Console().print(table)
@@ -61,12 +59,8 @@ def _data_list(arguments: list[str]) -> int:
 
 
 def _data_prepare(arguments: list[str]) -> int:
-    options = _named(
-        PrepareOptions(),
-        arguments,
-        "prepare",
-        "Download a data set where possible, decode it once and check it.",
-    )
+    about = "Download a data set where possible, decode it once and check it."
+    options = _named(PrepareOptions(), arguments, "prepare", about)
 
     from fcljax.data.files.sources import prepare
     from fcljax.runs.inputs import image_options
@@ -96,7 +90,7 @@ def _data_show(arguments: list[str]) -> int:
 
 
 def _named(options: Value, arguments: list[str], command: str, about: str) -> Value:
-    """The options after a data set's name, and the name as one of them."""
+    """Parse a data set's name and the options after it; the name becomes one of them."""
     words = Words("NAME", tuple(datasets()))
     names, filled = parsed(options, arguments, ["data", command], about, words)
     if len(names) != 1:

@@ -1,15 +1,14 @@
-"""`fcljax doctor`: what a run would need of this machine, and what to do about what is missing."""
+"""Run the command `fcljax doctor`: what a run needs of this machine, and how to get what is missing."""
 
 import dataclasses
 import json
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
 
 from fcljax.commands.arguments import Words, parsed
 from fcljax.options import option
-from fcljax.terminal import add_row, say
+from fcljax.terminal import add_row, new_table, say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class DoctorOptions:
 
 
 def doctor(arguments: list[str]) -> int:
-    """`fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
+    """Run `fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
     about = "Check that a run can start on this machine, and print the command for what is missing."
     words = Words("[CHECKPOINT...]")
     checkpoints, options = parsed(DoctorOptions(), arguments, ["doctor"], about, words)
@@ -31,16 +30,22 @@ def doctor(arguments: list[str]) -> int:
     from fcljax.checks.doctor import examine, healthy
 
     findings = examine(checkpoints, options.data_dir)
-    well = healthy(findings)
+    is_healthy = healthy(findings)
+    exit_code = 0 if is_healthy else 1
     console = Console()
     if options.json:
-        print(json.dumps({"healthy": well, "findings": [each._asdict() for each in findings]}, indent=2))
-        return 0 if well else 1
+        values = [finding._asdict() for finding in findings]
+        print(json.dumps({"healthy": is_healthy, "findings": values}, indent=2))
+        return exit_code
     for section, members in groupby(findings, lambda finding: finding.section):
-        table = Table("", "", "found", "to do", title=section, title_justify="left", show_header=False)
-        for each in members:
-            add_row(table, each.name, each.state, each.value, each.advice)
+        table = new_table("", "", "found", "to do", title=section)
+        table.show_header = False
+        for finding in members:
+            add_row(table, finding.name, finding.state, finding.value, finding.advice)
         console.print(table)
-    failed = [f"{each.section}: {each.name}" for each in findings if each.state == "failed"]
-    say(console, "a run can start: fcljax run fppl" if well else f"no run can start: {', '.join(failed)}")
-    return 0 if well else 1
+    if is_healthy:
+        say(console, "a run can start: fcljax run fppl")
+    else:
+        failed = [f"{finding.section}: {finding.name}" for finding in findings if finding.state == "failed"]
+        say(console, f"no run can start: {', '.join(failed)}")
+    return exit_code

@@ -1,4 +1,4 @@
-"""`fcljax leaderboard FILE.yaml`."""
+"""Run the command `fcljax leaderboard FILE.yaml`."""
 
 import dataclasses
 import shlex
@@ -35,7 +35,7 @@ class LeaderboardOptions(ProgramOptions):
 
 
 def leaderboard(arguments: list[str]) -> int:
-    """`fcljax leaderboard FILE.yaml [options]`: exit code 1 if a method lacks runs."""
+    """Run `fcljax leaderboard FILE.yaml [options]`; exit code 1 if a method lacks runs."""
     about = "Compare methods with the same network, data, rounds and search of learning rates."
     words = Words("FILE.yaml")
     files, options = parsed(LeaderboardOptions(), arguments, ["leaderboard"], about, words)
@@ -62,28 +62,32 @@ def leaderboard(arguments: list[str]) -> int:
     ways = Ways([None] * options.jobs, options=passed_on(options))
     with signals.advised(lambda: f"resume with: {again}" if (out / work.PLAN).exists() else ""):
         rows = work.run(entries, out, options.resume is not None, ways, command, Console(stderr=True))
-    for table in work.shown(rows):
+    for table in work.terminal_tables(rows):
         console.print(table)
     say(console, f"page: {out / work.TEXT}")
     return int(bool(work.missing(rows)))
 
 
 def _base(text: str) -> dict[str, str]:
-    """The options that `--base` names, with their values as text.
+    """Parse `--base`: option -> its value as text.
 
     Raises:
       InputError: for a part that is no NAME=VALUE.
     """
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    wrong = next((name for name, equals, value in pairs if not (name and equals and value)), None)
-    if wrong is not None:
-        raise InputError(f"base: {wrong!r} is not OPTION=VALUE, such as alpha=0.05")
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise InputError(f"base: {name!r} is not OPTION=VALUE, such as alpha=0.05")
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
 
 
 def _command(file: str, options: LeaderboardOptions) -> str:
-    """The command without its folder."""
+    """Return the command without its folder."""
     words = ["fcljax", "leaderboard", file]
-    words += ["--methods", options.methods] if options.methods else []
-    words += ["--base", options.base] if options.base else []
-    return shlex.join([*words, *(["--allow-code"] if options.allow_code else [])])
+    if options.methods:
+        words += ["--methods", options.methods]
+    if options.base:
+        words += ["--base", options.base]
+    if options.allow_code:
+        words.append("--allow-code")
+    return shlex.join(words)

@@ -1,20 +1,18 @@
-"""`fcljax list`: what can be named on the command line."""
+"""Run the command `fcljax list`: what can be named on the command line."""
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fcljax.commands.arguments import parse
-from fcljax.terminal import add_row, plain_text
+from fcljax.terminal import add_row, new_table
 
 
 def list_(arguments: list[str]) -> int:
-    """`fcljax list`: what can be named on the command line, and what does not go together."""
-    parse(
-        {}, arguments, ["list"], "List methods, adapters, data sets, backbones and incompatible combinations."
-    )
+    """Run `fcljax list`: what can be named on the command line, and what does not go together."""
+    about = "List methods, adapters, data sets, backbones and incompatible combinations."
+    parse({}, arguments, ["list"], about)
 
     from fcljax.adapters import ADAPTERS
     from fcljax.data.files.names import DATASETS
@@ -28,45 +26,42 @@ def list_(arguments: list[str]) -> int:
         + ("weights are packaged" if name in PACKAGED else "needs --checkpoint")
         for name, vit in VITS.items()
     } | {
-        name: f"features of width {each.width}, {each.image_size} px; random values without --checkpoint"
-        for name, each in CONVNETS.items()
+        name: f"features of width {net.width}, {net.image_size} px; random values without --checkpoint"
+        for name, net in CONVNETS.items()
     }
     backbones["NAME.TAG or OWNER/NAME"] = "weights of timm or the hub; `fcljax weights get` downloads them"
     methods = [(name, entry.adapter, entry.summary) for name, entry in METHODS.items()]
     adapters = {name: entry.summary for name, entry in ADAPTERS.items()}
-    excluded = [
-        (name, f"--adapter {', '.join(a for a, each in entry.excludes.items() if each == why)}", why)
-        for name, entry in METHODS.items()
-        for why in dict.fromkeys(entry.excludes.values())
-    ]
-    merging = [(name, "--aggregator", f"{e.merges}: mean alone") for name, e in METHODS.items() if e.merges]
+    incompatible = []
+    for name, entry in METHODS.items():
+        adapters_by_reason: dict[str, list[str]] = {}
+        for adapter, why in entry.excludes.items():
+            adapters_by_reason.setdefault(why, []).append(adapter)
+        for why, excluded in adapters_by_reason.items():
+            incompatible.append((name, f"--adapter {', '.join(excluded)}", why))
+    for name, entry in METHODS.items():
+        if entry.merges:
+            incompatible.append((name, "--aggregator", f"{entry.merges}: mean alone"))
     console = Console()
     console.print(_listing("methods", methods, ("method", "adapter", "what it is")))
-    plain = {
+    by_title = {
         "adapters": adapters,
         "data sets": DATASETS,
         "backbones": backbones,
         "pipelines": PIPELINES,
         "attacks": ATTACKS,
     }
-    for title, rows in plain.items():
+    for title, rows in by_title.items():
         console.print(_listing(title, list(rows.items())))
-    console.print(_listing("incompatible combinations", [*excluded, *merging], ("method", "with", "why")))
+    console.print(_listing("incompatible combinations", incompatible, ("method", "with", "why")))
     return 0
 
 
 def _listing(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> Table:
-    """A table without lines whose names are never broken; the last column takes the rest of the width."""
-    table = Table(
-        title=plain_text(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_header=any(columns),
-    )
-    for index, name in enumerate(columns):
-        table.add_column(name, no_wrap=index == 0)
+    """Return a table whose names are never broken; the last column takes the rest of the width."""
+    table = new_table(*columns, title=title)
+    table.show_header = any(columns)
+    table.columns[0].no_wrap = True
     for row in rows:
         add_row(table, *row)
     return table

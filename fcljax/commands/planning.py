@@ -1,16 +1,15 @@
-"""`fcljax plan`: what a run would need of a chip that is not here."""
+"""Run the command `fcljax plan`: what a run needs of a chip that is not here."""
 
 import dataclasses
 import json
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fcljax.commands.running import read_alone, settings, taken
 from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
-from fcljax.terminal import add_row, say
+from fcljax.terminal import add_row, new_table, say
 
 IN_PRACTICE = (
     "in practice expect 2.5 times as long: FPPL's rounds took that on an H200 (docs/accelerators.md)"
@@ -37,7 +36,7 @@ class PlanOptions:
 
 
 def plan(arguments: list[str]) -> int:
-    """`fcljax plan METHOD --chip CHIP [options]`; exit code 2 if it does not fit."""
+    """Run `fcljax plan METHOD --chip CHIP [options]`; exit code 2 if it does not fit."""
     given, paths = read_alone(arguments, "plan", {"plan": PlanOptions()})
     options = taken(PlanOptions(), given)
     check_ranges(options)
@@ -53,29 +52,30 @@ def plan(arguments: list[str]) -> int:
 
     choose("chip", options.chip, CHIPS)
     stand = planned.Stand(options.images, options.classes, options.side) if options.images else None
-    wanted = settings(arguments[0], given, paths)
+    run_settings = settings(arguments[0], given, paths)
     if options.chips:
-        exp, state = planned.many_chips(wanted, options.chip, options.chips, stand)
+        exp, state = planned.many_chips(run_settings, options.chip, options.chips, stand)
         return _show_state(exp, state, options)
-    found = planned.plan(wanted, options.chip, stand)
+    estimate = planned.plan(run_settings, options.chip, stand)
     if options.json:
-        print(json.dumps(_plain(found), indent=2))
+        print(json.dumps(_plain(estimate), indent=2))
         return 0
     console = Console()
-    table = Table("step", "memory", "bound by", "share of peak", "at least", "steps")
-    for each in (*found.training, *found.evaluation):
-        share = each.share(found.chip)
+    numbers = ("memory", "share of peak", "at least", "steps")
+    table = new_table("step", "memory", "bound by", "share of peak", "at least", "steps", right=numbers)
+    for part in (*estimate.training, *estimate.evaluation):
+        share = part.share(estimate.chip)
         add_row(
             table,
-            each.program,
-            gib(each.memory),
+            part.program,
+            gib(part.memory),
             "memory traffic" if share < 1 else "operations",
-            f"{share:.0%}" if each.traffic else "unknown",
-            f"{1000 * each.least_seconds(found.chip) / max(1, each.steps):.1f} ms",
-            str(each.steps),
+            f"{share:.0%}" if part.traffic else "unknown",
+            f"{1000 * part.least_seconds(estimate.chip) / max(1, part.steps):.1f} ms",
+            part.steps,
         )
     console.print(table)
-    for line in lines(found, options.chip):
+    for line in lines(estimate, options.chip):
         say(console, line)
     return 0
 
@@ -87,7 +87,7 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
         print(json.dumps({"state": state._asdict(), "total": state.total, "slots": slots}, indent=2))
         return 0
     console = Console()
-    table = Table("on each chip", "memory")
+    table = new_table("on each chip", "memory", right=("memory",))
     for name, size in state._asdict().items():
         add_row(table, name, f"{size / 2**20:.1f} MiB")
     console.print(table)
@@ -96,41 +96,46 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
     return 0
 
 
-def lines(found: Any, name: str) -> list[str]:
-    """Does it fit, how long does it take at best, which settings."""
-    share = found.memory / found.chip.memory
-    chosen = found.settings
-    fits = f"it fits: {gib(found.memory)} of {name}'s {gib(found.chip.memory)} ({share:.0%})"
-    best = [f"--lanes {found.lanes}", f"--dtype {chosen.dtype}"]
-    best += [f"--microbatch {chosen.microbatch}"] if chosen.microbatch else []
-    best += [f"--devices {found.chip.devices}"] if found.chip.devices > 1 else []
-    time = f"a round takes at least {_time(found.round_seconds)}, the run {_time(found.run_seconds)}"
-    searching = chosen.scale == "fit" and not chosen.rate_factor
-    added = ["before it, the search of --scale fit takes at most half of its training steps"] * searching
-    said = [fits, f"{time} with its evaluations", f"chosen settings: {' '.join(best)}"]
-    return said[:2] + added + [IN_PRACTICE] * (found.chip.kind == "gpu") + said[2:]
+def lines(estimate: Any, name: str) -> list[str]:
+    """Return lines that say whether it fits, how long it takes at best, and with which settings."""
+    chip = estimate.chip
+    chosen = estimate.settings
+    share = estimate.memory / chip.memory
+    time = f"a round takes at least {_time(estimate.round_seconds)}, the run {_time(estimate.run_seconds)}"
+    text = [
+        f"it fits: {gib(estimate.memory)} of {name}'s {gib(chip.memory)} ({share:.0%})",
+        f"{time} with its evaluations",
+    ]
+    if chosen.scale == "fit" and not chosen.rate_factor:
+        text.append("before it, the search of --scale fit takes at most half of its training steps")
+    if chip.kind == "gpu":
+        text.append(IN_PRACTICE)
+    options = [f"--lanes {estimate.lanes}", f"--dtype {chosen.dtype}"]
+    if chosen.microbatch:
+        options.append(f"--microbatch {chosen.microbatch}")
+    if chip.devices > 1:
+        options.append(f"--devices {chip.devices}")
+    return [*text, f"chosen settings: {' '.join(options)}"]
 
 
-def _plain(found: Any) -> dict[str, Any]:
+def _plain(estimate: Any) -> dict[str, Any]:
     return {
         "fits": True,
-        "memory": found.memory,
-        "chip": found.chip._asdict(),
-        "lanes": found.lanes,
-        "microbatch": found.settings.microbatch,
-        "dtype": found.settings.dtype,
-        "round_seconds": found.round_seconds,
-        "run_seconds": found.run_seconds,
-        "training": [each._asdict() | {"share": each.share(found.chip)} for each in found.training],
-        "evaluation": [each._asdict() | {"share": each.share(found.chip)} for each in found.evaluation],
+        "memory": estimate.memory,
+        "chip": estimate.chip._asdict(),
+        "lanes": estimate.lanes,
+        "microbatch": estimate.settings.microbatch,
+        "dtype": estimate.settings.dtype,
+        "round_seconds": estimate.round_seconds,
+        "run_seconds": estimate.run_seconds,
+        "training": [part._asdict() | {"share": part.share(estimate.chip)} for part in estimate.training],
+        "evaluation": [part._asdict() | {"share": part.share(estimate.chip)} for part in estimate.evaluation],
     }
 
 
 def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.3g} s"
-        if seconds < 120
-        else f"{seconds / 60:.3g} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.3g} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"

@@ -1,10 +1,11 @@
-"""`fcljax report RUN_DIR...`."""
+"""Run the command `fcljax report RUN_DIR...`."""
 
 import dataclasses
 
 from rich.console import Console
 
 from fcljax.commands.arguments import Words, parsed
+from fcljax.commands.comparing import warn_of_changes
 from fcljax.errors import InputError
 from fcljax.options import option
 from fcljax.terminal import say
@@ -21,7 +22,7 @@ class ReportOptions:
 
 
 def report(arguments: list[str]) -> int:
-    """`fcljax report RUN_DIR... [--out FILE]`."""
+    """Run `fcljax report RUN_DIR... [--out FILE]`."""
     about = "Write a self-contained HTML report of finished runs."
     words = Words("RUN_DIR...")
     folders, options = parsed(ReportOptions(), arguments, ["report"], about, words)
@@ -29,9 +30,7 @@ def report(arguments: list[str]) -> int:
         raise InputError("run: no run directory given; usage: fcljax report RUN_DIR... [--out FILE]")
 
     from fcljax.results import page
-    from fcljax.results.run_folder import changed_files, run_folders
 
-    for line in (line for each in folders for run in run_folders(each) for line in changed_files(run)):
-        say(Console(stderr=True), line)
+    warn_of_changes(folders)
     say(Console(), f"report: {page.report(folders, options.out)}")
     return 0

@@ -1,4 +1,4 @@
-"""`fcljax reproduce SYSTEM TABLE`."""
+"""Run the command `fcljax reproduce SYSTEM TABLE`."""
 
 import dataclasses
 import shlex
@@ -41,7 +41,7 @@ class ReproduceOptions(ProgramOptions):
 
 
 def reproduce(arguments: list[str]) -> int:
-    """`fcljax reproduce SYSTEM TABLE [options]`: exit code 1 if a run failed."""
+    """Run `fcljax reproduce SYSTEM TABLE [options]`; exit code 1 if a run failed."""
     about = "Run the rows of a paper's table, print its numbers beside ours, and check their order."
     words = Words("SYSTEM TABLE", files=False)
     names, options = parsed(ReproduceOptions(), arguments, ["reproduce"], about, words)
@@ -75,21 +75,21 @@ def _show(plan: Any, outcomes: Any, out: Path, console: Console, write_files: bo
     from fcljax.studies import paper_tables as tables
     from fcljax.studies import reproduce as work
 
-    found = work.results(plan, outcomes, out)
-    work.write(plan, found, outcomes, out, lambda line: say(console, line))
-    console.print(work.shown(plan, found))
-    pairs = tables.orderings(found)
+    rows = work.results(plan, outcomes, out)
+    work.write(plan, rows, outcomes, out, lambda line: say(console, line))
+    console.print(work.terminal_table(plan, rows))
+    pairs = tables.orderings(rows)
     lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
     lines += [f"the paper's claim: {claim}" for claim in plan.column.entry.claims]
     if plan.scale == "paper":
-        lines += work.record_paper_runs(found, outcomes, plan, _device(), write_files)
+        lines += work.record_paper_runs(rows, outcomes, plan, _device(), write_files)
     for line in [*lines, f"table: {out / work.TEXT}"]:
         say(console, line)
-    return int(any(each.why for each in found))
+    return int(any(row.why for row in rows))
 
 
 def _device() -> str:
-    """What the runs of this machine have run on."""
+    """Name the device of this machine on which runs are made."""
     import jax
 
     device = jax.devices()[0]
@@ -97,14 +97,15 @@ def _device() -> str:
 
 
 def _command(arguments: list[str], out: Path) -> str:
-    """The command that goes on with a folder."""
-    kept = []
-    rest = list(arguments)
-    while rest:
-        word, *rest = rest
+    """Return the command that resumes a folder: the same without --out and --resume, which may stand as one
+    word or two."""
+    words = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, _ = word.partition("=")
-        if name in ("--out", "--resume"):
-            rest = rest if equals else rest[1:]
-        else:
-            kept.append(word)
-    return shlex.join(["fcljax", "reproduce", *kept, "--resume", str(out)])
+        if name not in ("--out", "--resume"):
+            words.append(word)
+        elif not equals:
+            remaining = remaining[1:]
+    return shlex.join(["fcljax", "reproduce", *words, "--resume", str(out)])

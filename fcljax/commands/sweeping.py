@@ -1,4 +1,4 @@
-"""`fcljax sweep FILE.yaml`."""
+"""Run the command `fcljax sweep FILE.yaml`."""
 
 import dataclasses
 import os
@@ -40,7 +40,7 @@ class SweepOptions(ProgramOptions):
 
 
 def sweep(arguments: list[str]) -> int:
-    """`fcljax sweep FILE.yaml [options]`: exit code 1 if a run failed."""
+    """Run `fcljax sweep FILE.yaml [options]`; exit code 1 if a run failed."""
     about = "Run a grid of options, variants and seeds, some runs at a time."
     files, options = parsed(SweepOptions(), arguments, ["sweep"], about, Words("FILE.yaml"))
     if len(files) != 1:
@@ -61,8 +61,8 @@ def sweep(arguments: list[str]) -> int:
     command = f"fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}{code}"
     with signals.advised(lambda: sweeps.advice(out, command)):
         outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
-    found, figure = sweeps.tables(outcomes, out)
-    for table in found:
+    tables, figure = sweeps.tables(outcomes, out)
+    for table in tables:
         console.print(table)
     say(console, f"sweep folder: {out}")
     if figure:
@@ -75,7 +75,7 @@ def sweep(arguments: list[str]) -> int:
 
 
 def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
-    """How a sweep's runs are made.
+    """Decide how a sweep's runs are made.
 
     Raises:
       InputError: for options that do not go together, an extra that is not installed, or a wrong mapping
@@ -94,11 +94,14 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
     values = config.load_yaml(file)
     slurm = _part(engines.SlurmOptions, values.get("slurm"), f"{file}: slurm")
     ray = _part(engines.RayOptions, values.get("ray"), f"{file}: ray")
-    module = {"local": None, "ray": "ray"}.get(options.engine, "submitit")
-    if module and not options.dry_run:
-        engines.extra(module, "ray" if module == "ray" else "slurm")
-    usual = 1 if options.engine == "local" else len(runs)
-    slots = devices[: options.jobs] if devices else [None] * (options.jobs or usual)
+    if not options.dry_run:
+        if options.engine == "ray":
+            engines.extra("ray", "ray")
+        elif options.engine != "local":
+            engines.extra("submitit", "slurm")
+    # this machine makes one run at a time, where others queue as many as they cannot start
+    at_a_time = options.jobs or (1 if options.engine == "local" else len(runs))
+    slots = devices[: options.jobs] if devices else [None] * at_a_time
     return Ways(slots, options.engine, slurm, ray, passed_on(options))
 
 
@@ -114,7 +117,7 @@ def _part(options: type, given: object, where: str) -> Any:
 
 
 def _devices(options: SweepOptions, runs: list) -> list[str]:
-    """The GPUs that `--devices` names, one for each run at a time.
+    """Return the GPUs that `--devices` names, one for each run at a time.
 
     Raises:
       InputError: for anything else, and where runs could not see one alone.

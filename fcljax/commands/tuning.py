@@ -1,4 +1,4 @@
-"""`fcljax tune METHOD NAME=RANGE... [options]`."""
+"""Run the command `fcljax tune METHOD NAME=RANGE... [options]`."""
 
 import dataclasses
 import shlex
@@ -38,7 +38,7 @@ class TuneOptions(ProgramOptions):
 
 
 def tune(arguments: list[str]) -> int:
-    """`fcljax tune METHOD NAME=RANGE... [options]`."""
+    """Run `fcljax tune METHOD NAME=RANGE... [options]`."""
     from fcljax import config
     from fcljax.runs import loop
     from fcljax.studies import tuning
@@ -56,31 +56,32 @@ def tune(arguments: list[str]) -> int:
         if pairs or given or options.out or options.config:
             raise InputError("resume: the study already has ranges and settings; give only --trials")
         tuning.check_optuna()
-        wanted = tuning.stored(Path(options.resume), method)
-        wanted = wanted._replace(trials=max(wanted.trials, trials or 0))
+        request = tuning.stored(Path(options.resume), method)
+        request = request._replace(trials=max(request.trials, trials or 0))
     else:
         if not pairs:
             raise InputError(f"range: none given; {USAGE}")
-        values = config.load_yaml(options.config) if options.config else {}
-        shared = {name: value for name, value in values.items() if name != "method"} | given
-        ranged = {name.replace("-", "_") for name, _ in pairs}
-        shared = {name: value for name, value in shared.items() if name in given or name not in ranged}
+        shared = config.load_yaml(options.config) if options.config else {}
+        # a range replaces the file's value; beside a value on the command line parse_range refuses it
+        for name in ("method", *(name.replace("-", "_") for name, _ in pairs)):
+            shared.pop(name, None)
+        shared |= given
         shared["holdout"] = given.get("holdout", HOLDOUT)
         if not shared["holdout"]:
             raise InputError(f"holdout: 0 would tune on test images; nearest: --holdout {HOLDOUT}")
         ranges = {
             name.replace("-", "_"): tuning.parse_range(method, shared, name, text) for name, text in pairs
         }
-        wanted = tuning.Wanted(method, shared, ranges, options.metric, options.trials, options.prune)
+        request = tuning.Request(method, shared, ranges, options.metric, options.trials, options.prune)
         tuning.check_optuna()
-    dataset = wanted.settings({}).dataset
+    dataset = request.settings({}).dataset
     out = Path(options.resume or options.out or new_folder("tune", slug(method), slug(dataset)))
     keep_compiled(options.compile_cache)
-    again = f"fcljax tune {shlex.quote(method)} --resume {shlex.quote(str(out))}"
-    with signals.advised(lambda: f"resume with: {again}"):
-        trials_ = tuning.tune(wanted, out, options.resume is not None, loop.Observer())
+    command = f"fcljax tune {shlex.quote(method)} --resume {shlex.quote(str(out))}"
+    with signals.advised(lambda: f"resume with: {command}"):
+        results = tuning.tune(request, out, options.resume is not None, loop.Observer())
     console = Console()
-    console.print(tuning.table_of(trials_, wanted))
+    console.print(tuning.table_of(results, request))
     best = shlex.quote(str(out / tuning.BEST))
     say(console, f"settings of the best trial: {best}")
     say(console, f"on test images, over seeds: fcljax run {shlex.quote(method)} --config {best} --seeds 3")

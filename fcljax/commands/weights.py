@@ -1,5 +1,5 @@
-"""`fcljax weights get`, `convert`, `embed`, `pretrain` and `pretrain-decoder`: weights, and what is made with
-them."""
+"""Run the commands about weights: `fcljax weights get`, `convert`, `embed`, `pretrain` and
+`pretrain-decoder`."""
 
 import dataclasses
 from pathlib import Path
@@ -19,25 +19,25 @@ class WeightsOptions:
 
 
 def weights(arguments: list[str]) -> int:
-    """`fcljax weights get NAME`."""
+    """Run `fcljax weights get NAME`."""
     about = "Download weights by timm's or the hub's name; resume and verify the download."
     words = Words("get NAME", ("get",), False)
-    given, options = parsed(WeightsOptions(), arguments, ["weights"], about, words)
-    if len(given) != 2 or given[0] != "get":
+    names, options = parsed(WeightsOptions(), arguments, ["weights"], about, words)
+    if len(names) != 2 or names[0] != "get":
         raise InputError(
-            f"weights: {' '.join(given) or 'nothing'} given; usage: fcljax weights get NAME, such as "
+            f"weights: {' '.join(names) or 'nothing'} given; usage: fcljax weights get NAME, such as "
             "vit_base_patch16_224.augreg_in21k or facebook/dinov2-base"
         )
     from fcljax.models.weights.hub import get_weights
 
-    found = get_weights(given[1], options.data_dir)
-    use = f"fcljax run METHOD --backbone {given[1]}"
-    print_rows([("file", found.path), ("bytes", f"{found.bytes:,}"), ("sha256", found.sha256), ("use", use)])
+    file = get_weights(names[1], options.data_dir)
+    use = f"fcljax run METHOD --backbone {names[1]}"
+    print_rows([("file", file.path), ("bytes", f"{file.bytes:,}"), ("sha256", file.sha256), ("use", use)])
     return 0
 
 
 def convert(arguments: list[str]) -> int:
-    """`fcljax convert SRC [DST] [options]`."""
+    """Run `fcljax convert SRC [DST] [options]`."""
     from fcljax.models.weights.convert import ConvertOptions
     from fcljax.models.weights.convert import convert as write
 
@@ -51,16 +51,15 @@ def convert(arguments: list[str]) -> int:
 
 
 def embed(arguments: list[str]) -> int:
-    """`fcljax embed [options]`."""
+    """Run `fcljax embed [options]`."""
     from fcljax.runs.embed import EmbedConfig
     from fcljax.runs.embed import embed as write
 
-    options, cache = _parsed(
-        EmbedConfig(), arguments, "embed", "Compute a data set's frozen features, as .npz and for later runs."
-    )
-    backbone = (
-        Path(options.checkpoint or "vit_micro").stem if options.backbone == "auto" else options.backbone
-    )
+    about = "Compute a data set's frozen features, as .npz and for later runs."
+    options, cache = _parsed(EmbedConfig(), arguments, "embed", about)
+    backbone = options.backbone
+    if backbone == "auto":
+        backbone = Path(options.checkpoint or "vit_micro").stem
     keep_compiled(cache)
     summary = write(options, options.out or f"{slug(options.dataset)}-{slug(backbone)}.npz")
     print_rows(list(summary.items()))
@@ -68,13 +67,12 @@ def embed(arguments: list[str]) -> int:
 
 
 def pretrain(arguments: list[str]) -> int:
-    """`fcljax pretrain [options]`."""
+    """Run `fcljax pretrain [options]`."""
     from fcljax.pretraining.encoder import PretrainConfig
     from fcljax.pretraining.encoder import pretrain as train
 
-    options, cache = _parsed(
-        PretrainConfig(), arguments, "pretrain", "Train the packaged micro ViT on rendered glyphs."
-    )
+    about = "Train the packaged micro ViT on rendered glyphs."
+    options, cache = _parsed(PretrainConfig(), arguments, "pretrain", about)
     keep_compiled(cache)
     summary = train(options)
     for name, value in summary.items():
@@ -83,21 +81,21 @@ def pretrain(arguments: list[str]) -> int:
 
 
 def pretrain_decoder(arguments: list[str]) -> int:
-    """`fcljax pretrain-decoder [options]`."""
+    """Run `fcljax pretrain-decoder [options]`."""
     from fcljax.pretraining.decoder import PretrainDecoderConfig
     from fcljax.pretraining.decoder import pretrain_decoder as train
 
     about = "Train a masked autoencoder's decoder for a frozen encoder."
     options, cache = _parsed(PretrainDecoderConfig(), arguments, "pretrain-decoder", about)
     keep_compiled(cache)
-    begun = Path(options.out).with_suffix(".checkpoints")
-    with signals.advised(lambda: "resume with the same command and --resume" if begun.exists() else ""):
+    checkpoints = Path(options.out).with_suffix(".checkpoints")
+    with signals.advised(lambda: "resume with the same command and --resume" if checkpoints.exists() else ""):
         print_rows(list(train(options).items()))
     return 0
 
 
 def _parsed(options: Value, arguments: list[str], command: str, about: str) -> tuple[Value, str | None]:
-    """The options of a command, checked, and its `--compile-cache`."""
+    """Parse and check the options of a command; return them and its `--compile-cache`."""
     groups = {command: options, "files": ProgramOptions()}
     _, given = parse(groups, arguments, [command], about)
     cache = given.pop("compile_cache", None)

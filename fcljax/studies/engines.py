@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are made: as processes of this machine, tasks of Ray, or jobs of Slurm. All start
+"""Start the runs of a sweep: as processes of this machine, tasks of Ray, or jobs of Slurm. All start
 the same command, whose files all machines must see under the same names."""
 
 import contextlib
@@ -56,7 +56,7 @@ class RayOptions:
 
 @contextlib.contextmanager
 def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> Iterator[Start]:
-    """The function that starts runs, until the block ends. `folder` is for the engine's own files.
+    """Yield the function that starts runs, until the block ends. `folder` is for files of the engine.
 
     Raises:
       InputError: if the engine is not installed, or refuses.
@@ -78,11 +78,11 @@ def _local(job: Job) -> ClusterTask:
 @contextlib.contextmanager
 def _ray(options: RayOptions) -> Iterator[Start]:
     ray = extra("ray", "ray")
-    mine = not ray.is_initialized()
-    if mine:
-        ending = signal.getsignal(signal.SIGTERM)
+    must_start = not ray.is_initialized()
+    if must_start:
+        handler = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        signal.signal(signal.SIGTERM, ending)  # Ray's own handler exits before the runs have ended
+        signal.signal(signal.SIGTERM, handler)  # Ray's own handler exits before the runs have ended
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.run_job)
 
     def start(job: Job) -> ClusterTask:
@@ -101,7 +101,7 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     try:
         yield start
     finally:
-        if mine:
+        if must_start:
             ray.shutdown()
 
 
@@ -120,15 +120,15 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         submitted = executor.submit(jobs.Again(), job)
         return ClusterTask(
             lambda: _code(submitted.result, job) if submitted.done() else None,
-            lambda number: submitted.cancel(),
+            lambda _number: submitted.cancel(),
         )
 
     return start
 
 
 def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
-    """The options by submitit's names, without those that are not set."""
-    asked = {
+    """Return the options by submitit's names, without those that are not set."""
+    parameters = {
         "timeout_min": options.time,
         "cpus_per_task": options.cpus,
         "mem_gb": options.memory_gb,
@@ -138,11 +138,11 @@ def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
         "slurm_qos": options.qos,
         "slurm_constraint": options.constraint,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _code(result: Callable[[], int], job: Job) -> int:
-    """The exit code of a run that has ended. If the engine lost it, the log gets the reason."""
+    """Return the exit code of a run that has ended. If the engine lost it, the log gets the reason."""
     try:
         return result()
     except Exception as error:
@@ -152,7 +152,7 @@ def _code(result: Callable[[], int], job: Job) -> int:
 
 
 def extra(module: str, name: str) -> ModuleType:
-    """A package that comes with an extra of fcljax.
+    """Import a package that comes with an extra of fcljax.
 
     Raises:
       InputError: naming the extra, if it is not installed.

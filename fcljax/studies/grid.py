@@ -1,4 +1,4 @@
-"""A grid of runs: which runs a file of `fcljax sweep` asks for. Pure; `sweeps.py` makes the runs.
+"""Plan the runs that a file of `fcljax sweep` asks for. Pure; `sweeps.py` makes the runs.
 
     method: [fppl, fedavg]           # one, or several
     base: {tasks: 5, clients: 10}    # options that all runs have
@@ -33,11 +33,10 @@ from fcljax.methods import check_no_code
 from fcljax.studies import typed
 from fcljax.studies.seeds import parse_seeds
 
-MOST_RUNS = 10_000  # more are probably a mistake
-# Characters of a value in a folder's name, and of the name
-MOST_OF_PART = 40
-MOST_OF_NAME = 120
-PLAIN = re.compile(rf"[A-Za-z0-9+-][A-Za-z0-9.+-]{{0,{MOST_OF_PART - 1}}}")
+MAX_RUNS = 10_000  # more are probably a mistake
+MAX_PART = 40  # characters of a value in a folder's name
+MAX_NAME = 120  # characters of the name
+PLAIN = re.compile(rf"[A-Za-z0-9+-][A-Za-z0-9.+-]{{0,{MAX_PART - 1}}}")
 
 
 class Planned(NamedTuple):
@@ -52,7 +51,7 @@ class Planned(NamedTuple):
 
     @property
     def method(self) -> str:
-        """Its method."""
+        """Return the method's name."""
         return self.cfg.method
 
 
@@ -78,12 +77,12 @@ class Point(NamedTuple):
     """Place in the file -> its options; later places win."""
 
     def given(self) -> dict[str, Any]:
-        """The options of all places."""
+        """Return the options of all places."""
         return {name: value for layer in self.layers.values() for name, value in layer.items()}
 
 
 def plan(path: str | Path, code: bool = False) -> list[Planned]:
-    """All runs of a file, in its order, seeds innermost.
+    """Return all runs of a file, in its order, seeds innermost.
 
     Args:
       path: the file.
@@ -96,8 +95,9 @@ def plan(path: str | Path, code: bool = False) -> list[Planned]:
 
 
 def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[Planned]:
-    """As `plan`, of a file's content; `where` is its name for messages."""
-    file = typed.read_typed(SweepFile, {key: each for key, each in values.items() if each is not None}, where)
+    """Plan as `plan` does, from a file's content; `where` is its name for messages."""
+    given = {key: value for key, value in values.items() if value is not None}
+    file = typed.read_typed(SweepFile, given, where)
     try:
         _check_places(file)
         seeds = _seeds(file)
@@ -105,8 +105,8 @@ def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[P
         for name in () if code else {*methods, *(run.get("method", "") for run in file.runs)}:
             check_no_code(name, "method", "if you trust it, add --allow-code")
         count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
-        if count * math.prod(map(len, file.grid.values())) > MOST_RUNS:
-            raise InputError(f"grid: it makes more than {MOST_RUNS:,} runs")
+        if count * math.prod(map(len, file.grid.values())) > MAX_RUNS:
+            raise InputError(f"grid: it makes more than {MAX_RUNS:,} runs")
         planned = [_planned(point, list(file.grid)) for point in _points(file, methods, seeds)]
         _check_different(planned)
     except InputError as error:
@@ -145,43 +145,46 @@ def _check_places(file: SweepFile) -> None:
 
 
 def _methods(file: SweepFile) -> list[str]:
-    """The methods of all runs that have none of their own."""
+    """Return the methods of all variants that name none."""
     methods = [file.method] if isinstance(file.method, str) else file.method
-    own = bool(file.runs) and all("method" in run for run in file.runs)
-    if not methods and not own:
+    all_named = bool(file.runs) and all("method" in run for run in file.runs)
+    if not methods and not all_named:
         raise InputError("method: none given; give one, such as method: fppl")
-    if methods and own:
+    if methods and all_named:
         raise InputError(f"method: nothing reads {file.method!r}: each of runs has a method of its own")
     return methods
 
 
 def _seeds(file: SweepFile) -> list[int | None]:
-    """As `fcljax run --seeds` reads them; None: the default."""
-    first = file.base.get("seed")
+    """Read the seeds as `fcljax run --seeds` does; None: the default."""
+    base_seed = file.base.get("seed")
     if file.seeds is None:
         return [None]
     if isinstance(file.seeds, int):
-        begin: int = config.typed_value("base.seed", int, RunConfig.seed if first is None else first)
-        return [*parse_seeds(str(file.seeds), begin)]
-    if first is not None:
-        raise InputError(f"base.seed: nothing reads {first!r}: seeds lists them all")
+        if base_seed is None:
+            base_seed = RunConfig.seed
+        start: int = config.typed_value("base.seed", int, base_seed)
+        return [*parse_seeds(str(file.seeds), start)]
+    if base_seed is not None:
+        raise InputError(f"base.seed: nothing reads {base_seed!r}: seeds lists them all")
     return [*parse_seeds(",".join(map(str, file.seeds)) + ",", 0)]
 
 
 def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Iterator[Point]:
-    """All runs of a file, before their options are read."""
+    """Yield all runs of a file, before their options are read."""
     for run in file.runs or [{}]:
         variant = str(run["name"]) if run else None
-        own = {name: value for name, value in run.items() if name not in ("name", "method")}
-        own_methods = [run["method"]] if "method" in run else methods
-        for method, values, seed in itertools.product(
-            own_methods, itertools.product(*file.grid.values()), seeds
-        ):
-            grid = dict(zip(file.grid, values, strict=True))
-            last = {} if seed is None else {"seed": seed}
-            yield Point(
-                method, variant, {"base": file.base, f"runs[{variant}]": own, "grid": grid, "seeds": last}
-            )
+        options = {name: value for name, value in run.items() if name not in ("name", "method")}
+        run_methods = [run["method"]] if "method" in run else methods
+        combinations = itertools.product(*file.grid.values())
+        for method, values, seed in itertools.product(run_methods, combinations, seeds):
+            layers = {
+                "base": file.base,
+                f"runs[{variant}]": options,
+                "grid": dict(zip(file.grid, values, strict=True)),
+                "seeds": {} if seed is None else {"seed": seed},
+            }
+            yield Point(method, variant, layers)
 
 
 def _planned(point: Point, grid: list[str]) -> Planned:
@@ -189,15 +192,15 @@ def _planned(point: Point, grid: list[str]) -> Planned:
     try:
         cfg = config.from_mapping(point.method, given, "options")
     except InputError as error:
-        said = str(error).removeprefix("options: ")
-        raise InputError(f"{_blamed(point, said)}: {said}") from None
+        message = str(error).removeprefix("options: ")
+        raise InputError(f"{_blamed(point, message)}: {message}") from None
     given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
     values = [(option, given[option]) for option in grid]
     return Planned(folder_name(point.method, point.variant, values, cfg.seed), given, cfg)
 
 
 def _blamed(point: Point, message: str) -> str:
-    """The place in the file that has the option of which a message speaks, with the run where none has."""
+    """Return the place in the file that has the option of a message; without one, the run."""
     for place, options in reversed(point.layers.items()):
         for name in options:
             spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank
@@ -205,24 +208,27 @@ def _blamed(point: Point, message: str) -> str:
                 return f"{place}.{name}"
     if message.startswith("method: "):
         return f"the method {point.method}"
-    about = [point.method, *([point.variant] if point.variant else []), str(point.layers["grid"] or "")]
-    return f"the run {' '.join(about).strip()}"
+    words = [point.method, point.variant or "", str(point.layers["grid"] or "")]
+    return f"the run {' '.join(filter(None, words))}"
 
 
 def folder_name(method: str, variant: str | None, values: list[tuple[str, object]], seed: int) -> str:
-    """The name of a run's folder: method, variant, what the grid varies, seed. It depends on the run and the
-    grid's options alone, so that further values and variants leave it as it is; two runs never share one."""
-    parts = [method, *([] if variant is None else [variant])]
-    named = [f"{option.replace('_', '-')}-{_part(str(value))}" for option, value in values]
-    name = "_".join([*map(_part, parts), *named, f"seed-{seed}"])
-    return name if len(name) <= MOST_OF_NAME else f"{name[: MOST_OF_NAME - 13]}-{_digest(name, 12)}"
+    """Return the name of a run's folder: method, variant, the grid's options, seed. It depends on the run and
+    the grid's options alone, so that further values and variants leave it as it is; two runs never share
+    one."""
+    parts = [_part(method)]
+    if variant is not None:
+        parts.append(_part(variant))
+    parts += [f"{option.replace('_', '-')}-{_part(str(value))}" for option, value in values]
+    name = "_".join([*parts, f"seed-{seed}"])
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 13]}-{_digest(name, 12)}"
 
 
 def _part(text: str) -> str:
-    """A value in a folder's name: itself, or what can be read of it and a part of its sha256."""
+    """Return a value as it stands in a folder's name: itself, or its readable part and some of its sha256."""
     if PLAIN.fullmatch(text):
         return text
-    words = re.sub(r"[^A-Za-z0-9.+-]+", "-", Path(text).name).strip(".-")[: MOST_OF_PART - 7]
+    words = re.sub(r"[^A-Za-z0-9.+-]+", "-", Path(text).name).strip(".-")[: MAX_PART - 7]
     return f"{words}-{_digest(text, 6)}"
 
 
@@ -236,9 +242,9 @@ def _check_different(planned: list[Planned]) -> None:
     Raises:
       InputError: naming two that are.
     """
-    found: dict[RunConfig, str] = {}
+    names_of: dict[RunConfig, str] = {}
     for run in planned:
-        other = found.setdefault(run.cfg, run.name)
+        other = names_of.setdefault(run.cfg, run.name)
         if other is not run.name:
             raise InputError(f"grid: {other} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]

@@ -1,4 +1,4 @@
-"""A run as a process of its own: `python -m fcljax run`, on this machine or on one that an engine chooses."""
+"""Make a run as a separate process, `python -m fcljax run`, on this machine or where an engine chooses."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from fcljax.runs.signals import number_of, pause
 # variables of the environment that runs on other machines get too
 CARRIED = ("FCLJAX_", "JAX_", "XLA_", "PYTHONPATH", "PYTHONWARNINGS")
 
-WAIT = 0.2  # seconds between two looks at a process
+WAIT = 0.2  # seconds between two checks of a process
 
 
 class Job(NamedTuple):
@@ -39,15 +39,17 @@ class Job(NamedTuple):
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that influence what runs do."""
+    """Return the variables that influence what runs do."""
     return {name: value for name, value in environment.items() if name.startswith(CARRIED)}
 
 
 def command(job: Job) -> list[str]:
-    """The command line that starts or resumes a run."""
-    begun = (Path(job.out) / "config.yaml").exists()
-    where = ["--resume", job.out] if begun else ["--config", job.settings, "--out", job.out]
-    return [sys.executable, "-m", "fcljax", "run", job.method, *where, *job.options]
+    """Return the command line that starts or resumes a run."""
+    if (Path(job.out) / "config.yaml").exists():
+        files = ["--resume", job.out]
+    else:
+        files = ["--config", job.settings, "--out", job.out]
+    return [sys.executable, "-m", "fcljax", "run", job.method, *files, *job.options]
 
 
 class Adopted:
@@ -59,7 +61,7 @@ class Adopted:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """0 if it has finished the run, 1 if it has ended otherwise; None while it runs."""
+        """Return 0 if it has finished the run, 1 if it has ended otherwise; None while it runs."""
         if self._code is None:
             handle = _lock(self._job)
             if handle is not None:
@@ -74,7 +76,7 @@ class Adopted:
                 os.kill(int(_lock_file(self._job).read_text()), number)
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until it has ended, and return its exit code."""
         while (code := self.poll()) is None:
             time.sleep(WAIT)
         return code
@@ -96,9 +98,7 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
                 cwd=job.folder,
                 env=os.environ | dict(job.environment),
                 start_new_session=True,
-                pass_fds=[
-                    handle
-                ],  # the process owns the lock as long as it lives, whatever becomes of this one
+                pass_fds=[handle],  # so the lock lasts as long as the process, also without this one
             )
         os.ftruncate(handle, 0)
         os.write(handle, str(process.pid).encode())
@@ -108,7 +108,7 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
 
 
 def _lock(job: Job) -> int | None:
-    """The open lock file of a run, locked; None: another process has it."""
+    """Lock and return the open lock file of a run; None: another process has it."""
     handle = os.open(_lock_file(job), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +121,7 @@ def _lock(job: Job) -> int | None:
 
 
 def _lock_file(job: Job) -> Path:
-    """The file that the process of a run owns, with its number."""
+    """Return the file that the process of a run locks; it holds the process's number."""
     return Path(f"{job.log}.lock")
 
 
@@ -146,19 +146,19 @@ def run_job(job: Job) -> int:
 
 
 def stop_file(job: Job) -> Path:
-    """Where an engine that cannot pass signals on writes the number of one."""
+    """Return the file into which an engine that cannot pass on signals writes the number of one."""
     return Path(f"{job.log}.stop")
 
 
 class Again:
-    """`work` as submitit wants it: a job that timed out or was preempted is queued again and resumes."""
+    """Call `run_job` as submitit wants it: a job that timed out or was preempted is queued again."""
 
     def __call__(self, job: Job) -> int:
         """Make a run."""
         return run_job(job)
 
     def checkpoint(self, job: Job) -> object:
-        """The job that is queued again."""
+        """Return the job that is queued again."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, job)

@@ -1,4 +1,4 @@
-"""A leaderboard: methods with the same network, data, partition, rounds and search of their learning rates.
+"""Rank methods with the same network, data, partition, rounds and search of their learning rates.
 What a method's own preset has of these does not count; its optimiser and loss weights do.
 
     base: {dataset: glyphs, tasks: 5, rounds: 2}  # options of all runs
@@ -34,6 +34,7 @@ from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.methods import METHODS, check_no_code, short_name
 from fcljax.results import figures
+from fcljax.results.comparison import over_seeds_text, percent, total_seconds
 from fcljax.results.metrics import paired_difference
 from fcljax.results.run_folder import Summary, value_at, write_json
 from fcljax.runs import rate_search
@@ -43,7 +44,7 @@ from fcljax.studies.paper_tables import markdown_table
 from fcljax.studies.papers import words_of
 from fcljax.studies.seeds import folder_of_runs
 from fcljax.studies.sweeps import Outcome, Ways
-from fcljax.terminal import add_row, say
+from fcljax.terminal import add_row, new_table, say
 
 PLAN = "leaderboard.yaml"
 TEXT = "leaderboard.md"
@@ -61,7 +62,7 @@ TUNED: Mapping[str, Sequence[str]] = {
     "fedrecon": (),
 }
 # an upper bound that is no federation
-OWN: Mapping[str, Mapping[str, Any]] = {"centralized-prompt": {"clients": 1}}
+METHOD_OPTIONS: Mapping[str, Mapping[str, Any]] = {"centralized-prompt": {"clients": 1}}
 # what no method's preset decides here
 SHARED: Mapping[str, Any] = {
     field.name: field.default
@@ -101,7 +102,7 @@ class Contender(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in tables and folders."""
+        """Return the name in tables and folders."""
         return short_name(self.method)
 
 
@@ -109,7 +110,7 @@ class Standing(NamedTuple):
     """A method's results so far."""
 
     method: str
-    found: tuple[Summary, ...]
+    summaries: tuple[Summary, ...]
     """Of the finished runs."""
     planned: int
     """How many runs there should be."""
@@ -121,23 +122,20 @@ class Standing(NamedTuple):
     """Why runs are missing."""
 
     def values(self, key: str) -> list[float]:
-        """A number of the finished runs' summaries, as `value_at` finds it."""
-        found = [value_at(run, key) for run in self.found]
-        return [float("nan") if value is None else float(value) for value in found]
+        """Return a number of each finished run, as `value_at` finds it; NaN for null."""
+        return np.array([value_at(run, key) for run in self.summaries], float).tolist()
 
     @property
     def megabytes(self) -> float:
-        """What a client sends and receives in the whole run, in MB."""
-        total = [run["communication_total"] for run in self.found]
-        clients = self.found[0]["config"]["clients"]
-        return (
-            float(np.mean([each["upload_bytes"] + each["download_bytes"] for each in total])) / clients / 1e6
-        )
+        """Return what a client sends and receives in the whole run, in MB."""
+        totals = [run["communication_total"] for run in self.summaries]
+        sizes = [total["upload_bytes"] + total["download_bytes"] for total in totals]
+        return float(np.mean(sizes)) / self.summaries[0]["config"]["clients"] / 1e6
 
     @property
     def minutes(self) -> float:
-        """Of a run, compiling included."""
-        return float(np.mean([sum(run["time"].values()) for run in self.found])) / 60
+        """Return the mean time of a run, compiling included."""
+        return float(np.mean([total_seconds(run) for run in self.summaries])) / 60
 
 
 # ---- planning ----------------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ def plan(
     code: bool = False,
     base: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Contender]:
-    """The methods of a file with all their possible runs.
+    """Plan all possible runs of the methods of a file.
 
     Args:
       path: the file.
@@ -161,11 +159,10 @@ def plan(
       InputError: one line that names the file, the method, the option and the value.
     """
     values = config.load_yaml(path)
-    file = typed.read_typed(
-        LeaderboardFile, {key: each for key, each in values.items() if each is not None}, str(path)
-    )
+    given = {key: value for key, value in values.items() if value is not None}
+    file = typed.read_typed(LeaderboardFile, given, str(path))
     file = dataclasses.replace(file, base={**file.base, **base})
-    methods = file.methods or {name: OWN.get(name, {}) for name in METHODS}
+    methods = file.methods or {name: METHOD_OPTIONS.get(name, {}) for name in METHODS}
     _check(file, methods, str(path), code)
     unknown = next((name for name in only if name not in methods), None)
     if unknown:
@@ -174,7 +171,7 @@ def plan(
 
 
 def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: bool) -> None:
-    """Check what does not belong to a single method.
+    """Check the parts that do not belong to a single method.
 
     Raises:
       InputError: naming the place in the file.
@@ -192,46 +189,45 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
         raise InputError(f"{where}: tuned.{stray}: it is not one of the methods")
 
 
-def _entry(file: LeaderboardFile, method: str, own: Mapping[str, Any], where: str) -> Contender:
-    given = {**SHARED, **file.base, **own}
+def _entry(file: LeaderboardFile, method: str, more: Mapping[str, Any], where: str) -> Contender:
+    given = {**SHARED, **file.base, **more}
     try:
-        usual = config.from_mapping(method, given, "options")
-        options = {
-            factor: given | _scaled(usual, _tuned(file, method, usual), factor) for factor in file.factors
-        }
+        settings = config.from_mapping(method, given, "options")
+        tuned = _tuned(file, method, settings)
+        options = {factor: given | _scaled(settings, tuned, factor) for factor in file.factors}
     except InputError as error:
         raise InputError(f"{where}: methods.{method}: {str(error).removeprefix('options: ')}") from None
-    distinct = options if _tuned(file, method, usual) else {1.0: given}
-    trials = {
-        factor: grid.plan_of({"method": method, "base": each | file.search}, where, True)[0]
-        for factor, each in distinct.items()
-        if len(distinct) > 1
-    }
-    runs = {
-        factor: grid.plan_of({"method": method, "base": each, "seeds": file.seeds}, where, True)
-        for factor, each in distinct.items()
-    }
-    named = {factor: run._replace(name=f"x{factor:g}") for factor, run in trials.items()}
-    return Contender(method, named, runs)
+    if not tuned:
+        options = {1.0: given}
+    trials = {}
+    runs = {}
+    for factor, base in options.items():
+        runs[factor] = grid.plan_of({"method": method, "base": base, "seeds": file.seeds}, where, True)
+        if len(options) > 1:
+            trial = grid.plan_of({"method": method, "base": base | file.search}, where, True)[0]
+            trials[factor] = trial._replace(name=f"x{factor:g}")
+    return Contender(method, trials, runs)
 
 
-def _tuned(file: LeaderboardFile, method: str, usual: RunConfig) -> Sequence[str]:
-    """The options that a method's trials multiply."""
-    own = file.tuned.get(method, TUNED.get(method))
-    return [name for name in RATES if getattr(usual, name, None)] if own is None else own
+def _tuned(file: LeaderboardFile, method: str, settings: RunConfig) -> Sequence[str]:
+    """Return the options that a method's trials multiply."""
+    names = file.tuned.get(method, TUNED.get(method))
+    if names is None:
+        names = [name for name in RATES if getattr(settings, name, None)]
+    return names
 
 
-def _scaled(usual: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, float]:
-    """The tuned options, multiplied.
+def _scaled(settings: RunConfig, tuned: Sequence[str], factor: float) -> dict[str, float]:
+    """Multiply the tuned options by a factor.
 
     Raises:
       InputError: naming one that is no positive number of this method.
     """
     for name in tuned:
-        value = getattr(usual, name, None)
+        value = getattr(settings, name, None)
         if isinstance(value, bool) or not isinstance(value, float) or value <= 0:
             raise InputError(f"tuned: {name!r} is not one of its options with a positive number")
-    return rate_search.scaled({name: getattr(usual, name) for name in tuned}, factor)
+    return rate_search.scaled({name: getattr(settings, name) for name in tuned}, factor)
 
 
 # ---- running -----------------------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ def run(
         for entry in entries:
             say(console, f"{entry.name}, {len(rows) + 1} of {len(entries)}")
             rows.append(_row(entry, out, lambda runs, folder: _sweep(runs, folder, ways, console)))
-            waiting = [_row(each, out, _look) for each in entries[len(rows) :]]
+            waiting = [_row(later, out, _outcomes) for later in entries[len(rows) :]]
             write([*rows, *waiting], entries, out, command)
     return rows
 
@@ -273,7 +269,7 @@ def _check_folder(out: Path) -> None:
 
 
 def _row(entry: Contender, out: Path, make: Make) -> Standing:
-    """The result of a method, after `make` has made its trials and its runs."""
+    """Return the result of a method, after `make` has made its trials and its runs."""
     trials = {}
     factor = 1.0
     if entry.trials:
@@ -281,24 +277,23 @@ def _row(entry: Contender, out: Path, make: Make) -> Standing:
         trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}
         best = chosen(trials)
         if best is None:
-            return Standing(entry.name, (), len(next(iter(entry.runs.values()))), trials, {}, _why(outcomes))
+            planned = len(next(iter(entry.runs.values())))
+            return Standing(entry.name, (), planned, trials, {}, sweeps.failure(outcomes))
         factor = best
     runs = entry.runs[factor]
     outcomes = make(runs, out / entry.name)
-    found = tuple(each.summary for each in outcomes.values() if each.state == "finished" and each.summary)
+    summaries = tuple(sweeps.finished(outcomes).values())
     options = {name: value for name, value in runs[0].given.items() if _differs(entry, name)}
-    return Standing(
-        entry.name, found, len(runs), trials, options, _why(outcomes) if len(found) < len(runs) else ""
-    )
+    return Standing(entry.name, summaries, len(runs), trials, options, sweeps.failure(outcomes))
 
 
 def _sweep(runs: list[Planned], folder: Path, ways: Ways, console: Console) -> dict[str, Outcome]:
-    """Make what is not finished."""
+    """Make the runs that are not finished."""
     return sweeps.sweep(runs, folder, (folder / sweeps.PLAN).exists(), ways, console)
 
 
-def _look(runs: list[Planned], folder: Path) -> dict[str, Outcome]:
-    """Make nothing."""
+def _outcomes(runs: list[Planned], folder: Path) -> dict[str, Outcome]:
+    """Read the present outcomes, without making any run."""
     return {run.name: sweeps.outcome(run, folder, None) for run in runs}
 
 
@@ -307,18 +302,13 @@ def _a_last(outcome: Outcome) -> float | None:
 
 
 def chosen(trials: Mapping[float, float | None]) -> float | None:
-    """The factor whose trial has the highest A_last, of equal ones that nearest to 1; None: none finished."""
+    """Return the factor whose trial has the highest A_last, of equal ones that nearest to 1; None: no trial
+    finished."""
     return rate_search.best(trials, prefer=lambda factor: abs(math.log(factor)))
 
 
-def _why(outcomes: Mapping[str, Outcome]) -> str:
-    """Why a run has no result."""
-    bad = next((each for each in outcomes.values() if each.state != "finished"), None)
-    return "" if bad is None else f"{bad.state}: {bad.why}" if bad.why else bad.state
-
-
 def _differs(entry: Contender, name: str) -> bool:
-    """Whether the trials of a method differ in an option."""
+    """Check whether the trials of a method differ in an option."""
     return len({run.given.get(name) for run in entry.trials.values()}) > 1
 
 
@@ -329,20 +319,19 @@ PERSONAL = "†"  # marks methods that are evaluated with the clients' own model
 
 
 def ranked(rows: Iterable[Standing]) -> list[Standing]:
-    """The rows with results, the highest A_last first."""
-    return sorted((row for row in rows if row.found), key=lambda row: -np.mean(row.values("A_last")))
+    """Return the rows with results, the highest A_last first."""
+    return sorted((row for row in rows if row.summaries), key=lambda row: -np.mean(row.values("A_last")))
 
 
 def cells(row: Standing) -> list[str]:
-    """A row of the table, in the order of HEAD."""
-    mark = PERSONAL if any(run.get("personal") for run in row.found) else ""
+    """Return a row of the table, in the order of HEAD."""
+    mark = PERSONAL if any(run.get("personal") for run in row.summaries) else ""
     trials = ", ".join(
-        f"x{factor:g}: {'-' if value is None else f'{100 * value:.1f}'}"
-        for factor, value in row.trials.items()
+        f"x{factor:g}: " + over_seeds_text([percent(value)], 1) for factor, value in row.trials.items()
     )
     return [
         row.method + mark,
-        str(len(row.found)),
+        str(len(row.summaries)),
         *(with_interval(row.values(key)) for key in ("A_last", "A_avg", "forgetting.paper")),
         f"{row.megabytes:.3g}",
         f"{row.minutes:.1f}",
@@ -352,12 +341,12 @@ def cells(row: Standing) -> list[str]:
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """The mean of fractions in %, with half of its 95 % interval if there are two or more."""
-    percent = [100 * value for value in values]
-    if len(percent) < 2:
-        return f"{percent[0]:.2f}"
-    mean, low, _ = paired_difference(percent, [0.0] * len(percent))
-    return f"{mean:.2f} ± {mean - low:.2f}"
+    """Return the mean of fractions in %, with half of its 95 % interval if there are two or more."""
+    percents = [100 * value for value in values]
+    if len(percents) < 2:
+        return f"{percents[0]:.2f}"
+    mean, low, _ = paired_difference(percents, [0.0] * len(percents))
+    return f"{mean:.2f}±{mean - low:.2f}"
 
 
 def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, command: str) -> None:
@@ -366,34 +355,41 @@ def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, com
     content = [
         {
             "method": row.method,
-            "finished": len(row.found),
+            "finished": len(row.summaries),
             "planned": row.planned,
             "why": row.why,
             "trials": {f"{factor:g}": value for factor, value in row.trials.items()},
             "chosen": row.options,
-            **({"seed": [run["seed"] for run in row.found]} if row.found else {}),
-            **{key: row.values(key) for key in ("A_last", "A_avg", "forgetting.paper") if row.found},
-            **({"MB": row.megabytes, "minutes": row.minutes} if row.found else {}),
         }
+        | _numbers(row)
         for row in rows
     ]
     write_json(out / DATA, {"command": command, "rows": content})
     points = {row.method: (row.megabytes, 100 * float(np.mean(row.values("A_last")))) for row in ranked(rows)}
     if points:
-        drawn = figures.scatter(points, "MB per client in the whole run", "A_last (%)", legend=True)
-        figures.save(out / FIGURE, drawn)
+        drawing = figures.scatter(points, "MB per client in the whole run", "A_last (%)", legend=True)
+        figures.save(out / FIGURE, drawing)
+
+
+def _numbers(row: Standing) -> dict[str, Any]:
+    """Return the numbers of a row, seed by seed; empty for a row without results."""
+    if not row.summaries:
+        return {}
+    numbers = {key: row.values(key) for key in ("A_last", "A_avg", "forgetting.paper")}
+    seeds = [run["seed"] for run in row.summaries]
+    return {"seed": seeds, **numbers, "MB": row.megabytes, "minutes": row.minutes}
 
 
 def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: str) -> str:
-    """The page."""
+    """Return the page."""
     base = " ".join(words_of(_shared(entries)))
     trials = max((len(entry.trials) for entry in entries), default=0)
-    searched = next((run for entry in entries for run in entry.trials.values()), None)
+    trial = next((run for entry in entries for run in entry.trials.values()), None)
     lines = ["# Leaderboard", "", f"    {command}", "", f"All runs have these options: `{base}`.", ""]
-    if searched:
+    if trial:
         lines += [
             f"Learning rates were chosen per method by {trials} trials on held-out training examples "
-            f"(`--holdout {searched.cfg.holdout} --seed {searched.cfg.seed}`). A trial multiplies all of the "
+            f"(`--holdout {trial.cfg.holdout} --seed {trial.cfg.seed}`). A trial multiplies all of the "
             "clients' learning rates by one factor. No test image decided anything.",
             "",
         ]
@@ -405,59 +401,63 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
         markdown_table([HEAD, *map(cells, ranked(rows))]),
         "",
     ]
-    if any(run.get("personal") for row in rows for run in row.found):
+    if any(run.get("personal") for row in rows for run in row.summaries):
         lines += [
             f"`{PERSONAL}`: evaluated with the clients' own models, so not to be ranked with the others.",
             "",
         ]
-    lines += [f"![{PICTURE}]({FIGURE})", ""] if ranked(rows) else []
-    absent = [(row.method, f"{len(row.found)} of {row.planned}", row.why) for row in missing(rows)]
-    lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""] if absent else []
+    if ranked(rows):
+        lines += [f"![{PICTURE}]({FIGURE})", ""]
+    absent = [(row.method, f"{len(row.summaries)} of {row.planned}", row.why) for row in missing(rows)]
+    if absent:
+        lines += ["Missing:", "", markdown_table([("method", "runs", "why"), *absent]), ""]
     return "\n".join(lines)
 
 
 def missing(rows: Iterable[Standing]) -> list[Standing]:
-    """The rows that lack runs."""
+    """Return the rows that lack runs."""
     return [row for row in rows if row.why]
 
 
 def _shared(entries: Sequence[Contender]) -> dict[str, Any]:
-    """The options in which the runs on test images differ from the defaults, all of them alike."""
+    """Return the options that all runs on test images share and that are not the defaults."""
     given = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
     return {
         name: value
         for name, value in given[0].items()
-        if name != "seed" and value != SHARED.get(name) and all(each.get(name) == value for each in given)
+        if name != "seed"
+        and value != SHARED.get(name)
+        and all(options.get(name) == value for options in given)
     }
 
 
 def machine() -> str:
-    """What this machine is, in words."""
+    """Describe this machine."""
     import jax
 
     device = jax.devices()[0]
     processor = platform.processor() or platform.machine()
-    accelerator = [] if device.platform == "cpu" else [device.device_kind]
-    return ", ".join([f"{os.cpu_count()} cores ({processor})", *accelerator])
+    words = f"{os.cpu_count()} cores ({processor})"
+    return words if device.platform == "cpu" else f"{words}, {device.device_kind}"
 
 
-def shown(rows: Sequence[Standing]) -> list[Table]:
-    """The tables for a terminal."""
-    best = Table(title="leaderboard")
-    for name in HEAD:
-        best.add_column(name, justify="left" if name in ("method", "chosen") else "right")
+def terminal_tables(rows: Sequence[Standing]) -> list[Table]:
+    """Return the tables for a terminal: the ranked methods, and those that lack runs."""
+    numbers = [name for name in HEAD if name not in ("method", "chosen")]
+    ranking = new_table(*HEAD, title="leaderboard", right=numbers)
     for row in ranked(rows):
-        add_row(best, *cells(row))
-    absent = Table("method", "why", title="missing")
+        add_row(ranking, *cells(row))
+    absent = new_table("method", "why", title="missing")
     for row in missing(rows):
         add_row(absent, row.method, row.why)
-    return [table for table in (best, absent) if table.row_count]
+    return [table for table in (ranking, absent) if table.row_count]
 
 
 def plan_table(entries: Sequence[Contender]) -> Table:
-    """The methods with the number of their trials and runs, for a terminal."""
-    table = Table("method", "trials", "runs", "tuned", title=f"{len(entries)} methods")
+    """List the methods with the number of their trials and runs, for a terminal."""
+    table = new_table("method", "trials", "runs", "tuned", title=f"{len(entries)} methods")
     for entry in entries:
-        names = [name for name in next(iter(entry.runs.values()))[0].given if _differs(entry, name)]
-        add_row(table, entry.name, len(entry.trials), len(next(iter(entry.runs.values()))), ", ".join(names))
+        runs = next(iter(entry.runs.values()))
+        names = [name for name in runs[0].given if _differs(entry, name)]
+        add_row(table, entry.name, len(entry.trials), len(runs), ", ".join(names))
     return table

@@ -1,4 +1,4 @@
-"""Experiments at mini scale: a paper's table made small enough to run in minutes on two CPU cores, without
+"""Scale experiments down: a paper's table made small enough to run in minutes on two CPU cores, without
 downloads. The numbers are not the paper's; the order of the rows can be compared."""
 
 import dataclasses
@@ -72,12 +72,12 @@ RATES = ("lr", "full_lr", "lora_lr", "server_lr", "tune_lr", "distill_lr", "gene
 USUAL = (*RATES, "optimiser", "momentum", "weight_decay")  # learning rates and their optimiser
 
 
-def mini(settings: RunConfig, kept: Collection[str] = ()) -> RunConfig:
-    """The settings of a row at mini scale.
+def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
+    """Return the settings of a row at mini scale.
 
     Args:
       settings: of a row, at the paper's scale.
-      kept: fields that the row itself sets or that the table varies. They stay as they are, except for
+      unchanged: fields that the row itself sets or that the table varies. They stay as they are, except for
         learning rates: these are multiplied as the method's own is.
 
     How each field changes:
@@ -108,33 +108,33 @@ def mini(settings: RunConfig, kept: Collection[str] = ()) -> RunConfig:
     """
     small = {name: value for name, value in VALUES.items() if hasattr(settings, name)}
     small |= {
-        name: min(getattr(settings, name), most)
-        for name, most in MOST.items()
+        name: min(getattr(settings, name), largest)
+        for name, largest in MOST.items()
         if getattr(settings, name, None) is not None
     }
     small |= _data(settings) | _schedule(settings)
-    changed = {name: value for name, value in small.items() if name not in kept}
-    changed |= _of_method(settings, kept)
+    changed = {name: value for name, value in small.items() if name not in unchanged}
+    changed |= _method_values(settings, unchanged)
     return config.resolve(dataclasses.replace(settings, scale="mini", **changed))
 
 
-def _of_method(settings: RunConfig, kept: Collection[str]) -> dict[str, Any]:
-    """The method's own values at the scale mini; a learning rate that is kept changes in proportion."""
-    paper, small = (
-        config.preset(settings.method, settings.adapter, scale=each) for each in ("paper", "mini")
-    )
-    own = MINI.get(settings.method, {})
-    values = {
-        name: getattr(small, name) for name in (*USUAL, *own) if hasattr(settings, name) and name not in kept
-    }
-    rates = [name for name in own if name in kept and name in RATES and getattr(paper, name, None)]
-    return values | {
-        name: getattr(settings, name) * getattr(small, name) / getattr(paper, name) for name in rates
-    }
+def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str, Any]:
+    """Return the method's values at the scale mini; a learning rate in `unchanged` changes in proportion."""
+    paper = config.preset(settings.method, settings.adapter, scale="paper")
+    small = config.preset(settings.method, settings.adapter, scale="mini")
+    values = {}
+    for name in (*USUAL, *MINI.get(settings.method, {})):
+        if hasattr(settings, name) and name not in unchanged:
+            values[name] = getattr(small, name)
+    for name in MINI.get(settings.method, {}):
+        if name in unchanged and name in RATES and getattr(paper, name, None):
+            # a row that has ten times the method's rate in the paper has ten times its mini rate here
+            values[name] = getattr(settings, name) * getattr(small, name) / getattr(paper, name)
+    return values
 
 
 def _data(settings: RunConfig) -> dict[str, Any]:
-    """The images, and the fields that depend on their number and classes."""
+    """Return the images, and the fields that depend on their number and classes."""
     small: dict[str, Any] = {"dataset": "glyphs", "glyph_train": IMAGES}
     if settings.partition == "sampled":
         small["glyph_train"] = IMAGES_SAMPLED

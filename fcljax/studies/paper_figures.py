@@ -1,5 +1,6 @@
-"""The figures of papers that are runs: our curves beside the paper's numbers, where it prints some."""
+"""Draw the figures of papers: our curves beside the paper's numbers, where it prints some."""
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fcljax.results import figures
+from fcljax.results.comparison import percent
 from fcljax.results.run_folder import Summary, read_lines
 from fcljax.studies.paper_tables import RowResult, unit_of_metric
 from fcljax.studies.papers import Column, FigureEntry, Row, words_of
@@ -27,7 +29,7 @@ class Line(NamedTuple):
 
 
 def curve_of(figure: FigureEntry | None, summary: Summary, run: Path) -> tuple[float | None, ...]:
-    """What a figure over tasks or rounds shows of a run, in %; () for another one.
+    """Return what a figure over tasks or rounds shows of a run, in %; () for a figure over an option.
 
     Args:
       figure: what it shows.
@@ -37,37 +39,37 @@ def curve_of(figure: FigureEntry | None, summary: Summary, run: Path) -> tuple[f
     if figure is None or figure.x not in OVER:
         return ()
     if figure.x == "rounds":
-        return tuple(_percent(line.get("A")) for line in read_lines(run / "metrics.jsonl"))
+        return tuple(percent(line.get("A")) for line in read_lines(run / "metrics.jsonl"))
     if figure.learned:
         matrix = summary["accuracy"]
-        return tuple(_percent(row[task - 1]) for task in figure.learned for row in matrix)
-    return tuple(map(_percent, summary["A"]))
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
+        return tuple(percent(row[task - 1]) for task in figure.learned for row in matrix)
+    return tuple(map(percent, summary["A"]))
 
 
 def lines(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Line]:
-    """Name -> line, of the rows that were run or that the paper has numbers of."""
-    found = _over_time(figure, results) if figure.x in OVER else _over_option(figure.x, results)
-    drawn = {name: (*line.ours, *line.paper) for name, line in found.items()}
-    return {name: line for name, line in found.items() if any(value is not None for value in drawn[name])}
+    """Return by name the lines of the rows that were run or that the paper has numbers of."""
+    by_name = _over_time(figure, results) if figure.x in OVER else _over_option(figure.x, results)
+    return {
+        name: line
+        for name, line in by_name.items()
+        if any(value is not None for value in (*line.ours, *line.paper))
+    }
 
 
 def _over_time(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Line]:
-    """A line for each row, or for each row and learned task."""
-    names = [f", task {task}" for task in figure.learned] or [""]
-    found = {}
-    for each in results:
-        mean = _mean(each.curves)
-        size = len(mean) // len(names)
-        for place, name in enumerate(names):
-            ours = mean[place * size : (place + 1) * size]
-            length = max(len(ours), len(each.row.curve))
+    """Return a line for each row, or for each row and learned task."""
+    suffixes = [f", task {task}" for task in figure.learned] or [""]
+    by_name = {}
+    for result in results:
+        mean = _mean(result.curves)
+        paper = result.row.curve
+        size = len(mean) // len(suffixes)  # curve_of puts the curves of the learned tasks one after the other
+        for i, suffix in enumerate(suffixes):
+            ours = mean[i * size : (i + 1) * size]
+            length = max(len(ours), len(paper))
             steps = tuple(float(step) for step in range(1, length + 1))
-            found[each.label + name] = Line(steps, _padded(ours, length), _padded(each.row.curve, length))
-    return found
+            by_name[result.label + suffix] = Line(steps, _padded(ours, length), _padded(paper, length))
+    return by_name
 
 
 def _padded(values: Sequence[float | None], length: int) -> tuple[float | None, ...]:
@@ -75,68 +77,63 @@ def _padded(values: Sequence[float | None], length: int) -> tuple[float | None, 
 
 
 def _mean(curves: Sequence[Sequence[float | None]]) -> tuple[float | None, ...]:
-    """The mean over the seeds, None where one of them has no value."""
-    columns = zip(*curves, strict=False)
-    return tuple(_mean_of([value for value in each if value is not None], len(each)) for each in columns)
-
-
-def _mean_of(known: Sequence[float], seeds: int) -> float | None:
-    return float(np.mean(known)) if len(known) == seeds else None
+    """Return the mean over the seeds, None where one of them has no value."""
+    return tuple(
+        None if None in values else float(np.mean(np.array(values, float)))
+        for values in zip(*curves, strict=False)
+    )
 
 
 def _over_option(option: str, results: Sequence[RowResult]) -> dict[str, Line]:
-    """A line for each method and setting besides the option, over its values."""
+    """Return a line over the option's values for each method and its settings besides the option."""
     points: dict[str, list[tuple[float, float | None, float | None]]] = {}
-    for each in results:
-        x = _value(each.column, each.row, option)
+    for result in results:
+        x = _value(result.column, result.row, option)
         if x is not None:
-            first = next(iter(each.compared().values()))
-            paper = None if first.paper is None else first.paper.mean
-            points.setdefault(_name(each.column, each.row, option), []).append((x, first.mean, paper))
-    return {name: _line(sorted(each, key=_first)) for name, each in points.items()}
-
-
-def _first(point: tuple[float, float | None, float | None]) -> float:
-    return point[0]
-
-
-def _line(points: Sequence[tuple[float, float | None, float | None]]) -> Line:
-    x, ours, paper = zip(*points, strict=True)
-    return Line(x, ours, paper)
+            number = next(iter(result.compared().values()))
+            paper = number.paper.mean if number.paper else None
+            name = _name(result.column, result.row, option)
+            points.setdefault(name, []).append((x, number.mean, paper))
+    ordered = {name: sorted(line, key=operator.itemgetter(0)) for name, line in points.items()}
+    return {name: Line(*zip(*line, strict=True)) for name, line in ordered.items()}
 
 
 def _value(column: Column, row: Row, option: str) -> float | None:
-    """A row's value of an option that has numbers."""
+    """Return a row's value of an option that has numbers; None for any other."""
     value = {**column.settings, **row.options}.get(option)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _name(column: Column, row: Row, option: str) -> str:
-    """A row's method and settings besides the option."""
-    own = column.entry.columns[column.name].settings if column.name else {}
-    others = {name: value for name, value in {**own, **row.options}.items() if name != option}
-    return " ".join([row.method, *words_of(others)])
+    """Return a row's method and its settings besides the option."""
+    varied = column.entry.columns[column.name].settings if column.name else {}
+    settings = {**varied, **row.options}
+    settings.pop(option, None)
+    return " ".join([row.method, *words_of(settings)])
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------
 
 
 def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | None:
-    """The figure: our lines with markers, the paper's numbers dashed in the same colour; None if there is
-    nothing to draw."""
-    found = lines(figure, results)
-    if not found:
+    """Draw our lines with markers and the paper's numbers dashed in the same colour; None if there is nothing
+    to draw."""
+    by_name = lines(figure, results)
+    if not by_name:
         return None
     metric = results[0].column.metrics[0]
-    y = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit_of_metric(metric)})"
-    drawn = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(found)))
+    ylabel = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit_of_metric(metric)})"
+    drawn = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(by_name)))
     axes = drawn.add_subplot()
-    axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=y)
-    for i, (name, line) in enumerate(found.items()):
+    axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=ylabel)
+    for i, (name, line) in enumerate(by_name.items()):
         style = figures.curve_style(i)
-        axes.plot(line.x, _floats(line.ours), label=figures.words(name), **style)
-        axes.plot(line.x, _floats(line.paper), **style | {"linestyle": "--", "marker": "", "alpha": 0.6})
-    values = sorted({x for line in found.values() for x in line.x})
+        # as floats, None is a gap in the line
+        axes.plot(line.x, np.array(line.ours, float), label=figures.words(name), **style)
+        axes.plot(
+            line.x, np.array(line.paper, float), **style | {"linestyle": "--", "marker": "", "alpha": 0.6}
+        )
+    values = sorted({x for line in by_name.values() for x in line.x})
     if figure.x not in OVER and values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")
     axes.grid(axis="y", color=figures.GRID, linewidth=0.8)
@@ -145,10 +142,6 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
     return drawn
 
 
-def _floats(values: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in values])
-
-
 def as_json(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Any]:
-    """The figure's numbers, for table.json."""
+    """Return the figure's numbers, for table.json."""
     return {"x": figure.x, "lines": {name: line._asdict() for name, line in lines(figure, results).items()}}

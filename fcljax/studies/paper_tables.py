@@ -19,7 +19,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from fcljax.results.comparison import over_seeds_text
 from fcljax.results.metrics import over_seeds, paired_difference
+from fcljax.results.run_folder import value_at
 from fcljax.studies.papers import Column, Number, Row
 
 MIN_SEEDS = 3  # of a row that is reproduced, where the paper had several runs
@@ -46,7 +48,7 @@ class Compared(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether the paper's number is what we have, by the rule above."""
+        """Check whether ours meets the paper's number, by the rule above."""
         if self.paper is None or self.difference is None:
             return self.paper is None
         inside = self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
@@ -69,11 +71,11 @@ class RowResult(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name."""
+        """Return the row's name."""
         return self.column.label(self.row)
 
     def compared(self) -> dict[str, Compared]:
-        """Each metric's number of the paper beside ours."""
+        """Return each metric's number of the paper beside ours."""
         numbers = zip(self.column.metrics, self.row.numbers, self.values, strict=True)
         return {metric: compared(metric, paper, values) for metric, paper, values in numbers}
 
@@ -91,7 +93,7 @@ class Pair(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether our runs have the same order."""
+        """Check whether our runs have the same order."""
         return self.ours is not None and self.ours > 0
 
 
@@ -99,49 +101,47 @@ class Pair(NamedTuple):
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
-    """A metric of a summary.json in the paper's unit; None if it is not there or not a number."""
-    value: Any = summary
-    for name in metric.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+    """Return a metric of a summary.json in the paper's unit; None if it is not there or not a number."""
+    value = value_at(dict(summary), metric)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) * {"MiB": 2**-20, "10^6": 1e-6, "%": 100.0}[unit_of_metric(metric)]
 
 
 def unit_of_metric(metric: str) -> str:
-    """The unit of a metric in tables."""
+    """Return the unit of a metric in tables."""
     if metric.endswith("scalars"):
         return "10^6"
     return "MiB" if metric.endswith("_bytes") else "%"
 
 
 def tolerance(metric: str, number: float) -> float:
-    """How far from the paper's number ours may be."""
+    """Return how far from the paper's number ours may be."""
     return POINTS if unit_of_metric(metric) == "%" else SHARE * abs(number)
 
 
 def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Compared:
-    """A number of the paper and our values of it, seed by seed."""
-    found = Compared(metric, paper, tuple(values))
+    """Compare a number of the paper with our values, seed by seed."""
+    number = Compared(metric, paper, tuple(values))
     if not values:
-        return found
+        return number
     mean, deviation = over_seeds(values)
-    found = found._replace(mean=mean, deviation=deviation)
+    number = number._replace(mean=mean, deviation=deviation)
     if paper is None:
-        return found
+        return number
     interval = paired_difference(values, [paper.mean] * len(values))[1:] if len(values) > 1 else None
-    return found._replace(difference=mean - paper.mean, interval=interval)
+    return number._replace(difference=mean - paper.mean, interval=interval)
 
 
 def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reproduced"] | None:
-    """The status of a column after runs at the paper's scale; None: too few runs, or no numbers."""
+    """Return the status of a column after runs at the paper's scale; None: too few runs, or no numbers."""
     column = results[0].column
-    least = 1 if len(column.seeds) == 1 else MIN_SEEDS
+    min_seeds = 1 if len(column.seeds) == 1 else MIN_SEEDS
     has_numbers = any(number is not None for row in column.rows for number in row.numbers)
-    complete = len(results) == len(column.rows) and all(each.seeds >= least for each in results)
+    complete = len(results) == len(column.rows) and all(result.seeds >= min_seeds for result in results)
     if not has_numbers or not complete:
         return None
-    met = all(number.met for each in results for number in each.compared().values())
+    met = all(number.met for result in results for number in result.compared().values())
     return "reproduced" if met else "not reproduced"
 
 
@@ -149,27 +149,30 @@ def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reprod
 
 
 def orderings(results: Sequence[RowResult]) -> list[Pair]:
-    """All pairs of rows that the paper orders clearly, metric by metric."""
-    numbers = [each.compared() for each in results]
+    """Return all pairs of rows that the paper orders clearly, metric by metric."""
+    numbers = [result.compared() for result in results]
     pairs = []
     for i, j in itertools.combinations(range(len(results)), 2):
         if _comparable(results[i], results[j]):
             labels = results[i].label, results[j].label
-            found = [_pair(labels, numbers[i][metric], numbers[j][metric]) for metric in numbers[i]]
-            pairs += [pair for pair in found if pair]
+            for metric in numbers[i]:
+                pair = _pair(labels, numbers[i][metric], numbers[j][metric])
+                if pair:
+                    pairs.append(pair)
     return pairs
 
 
 def _comparable(first: RowResult, second: RowResult) -> bool:
     if first.column.key == second.column.key:
         return True
-    same = ("dataset", "backbone", "checkpoint")
-    given = [{name: each.column.settings.get(name) for name in same} for each in (first, second)]
-    return given[0] == given[1] and first.row[:2] == second.row[:2]
+    for name in ("dataset", "backbone", "checkpoint"):
+        if first.column.settings.get(name) != second.column.settings.get(name):
+            return False
+    return first.row[:2] == second.row[:2]
 
 
 def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | None:
-    """Two rows in the paper's order; None if it has none, or not clearly."""
+    """Return two rows in the paper's order; None if it has none, or not clearly."""
     if first.paper is None or second.paper is None:
         return None
     gap = first.paper.mean - second.paper.mean
@@ -177,68 +180,69 @@ def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | 
     largest = max(abs(first.paper.mean), abs(second.paper.mean))
     if abs(gap) <= max(noise, tolerance(first.metric, largest)):
         return None
-    ours = None if first.mean is None or second.mean is None else first.mean - second.mean
-    if gap > 0:
-        return Pair(first.metric, labels[0], labels[1], gap, ours)
-    return Pair(first.metric, labels[1], labels[0], -gap, None if ours is None else -ours)
+    if gap < 0:
+        labels = labels[1], labels[0]
+        first, second = second, first
+    ours = None
+    if first.mean is not None and second.mean is not None:
+        ours = first.mean - second.mean
+    return Pair(first.metric, *labels, abs(gap), ours)
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------------------
 
 HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interval", "note")
 
 
 def lines(results: Sequence[RowResult]) -> list[tuple[str, ...]]:
-    """The cells of the table: its head, and a line for each row and metric. The column of notes is left out
-    if there are none."""
+    """Return the cells of the table: its head, and a line for each row and metric. The column of notes is
+    left out if there are none."""
     cells: list[tuple[str, ...]] = [HEAD]
     for result in results:
-        for place, number in enumerate(result.compared().values()):
-            cells.append((result.label, *_cells(number), "" if place else result.why))
-    return cells if any(each.why for each in results) else [line[:-1] for line in cells]
+        for i, number in enumerate(result.compared().values()):
+            cells.append((result.label, *_cells(number), "" if i else result.why))
+    if any(result.why for result in results):
+        return cells
+    return [line[:-1] for line in cells]
 
 
-def _cells(found: Compared) -> tuple[str, ...]:
-    """The cells of a metric."""
-    no_difference = found.difference is None or math.isnan(found.difference)
+def _cells(number: Compared) -> tuple[str, ...]:
+    """Return the cells of a metric."""
+    no_difference = number.difference is None or math.isnan(number.difference)
     return (
-        f"{found.metric} ({unit_of_metric(found.metric)})",
-        _paper(found.paper),
-        _ours(found),
-        str(len(found.values)),
-        "-" if no_difference else f"{found.difference:+.2f}",
-        "-" if found.interval is None else f"{found.interval[0]:+.2f} to {found.interval[1]:+.2f}",
+        f"{number.metric} ({unit_of_metric(number.metric)})",
+        _paper(number.paper),
+        over_seeds_text(number.values, 2) if number.values else "-",
+        str(len(number.values)),
+        "-" if no_difference else f"{number.difference:+.2f}",
+        "-" if number.interval is None else f"{number.interval[0]:+.2f} to {number.interval[1]:+.2f}",
     )
 
 
 def _paper(number: Number | None) -> str:
     if number is None:
         return "-"
-    return f"{number.mean:g}" if number.deviation is None else f"{number.mean:.2f} ± {number.deviation:.2f}"
-
-
-def _ours(found: Compared) -> str:
-    if found.mean is None:
-        return "-"
-    return f"{found.mean:.2f}" if len(found.values) == 1 else f"{found.mean:.2f} ± {found.deviation:.2f}"
+    return f"{number.mean:g}" if number.deviation is None else f"{number.mean:.2f}±{number.deviation:.2f}"
 
 
 def order_lines(pairs: Sequence[Pair]) -> list[str]:
-    """Sentences about the order of the rows."""
+    """Describe in sentences how our runs order the rows."""
     if not pairs:
         return ["The paper orders no two rows by a clear gap."]
     known = [pair for pair in pairs if pair.ours is not None]
-    by_metric = {pair.metric: [each for each in known if each.metric == pair.metric] for pair in known}
-    alike = _alike(known)
-    said = [
-        f"Of {len(known)} pairs of rows that the paper orders by a clear gap {alike} are ordered alike here."
+    by_metric: dict[str, list[Pair]] = {}
+    for pair in known:
+        by_metric.setdefault(pair.metric, []).append(pair)
+    sentences = [
+        f"Of {len(known)} pairs of rows that the paper orders by a clear gap {_alike(known)} are ordered "
+        "alike here."
     ]
     if len(by_metric) > 1:
-        parts = [f"{metric} {_alike(mine)} of {len(mine)}" for metric, mine in by_metric.items()]
-        said.append(f"By metric: {', '.join(parts)}.")
+        parts = [f"{metric} {_alike(group)} of {len(group)}" for metric, group in by_metric.items()]
+        sentences.append(f"By metric: {', '.join(parts)}.")
     if len(known) < len(pairs):
-        said.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
-    return said
+        sentences.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
+    return sentences
 
 
 def _alike(pairs: Sequence[Pair]) -> int:
@@ -246,7 +250,7 @@ def _alike(pairs: Sequence[Pair]) -> int:
 
 
 def otherwise(pairs: Iterable[Pair]) -> list[str]:
-    """A line for each pair that our runs order the other way."""
+    """Return a line for each pair that our runs order the other way."""
     return [
         f"{pair.metric}: {pair.more} above {pair.less} by {pair.paper:.2f} in the paper, {pair.ours:.2f} here"
         for pair in pairs
@@ -255,47 +259,47 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
 
 
 def markdown(title: str, notes: Sequence[str], results: Sequence[RowResult], claims: Sequence[str]) -> str:
-    """All of it as Markdown."""
+    """Return title, notes, table and order as Markdown."""
     pairs = orderings(results)
     parts = [f"# {title}", *notes, markdown_table(lines(results)), _escaped(" ".join(order_lines(pairs)))]
-    for said, items in (("Ordered the other way:", otherwise(pairs)), ("The paper in words:", claims)):
+    for heading, items in (("Ordered the other way:", otherwise(pairs)), ("The paper in words:", claims)):
         if items:
-            parts += [said, "\n".join(f"- {_escaped(item)}" for item in items)]
+            parts += [heading, "\n".join(f"- {_escaped(item)}" for item in items)]
     return "\n\n".join(parts) + "\n"
 
 
 def markdown_table(cells: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its first row the head."""
+    """Return a table in Markdown; the first row is its head."""
     head, *body = [f"| {' | '.join(map(_escaped, row))} |" for row in cells]
     return "\n".join([head, f"|{'---|' * len(cells[0])}", *body])
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text so that Markdown shows it as it is."""
     return re.sub(r"([|`*_<\[\\])", r"\\\1", text)
 
 
 def as_json(results: Sequence[RowResult]) -> list[dict[str, Any]]:
-    """The rows as table.json holds them."""
+    """Return the rows as table.json holds them."""
     return [
         {
-            "column": each.column.name,
-            "method": each.row.method,
-            "options": each.row.options,
-            "label": each.label,
-            "seeds": each.seeds,
-            "why": each.why,
-            "metrics": {metric: _plain(number) for metric, number in each.compared().items()},
+            "column": result.column.name,
+            "method": result.row.method,
+            "options": result.row.options,
+            "label": result.label,
+            "seeds": result.seeds,
+            "why": result.why,
+            "metrics": {metric: _plain(number) for metric, number in result.compared().items()},
         }
-        for each in results
+        for result in results
     ]
 
 
-def _plain(found: Compared) -> dict[str, Any]:
-    numbers = {name: value for name, value in found._asdict().items() if name != "metric"}
-    known = found.paper is not None and bool(found.values)
+def _plain(number: Compared) -> dict[str, Any]:
+    numbers = {name: value for name, value in number._asdict().items() if name != "metric"}
+    known = number.paper is not None and bool(number.values)
     return numbers | {
-        "paper": found.paper and found.paper._asdict(),
-        "unit": unit_of_metric(found.metric),
-        "met": found.met if known else None,
+        "paper": number.paper and number.paper._asdict(),
+        "unit": unit_of_metric(number.metric),
+        "met": number.met if known else None,
     }

@@ -117,7 +117,7 @@ class Row(NamedTuple):
     """The paper's A_t in %."""
 
     def words(self) -> str:
-        """Method and options as they are typed on the command line."""
+        """Return method and options as they are typed on the command line."""
         return shlex.join([self.method, *words_of(self.options)])
 
 
@@ -137,27 +137,27 @@ class Column(NamedTuple):
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics of the paper's numbers."""
+        """Return the metrics of the paper's numbers."""
         return self.entry.metrics
 
     @property
     def key(self) -> str:
-        """Its name in `verified`."""
+        """Return the column's name in `verified`."""
         return f"{self.table} {self.name}".strip()
 
     @property
     def upload(self) -> int:
-        """Parameters that a client of the paper's own method uploads per round."""
-        own = self.entry.columns.get(self.name, ColumnEntry())
-        return own.upload or self.entry.upload
+        """Return the parameters that a client of the paper's own method uploads per round."""
+        column = self.entry.columns.get(self.name, ColumnEntry())
+        return column.upload or self.entry.upload
 
     def label(self, row: Row) -> str:
-        """The name of a row, in a table of all columns."""
+        """Return the name of a row, in a table of all columns."""
         return f"{row.words()} [{self.name}]" if self.name else row.words()
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed on the command line."""
+    """Return options as they are typed on the command line."""
     words = []
     for name, value in options.items():
         if isinstance(value, bool):
@@ -171,7 +171,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
-    """The columns of a table.
+    """Read the columns of a table.
 
     Raises:
       InputError: for a folder without papers, an unknown system or table, or a mistake in the file.
@@ -194,7 +194,7 @@ def _text(path: Path) -> str:
 
 
 def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
-    """A paper's file from its content.
+    """Read a paper's file from its content.
 
     Raises:
       InputError: one line with the file, the place in it, and what is wrong.
@@ -214,28 +214,28 @@ def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
 
 
 def columns(path: str, paper: Paper, table: str) -> list[Column]:
-    """The columns of a table, each with its rows.
+    """Return the columns of a table with their rows.
 
     Raises:
       InputError: for numbers that do not fit metrics and columns, or for two equal rows.
     """
-    entry = _whole(path, paper, table)
-    found = []
-    for name, own in (entry.columns or {"": ColumnEntry()}).items():
+    entry = _complete(path, paper, table)
+    table_columns = []
+    for name, column in (entry.columns or {"": ColumnEntry()}).items():
         rows = tuple(
-            _row(each, entry, name, f"{path}: tables.{table}.rows[{place}]")
-            for place, each in enumerate(entry.rows)
+            _row(row, entry, name, f"{path}: tables.{table}.rows[{i}]") for i, row in enumerate(entry.rows)
         )
         if len({row.words() for row in rows}) < len(rows):
             raise InputError(f"{path}: tables.{table}.rows: two rows have the same method and options")
-        seeds = tuple(own.seeds or paper.seeds)
-        settings = {**paper.base, **entry.settings, **own.settings, "seed": seeds[0]}
-        found.append(Column(path, Path(path).stem, table, name, paper, entry, rows, seeds, settings))
-    return found
+        seeds = tuple(column.seeds or paper.seeds)
+        settings = {**paper.base, **entry.settings, **column.settings, "seed": seeds[0]}
+        system = Path(path).stem
+        table_columns.append(Column(path, system, table, name, paper, entry, rows, seeds, settings))
+    return table_columns
 
 
-def _whole(path: str, paper: Paper, table: str) -> TableEntry:
-    """A table with what it has of another one.
+def _complete(path: str, paper: Paper, table: str) -> TableEntry:
+    """Return a table with what `of` takes from another one.
 
     Raises:
       InputError: for a table without rows, or one of a table that is itself of another.
@@ -248,9 +248,9 @@ def _whole(path: str, paper: Paper, table: str) -> TableEntry:
             )
         return entry
     other = paper.tables[choose(f"{path}: tables.{table}.of", entry.of, paper.tables)]
-    own = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
-    if own or other.of:
-        raise InputError(f"{path}: tables.{table}.{(*own, 'of')[0]}: it has those of {entry.of!r}")
+    repeated = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
+    if repeated or other.of:
+        raise InputError(f"{path}: tables.{table}.{(*repeated, 'of')[0]}: it has those of {entry.of!r}")
     return dataclasses.replace(
         other,
         title=entry.title,
@@ -267,15 +267,16 @@ def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
     curve = _of_column(entry.curve, table, column, f"{where}.curve")
     if numbers is None:
         numbers = [None] * len(table.metrics)
-    at = ".".join(filter(None, [f"{where}.numbers", column]))
+    place = ".".join(filter(None, [f"{where}.numbers", column]))
     if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
-        raise InputError(f"{at}: {numbers!r} does not list a number for each of {table.metrics}")
-    drawn = typed.converted(list[float | None], curve or [], f"{where}.curve")
-    return Row(entry.method, entry.options, tuple(_number(number, at) for number in numbers), tuple(drawn))
+        raise InputError(f"{place}: {numbers!r} does not list a number for each of {table.metrics}")
+    accuracies = typed.converted(list[float | None], curve or [], f"{where}.curve")
+    parsed = tuple(_number(number, place) for number in numbers)
+    return Row(entry.method, entry.options, parsed, tuple(accuracies))
 
 
 def _of_column(values: Any, table: TableEntry, column: str, where: str) -> Any:
-    """The part of a mapping by column that is this column's; without columns all."""
+    """Return this column's part of a mapping by column; without columns all values."""
     if values is None or not column:
         return values
     by_column = typed.converted(dict[str, list], values, where)
@@ -287,18 +288,22 @@ def _of_column(values: Any, table: TableEntry, column: str, where: str) -> Any:
 def _number(value: object, where: str) -> Number | None:
     if value is None:
         return None
-    parts = value if isinstance(value, list) and len(value) == 2 else [value, None]
-    mean = typed.converted(float, parts[0], where)
-    return Number(mean, None if parts[1] is None else typed.converted(float, parts[1], where))
+    if not isinstance(value, list) or len(value) != 2:
+        value = [value, None]
+    mean, deviation = value
+    if deviation is not None:
+        deviation = typed.converted(float, deviation, where)
+    return Number(typed.converted(float, mean, where), deviation)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-def write_verified(path: str | Path, found: Mapping[str, Verified]) -> None:
-    """Write what runs at the paper's scale found into the last part of a file; the rest stays as it is."""
+def write_verified(path: str | Path, verdicts: Mapping[str, Verified]) -> None:
+    """Write the status of columns into the last part of a file; the rest stays as it is."""
     path = Path(path)
-    kept = _text(path).partition(VERIFIED)[0]
-    old = parse_paper(str(path), config.load_yaml(path)).verified
-    new = {key: dataclasses.asdict(each) for key, each in {**old, **found}.items()}
-    write_text(path, f"{kept}\n{yaml.safe_dump({'verified': new}, sort_keys=False, width=110)}")
+    unchanged = _text(path).partition(VERIFIED)[0]
+    previous = parse_paper(str(path), config.load_yaml(path)).verified
+    merged = {key: dataclasses.asdict(verdict) for key, verdict in {**previous, **verdicts}.items()}
+    # the comments and the order of the rest are the author's, so only the last key is written anew
+    write_text(path, f"{unchanged}\n{yaml.safe_dump({'verified': merged}, sort_keys=False, width=110)}")

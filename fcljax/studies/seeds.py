@@ -1,4 +1,4 @@
-"""One method over several seeds: a run directory for each in one folder, and their mean."""
+"""Run one method over several seeds: a run directory for each in one folder, and their mean."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from fcljax.runs.resume import ROUNDING, check_file
 LIST = "seeds.yaml"
 
 
-def parse_seeds(text: str, first: int) -> list[int]:
-    """The seeds that `--seeds` asks for: "3" is three from `first` on, "2023,7" are these.
+def parse_seeds(text: str, start: int) -> list[int]:
+    """Parse `--seeds`: "3" is three from `start` on, "2023,7" are these.
 
     Raises:
       InputError: for what is neither, for a seed that comes twice, or for no or too many seeds.
@@ -41,11 +41,11 @@ def parse_seeds(text: str, first: int) -> list[int]:
     if not 1 <= count <= MOST_SEEDS:
         nearest = MOST_SEEDS if count else 1
         raise InputError(f"seeds: {count} runs; nearest: {nearest}; a run with seed {count}: --seed {count}")
-    return [first + i for i in range(count)]
+    return list(range(start, start + count))
 
 
 def stored_seeds(folder: str | Path) -> list[int] | None:
-    """The seeds of a folder that `run_seeds` has made; None for any other folder.
+    """Read the seeds of a folder that `run_seeds` has made; None for any other folder.
 
     Raises:
       InputError: if the list was edited into something else.
@@ -88,9 +88,9 @@ def run_seeds(
         for i, seed in enumerate(seeds):
             folder = out / f"seed-{seed}"
             observer.say(f"seed {seed}, {i + 1} of {len(seeds)}")
-            begun = (folder / "config.yaml").exists()
-            own = dataclasses.replace(cfg, seed=seed)
-            summaries.append(loop.run(own, folder, begun, observer))
+            has_started = (folder / "config.yaml").exists()
+            settings = dataclasses.replace(cfg, seed=seed)
+            summaries.append(loop.run(settings, folder, has_started, observer))
         write_json(out / "seeds.json", seed_statistics(summaries))
         page.try_report([out], out / page.NAME, observer.say)
     return summaries
@@ -98,11 +98,11 @@ def run_seeds(
 
 @contextlib.contextmanager
 def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[None]:
-    """A folder of several runs, which this process owns until the block ends.
+    """Own a folder of several runs until the block ends.
 
     Args:
       out: the folder.
-      resumed: what checks an existing folder before it is resumed; None: the folder must be new.
+      resumed: checks an existing folder before it is resumed; None: the folder must be new.
 
     Raises:
       InputError: if it exists and should not, cannot be written, is refused, or another process owns it.
@@ -117,12 +117,12 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
 
 def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and population standard deviation over seeds of the numbers that papers report."""
-    found = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
-    found["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
+    """Return mean and population standard deviation over seeds of the numbers that papers report."""
+    by_metric = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
+    by_metric["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}
-    for name, values in found.items():
-        known = [each for each in values if each is not None]
+    for name, values in by_metric.items():
+        known = [value for value in values if value is not None]
         mean, deviation = metrics.over_seeds(known) if known else (None, None)
         result[name] = {"mean": mean, "population_std": deviation, "values": values}
     return result

@@ -1,4 +1,4 @@
-"""A sweep: the runs of a grid (`grid.py`), each a run directory of its own in one folder, some at a time.
+"""Make the runs of a grid (`grid.py`), each a run directory of its own in one folder, some at a time.
 
 The folder has a run directory for each run, plan.yaml (the runs and the options that the file gives them),
 settings/ (their config.yaml), logs/ (their output), and at the end sweep.json and accuracy.png.
@@ -30,7 +30,7 @@ from fcljax.studies.engines import ClusterTask, Start
 from fcljax.studies.grid import Planned
 from fcljax.studies.jobs import Job, carried
 from fcljax.studies.seeds import folder_of_runs
-from fcljax.terminal import add_row, say
+from fcljax.terminal import add_row, new_table, say
 
 PLAN = "plan.yaml"
 SETTINGS = "settings"
@@ -99,11 +99,11 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
 
 
 def advice(out: Path, command: str) -> str:
-    """What a user can do after a sweep was stopped, by a command that resumes it."""
+    """Tell how to resume a sweep that was stopped, by `command`."""
     return f"resume with: {command}" if (out / PLAN).exists() else ""
 
 
-# ---- what is in the folder ---------------------------------------------------------------------------------
+# ---- files of the folder -----------------------------------------------------------------------------------
 
 
 def _write_plan(runs: Sequence[Planned], out: Path) -> None:
@@ -115,27 +115,27 @@ def _write_plan(runs: Sequence[Planned], out: Path) -> None:
 
 
 def plan_values(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
-    """The content of plan.yaml: name of the run -> its method and the options that the file gives it."""
+    """Return the content of plan.yaml: name of the run -> its method and the options that the file gives."""
     return {run.name: {"method": run.method} | run.given for run in runs}
 
 
 def _check_same(runs: Sequence[Planned], out: Path) -> None:
-    """Check that every run that was begun is still planned, with the same settings.
+    """Check that every run that has started is still planned, with the same settings.
 
     Raises:
       InputError: naming the first run that is not, and the settings that differ.
     """
     if not (out / PLAN).is_file():
         raise InputError(f"resume: {str(out)!r} is not a sweep folder: it has no {PLAN}")
-    now = {run.name: run for run in runs}
+    planned = {run.name: run for run in runs}
     for name in config.load_yaml(out / PLAN):
         if not (out / str(name) / "config.yaml").exists():
             continue
-        if name not in now:
+        if name not in planned:
             raise InputError(
                 f"resume: the sweep in {str(out)!r} has the run {name!r}, which the file does not have"
             )
-        check_file(out / name, now[name].cfg)
+        check_file(out / name, planned[name].cfg)
 
 
 def _settings(run: Planned, out: Path) -> Path:
@@ -143,7 +143,7 @@ def _settings(run: Planned, out: Path) -> Path:
 
 
 def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
-    """The process that makes a run in the sweep's folder."""
+    """Return the job that makes a run in the sweep's folder."""
     settings = _settings(run, out).absolute()
     log = (out / LOGS / f"{run.name}.log").absolute()
     return Job(
@@ -159,23 +159,39 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
 
 
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
-    """The outcome of a run whose process has ended with this code; None: there was no process."""
+    """Return the outcome of a run whose process has ended with this code; None: there was no process."""
     try:
         summary = load_summary(out / run.name)
     except InputError:
         summary = None
     if summary and not code:
-        failed = learned_nothing(summary)
-        return Outcome(
-            "failed" if failed else "finished", code, "no upload was valid" if failed else "", summary
-        )
+        if learned_nothing(summary):
+            return Outcome("failed", code, "no upload was valid", summary)
+        return Outcome("finished", code, "", summary)
     if code is None:
         return Outcome("not finished", None, "", summary)
     return Outcome("failed", code, last_line_of(out / LOGS / f"{run.name}.log"), summary)
 
 
+def finished(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
+    """Return the summaries of the runs that finished, by name."""
+    return {
+        name: outcome.summary
+        for name, outcome in outcomes.items()
+        if outcome.state == "finished" and outcome.summary
+    }
+
+
+def failure(outcomes: Mapping[str, Outcome]) -> str:
+    """Tell why the first run without a result has none; empty if all runs finished."""
+    for outcome in outcomes.values():
+        if outcome.state != "finished":
+            return f"{outcome.state}: {outcome.why}" if outcome.why else outcome.state
+    return ""
+
+
 def last_line_of(log: Path) -> str:
-    """The last line of a process's output."""
+    """Return the last line of a process's output."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 10_000))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
@@ -183,7 +199,7 @@ def last_line_of(log: Path) -> str:
 
 
 def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """The content of sweep.json."""
+    """Return the content of sweep.json."""
     states = [outcome.state for outcome in outcomes.values()]
     rows = [
         {
@@ -196,9 +212,8 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
         }
         for run in runs
     ]
-    return {
-        state.replace(" ", "_"): states.count(state) for state in ("finished", "failed", "not finished")
-    } | {"runs": rows}
+    counts = {name.replace(" ", "_"): states.count(name) for name in ("finished", "failed", "not finished")}
+    return counts | {"runs": rows}
 
 
 # ---- running -----------------------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ def run_all(
 
 
 def on_device(job: Job, device: str | None) -> Job:
-    """A job that sees only one GPU."""
+    """Return a job that sees only one GPU; None: the job itself."""
     if device is None:
         return job
     return job._replace(environment=dict(job.environment) | {"CUDA_VISIBLE_DEVICES": device})
@@ -257,7 +272,7 @@ def _end(running: Mapping[str, tuple[ClusterTask, str | None]], number: int) -> 
 def _watched(
     runs: Sequence[Planned], out: Path, console: Console
 ) -> Iterator[Callable[[Mapping[str, int], Sequence[str]], None]]:
-    """A bar over the rounds of all runs, with the time left, and a line for each run that has ended."""
+    """Show a bar over the rounds of all runs, with the time left, and a line for each run that has ended."""
     columns = [
         TextColumn("runs {task.fields[ended]}/{task.fields[runs]}"),
         BarColumn(),
@@ -286,7 +301,7 @@ def _watched(
 
 
 def _rounds(folder: Path) -> int:
-    """The rounds that a run has logged."""
+    """Count the rounds that a run has logged."""
     try:
         return (folder / "metrics.jsonl").read_bytes().count(b"\n")
     except OSError:
@@ -297,29 +312,30 @@ def _rounds(folder: Path) -> int:
 
 
 def finished_folders(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
-    """The folders of the runs that finished."""
-    return [out / name for name, outcome in outcomes.items() if outcome.state == "finished"]
+    """Return the folders of the runs that finished."""
+    return [out / name for name in finished(outcomes)]
 
 
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
-    """The tables and the figure of `compare` over the finished runs, and a table of the others, if any."""
-    done = finished_folders(outcomes, out)
-    compared, figure = compare(done, out / "accuracy.png") if done else ([], None)
-    failed = Table("run", "exit code", "why", title="failed")
-    for name, found in outcomes.items():
-        if found.state != "finished":
-            code = "" if found.exit_code is None else found.exit_code
-            add_row(failed, name, code, found.why or found.state)
-    return [*compared, *([failed] if failed.row_count else [])], figure
+    """Compare the finished runs in tables and a figure, and list the others in a further table."""
+    folders = finished_folders(outcomes, out)
+    comparison, figure = compare(folders, out / "accuracy.png") if folders else ([], None)
+    failed = new_table("run", "exit code", "why", title="failed")
+    for name, outcome in outcomes.items():
+        if outcome.state != "finished":
+            code = "" if outcome.exit_code is None else outcome.exit_code
+            add_row(failed, name, code, outcome.why or outcome.state)
+    if failed.row_count:
+        comparison = [*comparison, failed]
+    return comparison, figure
 
 
 def plan_table(runs: Sequence[Planned]) -> Table:
-    """The runs of a sweep, with the options in which they differ."""
-    table = Table("run", "method", "what differs", title=f"{len(runs)} runs")
-    table.columns[0].overflow = "fold"
+    """List the runs of a sweep, with the options in which they differ."""
+    table = new_table("run", "method", "options", title=f"{len(runs)} runs")
     names = dict.fromkeys(name for run in runs for name in run.given)
-    differ = [name for name in names if len({run.given.get(name) for run in runs}) > 1]
+    differing = [name for name in names if len({run.given.get(name) for run in runs}) > 1]
     for run in runs:
-        cells = [f"{name} {run.given[name]}" for name in differ if name in run.given]
+        cells = [f"{name} {run.given[name]}" for name in differing if name in run.given]
         add_row(table, run.name, run.method, ", ".join(cells))
     return table

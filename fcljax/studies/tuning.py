@@ -1,4 +1,4 @@
-"""Hyper-parameters chosen on held-out training images: a study of runs, each a trial, with Optuna.
+"""Choose hyper-parameters on held-out training images: a study of runs, each a trial, with Optuna.
 
 What a trial tries depends only on the seed, its number and the trials before it, so a study that was stopped
 and resumed tries what an uninterrupted one would.
@@ -26,10 +26,10 @@ from fcljax.options import fields_of
 from fcljax.results.run_folder import read_lines, write_json
 from fcljax.runs import loop, rate_search
 from fcljax.studies.seeds import folder_of_runs
-from fcljax.terminal import add_row, plain_text
+from fcljax.terminal import add_row, new_table
 
-STUDY = "tune.yaml"  # what was asked for
-JOURNAL = "trials.log"  # Optuna's own
+STUDY = "tune.yaml"  # the request
+JOURNAL = "trials.log"  # written by Optuna
 BEST = "best.yaml"
 NEVER = {
     "method": "compare methods with a sweep",
@@ -41,7 +41,7 @@ NEVER = {
     "dataset": "accuracies on different images do not compare",
 }
 WARM_UP = 5  # trials before one may be pruned
-SHOWN = 10  # trials in the table
+MAX_ROWS = 10  # trials in the table
 
 
 class Range(NamedTuple):
@@ -53,14 +53,15 @@ class Range(NamedTuple):
     """ "choice", "linear" or "log"."""
 
     def text(self) -> str:
-        """As it is typed."""
+        """Return the range as it is typed."""
         if self.kind == "choice":
             return ",".join(map(str, self.values))
-        return ("log:" if self.kind == "log" else "") + "..".join(map(str, self.values))
+        ends = "..".join(map(str, self.values))
+        return f"log:{ends}" if self.kind == "log" else ends
 
 
-class Wanted(NamedTuple):
-    """What a study was asked for."""
+class Request(NamedTuple):
+    """Request for a study."""
 
     method: str
     given: dict[str, Any]
@@ -71,7 +72,7 @@ class Wanted(NamedTuple):
     prune: bool
 
     def settings(self, values: Mapping[str, Any]) -> RunConfig:
-        """The settings of a run with these values.
+        """Return the settings of a run with these values.
 
         Raises:
           InputError: if they do not go together.
@@ -91,11 +92,11 @@ class Trial(NamedTuple):
 
 
 class _Pruned(Exception):
-    """A trial is stopped, since half of the others were better at the same round."""
+    """Stop a trial, since half of the others were better at the same round."""
 
 
 def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> Range:
-    """A range as it is typed: `1e-4..1e-1`, `log:1e-4..1e-1`, or values `16,32,64`.
+    """Parse a range as it is typed: `1e-4..1e-1`, `log:1e-4..1e-1`, or values `16,32,64`.
 
     Raises:
       InputError: naming the option, the text and what would be valid.
@@ -113,20 +114,20 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
         raise InputError(f"{name}: it has both a range and a value; leave one out")
     scale, _, ends = text.rpartition(":") if text.startswith("log:") else ("", "", text)
     if ".." in ends:
-        found = _between(name, fields[name], ends, scale)
+        parsed = _interval(name, fields[name], ends, scale)
     elif scale or "," not in text:
         example = "log:1e-4..1e-1, 1..5 or 16,32,64"
         raise InputError(f"{name}: {text!r} is neither a range nor a list of values, such as {example}")
     else:
-        values = [config.typed_value(name, fields[name].type, each.strip()) for each in text.split(",")]
-        found = Range(tuple(dict.fromkeys(values)), "choice")
-    for value in found.values:
+        values = [config.typed_value(name, fields[name].type, word.strip()) for word in text.split(",")]
+        parsed = Range(tuple(dict.fromkeys(values)), "choice")
+    for value in parsed.values:
         config.from_mapping(method, {**given, name: value}, "options")  # each end must be valid
-    return found
+    return parsed
 
 
-def _between(name: str, field: dataclasses.Field, ends: str, scale: str) -> Range:
-    low, high = (config.typed_value(name, field.type, each) for each in ends.split("..", 1))
+def _interval(name: str, field: dataclasses.Field, ends: str, scale: str) -> Range:
+    low, high = (config.typed_value(name, field.type, end) for end in ends.split("..", 1))
     if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)):
         raise InputError(f"{name}: it is not a number, so {ends!r} is not a range; give values, such as a,b")
     if not low < high:
@@ -137,7 +138,7 @@ def _between(name: str, field: dataclasses.Field, ends: str, scale: str) -> Rang
 
 
 def check_optuna() -> None:
-    """Check that Optuna is here.
+    """Check that Optuna is installed.
 
     Raises:
       InputError: with the command that gets it.
@@ -149,8 +150,8 @@ def check_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def stored(folder: Path, method: str) -> Wanted:
-    """What the study in a folder was asked for.
+def stored(folder: Path, method: str) -> Request:
+    """Read the request of the study in a folder.
 
     Raises:
       InputError: if there is none, or it is of another method.
@@ -158,28 +159,28 @@ def stored(folder: Path, method: str) -> Wanted:
     path = folder / STUDY
     if not path.is_file():
         raise InputError(f"resume: {str(folder)!r} is not a study: it has no {STUDY}")
-    found = config.load_yaml(path)
+    values = config.load_yaml(path)
     try:
-        if found["method"] != method:
-            raise InputError(f"resume: {str(path)!r} is for method {found['method']!r}, not {method!r}")
-        given = dict(found["given"])
-        numbers = (str(found["metric"]), int(found["trials"]))
-        ranges = {
-            name: parse_range(method, given, name, str(text)) for name, text in dict(found["ranges"]).items()
-        }
-        return Wanted(method, given, ranges, *numbers, bool(found["prune"]))
+        if values["method"] != method:
+            raise InputError(f"resume: {str(path)!r} is for method {values['method']!r}, not {method!r}")
+        given = dict(values["given"])
+        texts = dict(values["ranges"])
+        ranges = {name: parse_range(method, given, name, str(text)) for name, text in texts.items()}
+        return Request(
+            method, given, ranges, str(values["metric"]), int(values["trials"]), bool(values["prune"])
+        )
     except (KeyError, TypeError, ValueError):
         raise InputError(f"resume: {str(path)!r} is not as a study writes it") from None
 
 
-def tune(wanted: Wanted, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
+def tune(request: Request, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
     """Run the trials that are missing, and write best.yaml (settings for `--config`) and trials.json.
 
     Args:
-      wanted: the study.
-      out: its folder; a new one, unless `resume`.
-      resume: whether it goes on.
-      observer: hears of each trial.
+      request: for the study.
+      out: the folder of the study; a new one, unless `resume`.
+      resume: resume the study in `out`.
+      observer: gets a line about each trial.
 
     Returns:
       All trials, in their order.
@@ -190,11 +191,11 @@ def tune(wanted: Wanted, out: Path, resume: bool, observer: loop.Observer) -> li
     import optuna
 
     with folder_of_runs(out, (lambda: None) if resume else None):
-        write_text(out / STUDY, yaml.safe_dump(_plain(wanted), sort_keys=False))
+        write_text(out / STUDY, yaml.safe_dump(_plain(request), sort_keys=False))
         storage = optuna.storages.JournalStorage(
             optuna.storages.journal.JournalFileBackend(str(out / JOURNAL))
         )
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP) if wanted.prune else None
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP) if request.prune else None
         study = optuna.create_study(
             storage=storage,
             study_name="tune",
@@ -202,64 +203,65 @@ def tune(wanted: Wanted, out: Path, resume: bool, observer: loop.Observer) -> li
             pruner=pruner or optuna.pruners.NopPruner(),
             load_if_exists=resume,
         )
-        for trial in _missing(study, wanted):
-            _play(study, trial, wanted, out, observer)
-            found = trials_of(study)
-            observer.say(_line(found[trial.number], wanted))
-        found = trials_of(study)
-        _write_results(wanted, found, out)
-    return found
+        for trial in _missing(study, request):
+            _play(study, trial, request, out, observer)
+            observer.say(_line(trials_of(study)[trial.number], request))
+        trials = trials_of(study)
+        _write_results(request, trials, out)
+    return trials
 
 
-def _missing(study: Any, wanted: Wanted) -> Iterator[Any]:
-    """The trial in which the study was stopped, if one was, and then new ones."""
+def _missing(study: Any, request: Request) -> Iterator[Any]:
+    """Yield the trial in which the study was stopped, if one was, and then new ones."""
     import optuna
 
     running = optuna.trial.TrialState.RUNNING
     for frozen in study.get_trials(states=(running,)):
         yield optuna.trial.Trial(study, frozen._trial_id)
-    seed = wanted.settings({}).seed
-    space = {name: _distribution(each) for name, each in wanted.ranges.items()}
-    while (number := len(study.get_trials(deepcopy=False))) < wanted.trials:
+    seed = request.settings({}).seed
+    space = {name: _distribution(values) for name, values in request.ranges.items()}
+    while (number := len(study.get_trials(deepcopy=False))) < request.trials:
         # of the seed and the trial's number alone, so that a resumed study draws the same
         entropy = np.random.SeedSequence((seed, number)).generate_state(1)[0]
         study.sampler = optuna.samplers.TPESampler(seed=int(entropy))
         yield study.ask(space)
 
 
-def _distribution(each: Range) -> Any:
+def _distribution(values: Range) -> Any:
+    from optuna import distributions
+
+    if values.kind == "choice":
+        return distributions.CategoricalDistribution(values.values)
+    is_whole = all(isinstance(end, int) for end in values.values)
+    kind = distributions.IntDistribution if is_whole else distributions.FloatDistribution
+    return kind(*values.values, log=values.kind == "log")
+
+
+def _play(study: Any, trial: Any, request: Request, out: Path, observer: loop.Observer) -> None:
+    """Make the run of a trial, or resume it where it was stopped."""
     import optuna
 
-    if each.kind == "choice":
-        return optuna.distributions.CategoricalDistribution(each.values)
-    whole = all(isinstance(end, int) for end in each.values)
-    kind = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
-    return kind(*each.values, log=each.kind == "log")
-
-
-def _play(study: Any, trial: Any, wanted: Wanted, out: Path, observer: loop.Observer) -> None:
-    """The run of a trial, from its beginning or from where it was stopped."""
-    import optuna
-
-    def heard(line: Mapping[str, Any]) -> None:
+    def on_round(line: Mapping[str, Any]) -> None:
         if line.get("A") is not None:
             step = line["task"] * settings.rounds + line["round"]
             if step not in study.trials[trial.number].intermediate_values:
                 trial.report(line["A"], step)
-            if wanted.prune and trial.should_prune():
+            if request.prune and trial.should_prune():
                 raise _Pruned
 
     folder = out / f"trial-{trial.number:03d}"
     states = optuna.trial.TrialState
     try:
-        settings = wanted.settings(trial.params)
-        begun = (folder / "config.yaml").exists()
+        settings = request.settings(trial.params)
+        has_started = (folder / "config.yaml").exists()
         for line in read_lines(folder / "metrics.jsonl"):  # of a trial that was stopped
-            heard(line)
-        following = dataclasses.replace(observer, console=loop.QUIET, heard=heard)
-        value = loop.run(settings, folder, begun, following)[wanted.metric]
-        known = value is not None and math.isfinite(value)
-        study.tell(trial, value if known else None, state=states.COMPLETE if known else states.FAIL)
+            on_round(line)
+        following = dataclasses.replace(observer, console=loop.QUIET, heard=on_round)
+        value = loop.run(settings, folder, has_started, following)[request.metric]
+        if value is not None and math.isfinite(value):
+            study.tell(trial, value, state=states.COMPLETE)
+        else:
+            study.tell(trial, state=states.FAIL)
     except _Pruned:
         study.tell(trial, state=states.PRUNED)
     except InputError as error:
@@ -270,68 +272,73 @@ def _play(study: Any, trial: Any, wanted: Wanted, out: Path, observer: loop.Obse
 
 
 def trials_of(study: Any) -> list[Trial]:
-    """The trials of a study that are over."""
-    names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+    """Return the trials of a study that are over."""
+    states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     return [
-        Trial(each.number, names[each.state.name], each.value, dict(each.params))
-        for each in study.get_trials(deepcopy=False)
-        if each.state.name in names
+        Trial(trial.number, states[trial.state.name], trial.value, dict(trial.params))
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.name in states
     ]
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The complete trial with the highest metric, the first of equals."""
-    complete = {each.number: each.value for each in trials if each.state == "complete"}
-    number = rate_search.best(complete, prefer=float)
-    return next((each for each in trials if each.number == number), None)
+    """Return the complete trial with the highest metric, the first of equals; None: no trial is complete."""
+    metrics = {trial.number: trial.value for trial in trials if trial.state == "complete"}
+    number = rate_search.best(metrics, prefer=float)
+    return next((trial for trial in trials if trial.number == number), None)
 
 
-def _write_results(wanted: Wanted, trials: Sequence[Trial], out: Path) -> None:
+def _write_results(request: Request, trials: Sequence[Trial], out: Path) -> None:
     best = best_of(trials)
-    write_json(out / "trials.json", {"metric": wanted.metric, "best": best, "trials": list(trials)})
+    write_json(out / "trials.json", {"metric": request.metric, "best": best, "trials": list(trials)})
     if best is None:
-        raise InputError(f"tune: no trial ended with a finite {wanted.metric}; see {str(out)!r}")
-    given = {name: value for name, value in wanted.given.items() if name != "holdout"}
-    text = config.to_yaml(config.from_mapping(wanted.method, given | best.values, "options"))
-    share = wanted.settings({}).holdout
-    said = f"{wanted.metric} {100 * (best.value or 0):.2f} % on held-out training images (holdout {share})"
-    head = f"# trial {best.number} of {len(trials)}, one seed: {said}\n"
+        raise InputError(f"tune: no trial ended with a finite {request.metric}; see {str(out)!r}")
+    # best.yaml is for runs on all training images, so it leaves out the holdout
+    given = {name: value for name, value in request.given.items() if name != "holdout"}
+    text = config.to_yaml(config.from_mapping(request.method, given | best.values, "options"))
+    accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training images"
+    share = request.settings({}).holdout
+    head = f"# trial {best.number} of {len(trials)}, one seed: {accuracy} (holdout {share})\n"
     write_text(out / BEST, head + text)
 
 
-def table_of(trials: Sequence[Trial], wanted: Wanted) -> Table:
-    """The best trials."""
-    counts = {state: sum(each.state == state for each in trials) for state in ("pruned", "failed")}
-    title = f"{len(trials)} trials, " + ", ".join(f"{count} {state}" for state, count in counts.items())
-    table = Table(title=plain_text(title), caption=f"{wanted.metric} on held-out training images")
-    for name in ("trial", f"{wanted.metric} (%)", *wanted.ranges):
-        table.add_column(name, justify="right")
-    complete = [each for each in trials if each.state == "complete"]
-    for each in sorted(complete, key=lambda each: -(each.value or 0.0))[:SHOWN]:
-        values = [_shown(each.values[name]) for name in wanted.ranges]
-        add_row(table, each.number, f"{100 * (each.value or 0.0):.2f}", *values)
+def table_of(trials: Sequence[Trial], request: Request) -> Table:
+    """Return a table of the best trials."""
+    states = [trial.state for trial in trials]
+    counts = f"{states.count('pruned')} pruned, {states.count('failed')} failed"
+    title = f"{len(trials)} trials, {counts}"
+    names = ("trial", f"{request.metric} (%)", *request.ranges)
+    caption = f"{request.metric} on held-out training images"
+    table = new_table(*names, title=title, caption=caption, right=names)
+    complete = [trial for trial in trials if trial.state == "complete"]
+    for trial in sorted(complete, key=lambda trial: -(trial.value or 0.0))[:MAX_ROWS]:
+        values = [_short(trial.values[name]) for name in request.ranges]
+        add_row(table, trial.number, f"{100 * (trial.value or 0.0):.2f}", *values)
     return table
 
 
-def _line(trial: Trial, wanted: Wanted) -> str:
-    said = trial.state if trial.value is None else f"{100 * trial.value:.2f} %"
-    said = f"{said}, pruned" if trial.state == "pruned" and trial.value is not None else said
-    values = ", ".join(f"{name} {_shown(value)}" for name, value in trial.values.items())
-    return f"trial {trial.number + 1} of {wanted.trials}: {said}: {values}"
+def _line(trial: Trial, request: Request) -> str:
+    result = trial.state
+    if trial.value is not None:
+        result = f"{100 * trial.value:.2f} %"
+        if trial.state == "pruned":
+            result += ", pruned"
+    values = ", ".join(f"{name} {_short(value)}" for name, value in trial.values.items())
+    return f"trial {trial.number + 1} of {request.trials}: {result}: {values}"
 
 
-def _shown(value: object) -> str:
+def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _plain(wanted: Wanted) -> dict[str, Any]:
-    """As the study's file has it."""
-    ranges = {name: each.text() for name, each in wanted.ranges.items()}
-    return wanted._asdict() | {"ranges": ranges}
+def _plain(request: Request) -> dict[str, Any]:
+    """Return the content of the study's file."""
+    ranges = {name: values.text() for name, values in request.ranges.items()}
+    return request._asdict() | {"ranges": ranges}
 
 
 def sorted_arguments(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """NAME=RANGE and the other arguments."""
+    """Split the arguments into pairs (NAME, RANGE) and the others."""
     ranges = [word for word in arguments if re.fullmatch(r"[A-Za-z][\w-]*=.*", word)]
     pairs = [(word.partition("=")[0], word.partition("=")[2]) for word in ranges]
     return pairs, [word for word in arguments if word not in ranges]

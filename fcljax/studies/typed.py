@@ -1,4 +1,4 @@
-"""Structured YAML as dataclasses: every value has its annotated type, and an unknown key is an error."""
+"""Read structured YAML as dataclasses: every value has its annotated type, and an unknown key is an error."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ KINDS: dict[object, str] = {
 
 
 def read_typed(kind: type[Value], values: Mapping[str, Any], file: str) -> Value:
-    """A dataclass from the content of a file; dataclasses within it, lists and mappings included.
+    """Return a dataclass from the content of a file; dataclasses within it, lists and mappings included.
 
     Raises:
       InputError: one line with the file, the place in it, and the nearest key for an unknown one.
@@ -28,42 +28,40 @@ def read_typed(kind: type[Value], values: Mapping[str, Any], file: str) -> Value
 
 
 def converted(kind: Any, value: Any, where: str) -> Any:
-    """A value of YAML as one of the annotated type.
+    """Convert a value of YAML to the annotated type.
 
     Raises:
       InputError: naming the place.
     """
-    inner = typing.get_args(kind)
-    if kind is Any or (value is None and types.NoneType in inner):
+    arguments = typing.get_args(kind)
+    if kind is Any or (value is None and types.NoneType in arguments):
         return value
     if typing.get_origin(kind) is Literal:
-        return choose(where, value, inner)
-    kinds = [each for each in inner if each is not types.NoneType] if _is_union(kind) else [kind]
-    kind = next((each for each in kinds if _fits(value, each)), None)
+        return choose(where, value, arguments)
+    kinds = [kind]
+    if typing.get_origin(kind) is types.UnionType:
+        kinds = [member for member in arguments if member is not types.NoneType]
+    kind = next((member for member in kinds if _matches(value, member)), None)
     if kind is None:
-        wanted = " or ".join(KINDS[_class(each)] for each in kinds)
-        raise InputError(f"{where}: {value!r} is not {wanted}")
+        expected = " or ".join(KINDS[_class(member)] for member in kinds)
+        raise InputError(f"{where}: {value!r} is not {expected}")
     if dataclasses.is_dataclass(kind):
         return _filled(kind, value, where, ".")
     if isinstance(value, list):
-        of = typing.get_args(kind)[0] if typing.get_args(kind) else Any
-        return [converted(of, each, f"{where}[{i}]") for i, each in enumerate(value)]
+        item_kind = typing.get_args(kind)[0] if typing.get_args(kind) else Any
+        return [converted(item_kind, item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
-        of = typing.get_args(kind)[1]
-        return {str(key): converted(of, each, f"{where}.{key}") for key, each in value.items()}
+        item_kind = typing.get_args(kind)[1]
+        return {str(key): converted(item_kind, item, f"{where}.{key}") for key, item in value.items()}
     return kind(value)
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) is types.UnionType
-
-
 def _class(kind: Any) -> Any:
-    """The class that YAML has for a type."""
+    """Return the class that YAML has for a type."""
     return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _matches(value: object, kind: Any) -> bool:
     if kind is float and isinstance(value, str):  # to YAML 1.1, 1e-3 is text
         return re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+", value) is not None
     accepted = (int, float) if kind is float else _class(kind)
@@ -79,6 +77,7 @@ def _filled(kind: Any, values: Mapping[str, Any], where: str, mark: str) -> Any:
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
             raise InputError(f"{where}: the key {name!r} is missing")
-    return kind(
-        **{name: converted(fields[name].type, each, f"{where}{mark}{name}") for name, each in values.items()}
-    )
+    given = {
+        name: converted(fields[name].type, value, f"{where}{mark}{name}") for name, value in values.items()
+    }
+    return kind(**given)
