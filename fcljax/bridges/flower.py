@@ -1,5 +1,5 @@
-"""fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` that run any method with clients
-on machines of their own, or in Flower's simulation.
+"""Run fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` for any method, with clients
+on separate machines or in Flower's simulation.
 
 The server asks every node once which client it is and what data it has ("query.hello"), and then starts the
 method's rounds ("train.round"): the broadcast goes down and the upload comes up as ArrayRecords. The engine
@@ -63,7 +63,7 @@ from fcljax.types import (
     RoundContext,
 )
 
-# after our own modules: records.py says what to do if Flower is not installed
+# after the package's modules: records.py says what to do if Flower is not installed
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
@@ -75,17 +75,12 @@ STATE = "fcljax.state"
 CACHED = "fcljax.cached"
 OWNER = "fcljax.owner"
 ROUNDING = 1.01  # a metric's weight is added up in float32
-MOST_FACTS = 1 << 20  # characters of a node's report about itself
+MAX_FACTS = 1 << 20  # characters of a node's report about itself
 _STAMP = ("index", "task", "round", "nonce")  # of a call: an answer has the same
 _CLASSES = "classes.png"  # the figure of examples per class and client, which clients do not report
 
-_SERVER = (
-    "out",
-    "test",
-    "wait",
-    "timeout",
-    "nodes",
-)  # the part of the run's configuration that only the server reads
+# the part of the run's configuration that only the server reads
+_SERVER = ("out", "test", "wait", "timeout", "nodes")
 OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state)
 
 
@@ -93,9 +88,9 @@ OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state
 
 
 def client_app(method: str | None = None, **settings: Any) -> ClientApp:
-    """A Flower `ClientApp` that plays one client of a method.
+    """Return a Flower `ClientApp` that plays one client of a method.
 
-    The node's configuration says which client, by `partition-id`. If the node has data of its own, `data`
+    The node's configuration names the client, by `partition-id`. If the node has private data, `data`
     names a .npz file with x_train and y_train, whose labels number the classes of the federation. With
     `state-dir`, a folder, the client's state survives the node; Flower's own context does not.
 
@@ -111,7 +106,7 @@ def client_app(method: str | None = None, **settings: Any) -> ClientApp:
 
 
 class _Client(NamedTuple):
-    """One client, and what the server asks of it."""
+    """One client, and the server's call to it."""
 
     settings: RunConfig
     id: int
@@ -136,18 +131,18 @@ def _reply(
     return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
 
 
-def _hello(me: _Client, message: Message, context: Context) -> RecordDict:
-    """What the server asks of a node before it takes part."""
-    facts = node.facts(me.settings, me.id, node.load_client(me.settings, me.own))
-    return RecordDict({"facts": config({"json": json.dumps(facts._asdict())})})
+def _hello(client: _Client, message: Message, context: Context) -> RecordDict:
+    """Report to the server before the node takes part."""
+    report = node.facts(client.settings, client.id, node.load_client(client.settings, client.own))
+    return RecordDict({"facts": config({"json": json.dumps(report._asdict())})})
 
 
-def _round(me: _Client, message: Message, context: Context) -> RecordDict:
-    """One round of the method; the client's new state goes to the context."""
-    exp = node.client_experiment(me.settings, me.own, int(me.call["examples"]))
-    stored = _stored(context, me.id)
+def _round(client: _Client, message: Message, context: Context) -> RecordDict:
+    """Play one round of the method; the client's new state goes to the context."""
+    exp = node.client_experiment(client.settings, client.own, int(client.call["examples"]))
+    stored = _stored(context, client.id)
     content = message.content
-    cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], me.call)
+    cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], client.call)
     if cached is None:
         return RecordDict({"call": config({"incomplete": True})})
     shape = node.broadcast_shape(exp)
@@ -155,12 +150,12 @@ def _round(me: _Client, message: Message, context: Context) -> RecordDict:
     payload = from_arrays(content.array_records["payload"], shape.payload, "payload")
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
     fresh = state is None
-    state = node.first_state(exp, me.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
-    work = node.client_work(exp, me.id, _request(me.call), broadcast, state)
-    _store(context, me.id, {STATE: to_arrays(work.state), CACHED: cached})
+    state = node.first_state(exp, client.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
+    work = node.client_work(exp, client.id, _request(client.call), broadcast, state)
+    _store(context, client.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
-    upload = to_arrays(work.upload) if valid and me.call["aggregated"] else ArrayRecord()
-    stamp = {name: me.call[name] for name in _STAMP}
+    upload = to_arrays(work.upload) if valid and client.call["aggregated"] else ArrayRecord()
+    stamp = {name: client.call[name] for name in _STAMP}
     answer = config({"incomplete": False, "valid": valid, "fresh": fresh, **stamp})
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
 
@@ -170,31 +165,31 @@ def _request(call: ConfigRecord) -> Request:
     return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
-def _cached(mine: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
-    """What every client has of earlier broadcasts, from the node's own arrays and from those that were sent;
+def _cached(stored: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
+    """Return the cached part of earlier broadcasts, from the node's arrays and from those that were sent;
     None: an array is missing, or does not have the digest that the server expects."""
     expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
-    both = {**mine, **sent}
+    both = {**stored, **sent}
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     return cached if _digests(cached) == expected else None
 
 
 def _digests(arrays: ArrayRecord) -> dict[str, str]:
-    """sha256 of the type, shape and bytes of each array, by name."""
+    """Compute the sha256 of the type, shape and bytes of each array, by name."""
     return {
         name: hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.data).hexdigest()
         for name, array in arrays.items()
     }
 
 
-# ---- what a client stores ----------------------------------------------------------------------------------
+# ---- the state of a client ---------------------------------------------------------------------------------
 
 
 def _stored(context: Context, client: int) -> dict[str, Any]:
-    """What the node has stored of this client in this run, by name: in its context, else in its file."""
-    found = {name: context.state[name] for name in (STATE, CACHED, OWNER) if name in context.state}
-    if OWNER in found and dict(found[OWNER]) == _owner(context, client):
-        return found
+    """Return the stored records of this client in this run, from the node's context, else from its file."""
+    records = {name: context.state[name] for name in (STATE, CACHED, OWNER) if name in context.state}
+    if OWNER in records and dict(records[OWNER]) == _owner(context, client):
+        return records
     path = _state_file(context, client)
     return load_records(path) if path else {}
 
@@ -209,7 +204,7 @@ def _store(context: Context, client: int, records: dict[str, ArrayRecord]) -> No
 
 
 def _owner(context: Context, client: int) -> dict[str, Any]:
-    """Whose state it is: a node's context may survive from one run to the next."""
+    """Return the owner of a state: a node's context may survive from one run to the next."""
     return {"run": str(context.run_id), "client": client}
 
 
@@ -241,8 +236,8 @@ def server_app(
     on_round: OnRound | None = None,
     **settings: Any,
 ) -> ServerApp:
-    """A Flower `ServerApp` that plays the server of a method, and leaves a run directory as `fcljax run`
-    does, without checkpoints.
+    """Return a Flower `ServerApp` that plays the server of a method, and leaves a run directory as
+    `fcljax run` does, without checkpoints.
 
     Args:
       method: as in `fcljax run METHOD`; None: the run's configuration has it under "method".
@@ -287,8 +282,8 @@ def serve(
         check_new(out)
     bound = numbers_of_nodes(service.nodes, settings.clients)
     inputs = node.load_server(settings, service.test)
-    mine = node.server_facts(settings, inputs, service.test)
-    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, mine, say_line, bound)
+    facts = node.server_facts(settings, inputs, service.test)
+    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, facts, say_line, bound)
     tasks = 1 if find_method(settings.source).joint else settings.tasks
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link = Link(nodes, exp, service.timeout, say_line)
@@ -326,8 +321,8 @@ def _play(
 
 
 def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
-    """The content of summary.json: as of a run, without what only clients know, and with the traffic. If
-    clients' own models are what counts, there are no accuracies."""
+    """Return the content of summary.json: as of a run, without what only clients know, and with the traffic.
+    A method of personal models has no accuracies: the server cannot evaluate them."""
     if not exp.method.personal:
         return summarize(exp, records, None) | {"client_accuracy": None, "traffic": dict(link.total)}
     link.say("warning: no accuracy was measured: the models that count are the clients' own")
@@ -345,7 +340,7 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
 
 
 def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
-    """The one client that each node may be, by the node's number; empty if any node may be any client.
+    """Return the one client that each node may be, by the node's number; empty if any node may be any.
 
     Raises:
       InputError: for anything else than a different number for each client.
@@ -362,7 +357,7 @@ def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
 
 
 class Nodes:
-    """The nodes of a grid: which client each is, and what data it has.
+    """Nodes of a grid: which client each is, and what data it has.
 
     Nodes come and go, and a restarted node has another number: unknown nodes are asked before every exchange.
     """
@@ -433,31 +428,31 @@ class Nodes:
 
     def _add(self, reply: Message, tasks: int) -> None:
         """Add a node that can take part."""
-        found = _facts(reply)
+        facts = _facts(reply)
         sender = reply.metadata.src_node_id
-        node.check_facts(self.mine, found, tasks)
-        if self.bound and self.bound[sender] != found.client:
+        node.check_facts(self.mine, facts, tasks)
+        if self.bound and self.bound[sender] != facts.client:
             raise InputError(
-                f"partition-id: node {sender} says that it is client {found.client}; it is client "
+                f"partition-id: node {sender} says that it is client {facts.client}; it is client "
                 f"{self.bound[sender]}"
             )
-        other = self.of_client.get(found.client)
-        before = self.facts.get(found.client)
-        if other in self.connected:
-            raise InputError(f"partition-id: two nodes say that they are client {found.client}")
-        if before and before.examples != found.examples:
+        other_node = self.of_client.get(facts.client)
+        previous = self.facts.get(facts.client)
+        if other_node in self.connected:
+            raise InputError(f"partition-id: two nodes say that they are client {facts.client}")
+        if previous and previous.examples != facts.examples:
             raise InputError(
-                f"client {found.client}: it came back with {found.examples} examples per task, not "
-                f"{before.examples}"
+                f"client {facts.client}: it came back with {facts.examples} examples per task, not "
+                f"{previous.examples}"
             )
-        images = {each.digests["images"] for each in (*self.facts.values(), found)} - {node.OWN}
+        images = {each.digests["images"] for each in (*self.facts.values(), facts)} - {node.OWN}
         if len(images) > 1:
-            raise InputError(f"client {found.client}: its images are not those of the other clients")
-        self.of_client[found.client], self.facts[found.client] = sender, found
+            raise InputError(f"client {facts.client}: its images are not those of the other clients")
+        self.of_client[facts.client], self.facts[facts.client] = sender, facts
 
 
 def _facts(reply: Message) -> Facts:
-    """What a node reports about itself.
+    """Parse a node's report about itself.
 
     Raises:
       InputError: if it could not answer, or not in this form.
@@ -466,27 +461,27 @@ def _facts(reply: Message) -> Facts:
         raise InputError(f"a node could not answer: {reply.error.reason}")
     try:
         text = str(reply.content.config_records["facts"]["json"])
-        if len(text) > MOST_FACTS:
-            raise ValueError(f"it has {len(text):,} characters, more than {MOST_FACTS:,}")
-        found = Facts(**json.loads(text))
-        whole = type(found.client) is int and all(type(count) is int for count in found.examples)
-        texts = all(isinstance(digest, str) for digest in found.digests.values())
-        if not (whole and texts and isinstance(found.settings, dict)):
+        if len(text) > MAX_FACTS:
+            raise ValueError(f"it has {len(text):,} characters, more than {MAX_FACTS:,}")
+        facts = Facts(**json.loads(text))
+        whole = type(facts.client) is int and all(type(count) is int for count in facts.examples)
+        texts = all(isinstance(digest, str) for digest in facts.digests.values())
+        if not (whole and texts and isinstance(facts.settings, dict)):
             raise ValueError("its values are of other types")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a node did not report what it has: {error}") from None
-    return found
+    return facts
 
 
 class Answer(NamedTuple):
-    """What a client has answered, and to what."""
+    """Answer of a client, and the call that it answers."""
 
     call: dict[str, Any]  # as it was sent to the client
     content: RecordDict
 
 
 class Link:
-    """The clients' part of every exchange, played by nodes. Counts the traffic."""
+    """Play the clients' part of every exchange on nodes, and count the traffic."""
 
     def __init__(self, nodes: Nodes, exp: Experiment, timeout: float, say: Callable[[str], None]):
         self.nodes = nodes
@@ -500,7 +495,7 @@ class Link:
         self.total: dict[str, int] = {}
 
     def counted(self) -> dict[str, int]:
-        """The traffic since the last call, for a line of metrics.jsonl."""
+        """Return the traffic since the last call, for a line of metrics.jsonl."""
         now = self.now
         self.now = {}
         return {f"traffic_{name}": value for name, value in now.items()}
@@ -542,26 +537,29 @@ class Link:
         }
 
     def _replies(self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]) -> dict[int, Answer]:
-        """The answers of those clients that answer. A client that lacks an array is sent everything again.
-        Each call has a nonce of its own, which the answer must have, too."""
+        """Collect the answers of those clients that answer. A client that lacks an array is sent everything
+        again. Each call has a nonce, which the answer must repeat."""
         payload = to_arrays(broadcast.payload)
         cached = to_arrays(broadcast.cached)
-        found = {}
+        replies = {}
         for _ in range(2):
             calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
-            contents = {client: self._content(client, own, payload, cached) for client, own in calls.items()}
+            contents = {
+                client: self._content(client, client_call, payload, cached)
+                for client, client_call in calls.items()
+            }
             answers = self._ask(contents)
             for client, content in answers.items():
                 if content.config_records["call"].get("incomplete"):
                     self.cached.pop(client, None)
                 else:
-                    found[client] = Answer(calls[client], content)
+                    replies[client] = Answer(calls[client], content)
                     self.cached[client] = _digests(cached)
                     self._begin(client, bool(content.config_records["call"].get("fresh")))
-            clients = [client for client in answers if client not in found]
+            clients = [client for client in answers if client not in replies]
         for client in clients:
             self.say(f"warning: client {client} lacks what it was sent twice; it has dropped out")
-        return found
+        return replies
 
     def _begin(self, client: int, fresh: bool) -> None:
         """Note that a client has worked, from its first state if `fresh`."""
@@ -574,34 +572,36 @@ class Link:
     def _content(
         self, client: int, call: dict[str, Any], payload: ArrayRecord, cached: ArrayRecord
     ) -> RecordDict:
-        """What a client is sent: of cached arrays only those that it does not have yet."""
+        """Return the message to a client: of cached arrays only those that it does not have yet."""
         digests = _digests(cached)
-        has = self.cached.get(client, {})
-        new = ArrayRecord({name: array for name, array in cached.items() if has.get(name) != digests[name]})
-        whole_call = config(call | {"cached": list(digests), "digests": list(digests.values())})
-        return RecordDict({"payload": payload, "cached": new, "call": whole_call})
+        known_digests = self.cached.get(client, {})
+        missing = ArrayRecord(
+            {name: array for name, array in cached.items() if known_digests.get(name) != digests[name]}
+        )
+        full_call = config(call | {"cached": list(digests), "digests": list(digests.values())})
+        return RecordDict({"payload": payload, "cached": missing, "call": full_call})
 
     def _ask(self, contents: dict[int, RecordDict]) -> dict[int, RecordDict]:
-        """The answers of those clients that answer."""
-        # without waiting for nodes that are known to be gone
+        """Send the contents and return the answers of those clients that answer."""
+        # Flower would wait for nodes that are known to be gone, so they are left out
         connected = self.nodes.connected
-        known = self.nodes.of_client
-        client_of = {known[client]: client for client in contents if known.get(client) in connected}
+        node_of = self.nodes.of_client
+        client_of = {node_of[client]: client for client in contents if node_of.get(client) in connected}
         group = str(self.total.get("uploads", 0))
-        asked = [Message(contents[c], each, ROUND, group_id=group) for each, c in client_of.items()]
-        self._count(download_bytes=sum(record_bytes(each.content) for each in asked))
-        found = {}
-        for reply in self.nodes.grid.send_and_receive(asked, timeout=self.timeout) if asked else ():
+        messages = [Message(contents[c], each, ROUND, group_id=group) for each, c in client_of.items()]
+        self._count(download_bytes=sum(record_bytes(each.content) for each in messages))
+        answers = {}
+        for reply in self.nodes.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
             client = client_of.get(reply.metadata.src_node_id)  # None in a report of the SuperLink
             if reply.has_error():
-                who = "a client" if client is None else f"client {client}"
-                self.say(f"warning: {who} dropped out: {one_line(reply.error.reason)}")
+                sender = "a client" if client is None else f"client {client}"
+                self.say(f"warning: {sender} dropped out: {one_line(reply.error.reason)}")
             elif client is not None and "call" in reply.content.config_records:
                 self._count(upload_bytes=record_bytes(reply.content))
-                found[client] = reply.content
-        for client in sorted({*contents} - {*found}):
+                answers[client] = reply.content
+        for client in sorted({*contents} - {*answers}):
             self.say(f"warning: client {client} did not answer")
-        return found
+        return answers
 
     def _receive(
         self, accumulator: Accumulator, context: ClientContext, answer: Answer, position: int
@@ -612,9 +612,9 @@ class Link:
         try:
             _check_stamp(answer)
             metrics = _metrics(player.round.program, accumulator, context, answer.content)
-            added = accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, metrics))
+            updated = accumulator._replace(metrics=jax.tree.map(jnp.add, accumulator.metrics, metrics))
             if player.round.server is None:
-                return added
+                return updated
             if not answer.content.config_records["call"].get("valid"):
                 raise InputError("upload: it is not finite")
             records = answer.content.array_records.get("upload", ArrayRecord())
@@ -622,7 +622,7 @@ class Link:
         except InputError as error:
             self.say(f"warning: the answer of client {int(context.client.id)} was left out: {error}")
             return accumulator._replace(rejected=accumulator.rejected + 1)
-        return player.receive(added, context, upload, np.int32(position))[0]
+        return player.receive(updated, context, upload, np.int32(position))[0]
 
 
 def _check_stamp(answer: Answer) -> None:
@@ -632,29 +632,29 @@ def _check_stamp(answer: Answer) -> None:
     Raises:
       InputError: naming what differs.
     """
-    said = answer.content.config_records["call"]
+    stamp = answer.content.config_records["call"]
     for name in _STAMP:
-        if said.get(name) != answer.call[name]:
-            raise InputError(f"upload: its {name} is {said.get(name)!r}, not {answer.call[name]!r}")
+        if stamp.get(name) != answer.call[name]:
+            raise InputError(f"upload: its {name} is {stamp.get(name)!r}, not {answer.call[name]!r}")
 
 
 def _metrics(
     program: Program, accumulator: Accumulator, context: ClientContext, content: RecordDict
 ) -> tuple[Metrics, ...]:
-    """The metrics of an answer, none of which may be over more examples than the client reads.
+    """Return the metrics of an answer, none of which may be over more examples than the client reads.
 
     Raises:
       InputError: naming the metric.
     """
-    found = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
-    for phase, own in zip(program.phases, found, strict=True):
-        most = phase_examples(np.asarray(context.client.examples), phase.view)
-        for name, metric in own.items():
-            if not 0 <= metric.weight <= ROUNDING * most:
+    metrics = from_metrics(content.metric_records.get("metrics", {}), accumulator.metrics, "metrics")
+    for phase, by_name in zip(program.phases, metrics, strict=True):
+        examples = phase_examples(np.asarray(context.client.examples), phase.view)
+        for name, metric in by_name.items():
+            if not 0 <= metric.weight <= ROUNDING * examples:
                 raise InputError(
-                    f"metrics: {name} is over {float(metric.weight):g} examples; the client reads {most}"
+                    f"metrics: {name} is over {float(metric.weight):g} examples; the client reads {examples}"
                 )
-    return found
+    return metrics
 
 
 def _client_context(

@@ -1,4 +1,4 @@
-"""One machine of a federation: a client with its examples, or the server with its test images. Nothing here
+"""Play one machine of a federation: a client with its examples, or the server with its test images. Nothing
 depends on the framework by which they communicate.
 
 All machines have the same settings. If these name a data set, every client loads it and takes the examples
@@ -32,7 +32,7 @@ from fcljax.runs.rounds import first_server
 from fcljax.scenario import Scenario, make_scenario, scenario_of_counts, scenario_of_one
 from fcljax.types import Broadcast, PyTree, RoundContext, Upload
 
-MOST_EXAMPLES = 1_000_000  # of a client in a task: the server's plan has a place for each
+MAX_EXAMPLES = 1_000_000  # of a client in a task: the server's plan has a place for each
 OWN = "its own"  # stands for the digest of a client's own images
 
 
@@ -40,22 +40,22 @@ OWN = "its own"  # stands for the digest of a client's own images
 
 
 def federation_settings(method: str | None, given: dict[str, Any]) -> RunConfig:
-    """The resolved settings of a federation, with the number format in which this machine computes.
+    """Return the resolved settings of a federation, with the number format in which this machine computes.
 
     Args:
-      method: its name or file; None: `given` has it under "method".
+      method: name or file; None: `given` has it under "method".
       given: settings by name, as `fcljax run` takes them.
 
     Raises:
       InputError: for a wrong value, or for settings that only a simulation can honour.
     """
     given = {name.replace("-", "_"): value for name, value in given.items()}
-    named = given.pop("method", method)
-    if not named or (method and named != method):
-        raise InputError(f"method: {named!r} given; name one method, such as 'fppl'")
+    method_name = given.pop("method", method)
+    if not method_name or (method and method_name != method):
+        raise InputError(f"method: {method_name!r} given; name one method, such as 'fppl'")
     if not method:
-        check_no_code(named, "method", "give it to client_app and server_app")
-    settings = config.resolve(config.from_mapping(named, given, "settings"))
+        check_no_code(method_name, "method", "give it to client_app and server_app")
+    settings = config.resolve(config.from_mapping(method_name, given, "settings"))
     check_deployable(settings)
     # what runs on this machine: `auto` on a CPU is not that of an accelerator
     return dataclasses.replace(settings, dtype=compute_type(settings))
@@ -82,9 +82,9 @@ def check_deployable(settings: RunConfig) -> None:
             f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
         )
-    simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
+    only_simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}
     for field in dataclasses.fields(RunConfig):
-        if field.name not in simulated or field.name == "eval_every_round":
+        if field.name not in only_simulated or field.name == "eval_every_round":
             continue
         if getattr(settings, field.name) != field.default:
             raise InputError(
@@ -97,7 +97,7 @@ def check_deployable(settings: RunConfig) -> None:
 
 
 class OwnData(NamedTuple):
-    """Data of a client's own: the arrays x_train and y_train of a .npz file."""
+    """Private data of a client: the arrays x_train and y_train of a .npz file."""
 
     client: int
     path: str
@@ -105,19 +105,19 @@ class OwnData(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """What a client has loaded."""
+    """Data that a client has loaded."""
 
     inputs: Inputs
     scenario: Scenario
-    own: bool  # is it data of the client's own? Otherwise the settings' partition assigns it
+    own: bool  # private data of the client; otherwise the settings' partition assigns it
 
     def examples(self, client: int) -> list[int]:
-        """How many examples a client has in each task."""
+        """Count a client's examples in each task."""
         return [int(of_task[0].count[client]) for of_task in self.scenario.partitions]
 
 
 class Facts(NamedTuple):
-    """What a client reports before it takes part."""
+    """Report of a client before it takes part."""
 
     client: int
     examples: list[int]  # in each task
@@ -127,7 +127,7 @@ class Facts(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
-    """A client's data; the partition of the settings is the same for all clients of a machine.
+    """Load a client's data; the partition of the settings is the same for all clients of a machine.
 
     Raises:
       InputError: for settings or files that cannot work.
@@ -143,7 +143,7 @@ def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
 
 
 def check_client(settings: RunConfig, client: object) -> int:
-    """A client's id.
+    """Check a client's id and return it.
 
     Raises:
       InputError: for an id beyond the settings' clients.
@@ -152,7 +152,7 @@ def check_client(settings: RunConfig, client: object) -> int:
 
 
 def check_client_id(client: object, count: int) -> int:
-    """A client's id, of so many clients.
+    """Check a client's id, one of `count`, and return it.
 
     Raises:
       InputError: for anything else than a number below it.
@@ -163,7 +163,7 @@ def check_client_id(client: object, count: int) -> int:
 
 
 def facts(settings: RunConfig, client: int, data: ClientData) -> Facts:
-    """What the client reports to the server."""
+    """Return the client's report to the server."""
     digests = resume.digests(data.inputs)
     digests["images"] = OWN if data.own else digests["images"]
     return Facts(client, data.examples(client), resume.plain_settings(settings), digests)
@@ -171,11 +171,11 @@ def facts(settings: RunConfig, client: int, data: ClientData) -> Facts:
 
 @functools.lru_cache(maxsize=2)
 def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -> Experiment:
-    """The experiment of a client.
+    """Build the experiment of a client.
 
     Args:
       settings: of the federation.
-      own: data of the client's own, if it has some.
+      own: private data of the client; None: the partition assigns its data.
       examples: the most that any client of the federation has in a round, which decides the shapes.
 
     Raises:
@@ -203,7 +203,7 @@ def check_no_search(settings: RunConfig) -> None:
 
 
 def first_state(exp: Experiment, client: int) -> PyTree:
-    """A client's state before it ever takes part."""
+    """Return a client's state before it ever takes part."""
     shape = state_shape(exp)
     if not jax.tree.leaves(shape):
         return shape
@@ -213,13 +213,13 @@ def first_state(exp: Experiment, client: int) -> PyTree:
 
 
 def state_shape(exp: Experiment) -> PyTree:
-    """Shapes and types of a client's state."""
+    """Return shapes and types of a client's state."""
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
     return jax.eval_shape(exp.method.init_client, exp.key, server)
 
 
 def broadcast_shape(exp: Experiment) -> Broadcast:
-    """Shapes and types of what the server sends."""
+    """Return shapes and types of the broadcast."""
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
     return jax.eval_shape(exp.method.broadcast, _round_context(exp, 0, 0), server)
 
@@ -229,7 +229,7 @@ def _round_context(exp: Experiment, task: int, round_: int) -> RoundContext:
 
 
 class Request(NamedTuple):
-    """What the server asks of a client."""
+    """Request of the server to a client."""
 
     index: int  # of the method's round
     task: int
@@ -240,7 +240,7 @@ class Request(NamedTuple):
 def client_work(
     exp: Experiment, client: int, request: Request, broadcast: Broadcast, state: PyTree
 ) -> ClientResult:
-    """A client's part of an exchange.
+    """Play a client's part of an exchange.
 
     Raises:
       InputError: for a task or a round that does not exist.
@@ -260,8 +260,8 @@ def client_work(
 
 
 def load_server(settings: RunConfig, test: str | None) -> Inputs:
-    """The network and the test images: those of a .npz file `test`, or of the settings' data set, of which no
-    training image is kept.
+    """Load the network and the test images: those of a .npz file `test`, or of the settings' data set, whose
+    training images are left out.
 
     Raises:
       InputError: for settings or files that cannot work.
@@ -275,21 +275,21 @@ def load_server(settings: RunConfig, test: str | None) -> Inputs:
 
 
 def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts:
-    """What a client's facts are compared with."""
+    """Return the server's facts, with which those of clients are compared."""
     digests = resume.digests(inputs)
     digests["images"] = digests["images"] if test is None else OWN
     return Facts(-1, [], resume.plain_settings(settings), digests)
 
 
 def _without_training(dataset: Dataset) -> Dataset:
-    """The data set with one black image of class 0 for training."""
+    """Return the data set with one black image of class 0 for training."""
     size = None if dataset.size_train is None else dataset.size_train[:1]
     black = np.zeros_like(dataset.x_train[:1])
     return dataset._replace(x_train=black, y_train=np.zeros(1, np.int64), size_train=size)
 
 
 def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndarray, "T K"]) -> Experiment:
-    """The experiment of the server, whose clients have so many examples in each task.
+    """Build the experiment of the server, whose clients have so many examples in each task.
 
     Raises:
       InputError: for settings that cannot work.
@@ -300,41 +300,41 @@ def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndar
     return with_queries(assemble(settings, inputs, scenario, sizes_of(scenario)), ("test",))
 
 
-def check_facts(mine: Facts, theirs: Facts, tasks: int) -> None:
+def check_facts(server: Facts, client: Facts, tasks: int) -> None:
     """Check that a client can take part in the server's federation.
 
     Args:
-      mine: the server's.
-      theirs: the client's.
+      server: facts of the server.
+      client: facts of the client.
       tasks: of the run.
 
     Raises:
       InputError: naming what differs.
     """
-    who = f"client {theirs.client}"
-    check_client_id(theirs.client, mine.settings["clients"])
-    differ = resume.differing(mine.settings, theirs.settings)
-    if differ:
-        hint = "; give all machines the same dtype" if "dtype" in differ else ""
-        raise InputError(f"{who}: it has other settings: {', '.join(differ.values())}{hint}")
-    for name, digest in mine.digests.items():
-        other = theirs.digests.get(name, "")
-        if other != digest and not (name == "images" and OWN in (other, digest)):
+    sender = f"client {client.client}"
+    check_client_id(client.client, server.settings["clients"])
+    differing = resume.differing(server.settings, client.settings)
+    if differing:
+        hint = "; give all machines the same dtype" if "dtype" in differing else ""
+        raise InputError(f"{sender}: it has other settings: {', '.join(differing.values())}{hint}")
+    for name, digest in server.digests.items():
+        client_digest = client.digests.get(name, "")
+        if client_digest != digest and not (name == "images" and OWN in (client_digest, digest)):
             raise InputError(
-                f"{who}: its {name} are not the server's: sha256 {other[:16]}, not {digest[:16]}"
+                f"{sender}: its {name} are not the server's: sha256 {client_digest[:16]}, not {digest[:16]}"
             )
-    if len(theirs.examples) != tasks or min(theirs.examples) < 0:
+    if len(client.examples) != tasks or min(client.examples) < 0:
         raise InputError(
-            f"{who}: it has {theirs.examples} examples; expected a number for each of {tasks} tasks"
+            f"{sender}: it has {client.examples} examples; expected a number for each of {tasks} tasks"
         )
-    if max(theirs.examples) > MOST_EXAMPLES:
+    if max(client.examples) > MAX_EXAMPLES:
         raise InputError(
-            f"{who}: it has {max(theirs.examples)} examples in a task; the most that a server makes room "
-            f"for are {MOST_EXAMPLES:,}"
+            f"{sender}: it has {max(client.examples)} examples in a task; the most that a server makes room "
+            f"for are {MAX_EXAMPLES:,}"
         )
 
 
 def upload_shape(upload: Upload) -> Upload:
-    """The shape of a program's upload as it is sent: its weight is a float32."""
+    """Return the shape of a program's upload as it is sent: its weight is a float32."""
     # pyrefly: ignore[bad-argument-type]  # a shape stands for an array
     return upload._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))

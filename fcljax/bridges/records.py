@@ -1,4 +1,4 @@
-"""Trees of arrays as Flower's records, and back: by name, with exact types, checked when they arrive."""
+"""Convert trees of arrays to Flower's records and back: by name, with exact types, checked on arrival."""
 
 import io
 import json
@@ -24,21 +24,21 @@ except ImportError:
 from fcljax.types import PyTree
 
 NUMPY = "numpy.ndarray"  # Flower's name of numpy's own file format
-_HEADER = 10_000  # the most bytes of an array's header, which gives its type and shape
+MAX_HEADER = 10_000  # bytes of an array's header, which gives its type and shape
 
 Shape = jax.ShapeDtypeStruct
 
 
 def to_arrays(tree: PyTree) -> ArrayRecord:
-    """The leaves of a tree by their paths, such as ".part.classifier['kernel']"."""
+    """Pack the leaves of a tree by their paths, such as ".part.classifier['kernel']"."""
     return ArrayRecord({name: _packed(leaf) for name, leaf in _named(tree).items()})
 
 
 def from_arrays(record: ArrayRecord, like: PyTree, what: str) -> PyTree:
-    """The tree of a record.
+    """Unpack the tree of a record.
 
     Args:
-      record: of `to_arrays`, from anywhere.
+      record: of `to_arrays`, from any sender.
       like: arrays or `jax.ShapeDtypeStruct` of the structure, shapes and types that it must have.
       what: the record's name, for messages.
 
@@ -52,12 +52,12 @@ def from_arrays(record: ArrayRecord, like: PyTree, what: str) -> PyTree:
 
 
 def to_metrics(tree: PyTree) -> MetricRecord:
-    """The scalars of a tree by their paths."""
+    """Pack the scalars of a tree by their paths."""
     return MetricRecord({name: float(leaf) for name, leaf in _named(jax.device_get(tree)).items()})
 
 
 def from_metrics(record: MetricRecord, like: PyTree, what: str) -> PyTree:
-    """The tree of a record of `to_metrics`; arguments as of `from_arrays`.
+    """Unpack the tree of a record of `to_metrics`; arguments as of `from_arrays`.
 
     Raises:
       InputError: naming the number that is missing, not known, or no finite number.
@@ -72,24 +72,24 @@ def from_metrics(record: MetricRecord, like: PyTree, what: str) -> PyTree:
 
 
 def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> ConfigRecord:
-    """Plain values by name."""
+    """Return a record of plain values by name."""
     return ConfigRecord(dict(values))
 
 
 def record_bytes(record: RecordDict) -> int:
-    """Bytes of a message's content as Flower sends it: all records, arrays and chunks, with headers. Equal
-    pieces are sent, and counted, once."""
-    found = {}
+    """Count the bytes of a message's content as Flower sends it: all records, arrays and chunks, with
+    headers. Equal pieces are sent, and counted, once."""
+    sizes = {}
     waiting = [record]
     while waiting:
         part = waiting.pop()
-        found[part.object_id] = len(part.deflate())
+        sizes[part.object_id] = len(part.deflate())
         waiting += (part.children or {}).values()
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def list_in(record: ConfigRecord, name: str) -> list:
-    """A list in a record; empty where there is none.
+    """Return a list in a record; empty where the record has none.
 
     Raises:
       InputError: if it is no list.
@@ -106,9 +106,11 @@ def list_in(record: ConfigRecord, name: str) -> list:
 def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
     """Write records by name to a numpy file, which is replaced as a whole."""
     index = [
-        (of, name, each.dtype, each.shape) for of, found in records.items() for name, each in found.items()
+        (record_name, name, array.dtype, array.shape)
+        for record_name, arrays in records.items()
+        for name, array in arrays.items()
     ]
-    data = [np.frombuffer(each.data, np.uint8) for found in records.values() for each in found.values()]
+    data = [np.frombuffer(array.data, np.uint8) for arrays in records.values() for array in arrays.values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         header = np.array(json.dumps({"records": list(records), "arrays": index}))
@@ -116,7 +118,7 @@ def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
 
 
 def load_records(path: Path) -> dict[str, ArrayRecord]:
-    """The records of a file; none if there is no such file.
+    """Read the records of a file; none if there is no such file.
 
     Raises:
       InputError: for a damaged file.
@@ -126,12 +128,12 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
     try:
         with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
             header = json.loads(str(file["arr_0"]))
-            found = {name: ArrayRecord() for name in header["records"]}
-            for i, (of, name, dtype, shape) in enumerate(header["arrays"], 1):
-                found[of][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
+            records = {name: ArrayRecord() for name in header["records"]}
+            for i, (record_name, name, dtype, shape) in enumerate(header["arrays"], 1):
+                records[record_name][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
     except Exception as error:  # a damaged file may raise anything in the parsers of zip and npy
         raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start anew") from None
-    return found
+    return records
 
 
 # ---- one array ---------------------------------------------------------------------------------------------
@@ -146,17 +148,18 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and numpy type by which an array is stored: types that numpy's files do not support, such as
-    bfloat16, are stored as unsigned integers with the same bits, and random keys as their data."""
+    """Return the shape and numpy type by which an array is stored. Types that numpy's files do not support,
+    such as bfloat16, are stored as unsigned integers with the same bits, and random keys as their data."""
     if _is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, Shape(shape, dtype))
         return data.shape, np.dtype(data.dtype)
-    known = np.dtype(dtype)
-    return shape, known if known.isbuiltin == 1 else np.dtype(f"u{known.itemsize}")
+    numpy_type = np.dtype(dtype)
+    return shape, numpy_type if numpy_type.isbuiltin == 1 else np.dtype(f"u{numpy_type.itemsize}")
 
 
 def _packed(leaf: PyTree) -> Array:
-    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
     _, stored = _stored(leaf.shape, leaf.dtype)
     plain = np.asarray(jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf)
     stream = io.BytesIO()
@@ -176,12 +179,12 @@ def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
 
 
 def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
-    """The array in the bytes. Their header is read by itself first, so that a wrong one allocates nothing."""
+    """Return the array in the bytes. Their header is read first, so that a wrong one allocates nothing."""
     stream = io.BytesIO(array.data)
     try:
         if array.stype != NUMPY or np.lib.format.read_magic(stream) != (1, 0):
             raise ValueError("it is not in numpy's format")
-        header = np.lib.format.read_array_header_1_0(stream, _HEADER)
+        header = np.lib.format.read_array_header_1_0(stream, MAX_HEADER)
         if header != (shape, False, dtype):
             raise ValueError(f"it holds {header[2]} of shape {list(header[0])}")
         return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
@@ -189,10 +192,10 @@ def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) ->
         raise InputError(f"{where} is damaged: {error}") from None
 
 
-def _check_names(got: Collection[str], expected: Collection[str], what: str) -> None:
+def _check_names(names: Collection[str], expected: Collection[str], what: str) -> None:
     for name in expected:
-        if name not in got:
+        if name not in names:
             raise InputError(f"{what}: {name} is missing")
-    for name in got:
+    for name in names:
         if name not in expected:
             raise InputError(f"{what}: unknown array {name!r}; {nearest(name, expected)}")
