@@ -1,4 +1,4 @@
-"""Figures of finished runs, and the files that they become.
+"""Draw figures of finished runs, and save them.
 
 Figures are matplotlib's own objects, never pyplot, so nothing global is touched. A file is written to a
 temporary name in its folder and then renamed, so a reader never finds half a file.
@@ -44,7 +44,7 @@ Series = Mapping[str, Sequence | np.ndarray]
 
 
 def check_format(path: str | Path) -> str:
-    """The format of a figure's file.
+    """Return the format of a figure's file.
 
     Raises:
       InputError: for a name that ends otherwise.
@@ -52,9 +52,9 @@ def check_format(path: str | Path) -> str:
     path = Path(path)
     form = path.suffix.lower().removeprefix(".")
     if form not in FORMATS:
-        choices = ", ".join(f".{each}" for each in FORMATS)
-        near = str(path.with_suffix(".png"))
-        raise InputError(f"out: {str(path)!r} is not a figure's name ({choices}); nearest: {near!r}")
+        choices = ", ".join(f".{name}" for name in FORMATS)
+        nearest = str(path.with_suffix(".png"))
+        raise InputError(f"out: {str(path)!r} is not a figure's name ({choices}); nearest: {nearest!r}")
     return form
 
 
@@ -66,20 +66,20 @@ def save(path: str | Path, figure: Figure) -> Path:
     """
     path, form = Path(path), check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    same = {"svg.hashsalt": "fcljax"}
-    with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(same):
+    settings = {"svg.hashsalt": "fcljax"}  # or the ids of an SVG are random
+    with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(settings):
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
         figure.savefig(temporary, format=form, metadata=FORMATS[form])
     return path
 
 
 def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = True) -> Figure:
-    """A_t over tasks, one line per run.
+    """Draw A_t over tasks, one line per run.
 
     Args:
       runs: name -> A [T], fractions; lengths may differ.
       spread: name -> half width [T] of a band around the line of that name.
-      legend: whether the figure has one. Line i has the gid `curve c{i}`, its band `band c{i}`.
+      legend: whether to add one. Line i has the gid `curve c{i}`, its band `band c{i}`.
     """
     figure = new_figure(7.2 if len(runs) <= 6 or not legend else 9.6, 4.4)
     axes = figure.add_subplot()
@@ -106,7 +106,7 @@ def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = Tr
 
 
 def curve_style(i: int) -> dict[str, Any]:
-    """How the line of run i is drawn; 20 runs differ without their colours too."""
+    """Return the style of the line of run i; 20 runs differ without their colours too."""
     return {
         "color": PALETTE[i % len(PALETTE)],
         "marker": MARKERS[i % len(MARKERS)],
@@ -121,7 +121,7 @@ def curve_style(i: int) -> dict[str, Any]:
 def scatter(
     points: Mapping[str, tuple[Number, Number]], xlabel: str, ylabel: str, legend: bool = False
 ) -> Figure:
-    """A marker for each name. x is on a logarithmic axis, so only points with x > 0 are drawn.
+    """Draw a marker for each name. x is on a logarithmic axis, so only points with x > 0 are drawn.
 
     Args:
       points: name -> (x, y). Point i has the gid `point p{i}`.
@@ -129,7 +129,9 @@ def scatter(
       ylabel: what y is.
       legend: whether the figure names the points; it then grows with their number.
     """
-    figure = new_figure(9.6, max(3.6, 0.8 + 0.2 * len(points))) if legend else new_figure(7.2, 3.6)
+    # a legend beside the points needs a wider figure, as high as its names
+    size = (9.6, max(3.6, 0.8 + 0.2 * len(points))) if legend else (7.2, 3.6)
+    figure = new_figure(*size)
     axes = figure.add_subplot()
     axes.set(xscale="log", xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -146,7 +148,7 @@ def scatter(
 
 
 def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:
-    """The accuracy matrix [T, T] as a heat map, with numbers up to 12 tasks.
+    """Draw the accuracy matrix [T, T] as a heat map, with numbers up to 12 tasks.
 
     It holds fractions, and NaN or None above the diagonal.
     """
@@ -170,8 +172,8 @@ def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:
 
 
 def reliability(calibration: Mapping[str, Any]) -> Figure:
-    """The reliability diagram: the accuracy in each bin of confidence, the diagonal where the two would be
-    equal, and below the share of the images that each bin has.
+    """Draw the reliability diagram: the accuracy in each bin of confidence, the diagonal where the
+    two would be equal, and below the share of the images that each bin has.
 
     Args:
       calibration: as `metrics.Calibration.to_json` gives it. The bars of accuracy have the gid `bins`, those
@@ -196,8 +198,8 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
 
 
 def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Figure:
-    """The classes of each client's partition: bubbles with areas as the examples, beyond 40 classes a heat
-    map.
+    """Draw the classes of each client's partition: bubbles with areas as the examples, beyond 40 classes a
+    heat map.
 
     Args:
       counts: training examples of each client and class.
@@ -230,7 +232,7 @@ def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | 
 
 
 def contact_sheet(images: Sequence[UInt8[np.ndarray, "_ H W 3"]], names: Sequence[str]) -> Figure:
-    """A row of images for each class, with its name.
+    """Draw a row of images for each class, with its name.
 
     Args:
       images: for each class some images, not equally many for all.
@@ -255,7 +257,7 @@ def reconstructions(
     baseline: float,
     strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
 ) -> Figure:
-    """What a masked autoencoder has learned: its losses over the steps, and rows of images.
+    """Draw what a masked autoencoder has learned: its losses over the steps, and rows of images.
 
     Args:
       steps: of the losses.
@@ -277,7 +279,7 @@ def reconstructions(
 
 
 def image_rows(strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> Figure:
-    """Rows of images side by side.
+    """Draw rows of images side by side.
 
     Args:
       strips: name -> images, one row each, equally many.
@@ -289,7 +291,7 @@ def image_rows(strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> Figure:
 
 
 def _strips(cells: Sequence[Axes] | np.ndarray, strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> None:
-    """A row of images in each of the cells, with its name."""
+    """Draw a row of images in each of the cells, with its name."""
     gap = [(0, 0), (1, 1), (1, 1), (0, 0)]
     for cell, (name, images) in zip(cells, strips.items(), strict=True):
         row = np.concatenate(list(np.pad(images, gap, constant_values=255)), axis=1)
@@ -323,20 +325,23 @@ def _cells_map(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure of this size in inches."""
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
 def words(text: str, most: int = MAX_NAME) -> str:
-    """A user's text for a figure: cut in its middle; a dollar is no formula, and a name that begins with _ is
-    not hidden from the legend."""
+    """Return a user's text for a figure: cut in its middle; a dollar is no formula, and a name that
+    begins with _ is not hidden from the legend."""
     line = one_line(text)
-    line = line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 4 :]}"
-    return f"{' ' if line.startswith('_') else ''}{line}".replace("$", r"\$")
+    if len(line) > most:
+        line = f"{line[: most // 2]} ... {line[-most // 4 :]}"
+    if line.startswith("_"):
+        line = f" {line}"
+    return line.replace("$", r"\$")
 
 
 def open_frame(axes: Axes) -> None:
-    """Take away the frame's upper and right line."""
+    """Remove the frame's upper and right line."""
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,4 +1,4 @@
-"""The metrics of federated continual learning, each with one definition, in numpy, as fractions in [0, 1].
+"""Compute the metrics of federated continual learning, each with one definition, as fractions in [0, 1].
 
 All of them read the accuracy matrix a: a[t, i] is the accuracy on the test images of task i after training on
 task t. Above the diagonal there is nothing: NaN, None, or a ragged list. The first rows of an unfinished run
@@ -24,7 +24,7 @@ Matrix = np.ndarray | Sequence
 def confusion_matrix(
     label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
 ) -> Int[np.ndarray, "C C+1"]:
-    """Counts [true class, predicted class] of N examples; the last column has those without a prediction.
+    """Count [true class, predicted class] of N examples; the last column has those without a prediction.
 
     Args:
       label: in 0..num_classes-1.
@@ -44,19 +44,20 @@ def confusion_matrix(
 
 
 def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
-    """How many examples have no prediction; 0 for [C, C] counts, which older checkpoints have."""
+    """Count the examples without a prediction; 0 for [C, C] counts, which older checkpoints have."""
     return int(confusion[:, len(confusion) :].sum())
 
 
 def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
-    """The fraction of each class's examples with a right prediction; NaN for a class without examples."""
+    """Return the fraction of each class's examples with a right prediction; NaN for a class without
+    examples."""
     return _ratio(np.diagonal(confusion), confusion.sum(1))
 
 
 def task_accuracy(
     confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
 ) -> Float[np.ndarray, " t"]:
-    """One row a[t, :t+1] of the accuracy matrix.
+    """Return the row a[t, :t+1] of the accuracy matrix.
 
     Args:
       confusion: counts over the test examples of all seen classes.
@@ -76,7 +77,7 @@ def task_accuracy(
 def task_confusion(
     confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
 ) -> list[list] | None:
-    """Shares [true task, predicted task] of the examples of each task, [T, T]; None for a task without
+    """Return shares [true task, predicted task] of the examples of each task, [T, T]; None for a task without
     examples. Examples without a prediction are in no column.
 
     Returns:
@@ -94,7 +95,7 @@ def task_confusion(
 def client_accuracy(
     confusion: Integer[np.ndarray, "C C+1"], class_counts: Integer[np.ndarray, "K C"]
 ) -> Float[np.ndarray, " K"]:
-    """Accuracy of the global model under each client's own label distribution.
+    """Compute the accuracy of the global model under each client's own label distribution.
 
     Args:
       confusion: counts over the test examples of all seen classes; a class without any counts as not seen.
@@ -111,14 +112,14 @@ def client_accuracy(
 
 
 def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
-    """The mean over the given share of the values with the lowest ones, one at least; None without values."""
+    """Return the mean of the lowest values, a share of all and one at least; None without values."""
     known = sorted(value for value in values if value is not None)
     lowest = known[: max(1, math.ceil(share * len(known)))]
     return sum(lowest) / len(lowest) if lowest else None
 
 
 class Calibration(NamedTuple):
-    """How far confidence is from accuracy, in bins of equal width of the predicted class's probability."""
+    """Confidence beside accuracy, in bins of equal width of the predicted class's probability."""
 
     ece: float
     """expected calibration error; NaN if there are no examples"""
@@ -130,7 +131,7 @@ class Calibration(NamedTuple):
     """mean over a bin's examples; NaN where it has none"""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, None for NaN."""
+        """Return plain values, None for NaN."""
         return {
             "ece": without_nan(self.ece),
             "examples": self.examples.tolist(),
@@ -142,8 +143,8 @@ class Calibration(NamedTuple):
 def calibration(
     right: Bool[np.ndarray, " N"], confidence: Float[np.ndarray, " N"], bins: int = 15
 ) -> Calibration:
-    """Expected calibration error: sum over bins of |accuracy - confidence|, weighted by their share of the
-    examples (Guo et al. 2017, equation 3, with its 15 bins).
+    """Compute the expected calibration error: sum over bins of |accuracy - confidence|, weighted by
+    their share of the examples (Guo et al. 2017, equation 3, with its 15 bins).
 
     Args:
       right: is the predicted class the label?
@@ -165,17 +166,17 @@ def calibration(
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
-    """A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over seen tasks of any size (VFCL eq. 22)."""
+    """Compute A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over seen tasks of any size (VFCL eq. 22)."""
     return np.array([_mean(row[: t + 1]) for t, row in enumerate(_lower(matrix))])
 
 
 def A_avg(matrix: Matrix) -> float:
-    """Average incremental accuracy: the mean over t of A_t (A-bar in FPPL, Avg in PILoRA)."""
+    """Compute the average incremental accuracy: the mean over t of A_t (A-bar in FPPL, Avg in PILoRA)."""
     return _mean(average_accuracy(matrix))
 
 
 def A_last(matrix: Matrix) -> float:
-    """A_T: the average accuracy after the last task given; NaN for an empty matrix."""
+    """Return A_T, the average accuracy after the last task given; NaN for an empty matrix."""
     accuracy = average_accuracy(matrix)
     return float(accuracy[-1]) if accuracy.size else float("nan")
 
@@ -192,7 +193,7 @@ class ByImage(NamedTuple):
 
 
 def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
-    """Accuracies over images, in which larger tasks count more.
+    """Compute accuracies over images, in which larger tasks count more.
 
     Args:
       matrix: the accuracy matrix.
@@ -207,14 +208,16 @@ def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
 
 
 def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
-    """F_N of HePCo: by how much the accuracy over the images of all earlier tasks falls when a task is
-    learned, averaged over the tasks after the first; 0 for a single task."""
-    found = by_image(matrix, images)
-    return _mean(found.acc[:-1] - found.lastacc[1:]) if len(found.acc) > 1 else 0.0
+    """Compute F_N of HePCo: by how much the accuracy over the images of all earlier tasks falls
+    when a task is learned, averaged over the tasks after the first; 0 for a single task."""
+    accuracies = by_image(matrix, images)
+    if len(accuracies.acc) < 2:
+        return 0.0
+    return _mean(accuracies.acc[:-1] - accuracies.lastacc[1:])
 
 
 def forgetting(matrix: Matrix) -> dict[str, float]:
-    """Forgetting by the three definitions in use; all are 0 for a single task.
+    """Compute forgetting by the three definitions in use; all are 0 for a single task.
 
     paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA;
       VFCL eq. 23).
@@ -236,12 +239,14 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
 
 
 def backward_transfer(matrix: Matrix) -> float:
-    """1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq. 3); 0 for a single task."""
+    """Compute 1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq. 3); 0 for a
+    single task."""
     return -forgetting(matrix)["diagonal"] + 0.0
 
 
 def summarize(matrix: Matrix) -> dict:
-    """What a run reports, ready for JSON: accuracy, A, A_avg, A_last, forgetting, backward_transfer."""
+    """Return what a run reports, ready for JSON: accuracy, A, A_avg, A_last, forgetting,
+    backward_transfer."""
     return {
         "accuracy": to_json(matrix),
         "A": average_accuracy(matrix).tolist(),
@@ -253,7 +258,7 @@ def summarize(matrix: Matrix) -> dict:
 
 
 def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """(mean, population standard deviation) over seeds: ddof = 0, as the papers report it."""
+    """Return (mean, population standard deviation) over seeds: ddof = 0, as the papers report it."""
     values = np.asarray(values, float)
     return float(values.mean()), float(values.std())
 
@@ -261,7 +266,8 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:
-    """(mean, low, high) of ours minus theirs, value by value, with Student's confidence interval of the mean.
+    """Return (mean, low, high) of ours minus theirs, value by value, with Student's confidence
+    interval of the mean.
 
     Raises:
       InputError: for fewer than two pairs, which have no interval.
@@ -278,19 +284,21 @@ def paired_difference(
 
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:
-    """The accuracy matrix as square nested lists, None above the diagonal and where a value is missing."""
+    """Return the accuracy matrix as square nested lists, None above the diagonal and where a value
+    is missing."""
     return without_nan(_lower(matrix))
 
 
 def without_nan(values: float | np.ndarray) -> Any:
-    """Plain numbers in nested lists for JSON, None for NaN."""
+    """Return plain numbers in nested lists for JSON, None for NaN."""
     if isinstance(values, np.ndarray):
-        return [without_nan(each) for each in values]
+        return [without_nan(value) for value in values]
     return None if np.isnan(values) else float(values)
 
 
 def _lower(matrix: Matrix) -> np.ndarray:
-    """[T, T] float64 with NaN above the diagonal, without the (empty) last rows of tasks not trained yet."""
+    """Return [T, T] float64 with NaN above the diagonal, without the (empty) last rows of tasks not
+    trained yet."""
     rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
     while rows and np.isnan(rows[-1]).all():
         rows.pop()
@@ -309,8 +317,8 @@ def _mean(values: np.ndarray) -> float:
     return float(known.mean()) if known.size else float("nan")
 
 
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)
+def _ratio(part: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return np.where(total > 0, part / np.maximum(total, 1), np.nan)
 
 
 def nearest_class_mean(
@@ -319,7 +327,8 @@ def nearest_class_mean(
     test: Float[np.ndarray, "M D"],
     test_label: Int[np.ndarray, " M"],
 ) -> float:
-    """Share of test features that are nearest (Euclidean) to the mean training feature of their own class."""
+    """Return the share of test features that are nearest (Euclidean) to the mean training feature
+    of their own class."""
     classes = np.unique(train_label)
     means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
     distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T

@@ -1,4 +1,4 @@
-"""The command that repeats a run."""
+"""Build the command that repeats a run."""
 
 import dataclasses
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from fcljax.errors import InputError
 
 
 def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str]:
-    """The words of the `fcljax run` command for these settings.
+    """Return the words of the `fcljax run` command for these settings.
 
     Args:
       settings: all of them, with the method.
@@ -20,26 +20,28 @@ def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str
         if name == "method" or (given is not None and name not in {"seed", *given}):
             continue
         option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
         else:
             words.append(f"--{option}={value}")
     return words
 
 
 def names_to_give(settings: dict[str, Any]) -> list[str] | None:
-    """Names of the settings that, given alone, lead to all of `settings`: those that differ from the
-    method's defaults. None if the method or a setting is not known here. Imports the method, and with it
-    JAX."""
+    """Return the names of the settings that, given alone, lead to all of `settings`: those that differ from
+    the method's defaults. None if this version does not know the method or a setting. Imports the method, and
+    with it JAX."""
 
     def resolved(values: dict[str, Any]) -> dict[str, Any]:
-        made = config.from_mapping(settings["method"], values, "settings")
-        return dataclasses.asdict(config.resolve(made))
+        run = config.from_mapping(settings["method"], values, "settings")
+        return dataclasses.asdict(config.resolve(run))
 
     chosen = {name: settings[name] for name in ("adapter", "fidelity") if name in settings}
     try:
-        usual = resolved(chosen)
-        given = chosen | {name: value for name, value in settings.items() if usual.get(name) != value}
+        defaults = resolved(chosen)
+        given = chosen | {name: value for name, value in settings.items() if defaults.get(name) != value}
         return list(given) if resolved(given) == settings else None
     except (InputError, OSError):
         return None

@@ -1,4 +1,4 @@
-"""The files of finished runs that results are made from, and the folders that hold them."""
+"""Read the files of finished runs that results are made from, and find the folders that hold them."""
 
 import hashlib
 import json
@@ -21,19 +21,9 @@ MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
 MAX_SUMMARY_BYTES = 2**28  # of a summary.json
 MISSING = object()
 SUMMARY_KEYS = (
-    *(
-        "method",
-        "dataset",
-        "backbone",
-        "seed",
-        "fidelity",
-        "accuracy",
-        "A",
-        "A_avg",
-        "A_last",
-        "trainable_params",
-    ),
-    *("client_images_per_s", "slot_efficiency", "traces"),
+    *("method", "dataset", "backbone", "seed", "fidelity"),
+    *("accuracy", "A", "A_avg", "A_last"),
+    *("trainable_params", "client_images_per_s", "slot_efficiency", "traces"),
     *(f"forgetting.{kind}" for kind in ("paper", "released", "diagonal")),
     *(f"communication.{way}_{unit}" for way in ("upload", "download") for unit in ("scalars", "bytes")),
     *(f"time.{part}_s" for part in ("compile", "client", "server", "eval")),
@@ -53,12 +43,11 @@ def write_json(path: str | Path, obj: object) -> None:
 
 def seal(run_dir: str | Path) -> None:
     """Write the sha256 of a finished run's files, so that a later change of one is noticed."""
-    found = {name: _sha256(Path(run_dir) / name) for name in SEALED}
-    write_json(Path(run_dir) / DIGESTS, found)
+    write_json(Path(run_dir) / DIGESTS, {name: _sha256(Path(run_dir) / name) for name in SEALED})
 
 
 def changed_files(run_dir: str | Path) -> list[str]:
-    """Warnings, in lines, about files that are not as the run wrote them; none without digests."""
+    """Return a warning line for each file that is not as the run wrote it; none without digests."""
     path = Path(run_dir) / DIGESTS
     if not path.exists():
         return []
@@ -68,12 +57,14 @@ def changed_files(run_dir: str | Path) -> list[str]:
         known = None
     if not isinstance(known, dict):
         return [f"warning: {path} is not as the run wrote it: it has no digests"]
-    found = {name: _sha256(Path(run_dir) / name) for name in SEALED}
-    # a file that is gone is told by what needs it, or made again
-    names = [name for name in SEALED if found[name] and found[name] != known.get(name)]
-    return [
-        f"warning: {Path(run_dir) / name} is not as the run wrote it: its sha256 differs" for name in names
-    ]
+    warnings = []
+    for name in SEALED:
+        digest = _sha256(Path(run_dir) / name)
+        # what needs a missing file reports it, or makes it again
+        if digest and digest != known.get(name):
+            file = Path(run_dir) / name
+            warnings.append(f"warning: {file} is not as the run wrote it: its sha256 differs")
+    return warnings
 
 
 def _sha256(path: Path) -> str | None:
@@ -85,7 +76,7 @@ def _sha256(path: Path) -> str | None:
 
 
 def load_summary(run_dir: str | Path) -> Summary:
-    """The `summary.json` of a run directory.
+    """Read the `summary.json` of a run directory.
 
     Raises:
       InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing or
@@ -114,51 +105,54 @@ def load_summary(run_dir: str | Path) -> Summary:
 
 
 def value_at(summary: Summary, key: str, default: Any = None) -> Any:
-    """What a summary has at "key" or "key.inner", `default` where it has no such key."""
-    found: Any = summary
+    """Return what a summary has at "key" or "key.inner", `default` where it has no such key."""
+    value: Any = summary
     for name in key.split("."):
-        found = found.get(name, default) if isinstance(found, dict) else default
-    return found
+        if not isinstance(value, dict):
+            return default
+        value = value.get(name, default)
+    return value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl, whose last one may be half written; none if there is no file."""
+    """Read the complete lines of a metrics.jsonl, whose last one may be half written; none without a file."""
     try:
         with open_regular(path) as stream:
             content = stream.read(MAX_LOG_BYTES)
     except OSError:
         return []
-    found = []
+    lines = []
     for line in content.split(b"\n")[:-1]:
         try:
             value = checked_line(json.loads(line), SHARES)
         except (ValueError, RecursionError):  # damaged
             continue
         if value is not None:
-            found.append(value)
-    return found
+            lines.append(value)
+    return lines
 
 
 def rejected_uploads(lines: Iterable[dict[str, Any]]) -> int:
-    """How many uploads were left out, by lines of a metrics.jsonl: those of the rounds, and those of
+    """Count the uploads that were left out, by lines of a metrics.jsonl: those of the rounds, and those of
     exchanges before a task's first round or after its last one. Older versions wrote neither number."""
     return sum((line.get("rejected") or 0) + (line.get("rejected_besides") or 0) for line in lines)
 
 
 def run_folders(folder: str | Path) -> list[Path]:
-    """The finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`, or of other folders that hold
-    runs or such folders. A run directory, and a folder without any, stands for itself."""
+    """Return the finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`, or of other
+    folders that hold runs or such folders. A run directory, and a folder without any, stands for
+    itself."""
     if (Path(folder) / "summary.json").exists():
         return [Path(folder)]
     for pattern in ("*/summary.json", "*/*/summary.json"):
-        inside = [path.parent for path in Path(folder).glob(pattern) if not is_hidden(path, folder)]
-        if inside:
-            return sorted(inside)
+        runs = [path.parent for path in Path(folder).glob(pattern) if not is_hidden(path, folder)]
+        if runs:
+            return sorted(runs)
     return [Path(folder)]
 
 
 def is_hidden(path: Path, folder: str | Path) -> bool:
-    """Is the path in a folder, inside `folder`, whose name begins with a dot?"""
+    """Check whether the path is in a folder, inside `folder`, whose name begins with a dot."""
     return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 

@@ -1,4 +1,4 @@
-"""Trackers that follow a run: TensorBoard, Weights & Biases and MLflow. Each is an optional dependency and is
+"""Follow a run with TensorBoard, Weights & Biases and MLflow. Each is an optional dependency and is
 imported only when a run asks for it. Tracker failures are reported in one line and never stop the run."""
 
 import contextlib
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from fcljax.errors import InputError, choose
 from fcljax.files import read_text, write_text
 
-MOST_NOTES = 1 << 16  # bytes
+MAX_NOTES = 1 << 16  # bytes
 NOTES = "trackers.json"  # in a run directory: tracker -> id of the run there
 Scalars = dict[str, float | int]
 
 
-class Beginning(NamedTuple):
+class TrackedRun(NamedTuple):
     """A run that a tracker starts to follow."""
 
     out: Path
@@ -27,7 +27,7 @@ class Beginning(NamedTuple):
     done: int
     """rounds that the run has completed"""
     id: str
-    """the tracker's id of the run; empty if it has not followed it before"""
+    """the tracker's id of the run; empty if it has not followed the run yet"""
 
 
 class Tracker(NamedTuple):
@@ -45,9 +45,9 @@ class Following(NamedTuple):
     """The trackers of a run, for the run."""
 
     heard: Callable[[dict[str, Any]], None]
-    """to be called with every line of metrics.jsonl"""
+    """called with every line of metrics.jsonl"""
     ended: Callable[[dict[str, Any]], None]
-    """to be called with the summary"""
+    """called with the summary"""
 
 
 NOBODY = Following(lambda line: None, lambda summary: None)
@@ -57,13 +57,13 @@ class Entry(NamedTuple):
     """A tracker that can be chosen."""
 
     module: str
-    """that it needs"""
-    start: Callable[[Beginning], Tracker]
+    """which it needs"""
+    start: Callable[[TrackedRun], Tracker]
 
 
-def tensorboard(run: Beginning) -> Tracker:
-    """Event files in the run's folder tensorboard. When a run is resumed, rounds logged after its checkpoint
-    are removed."""
+def tensorboard(run: TrackedRun) -> Tracker:
+    """Write event files into the run's folder tensorboard. When a run is resumed, rounds logged
+    after its checkpoint are removed."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(logdir=str(run.out / "tensorboard"), purge_step=run.done if run.id else None)
@@ -83,9 +83,9 @@ def tensorboard(run: Beginning) -> Tracker:
     return Tracker(run.id or "tensorboard", log, finish)
 
 
-def wandb(run: Beginning) -> Tracker:
-    """A run of Weights & Biases in the project fcljax, or $WANDB_PROJECT; with WANDB_MODE=offline it stays on
-    this machine."""
+def wandb(run: TrackedRun) -> Tracker:
+    """Log to a run of Weights & Biases in the project fcljax, or $WANDB_PROJECT; with
+    WANDB_MODE=offline it stays on this machine."""
     import wandb as library
 
     name = run.id or secrets.token_hex(8)
@@ -105,8 +105,8 @@ def wandb(run: Beginning) -> Tracker:
     return Tracker(name, lambda step, values: tracked.log(values, step=step), finish)
 
 
-def mlflow(run: Beginning) -> Tracker:
-    """A run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of the store that
+def mlflow(run: TrackedRun) -> Tracker:
+    """Log to a run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of the store that
     $MLFLOW_TRACKING_URI names. Rounds that are repeated after a checkpoint are not logged again."""
     from mlflow import MlflowClient
 
@@ -114,18 +114,20 @@ def mlflow(run: Beginning) -> Tracker:
     name = run.id
     if not name:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fcljax")
-        found = client.get_experiment_by_name(title)
-        experiment = found.experiment_id if found else client.create_experiment(title)
-        name = client.create_run(experiment, run_name=run.out.name).info.run_id
+        experiment = client.get_experiment_by_name(title)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(title)
+        name = client.create_run(experiment_id, run_name=run.out.name).info.run_id
         for setting, value in run.settings.items():
             client.log_param(name, setting, str(value)[:500])
     client.update_run(name, status="RUNNING")
 
     @functools.cache
     def logged(key: str) -> set[int]:
-        """The rounds that a resumed run has logged, some of them after its checkpoint: MLflow would keep two
-        values of one round, and draw both."""
-        return {each.step for each in client.get_metric_history(name, key)} if run.id else set()
+        """Return the rounds that a resumed run has logged, some of them after its checkpoint: MLflow would
+        keep two values of one round, and draw both."""
+        if not run.id:
+            return set()
+        return {entry.step for entry in client.get_metric_history(name, key)}
 
     def log(step: int, values: Scalars) -> None:
         for key, value in values.items():
@@ -148,7 +150,7 @@ TRACKERS = {
 
 
 def parse_trackers(text: str | None) -> tuple[str, ...]:
-    """The trackers that a list such as tensorboard,mlflow names.
+    """Parse a list of trackers such as tensorboard,mlflow.
 
     Raises:
       InputError: for an unknown one, or one whose package is not installed.
@@ -164,8 +166,8 @@ def parse_trackers(text: str | None) -> tuple[str, ...]:
 def following(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], done: int, tell: Callable[[str], None]
 ) -> Iterator[Following]:
-    """Trackers that follow a run until the block ends. Those that have followed it before resume theirs. No
-    file starts one: a run directory may come from anybody.
+    """Follow a run with trackers until the block ends. A tracker that has followed it resumes its
+    run. No file starts a tracker: a run directory may come from anybody.
 
     Args:
       names: of TRACKERS.
@@ -176,7 +178,7 @@ def following(
     """
     ids = _known_ids(out)
     active: dict[str, Tracker] = {}
-    last: Scalars = {}
+    results: Scalars = {}
 
     @contextlib.contextmanager
     def guarded(name: str) -> Iterator[None]:
@@ -190,7 +192,7 @@ def following(
         tell(f"note: {name} has followed the run before; to have it follow on: --track {name}")
     for name in dict.fromkeys(names):
         with guarded(name):
-            active[name] = TRACKERS[name].start(Beginning(out, settings, done, ids.get(name, "")))
+            active[name] = TRACKERS[name].start(TrackedRun(out, settings, done, ids.get(name, "")))
     if active:
         known = ids | {name: tracker.id for name, tracker in active.items()}
         write_text(out / NOTES, json.dumps(known) + "\n")
@@ -202,32 +204,34 @@ def following(
                 tracker.log(step, scalars(line))
 
     try:
-        yield Following(heard, lambda summary: last.update(scalars(summary)))
+        yield Following(heard, lambda summary: results.update(scalars(summary)))
     finally:
         for name, tracker in list(active.items()):
             with guarded(name):
-                tracker.finish(dict(last))
+                tracker.finish(dict(results))
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
-    """The numbers among values, those of inner mappings by name/name, and accuracies by task."""
-    found: Scalars = {}
+    """Return the numbers among values, those of inner mappings by name/name, and accuracies by task."""
+    numbers: Scalars = {}
     for name, value in values.items():
         if isinstance(value, dict) and name != "config":
-            found |= scalars(value, f"{prefix}{name}/")
+            numbers |= scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[prefix + name] = value
+            numbers[prefix + name] = value
     if not prefix and isinstance(values.get("accuracy"), list) and "round" in values:
-        own = {f"accuracy/task {t + 1}": value for t, value in enumerate(values["accuracy"])}
-        found |= {name: value for name, value in own.items() if value is not None}
-    return found
+        for t, value in enumerate(values["accuracy"]):
+            if value is not None:
+                numbers[f"accuracy/task {t + 1}"] = value
+    return numbers
 
 
 def _known_ids(out: Path) -> dict[str, str]:
-    """The trackers that have followed a run, and its id in each."""
+    """Return the trackers that have followed a run, and its id in each."""
     try:
-        found = json.loads(read_text(out / NOTES, MOST_NOTES))
+        notes = json.loads(read_text(out / NOTES, MAX_NOTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    known = found.items() if isinstance(found, dict) else ()
-    return {name: str(value) for name, value in known if name in TRACKERS}
+    if not isinstance(notes, dict):
+        return {}
+    return {name: str(value) for name, value in notes.items() if name in TRACKERS}
