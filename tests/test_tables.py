@@ -275,9 +275,7 @@ def test_markdown_has_every_number_and_escapes_names():
     text = tables.markdown("x table1", ["A note."], rows, ["A_avg: x > y"])
     lines = text.splitlines()
     assert lines[0] == "# x table1" and "A note." in lines
-    assert (
-        r"| fppl \[x] | A\_avg (%) | 70.00±0.50 | 71.00±2.16 | 3 | +1.00 | -5.57 to +7.57 |  |" in lines
-    )
+    assert r"| fppl \[x] | A\_avg (%) | 70.00±0.50 | 71.00±2.16 | 3 | +1.00 | -5.57 to +7.57 |  |" in lines
     assert r"| fppl \[x] | A\_last (%) | - | 2.00±0.82 | 3 | - | - |  |" in lines
     assert r"| 'a\|b' \[x] | A\_avg (%) | 60 | 80.00 | 1 | +20.00 | - | failed: no file a\_b |" in lines
     assert r"| 'a\|b' \[x] | A\_last (%) | 5 | - | 0 | - | - |  |" in lines
