@@ -72,7 +72,7 @@ def tune(arguments: list[str]) -> int:
         ranges = {
             name.replace("-", "_"): tuning.parse_range(method, shared, name, text) for name, text in pairs
         }
-        request = tuning.Request(method, shared, ranges, options.metric, options.trials, options.prune)
+        request = tuning.StudyRequest(method, shared, ranges, options.metric, options.trials, options.prune)
         tuning.check_optuna()
     dataset = request.settings({}).dataset
     out = Path(options.resume or options.out or new_folder("tune", slug(method), slug(dataset)))

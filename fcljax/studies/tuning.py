@@ -60,7 +60,7 @@ class Range(NamedTuple):
         return f"log:{ends}" if self.kind == "log" else ends
 
 
-class Request(NamedTuple):
+class StudyRequest(NamedTuple):
     """Request for a study."""
 
     method: str
@@ -150,7 +150,7 @@ def check_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def stored(folder: Path, method: str) -> Request:
+def stored(folder: Path, method: str) -> StudyRequest:
     """Read the request of the study in a folder.
 
     Raises:
@@ -166,14 +166,14 @@ def stored(folder: Path, method: str) -> Request:
         given = dict(values["given"])
         texts = dict(values["ranges"])
         ranges = {name: parse_range(method, given, name, str(text)) for name, text in texts.items()}
-        return Request(
+        return StudyRequest(
             method, given, ranges, str(values["metric"]), int(values["trials"]), bool(values["prune"])
         )
     except (KeyError, TypeError, ValueError):
         raise InputError(f"resume: {str(path)!r} is not as a study writes it") from None
 
 
-def tune(request: Request, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
+def tune(request: StudyRequest, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
     """Run the trials that are missing, and write best.yaml (settings for `--config`) and trials.json.
 
     Args:
@@ -211,7 +211,7 @@ def tune(request: Request, out: Path, resume: bool, observer: loop.Observer) -> 
     return trials
 
 
-def _missing(study: Any, request: Request) -> Iterator[Any]:
+def _missing(study: Any, request: StudyRequest) -> Iterator[Any]:
     """Yield the trial in which the study was stopped, if one was, and then new ones."""
     import optuna
 
@@ -237,7 +237,7 @@ def _distribution(values: Range) -> Any:
     return kind(*values.values, log=values.kind == "log")
 
 
-def _play(study: Any, trial: Any, request: Request, out: Path, observer: loop.Observer) -> None:
+def _play(study: Any, trial: Any, request: StudyRequest, out: Path, observer: loop.Observer) -> None:
     """Make the run of a trial, or resume it where it was stopped."""
     import optuna
 
@@ -288,7 +288,7 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
     return next((trial for trial in trials if trial.number == number), None)
 
 
-def _write_results(request: Request, trials: Sequence[Trial], out: Path) -> None:
+def _write_results(request: StudyRequest, trials: Sequence[Trial], out: Path) -> None:
     best = best_of(trials)
     write_json(out / "trials.json", {"metric": request.metric, "best": best, "trials": list(trials)})
     if best is None:
@@ -302,7 +302,7 @@ def _write_results(request: Request, trials: Sequence[Trial], out: Path) -> None
     write_text(out / BEST, head + text)
 
 
-def table_of(trials: Sequence[Trial], request: Request) -> Table:
+def table_of(trials: Sequence[Trial], request: StudyRequest) -> Table:
     """Return a table of the best trials."""
     states = [trial.state for trial in trials]
     counts = f"{states.count('pruned')} pruned, {states.count('failed')} failed"
@@ -317,7 +317,7 @@ def table_of(trials: Sequence[Trial], request: Request) -> Table:
     return table
 
 
-def _line(trial: Trial, request: Request) -> str:
+def _line(trial: Trial, request: StudyRequest) -> str:
     result = trial.state
     if trial.value is not None:
         result = f"{100 * trial.value:.2f} %"
@@ -331,7 +331,7 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _plain(request: Request) -> dict[str, Any]:
+def _plain(request: StudyRequest) -> dict[str, Any]:
     """Return the content of the study's file."""
     ranges = {name: values.text() for name, values in request.ranges.items()}
     return request._asdict() | {"ranges": ranges}
