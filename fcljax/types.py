@@ -205,8 +205,8 @@ class Batch(NamedTuple):
     """Cached features of the un-prompted backbone, where images are deterministic."""
     keys: Key[Array, " B"] | None = None
     """Keys for draws that belong to examples: they depend on (round, phase, step, example) alone."""
-    measured: Bool[Array, ""] | None = None
-    """Whether the step also measures itself (`Phase.measures`); None: its phase measures nothing."""
+    term_weights: Float[Array, " terms"] | None = None
+    """Factors of the loss's terms (`Phase.terms`); None: each counts once."""
 
 
 class ClientContext(NamedTuple):
@@ -338,9 +338,10 @@ class Phase(NamedTuple):
     """What a client does with a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
-    measures: bool = False
-    """Whether one participant of every round measures the step in the middle of its phase: `batch.measured`
-    is True there. Metrics of measured steps alone have weight 0 in all others."""
+    terms: tuple[str, ...] = ()
+    """Names of the terms of the loss, if there are several. Before the step in the middle of its phase, one
+    participant of every round takes the gradient of each term alone: `Batch.term_weights` is 1 for that term
+    and 0 for the others, and nothing counts but the step's metric "gradient_norm"."""
     trains: bool = True
     """Whether parameters train in it. If not, it measures statistics, which no batch size may change."""
 

@@ -370,8 +370,8 @@ def test_every_round_reports_the_share_of_each_term_in_the_gradient(weight, shar
         assert metrics["gradient_share_own"] == pytest.approx(1 - share, abs=1e-5)
 
 
-def test_a_step_that_measures_its_terms_is_traced_once():
-    """Its shapes, its terms' gradients and its own are of one trace: a network takes seconds."""
+def test_terms_are_measured_by_the_program_of_the_step():
+    """A further copy of the network would take seconds to compile."""
     traced = []
 
     def loss(step, memory):
@@ -382,9 +382,12 @@ def test_a_step_that_measures_its_terms_is_traced_once():
     program, server = main_of(method).program, method.init(KEY, SCALE)
     context = context_of(method, server, TASKS[0], info_of(SIZES.classes, 3), SCALE)
     local = program.start(context, method.init_client(KEY, server), KEY)
-    batch = rows_of([0, 1, 2])._replace(measured=jnp.bool_(True))
-    _, metrics = jax.jit(program.phases[0].step)(context, local, batch, KEY)
-    assert metrics["gradient_share_own"].total == pytest.approx(1, abs=1e-6)
+    step = jax.jit(program.phases[0].step)
+    norms = []
+    for weights in ([1, 1], [1, 0], [0, 1]):
+        batch = rows_of([0, 1, 2])._replace(term_weights=jnp.float32(weights))
+        norms.append(float(step(context, local, batch, KEY)[1]["gradient_norm"].total))
+    assert norms == [pytest.approx(norms[0]), norms[0], 0] and norms[0] > 0
     assert len(traced) == 1
 
 
@@ -397,7 +400,7 @@ def test_shares_depend_on_no_lanes_and_measuring_them_changes_no_bit():
     method = with_rules(prox(0.1))
     (each,) = method.rounds
     (phase,) = each.program.phases
-    plain = each.program._replace(phases=(phase._replace(measures=False),))
+    plain = each.program._replace(phases=(phase._replace(terms=()),))
     without = played(method._replace(rounds=(each._replace(program=plain),)))
     found, alone = played(method), played(method, Lanes())
     for (server, metrics), (other, rest), (_, one) in zip(found, without, alone, strict=True):
@@ -407,4 +410,4 @@ def test_shares_depend_on_no_lanes_and_measuring_them_changes_no_bit():
 
 
 def test_a_loss_of_one_term_measures_nothing():
-    assert not any(phase.measures for phase in with_rules().rounds[0].program.phases)
+    assert not any(phase.terms for phase in with_rules().rounds[0].program.phases)

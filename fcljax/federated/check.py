@@ -24,7 +24,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 import fcljax
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError, choose
-from fcljax.federated.client_loop import Fetch, Shapes, example_batch
+from fcljax.federated.client_loop import Fetch, Shapes, example_batch, recorded
+from fcljax.federated.health import GRADIENT_NORM
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -316,6 +317,10 @@ def _check_phase(
     batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
     traced, result = _trace(f"{where}step", phase.step, context, local, batch, case.key)
     metrics = _check_local_and_metrics(f"{where}step", phase.step, result, local)
+    if phase.terms and GRADIENT_NORM not in metrics:
+        expected = f"the metric {GRADIENT_NORM!r}, since the phase names terms of its loss"
+        raise _wrong(name_part(f"{where}step", phase.step), metrics, expected)
+    metrics = jax.eval_shape(lambda of_step: recorded(phase, of_step, True, jnp.int32(-1)), metrics)
     use = _use(traced, context, local)
     return metrics, use._replace(reads=use.reads | chosen_by)
 

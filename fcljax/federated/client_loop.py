@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.federated.claims import claims_hold
 from fcljax.federated.communication import num_bytes
+from fcljax.federated.health import GRADIENT_NORM, SHARE
 from fcljax.federated.keys import ClientKey, RoundKey, StepKey, fold
-from fcljax.federated.schedule import Capacity, Chunk, phase_steps
+from fcljax.federated.schedule import Capacity, Chunk
 from fcljax.federated.sums import add_stacked, broadcast_left, finite_guard, is_finite, sum_zeros
 from fcljax.mesh import AXIS, WHOLE, AnyMesh, add_over_devices, rows_on, split, take_rows, write_rows
 from fcljax.types import (
@@ -181,7 +182,6 @@ class PhaseLoop(NamedTuple):
     lanes: Lanes  # of one device
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
     waits: bool  # whether a lane may be idle while others work; its client must then stay as it is
-    participants: int  # P
     shapes: Shapes  # of the program's arrays
 
     @property
@@ -457,13 +457,12 @@ def run_ticks(
     if not batches_alone(loop.lanes):
         widths = loop.widths[-1:]
 
-    def step_of_lane(tick, lane, slot, step, active, local):
+    def step_of_lane(tick, lane, slot, step, active, term, local):
         keys = _step_keys(call, loop.phase_index, slot, step)
         index = window.index[tick - window.first, lane]
         place = window.place[tick - window.first, lane]
         mask = index >= 0
         context = context_of(call, slot)
-        measured = active & _is_measured(phase, loop.participants, call, slot, step)
 
         def step_at_width(width: int) -> tuple[PyTree, Metrics]:
             read = functools.partial(_read, loop.fetch, phase.view.augment, window.data)
@@ -471,15 +470,15 @@ def run_ticks(
             if phase.replay is not None:
                 replayed = _read_replayed(loop.fetch, phase, context, replay_data, slot, local, keys)
                 batch = join_batches(batch, replayed)
-            if phase.measures:
-                batch = batch._replace(measured=measured)
+            batch = batch._replace(term_weights=term_weights(phase, term))
             return phase.step(context, local, batch, keys.update)
 
         new_local, metrics = _at_width(step_at_width, widths, mask)
-        if loop.waits:
-            # an idle lane takes a step on padding, which leaves its client as it is
-            new_local = select(active, new_local, local)
-        return new_local, {name: _countable(metric, active) for name, metric in metrics.items()}
+        if loop.waits or phase.terms:
+            # an idle lane takes a step on padding, and a step that measures a term is not taken: both leave
+            # the client as it is
+            new_local = select(active & (term < 0), new_local, local)
+        return new_local, recorded(phase, metrics, active, term)
 
     step_lanes = over_lanes(step_of_lane, loop.lanes)
 
@@ -495,7 +494,7 @@ def run_ticks(
         )
         ticks = jnp.full_like(row.slot, tick)
         lane = jnp.arange(loop.lanes.count)
-        local, metrics = step_lanes(ticks, lane, row.slot, row.step, active, local)
+        local, metrics = step_lanes(ticks, lane, row.slot, row.step, active, row.term, local)
         accumulator = _add_metrics(carry.accumulator, loop.phase_index, metrics)
         carry = carry._replace(local=local, accumulator=accumulator)
         return jax.lax.cond(
@@ -580,17 +579,32 @@ def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: 
     return jax.lax.switch(index, [functools.partial(function, width) for width in widths])
 
 
-def _is_measured(
-    phase: Phase, participants: int, call: Call, slot: Int[Array, ""], step: Int[Array, ""]
-) -> Bool[Array, ""]:
-    """Return whether a step measures itself: at one participant, in the middle of the phase.
+def term_weights(phase: Phase, term: Int[Array, ""]) -> Float[Array, " terms"] | None:
+    """Return the factors of the loss's terms: 1 for all of them if the step is taken (-1), else for the one
+    that is measured."""
+    if not phase.terms:
+        return None
+    measured = jnp.arange(len(phase.terms)) == term
+    return jnp.where((term < 0) | measured, 1.0, 0.0)
 
-    The participant changes from round to round, and is the same however clients are divided into chunks.
+
+def recorded(phase: Phase, metrics: Metrics, active: Bool[Array, ""], term: Int[Array, ""]) -> Metrics:
+    """Return what a tick adds to its phase's metrics.
+
+    A step that is taken adds its own metrics. One that measures a term of the loss adds the norm of the
+    term's gradient to the total of that term's share, and to the weight of every term's share.
     """
-    chunk = call.chunk
-    steps = phase_steps(chunk.count[slot], phase.view)
-    chosen_position = (call.task.index + chunk.round) % participants
-    return (step == steps // 2) & (chunk.position[slot] == chosen_position)
+    taken = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
+    if not phase.terms:
+        return taken
+    norm = metrics[GRADIENT_NORM].total
+    del taken[GRADIENT_NORM]
+    weight = norm + jnp.finfo(norm.dtype).tiny  # a loss without any gradient has shares of 0, not of NaN
+    shares = {
+        SHARE + name: _countable(Weighted(jnp.where(term == i, norm, 0), weight), active & (term >= 0))
+        for i, name in enumerate(phase.terms)
+    }
+    return taken | shares
 
 
 def _countable(metric: Weighted, active: Array) -> Weighted:
@@ -762,9 +776,7 @@ def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
     batch = padding(phase.view.augment, phase.view.batch_size)
     if phase.replay is not None:
         batch = join_batches(batch, padding(False, phase.view.replay))
-    if phase.measures:
-        batch = batch._replace(measured=jnp.zeros((), bool))
-    return batch
+    return batch._replace(term_weights=term_weights(phase, jnp.int32(-1)))
 
 
 def context_of(call: Call, slot: Int[Array, ""]) -> ClientContext:

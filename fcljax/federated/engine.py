@@ -355,7 +355,6 @@ def _player(
             lanes_of_device,
             widths=capacity.widths[phase_index],
             waits=lanes.count > 1,
-            participants=capacity.participants,
             shapes=shapes,
         )
 
@@ -644,6 +643,8 @@ def _run_clients(
         int(exchange.context.round),
         engine.lanes.count,
         player.capacity,
+        # another participant in every round
+        measured=int(exchange.context.task.index) + int(exchange.context.round),
     )
     data = ready(data, engine.mesh)
     accumulator, states, result = run_chunks(engine, chunks, exchange, states, data, guarded, serve)

@@ -7,6 +7,8 @@ from typing import Any
 
 NOT_FINITE = "loss_not_finite"  # share of the examples in steps whose loss was NaN or infinite
 CROSS_ENTROPY = "train_cross_entropy"  # of the training batches, among the classes that compete
+GRADIENT_NORM = "gradient_norm"  # L2 norm of a step's gradient, where the loss has several terms
+SHARE = "gradient_share_"  # and a term's name: its gradient's norm, over the sum of all terms' norms
 CLASSES = "classes_seen"  # of the tasks so far
 
 Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history

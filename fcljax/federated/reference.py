@@ -194,8 +194,6 @@ def train_client(
                 replayed = replayed_examples(program.replay_buffer(state), position)
                 keys = update_key, draws_key
                 batch = join_batches(batch, read_batch(read, replayed, phase.view.replay, False, keys))
-            if phase.measures:
-                batch = batch._replace(measured=jnp.bool_(False))
             local, step_metrics = step_phase(context, local, batch, update_key)
             metrics.append(step_metrics)
     upload, state = jax.jit(program.finish)(context, local, state)

@@ -86,6 +86,8 @@ class LaneTable(NamedTuple):
     start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
     end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
     active: Int[np.ndarray, "ticks lanes"]  # 0 where the lane is idle
+    # number of the loss's term whose gradient is measured, and nothing else; -1: the step is taken
+    term: Int[np.ndarray, "ticks lanes"]
 
 
 class Chunk(NamedTuple):
@@ -109,6 +111,13 @@ class Chunk(NamedTuple):
     ticks: tuple[Ints, ...]  # ticks of each phase that are in use
     round: Ints  # number of the round within the task
     task: Task | None  # of each slot, leaves [slots, ...]; None: all have the round's
+
+
+class Probe(NamedTuple):
+    """Who measures the terms of its loss in a round."""
+
+    participant: int  # the largest participant has 0
+    terms: tuple[int, ...]  # of the loss of each phase, if they are measured; else 0
 
 
 def participants(
@@ -300,22 +309,43 @@ def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
     return int(steps.sum()), int(ticks.sum())
 
 
-def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:
-    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
+def tabulate(
+    queues: list[list[int]], steps: Ints, capacity: int, terms: int = 0, measured: int = -1
+) -> tuple[LaneTable, int]:
+    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use.
+
+    Args:
+      queues: the items of each lane, in their order.
+      steps: of each item.
+      capacity: ticks of the table.
+      terms: of the loss, whose gradients are measured before the step in the middle of one item.
+      measured: that item; -1: none.
+    """
     table = LaneTable(*(np.zeros((capacity, len(queues)), np.int32) for _ in LaneTable._fields))
+    table.term[:] = -1
     longest = 0
     for lane, items in enumerate(queues):
         if not items:
             continue
         n = steps[items]
-        total = int(n.sum())
-        longest = max(longest, total)
         slot = np.repeat(items, n)
-        step = np.arange(total) - np.repeat(np.cumsum(n) - n, n)
+        step = np.arange(len(slot)) - np.repeat(np.cumsum(n) - n, n)
+        term = np.full(len(slot), -1)
+        if measured in items:
+            # the step is repeated, once for each term and then to be taken
+            middle = int(np.flatnonzero((slot == measured) & (step == steps[measured] // 2))[0])
+            repeats = np.ones(len(slot), int)
+            repeats[middle] += terms
+            slot, step, term = (np.repeat(column, repeats) for column in (slot, step, term))
+            term[middle : middle + terms] = np.arange(terms)
+        total = len(slot)
+        longest = max(longest, total)
+        first = np.diff(slot, prepend=-1).astype(bool) | np.diff(step, prepend=-1).astype(bool)
         table.slot[:total, lane] = slot
         table.step[:total, lane] = step
-        table.start[:total, lane] = step == 0
-        table.end[:total, lane] = step == steps[slot] - 1
+        table.term[:total, lane] = term
+        table.start[:total, lane] = (step == 0) & first
+        table.end[:total, lane] = (step == steps[slot] - 1) & (term < 0)
         table.active[:total, lane] = 1
     return table, longest
 
@@ -389,7 +419,8 @@ def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
     steps = [phase_steps(count, phase.view) for phase in program.phases]
     whole = np.sum(steps, axis=0)
     longest = int(-(-whole.sum() // lanes) + whole.max(initial=0))
-    return [min(longest, int(s.sum())) for s in steps]
+    most = [min(longest, int(s.sum())) for s in steps]
+    return [ticks + len(phase.terms) for ticks, phase in zip(most, program.phases, strict=True)]
 
 
 def plan_round(
@@ -399,12 +430,14 @@ def plan_round(
     round_: int,
     lanes: int,
     capacity: Capacity,
+    measured: int = 0,
 ) -> tuple[list[Chunk], tuple[int, int]]:
     """The chunks of one round and its steps: useful ones, and those that the lanes are busy or idle for.
     Their ratio is the slot efficiency.
 
     `ids` are sorted client ids; those without examples are absent. Chunks hold clients of similar size, so
-    that none waits for another's.
+    that none waits for another's. `measured`: the participant, counted from 0 again behind the last, that
+    measures the terms of its loss.
 
     Raises:
       InputError: more participants than the capacity was made for, which has no entry for their uploads.
@@ -421,11 +454,14 @@ def plan_round(
     by_size = np.argsort(-count, kind="stable")
     steps = np.array([phase_steps(count[by_size], phase.view) for phase in program.phases])
     packed = pack_chunks(steps.sum(axis=0), lanes, capacity.devices, capacity.slots)
+    terms = tuple(len(phase.terms) for phase in program.phases)
+    probe = Probe(int(np.flatnonzero(by_size == measured % len(ids))[0]), terms)
     chunks = [
-        _plan_chunk(partition, ids[by_size], by_size, steps, queues, round_, capacity) for queues in packed
+        _plan_chunk(partition, ids[by_size], by_size, steps, queues, round_, capacity, probe)
+        for queues in packed
     ]
     paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
-    return chunks, (int(steps.sum()), paid)
+    return chunks, (int(steps.sum()) + sum(terms), paid)
 
 
 def _plan_chunk(
@@ -436,6 +472,7 @@ def _plan_chunk(
     queues: list[list[int]],
     round_: int,
     capacity: Capacity,
+    probe: Probe,
 ) -> Chunk:
     """The chunk of some of the participants: their indices one after the other, and a table per
     phase in which a client keeps its lane.
@@ -448,6 +485,7 @@ def _plan_chunk(
       queues: for each lane the participants that it trains, as indices into `ids`.
       round_: number of the round within the task.
       capacity: the static shapes.
+      probe: who measures the terms of its loss.
     """
     member = _slots_of(queues, capacity)
     used = member >= 0
@@ -460,8 +498,10 @@ def _plan_chunk(
     )
     slot = {int(item): place for place, item in enumerate(flat) if item >= 0}
     by_slot = [[slot[item] for item in queue] for queue in queues]
+    measured = slot.get(probe.participant, -1)
     tabulated = [
-        tabulate(by_slot, each[flat], most) for each, most in zip(steps, capacity.ticks, strict=True)
+        tabulate(by_slot, each[flat], most, terms, measured)
+        for each, most, terms in zip(steps, capacity.ticks, probe.terms, strict=True)
     ]
     tables, ticks = zip(*tabulated, strict=True)
     return Chunk(

@@ -187,7 +187,7 @@ def microbatches(batch: Batch, most: int) -> Batch:
         filled = jnp.pad(x, [(0, pieces * each - count)] + [(0, 0)] * (x.ndim - 1))
         return filled.reshape(pieces, each, 1, *x.shape[1:])
 
-    return jax.tree.map(divided, batch._replace(keys=None, measured=None))  # nothing is drawn in a pass
+    return jax.tree.map(divided, batch._replace(keys=None))  # nothing is drawn in a pass
 
 
 def add_squared_gradient(

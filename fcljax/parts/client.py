@@ -18,15 +18,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError, choose
-from fcljax.federated.health import CROSS_ENTROPY, NOT_FINITE
-from fcljax.federated.keys import StepKey
+from fcljax.federated.health import CROSS_ENTROPY, GRADIENT_NORM, NOT_FINITE
 from fcljax.federated.sums import joined
 from fcljax.parts.learner import (
     Learner,
     Loss,
     Output,
     Params,
-    Sampling,
     correct_examples,
     total_cross_entropy,
 )
@@ -36,7 +34,6 @@ from fcljax.types import Batch, ClientContext, LearningRate, Metrics, Phase, Vie
 # Terms of the loss: the clients' own, and the adapter's
 OWN = "own"
 ADAPTER = "adapter"
-SHARE = "gradient_share_"  # what the names of the metrics of measured steps begin with
 
 
 @runtime_checkable
@@ -327,144 +324,115 @@ class Local(NamedTuple):
 def train_step(
     work: ClientWork, context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Local, Metrics]:
-    """The only training step: the loss, the adapter's loss and all rules; a step of the optimiser."""
-    assert work.training.loss is not None
-    descent = functools.partial(_descent, work, context, local, batch, key)
-    found, shares = (descent(), {}) if batch.measured is None else _measured(work, batch, descent)
-    loss, output, gradient = found
+    """Take one training step: the gradient of the loss, and a step of the optimiser against it."""
+    learner = work.learner
+
+    def expected_loss(trainable: Params) -> tuple[Array, Output]:
+        # a Bayesian learner draws the parameters of its forward pass; for all others they are `trainable`
+        return learner.expectation(functools.partial(loss_at, trainable), trainable, batch, key)
+
+    def loss_at(trainable: Params, drawn: Params) -> tuple[Array, Output]:
+        output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
+        step = ClientStep(learner, context, trainable, output, batch, key, drawn)
+        return add_terms(loss_terms(work, step, local.memory), batch.term_weights), output
+
+    (loss, output), gradient = jax.value_and_grad(expected_loss, has_aux=True)(local.trainable)
     direction, optimiser = work.training.optimiser.update(gradient, local.optimiser, local.trainable)
-    moved = _descend(work, context, local.trainable, direction, local.steps)._replace(stats=output.stats)
-    step = ClientStep(work.learner, context, local.trainable, output, batch, key, local.trainable)
-    during = _totals([each for each in work.reports if not each.view], step, local)
+    trainable = descend(work, context, local, direction)._replace(stats=output.stats)
+    step = ClientStep(learner, context, local.trainable, output, batch, key, local.trainable)
+    reports = [report for report in work.reports if report.view is None]
+    totals = local.totals | add_to_totals(reports, step, local.totals)
+    metrics = step_metrics(work, step, loss, gradient)
+    return Local(trainable, optimiser, local.memory, totals, local.steps + 1), metrics
+
+
+def loss_terms(work: ClientWork, step: ClientStep, memory: tuple[PyTree, ...]) -> list[Array | float]:
+    """Return the terms of the loss, in the order of `term_names`: the clients' own loss, the adapter's, and
+    one for each rule that has a loss."""
+    assert work.training.loss is not None
+    context = step.context
+    terms: list[Array | float] = [work.training.loss.value(step.output, step.batch, context.task)]
+    adapter_loss = work.learner.adapter.loss
+    if adapter_loss is not None:
+        terms.append(
+            adapter_loss(
+                context.cached.adapter,
+                step.drawn.adapter,
+                step.output.query,
+                context.task,
+                step.batch.mask,
+            )
+        )
+    for rule, rule_memory in zip(work.rules, memory, strict=True):
+        if rule.loss:
+            terms.append(_rule_loss(rule, step, rule_memory))
+    return terms
+
+
+def term_names(work: ClientWork) -> tuple[str, ...]:
+    """Return the names of the terms of the clients' loss, in the order in which they are added up; none if
+    clients never train."""
+    if work.training.loss is None:
+        return ()
+    adapter = () if work.learner.adapter.loss is None else (ADAPTER,)
+    return (OWN, *adapter, *(rule.name for rule in work.rules if rule.loss))
+
+
+def add_terms(terms: list[Array | float], weights: Float[Array, " terms"] | None) -> Float[Array, ""]:
+    """Return the sum of the loss's terms, each times its weight; None: each counts once."""
+    if weights is not None:
+        terms = [weights[i] * term for i, term in enumerate(terms)]
+    return jnp.asarray(functools.reduce(jnp.add, terms))
+
+
+def descend(work: ClientWork, context: ClientContext, local: Local, direction: PyTree) -> Params:
+    """Return trainable - learning rate * direction, after the rules' projections."""
+    training = work.training
+    adapter_rate = work.learner.adapter.rate
+    rates = (training.lr if adapter_rate is None else adapter_rate, training.lr, training.lr)
+    factor: Array | float = 1.0
+    if training.factor:
+        steps_per_epoch = jnp.maximum(-(-context.client.examples // training.batch_size), 1)
+        factor = training.factor(context.client.round, work.rounds, local.steps // steps_per_epoch)
+
+    def moved(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
+        return jax.tree.map(lambda x, step: x - rate * factor * step, params, direction)
+
+    # running statistics, the last field, move with the forward pass and not along a gradient
+    parts = map(moved, local.trainable[:3], direction[:3], rates)
+    trainable = Params(*parts, stats=local.trainable.stats)
+    for rule in work.rules:
+        if rule.project:
+            with _reading(rule, rule.project, context):
+                projected = rule.project(context, trainable)
+            trainable = check_like(_named(rule), rule.project, projected, trainable)
+    return trainable
+
+
+def step_metrics(
+    work: ClientWork, step: ClientStep, loss: Float[Array, ""], gradient: Params
+) -> dict[str, Weighted]:
+    """Return what a training step records: its loss and, where labels are classes, accuracy and
+    cross-entropy; where the loss has several terms, its gradient's norm."""
+    training_loss = work.training.loss
+    assert training_loss is not None
+    batch = step.batch
+    task = step.context.task
     examples = jnp.sum(batch.mask).astype(jnp.float32)
-    total = loss if work.training.loss.reduction == "sum" else loss * examples
+    total = loss if training_loss.reduction == "sum" else loss * examples
     metrics = {
         "loss": Weighted(total, examples),
         NOT_FINITE: Weighted(jnp.where(jnp.isfinite(total), 0.0, examples), examples),
-    } | shares
-    if batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer):  # classes, no other targets
-        right = correct_examples(work.training.loss, output, batch, context.task)
-        metrics["train_accuracy"] = Weighted(right, examples)
-        metrics[CROSS_ENTROPY] = total_cross_entropy(work.training.loss, output, batch, context.task)
-    return Local(moved, optimiser, local.memory, local.totals | during, local.steps + 1), metrics
-
-
-class Descent(NamedTuple):
-    """What a training step descends, and along which gradient."""
-
-    loss: Float[Array, ""]
-    output: Output
-    gradient: Params
-
-
-def _descent(
-    work: ClientWork,
-    context: ClientContext,
-    local: Local,
-    batch: Batch,
-    key: PRNGKeyArray,
-    weights: Float[Array, " terms"] | None = None,
-) -> Descent:
-    """The loss on a batch, its gradient, and the output; means over draws if parameters are drawn. `weights`:
-    of the loss's terms (`term_names`); None: each counts once."""
-
-    def loss_of(trainable: Params) -> tuple[Array, Output]:
-        def of_draw(drawn: Params) -> tuple[Array, Output]:
-            terms, output = _terms(work, context, local.memory, batch, key, trainable, drawn)
-            values = list(terms.values())
-            if weights is not None:
-                values = [weights[i] * value for i, value in enumerate(values)]
-            return jnp.asarray(functools.reduce(jnp.add, values)), output
-
-        return _over_draws(work.learner.sampling, of_draw, batch, key, trainable)
-
-    (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(local.trainable)
-    return Descent(loss, output, gradient)
-
-
-def _terms(
-    work: ClientWork,
-    context: ClientContext,
-    memory: tuple[PyTree, ...],
-    batch: Batch,
-    key: PRNGKeyArray,
-    trainable: Params,
-    drawn: Params,
-) -> tuple[dict[str, Array | float], Output]:
-    """The terms of the loss, and the output: the clients' own loss, the adapter's, and one for each rule."""
-    learner = work.learner
-    own_loss = work.training.loss
-    adapter_loss = work.learner.adapter.loss
-    assert own_loss is not None
-    output = learner.forward(context.frozen, context.cached, drawn, batch, context.task, True)
-    terms: dict[str, Array | float] = {OWN: own_loss.value(output, batch, context.task)}
-    if adapter_loss is not None:
-        cached = context.cached.adapter
-        terms[ADAPTER] = adapter_loss(cached, drawn.adapter, output.query, context.task, batch.mask)
-    step = ClientStep(learner, context, trainable, output, batch, key, drawn)
-    for rule, own in zip(work.rules, memory, strict=True):
-        if rule.loss:
-            terms[rule.name] = _rule_loss(rule, step, own)
-    return terms, output
-
-
-def _over_draws(
-    sampling: Sampling | None,
-    function: Callable[[Params], Any],
-    batch: Batch,
-    key: PRNGKeyArray,
-    trainable: Params,
-) -> Any:
-    """`function` of the trainable parameters, or the mean of it over draws from them."""
-    if sampling is None:
-        return function(trainable)
-    # keyed by the first example: whoever holds the examples gets the same parameters
-    own_key = key if batch.keys is None else batch.keys[0]
-    keys = jax.random.split(jax.random.fold_in(own_key, StepKey.DRAWN_PARAMS), sampling.training)
-    if sampling.training == 1:
-        return function(sampling.draw(keys[0], trainable))
-    # one after the other: side by side, every convolution would have its own kernels for each draw
-    found = jax.lax.map(lambda key: function(sampling.draw(key, trainable)), keys)
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
-
-
-def _measured(
-    work: ClientWork, batch: Batch, descent: Callable[[Float[Array, " terms"]], Descent]
-) -> tuple[Descent, Metrics]:
-    """The descent along all terms and, where the batch is measured, how much each of them contributes: the L2
-    norm of its gradient over the sum of all terms' norms, as the metric "gradient_share_TERM".
-
-    The terms' gradients are computed one after the other by the program that computes the step's own: a
-    further copy of the network would take as long to compile again.
-    """
-    assert batch.measured is not None
-    names = term_names(work)
-    # each term alone; at last all of them
-    along = jnp.concatenate([jnp.eye(len(names)), jnp.ones((1, len(names)))])
-    descent = jax.jit(descent)  # so that it is traced once, for its shapes and for the loop
-    shapes = jax.eval_shape(descent, along[-1])
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jnp.zeros(len(along))
-
-    def one(i: Int[Array, ""], found: tuple[Descent, Array]) -> tuple[Descent, Array]:
-        new = descent(along[i])
-        gradient = joined(jax.tree.leaves(new.gradient._replace(stats=())))
-        return new, found[1].at[i].set(optax.tree.norm(gradient))
-
-    first = jnp.where(batch.measured, 0, len(names))
-    found, norms = jax.lax.fori_loop(first, len(along), one, nothing)
-    norms = norms[:-1]
-    shares = norms / jnp.maximum(jnp.sum(norms), jnp.finfo(norms.dtype).tiny)
-    counts = jnp.asarray(batch.measured, jnp.float32)
-    return found, {SHARE + name: Weighted(shares[i], counts) for i, name in enumerate(names)}
-
-
-def term_names(work: ClientWork) -> list[str]:
-    """The names of the terms of the clients' loss, in the order in which they are added up; none if clients
-    never train."""
-    if work.training.loss is None:
-        return []
-    adapter = [] if work.learner.adapter.loss is None else [ADAPTER]
-    return [OWN, *adapter, *(rule.name for rule in work.rules if rule.loss)]
+    }
+    if batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer):
+        correct = correct_examples(training_loss, step.output, batch, task)
+        metrics["train_accuracy"] = Weighted(correct, examples)
+        metrics[CROSS_ENTROPY] = total_cross_entropy(training_loss, step.output, batch, task)
+    if len(term_names(work)) > 1:
+        # small leaves as one vector: a norm of every shape by itself takes 50 ms to compile
+        leaves = joined(jax.tree.leaves(gradient._replace(stats=())))
+        metrics[GRADIENT_NORM] = Weighted(optax.tree.norm(leaves), jnp.float32(1))
+    return metrics
 
 
 def _rule_loss(rule: ClientRule, step: ClientStep, memory: PyTree) -> Array | float:
@@ -508,37 +476,15 @@ def finalized(
     return {report.name: (report, last(report)) for report in reports}
 
 
-def _totals(reports: list[Report], step: ClientStep, local: Local) -> dict[str, PyTree]:
-    """The totals of reports after a batch."""
+def add_to_totals(reports: list[Report], step: ClientStep, totals: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return the totals of some reports after a batch."""
 
     def after(report: Report) -> PyTree:
-        total = local.totals[report.name]
+        total = totals[report.name]
         with _reading(report, report.step, step.context):
             return check_like(_named(report), report.step, report.step(step, total), total)
 
     return {report.name: after(report) for report in reports}
-
-
-def _descend(
-    work: ClientWork, context: ClientContext, trainable: Params, direction: PyTree, steps: Int[Array, ""]
-) -> Params:
-    """trainable - learning rate * direction, and then the rules' projections."""
-    training = work.training
-    own = work.learner.adapter.rate
-    epoch = steps // jnp.maximum(-(-context.client.examples // training.batch_size), 1)
-    factor = training.factor(context.client.round, work.rounds, epoch) if training.factor else 1.0
-    rates = (training.lr if own is None else own, training.lr, training.lr)
-
-    def moved(params: PyTree, by: PyTree, rate: LearningRate) -> PyTree:
-        return jax.tree.map(lambda x, u: x - rate * factor * u, params, by)
-
-    after = Params(*map(moved, trainable[:3], direction[:3], rates), stats=trainable.stats)
-    for rule in work.rules:
-        if rule.project:
-            with _reading(rule, rule.project, context):
-                projected = rule.project(context, after)
-            after = check_like(_named(rule), rule.project, projected, after)
-    return after
 
 
 # ---- passes without training -------------------------------------------------------------------------------
@@ -608,7 +554,7 @@ def _look(
             return check_like(_named(work.rules[i]), steps[i], steps[i](step, own), own)
 
     memory = tuple(after(i, own) for i, own in enumerate(local.memory))
-    return local._replace(memory=memory, totals=local.totals | _totals(reports, step, local)), {}
+    return local._replace(memory=memory, totals=local.totals | add_to_totals(reports, step, local.totals)), {}
 
 
 def start_memory(

@@ -416,8 +416,8 @@ def _program(parts: _Parts) -> Program:
         return replay.stored(state[index])
 
     step = functools.partial(client.train_step, work)
-    several = len(client.term_names(work)) > 1
-    train = Phase(view, step, choose if replay else None, measures=several)
+    terms = client.term_names(work)
+    train = Phase(view, step, choose if replay else None, terms=terms if len(terms) > 1 else ())
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     stored_indices = stored if replay else None
     return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports, view))

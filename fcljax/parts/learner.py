@@ -195,14 +195,33 @@ class Output(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How a Bayesian learner draws parameters from its posterior."""
+    """How a Bayesian learner draws parameters from its posterior in evaluation."""
 
     draw: Callable[[PRNGKeyArray, Params], Params]
     """draw(key, trainable) -> parameters that the forward pass takes in place of the trainable ones."""
-    training: int = 1
-    """Draws in every training step; the loss is their mean."""
     evaluation: int = 0
     """Draws of a second evaluation by mean probabilities; 0: none."""
+
+
+@runtime_checkable
+class Expectation(Protocol):
+    """Returns the mean of a function over the parameters that a training step draws."""
+
+    def __call__(
+        self,
+        function: Callable[[Params], PyTree],
+        trainable: Params,
+        batch: Batch,
+        key: PRNGKeyArray,
+        /,
+    ) -> Any: ...
+
+
+def at_trainable(
+    function: Callable[[Params], PyTree], trainable: Params, _batch: Batch, _key: PRNGKeyArray
+) -> Any:
+    """Return a function of the trainable parameters themselves: nothing is drawn."""
+    return function(trainable)
 
 
 @runtime_checkable
@@ -239,8 +258,11 @@ class Learner(NamedTuple):
     """predict(frozen, params, batch, task) -> logits of evaluation, unmasked."""
     queries: bool
     """Whether a forward pass reads the frozen network's own class token."""
+    expectation: Expectation = at_trainable
+    """expectation(function, trainable, batch, key) -> the mean of the function over the parameters that a
+    training step of a Bayesian learner draws; of others, the function of the trainable parameters."""
     sampling: Sampling | None = None
-    """For Bayesian learners; None: parameters are used as they are."""
+    """For the evaluation of Bayesian learners; None: parameters are used as they are."""
     sends: Callable[[Params, Task], Params] | None = None
     """sends(trainable, task) -> what a client sends in its place, which `merge` understands after it was
     averaged; None: the trainable parameters themselves."""

@@ -12,10 +12,11 @@ import numpy as np
 from fcljax.config import RunConfig, improvement
 from fcljax.federated import communication, health, privacy
 from fcljax.federated.communication import Traffic
+from fcljax.federated.health import SHARE
 from fcljax.methods import short_name
 from fcljax.models.networks import network_name
 from fcljax.options import flag
-from fcljax.parts.client import OWN, SHARE
+from fcljax.parts.client import OWN
 from fcljax.parts.reports import PROTOTYPE_DISTANCE
 from fcljax.results import metrics
 from fcljax.results.repeat import command, names_to_give

@@ -5,11 +5,14 @@ training step draws parameters from them, evaluation uses the means. Those of th
 (`Flat`). Running statistics are no parameters and stay as they are.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from fcljax.federated.keys import StepKey
 from fcljax.methods.vfcl.posterior import Flat, Posterior, init_posterior, sample
 from fcljax.parts.learner import Learner, Output, Params, Sampling
 from fcljax.types import Batch, Frozen, Task
@@ -21,7 +24,8 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
     Args:
       inner: does the computing.
       sigma: standard deviation that all parameters begin with.
-      training, evaluation: draws, as of `Sampling`.
+      training: draws in every training step, whose loss is their mean.
+      evaluation: draws, as of `Sampling`.
     """
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
@@ -58,6 +62,11 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
         assert inner.adapter.loss is not None
         return inner.adapter.loss(cached, drawn.params, *others)
 
+    def expectation(
+        function: Callable[[Params], PyTree], trainable: Params, batch: Batch, key: PRNGKeyArray
+    ) -> PyTree:
+        return mean_over_draws(training, function, trainable, batch, key)
+
     return inner._replace(
         adapter=inner.adapter._replace(counted=counted, loss=loss if inner.adapter.loss else None),
         init=init,
@@ -67,8 +76,28 @@ def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 
         cached=cached_of,
         forward=forward,
         predict=predict,
-        sampling=Sampling(draw_parameters, training, evaluation),
+        expectation=expectation,
+        sampling=Sampling(draw_parameters, evaluation),
     )
+
+
+def mean_over_draws(
+    draws: int,
+    function: Callable[[Params], PyTree],
+    trainable: Params,
+    batch: Batch,
+    key: PRNGKeyArray,
+) -> PyTree:
+    """Return the mean of a function over parameters drawn from their posteriors: an estimate of the
+    expectation in eq. 6."""
+    # keyed by the first example: whoever holds the examples gets the same parameters
+    batch_key = key if batch.keys is None else batch.keys[0]
+    keys = jax.random.split(jax.random.fold_in(batch_key, StepKey.DRAWN_PARAMS), draws)
+    if draws == 1:
+        return function(draw_parameters(keys[0], trainable))
+    # one after the other: side by side, every convolution would have its own kernels for each draw
+    values = jax.lax.map(lambda key: function(draw_parameters(key, trainable)), keys)
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 
 
 def means(params: Params) -> Params:
