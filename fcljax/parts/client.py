@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -28,7 +27,7 @@ from fcljax.parts.learner import (
     correct_examples,
     total_cross_entropy,
 )
-from fcljax.parts.user_code import check_arguments, check_like, check_scalar, reading
+from fcljax.parts.user_code import check_arguments
 from fcljax.types import Batch, ClientContext, LearningRate, Metrics, Phase, View, Weighted
 
 # Terms of the loss: the clients' own, and the adapter's
@@ -365,7 +364,7 @@ def loss_terms(work: ClientWork, step: ClientStep, memory: tuple[PyTree, ...]) -
         )
     for rule, rule_memory in zip(work.rules, memory, strict=True):
         if rule.loss:
-            terms.append(_rule_loss(rule, step, rule_memory))
+            terms.append(rule.loss(step, rule_memory))
     return terms
 
 
@@ -403,9 +402,7 @@ def descend(work: ClientWork, context: ClientContext, local: Local, direction: P
     trainable = Params(*parts, stats=local.trainable.stats)
     for rule in work.rules:
         if rule.project:
-            with _reading(rule, rule.project, context):
-                projected = rule.project(context, trainable)
-            trainable = check_like(_named(rule), rule.project, projected, trainable)
+            trainable = rule.project(context, trainable)
     return trainable
 
 
@@ -435,56 +432,21 @@ def step_metrics(
     return metrics
 
 
-def _rule_loss(rule: ClientRule, step: ClientStep, memory: PyTree) -> Array | float:
-    assert rule.loss is not None
-    with _reading(rule, rule.loss, step.context):
-        return check_scalar(_named(rule), rule.loss, rule.loss(step, memory))
-
-
-def _named(part: ClientRule | Report) -> str:
-    return f"{'report' if isinstance(part, Report) else 'client rule'} {part.name!r}"
-
-
-def _reading(
-    part: ClientRule | Report, function: Callable, context: ClientContext
-) -> AbstractContextManager[None]:
-    """A function that may read what server rules send."""
-    return reading(_named(part), function, context.payload.sent, "which no server rule sends")
-
-
 def first_totals(reports: tuple[Report, ...], context: ClientContext) -> dict[str, PyTree]:
-    """The totals of reports before the first batch."""
+    """Return the totals of reports before the first batch."""
+    return {report.name: report.init(context) for report in reports}
 
-    def first(report: Report) -> PyTree:
-        with _reading(report, report.init, context):
-            return report.init(context)
 
-    return {report.name: first(report) for report in reports}
+def add_to_totals(reports: list[Report], step: ClientStep, totals: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return the totals of some reports after a batch."""
+    return {report.name: report.step(step, totals[report.name]) for report in reports}
 
 
 def finalized(
     reports: tuple[Report, ...], end: ClientEnd, totals: dict[str, PyTree]
 ) -> dict[str, tuple[Report, PyTree]]:
-    """Name -> (report, what the client sends of it)."""
-    there = {**end.context.payload.sent, **end.memories}
-    missing = "which no server rule sends and no client rule is named"
-
-    def last(report: Report) -> PyTree:
-        with reading(_named(report), report.finalize, there, missing):
-            return report.finalize(end, totals[report.name])
-
-    return {report.name: (report, last(report)) for report in reports}
-
-
-def add_to_totals(reports: list[Report], step: ClientStep, totals: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return the totals of some reports after a batch."""
-
-    def after(report: Report) -> PyTree:
-        total = totals[report.name]
-        with _reading(report, report.step, step.context):
-            return check_like(_named(report), report.step, report.step(step, total), total)
-
-    return {report.name: after(report) for report in reports}
+    """Return name -> (report, what the client sends of it)."""
+    return {report.name: (report, report.finalize(end, totals[report.name])) for report in reports}
 
 
 # ---- passes without training -------------------------------------------------------------------------------
@@ -547,14 +509,11 @@ def _look(
     output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
     step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
 
-    def after(i: int, own: PyTree) -> PyTree:
-        if i not in steps:
-            return own
-        with _reading(work.rules[i], steps[i], context):
-            return check_like(_named(work.rules[i]), steps[i], steps[i](step, own), own)
-
-    memory = tuple(after(i, own) for i, own in enumerate(local.memory))
-    return local._replace(memory=memory, totals=local.totals | add_to_totals(reports, step, local.totals)), {}
+    memory = list(local.memory)
+    for i, rule_step in steps.items():
+        memory[i] = rule_step(step, memory[i])
+    totals = local.totals | add_to_totals(reports, step, local.totals)
+    return local._replace(memory=tuple(memory), totals=totals), {}
 
 
 def start_memory(
@@ -563,11 +522,10 @@ def start_memory(
     """Each rule's memory when a client starts. The rules' states are the first of `state`."""
 
     def memory(i: int, rule: ClientRule) -> PyTree:
-        own = rule.pass_at("task_end", 0) if when == "task_end" else rule
-        if own is None:
+        part = rule.pass_at("task_end", 0) if when == "task_end" else rule
+        if part is None:
             return ()
-        with _reading(rule, own.on_start, context):
-            return own.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
+        return part.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
 
     return tuple(memory(i, rule) for i, rule in enumerate(rules))
 
@@ -578,11 +536,9 @@ def end_state(
     """Each rule's state when a client ends; at a task's end rules without a pass there keep theirs."""
 
     def kept(i: int, rule: ClientRule) -> PyTree:
-        own = rule.pass_at("task_end", 0) if when == "task_end" else rule
-        if own is None:
+        part = rule.pass_at("task_end", 0) if when == "task_end" else rule
+        if part is None:
             return state[i]
-        with _reading(rule, own.on_end, context):
-            after = own.on_end(context, local.memory[i], local.trainable, state[i])
-        return check_like(_named(rule), own.on_end, after, state[i])
+        return part.on_end(context, local.memory[i], local.trainable, state[i])
 
     return tuple(kept(i, rule) for i, rule in enumerate(rules))

@@ -19,24 +19,23 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation, AggregationOptions, make_aggregation
-from fcljax.federated.check import describe
 from fcljax.federated.keys import InitKey, ServerKey, StepKey
 from fcljax.federated.rules import weighted_mean
 from fcljax.federated.schedule import phase_examples
 from fcljax.parts import client
+from fcljax.parts.checked import checked_client_rule, checked_server_rule
 from fcljax.parts.classifiers import linear_on
 from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, Report, Training
 from fcljax.parts.learner import Adapter, Keys, Learner, Loss, Params, Reads, learner, two_keys
 from fcljax.parts.server import (
     ServerRound,
     ServerRule,
-    ServerUpdate,
     check_aggregation,
     merged_by_rules,
     reports_of,
     sees_each_client,
 )
-from fcljax.parts.user_code import check_arguments, check_like, reading
+from fcljax.parts.user_code import check_arguments
 from fcljax.types import (
     Aggregate,
     Batch,
@@ -48,6 +47,7 @@ from fcljax.types import (
     Network,
     Phase,
     Program,
+    ReceiveUpload,
     Round,
     RoundContext,
     ServerReplay,
@@ -129,7 +129,8 @@ def federate(
     Raises:
       InputError: for parts that do not fit together, naming them.
     """
-    rules = (*client_rules, *run.rules)
+    rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
+    server_rules = tuple(map(checked_server_rule, server_rules))
     check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
     _check_rules(run, loss, rules, server_rules, personal)
     training = run.training._replace(factor=learning_rate or run.training.factor, loss=loss)
@@ -253,6 +254,40 @@ def _averaged(parts: _Parts, trainable: Params) -> Params:
     """What is merged parameter by parameter: all that is sent but what server rules merge."""
     nothing: dict[str, PyTree] = dict.fromkeys(parts.merged_by_rules, ())
     return _sent(parts, trainable)._replace(**nothing)
+
+
+class SentParams(NamedTuple):
+    """The trainable parameters that a client sends, or those of all clients, [P, ...]."""
+
+    averaged: Params
+    """What the aggregation rule merges, parameter by parameter; () in the place of the rest. Where uploads
+    stream, the server has the mean of all clients here."""
+    by_rules: dict[str, PyTree]
+    """The parts that server rules merge, by name."""
+
+    @classmethod
+    def of(cls, parts: _Parts, trainable: Params) -> SentParams:
+        """Divide what is sent of trainable parameters by who merges it."""
+        by_rules = {name: getattr(trainable, name) for name in parts.merged_by_rules}
+        return cls(_averaged(parts, trainable), by_rules)
+
+    @classmethod
+    def unpack(cls, parts: _Parts, mean: Params, gather: dict[str, PyTree]) -> SentParams:
+        """Return what `pack` has put into the channels of an upload."""
+        if parts.whole:
+            return cls.of(parts, gather["trainable"])
+        averaged = gather["mean"] if parts.run.aggregation.reduce else mean
+        return cls(averaged, {name: gather[name] for name in parts.merged_by_rules})
+
+    def pack(self, parts: _Parts) -> tuple[Params | tuple, dict[str, PyTree]]:
+        """Return the `mean` and the `gather` of an upload."""
+        if parts.whole:
+            # a server rule reads the parameters of each client
+            return (), {"trainable": self.averaged._replace(**self.by_rules)}
+        if parts.run.aggregation.reduce:
+            # the aggregation rule needs those of all clients at once, so no mean can stream
+            return (), self.by_rules | {"mean": self.averaged}
+        return self.averaged, self.by_rules
 
 
 def _own(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
@@ -461,23 +496,14 @@ def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[
 def _upload(
     parts: _Parts, context: ClientContext, trainable: Params, finalized: dict[str, tuple[Report, PyTree]]
 ) -> Upload:
-    """The trainable parameters, as a whole or divided into what is averaged and what is gathered, and the
-    reports."""
-    gather = _merged_as("gather", finalized)
-    summed = _merged_as("sum", finalized)
-    examples = context.client.examples
-    if parts.whole:
-        return Upload((), summed, gather | {"trainable": trainable}, examples)
-    mean = _averaged(parts, trainable)
-    gather |= {name: getattr(trainable, name) for name in parts.merged_by_rules}
-    if parts.run.aggregation.reduce:  # the aggregation rule needs all of them at once
-        gather["mean"] = mean
-        mean = ()
-    return Upload(mean, summed, gather, examples)
+    """Return the upload of a client: its trainable parameters and its reports."""
+    mean, params = SentParams.of(parts, trainable).pack(parts)
+    gather = _merged_as("gather", finalized) | params
+    return Upload(mean, _merged_as("sum", finalized), gather, context.client.examples)
 
 
-def _receive(parts: _Parts):
-    """What the aggregation rule does to one upload as it arrives; None: nothing."""
+def _receive(parts: _Parts) -> ReceiveUpload | None:
+    """Return what the aggregation rule does to one upload as it arrives; None: nothing."""
     pre = parts.run.aggregation.pre
     if pre is None:
         return None
@@ -485,17 +511,10 @@ def _receive(parts: _Parts):
     def receive(context: ClientContext, upload: Upload) -> Upload:
         reference = _averaged(parts, context.payload.trainable)
         weight = jnp.asarray(upload.weight, jnp.float32)
-        if parts.whole:
-            mine = upload.gather["trainable"]
-            mean, weight = pre(_averaged(parts, mine), reference, weight)
-            own = {name: getattr(mine, name) for name in parts.merged_by_rules}
-            gather = upload.gather | {"trainable": mean._replace(**own)}
-            return upload._replace(gather=gather, weight=weight)
-        gathered = parts.run.aggregation.reduce is not None
-        mean, weight = pre(upload.gather["mean"] if gathered else upload.mean, reference, weight)
-        if gathered:
-            return upload._replace(gather=upload.gather | {"mean": mean}, weight=weight)
-        return upload._replace(mean=mean, weight=weight)
+        sent = SentParams.unpack(parts, upload.mean, upload.gather)
+        averaged, weight = pre(sent.averaged, reference, weight)
+        mean, params = sent._replace(averaged=averaged).pack(parts)
+        return upload._replace(mean=mean, gather=upload.gather | params, weight=weight)
 
     return receive
 
@@ -526,8 +545,9 @@ def _server(parts: _Parts):
     """Merge the uploads, then apply the server rules in their order."""
 
     def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
-        reports = _reports(parts, aggregate)
-        mean, aggregation = _aggregated(parts, round_context, state, aggregate, reports, key)
+        sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
+        reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
+        mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
         params = _merged(parts, state.params, round_context.task, mean)
         states = list(state.rules)
         metrics = {}
@@ -555,55 +575,28 @@ def _round(
 def _updated(
     rule: ServerRule, around: ServerRound, params: Params, state: PyTree
 ) -> tuple[Params, PyTree, Metrics]:
-    """What a server rule returns, checked, and its metrics under its name."""
-    part = f"server rule {rule.name!r}"
-    with reading(part, rule.update, around.reports, "which it does not ask for in its reports"):
-        found = rule.update(around, params, state)
-    if not isinstance(found, ServerUpdate):
-        raise InputError(
-            f"{part}: {describe(rule.update)} returned {type(found).__name__}, and "
-            f"ServerUpdate(params, state, metrics) is needed"
-        )
-    check_like(part, rule.update, found.params, params)
-    check_like(part, rule.update, found.state, state)
-    metrics = {f"{rule.name}_{name}": value for name, value in found.metrics.items()}
-    return found.params, found.state, metrics
-
-
-def _reports(parts: _Parts, aggregate: Aggregate) -> dict[str, PyTree]:
-    """What arrived, by name; parameters that travelled as a whole also under the names of their parts."""
-    if not parts.whole:
-        return {**aggregate.gather, **aggregate.sum}
-    trainable = aggregate.gather["trainable"]
-    own = {name: getattr(trainable, name) for name in parts.merged_by_rules}
-    return {**aggregate.gather, **aggregate.sum, **own, "mean": _averaged(parts, trainable)}
+    """Return what a server rule returns, with its name before the names of its metrics."""
+    result = rule.update(around, params, state)
+    metrics = {f"{rule.name}_{name}": value for name, value in result.metrics.items()}
+    return result.params, result.state, metrics
 
 
 def _aggregated(
-    parts: _Parts,
-    round_context: RoundContext,
-    state: ServerState,
-    aggregate: Aggregate,
-    reports: dict[str, PyTree],
-    key: PRNGKeyArray,
+    parts: _Parts, round_context: RoundContext, state: PyTree, aggregate: Aggregate, key: PRNGKeyArray
 ) -> tuple[Params, PyTree]:
-    """The clients' parameters as one, and the state of the aggregation rule."""
+    """Return the clients' parameters as one, and the state of the aggregation rule."""
     rule = parts.run.aggregation
-    valid = aggregate.valid
-    weight = aggregate.weight
     reference = _averaged(parts, round_context.previous.payload.trainable)
-    mean = aggregate.mean
+    mean = SentParams.unpack(parts, aggregate.mean, aggregate.gather).averaged
     if rule.reduce:
-        mean = rule.reduce(
-            reports["mean"], reference, weight, valid, jax.random.fold_in(key, ServerKey.REDUCE)
-        )
+        reduce_key = jax.random.fold_in(key, ServerKey.REDUCE)
+        mean = rule.reduce(mean, reference, aggregate.weight, aggregate.valid, reduce_key)
     elif parts.whole:
-        mean = weighted_mean(reports["mean"], weight, valid)
+        mean = weighted_mean(mean, aggregate.weight, aggregate.valid)
     if rule.post is None:
-        return mean, state.aggregation
-    return rule.post(
-        mean, reference, state.aggregation, jnp.sum(valid), jax.random.fold_in(key, ServerKey.POST)
-    )
+        return mean, state
+    post_key = jax.random.fold_in(key, ServerKey.POST)
+    return rule.post(mean, reference, state, jnp.sum(aggregate.valid), post_key)
 
 
 def _report_round(parts: _Parts, number: int) -> Round:
