@@ -22,8 +22,9 @@ from fcljax.mesh import abstract_mesh, compiler_options
 from fcljax.models import products
 from fcljax.models.shapes import ViTConfig
 from fcljax.models.vit import vit_network
-from fcljax.runs.build import Experiment, Machine
+from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import compute_type
+from fcljax.runs.machine import Machine
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
 
 QUICK = ("fppl",)

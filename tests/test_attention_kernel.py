@@ -20,8 +20,8 @@ from fcljax.models.mae import DecoderConfig, init_decoder
 from fcljax.models.shapes import AttentionKernel, ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
-from fcljax.runs.build import Machine, kernel_on
 from fcljax.runs.inputs import network_of
+from fcljax.runs.machine import Machine, kernel_on
 
 SHAPE = ViTConfig(image_size=32, patch=8, width=64, depth=2, heads=4, mlp=64, dtype="bfloat16")
 

@@ -18,8 +18,8 @@ from fcljax.models.microbatch import in_pieces
 from fcljax.models.shapes import CONVNETS
 from fcljax.models.vit import vit_network
 from fcljax.models.weights.pretrained import load_backbone
-from fcljax.runs import build as build_
 from fcljax.runs import fit, rounds
+from fcljax.runs import machine as machine_
 from fcljax.runs.build import Experiment, build, make_method
 from fcljax.runs.features import with_queries
 from fcljax.runs.programs import programs_of
@@ -122,12 +122,12 @@ def test_every_papers_clients_send_the_same_on_a_mesh_of_clients_and_batches(nam
 
 def test_devices_are_shared_out_as_asked_or_as_pays(monkeypatch):
     """Three clients on eight devices. A CPU shares no batch by itself."""
-    monkeypatch.setattr(build_, "forward_flops", lambda backbone: 1e12)
+    monkeypatch.setattr(machine_, "forward_flops", lambda backbone: 1e12)
 
     def found(backend="cpu", **given):
         cfg = config.resolve(config.from_mapping("linear", given, "test"))
-        machine = build_.Machine(backend, mesh_of(jax.devices()))
-        lanes, mesh = build_.shared_out(
+        machine = machine_.Machine(backend, mesh_of(jax.devices()))
+        lanes, mesh = machine_.plan_lanes(
             cfg, method_of("linear"), PARTITIONS, load_backbone(None, None, None), machine
         )
         return lanes.count, tuple(mesh.shape.values())

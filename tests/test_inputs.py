@@ -30,7 +30,7 @@ from fcljax.models.vit import ViTConfig, apply_vit, init_vit
 from fcljax.models.weights.pretrained import save_native
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE, from_unit
-from fcljax.runs import build
+from fcljax.runs import build, machine
 from fcljax.runs.features import feature_file, frozen_features, save_features, saved_features
 from fcljax.runs.inputs import inputs_of, load_inputs, make_splits, read_clean, surrogate_images
 from fcljax.types import Phase, Upload, View
@@ -107,19 +107,19 @@ def per_chunk(state_floats, rows=1, lanes=1, phases=1, change=0, **program):
     each = (Phase(View(3, 4, augment=False), step),) * phases
     method = toys.toy(begin, each, send, None, init_client=first, program=program)
     shapes = check_method(method, toys.fetch, toys.EXAMPLE)
-    return build.clients_per_chunk(method, shapes, rows, 3 * 4, lanes)
+    return machine.clients_per_chunk(method, shapes, rows, 3 * 4, lanes)
 
 
 def test_a_chunk_has_as_many_clients_as_its_memory_holds():
     """The chunk holds the state, an upload of 3 floats, the numbers of 3 epochs of rows, what waits between
     two phases if the first one changes it, and the images of 3 floats that may be replayed."""
     many, own = 2**20, 4 * 2**20
-    assert per_chunk(0) == per_chunk(100) == build.MOST_PER_CHUNK
-    assert per_chunk(many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
-    assert per_chunk(many, rows=many) == build.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
-    assert per_chunk(many, phases=2) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4)
-    assert per_chunk(many, phases=2, change=1) == build.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own)
-    assert per_chunk(many, replay_buffer=lambda state: state) == build.CHUNK_BYTES // (
+    assert per_chunk(0) == per_chunk(100) == machine.MOST_PER_CHUNK
+    assert per_chunk(many) == machine.CHUNK_BYTES // (own + 3 * 4 + 3 * 4)
+    assert per_chunk(many, rows=many) == machine.CHUNK_BYTES // (own + 3 * 4 + 3 * own)
+    assert per_chunk(many, phases=2) == machine.CHUNK_BYTES // (own + 3 * 4 + 6 * 4)
+    assert per_chunk(many, phases=2, change=1) == machine.CHUNK_BYTES // (own + 3 * 4 + 6 * 4 + own)
+    assert per_chunk(many, replay_buffer=lambda state: state) == machine.CHUNK_BYTES // (
         own + 6 * 4 + many * 3 * 4
     )
     assert (per_chunk(2**26), per_chunk(2**26, lanes=5)) == (1, 5)

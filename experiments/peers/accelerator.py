@@ -24,7 +24,8 @@ from fcljax.mesh import compiler_options
 from fcljax.models.products import attention
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig
-from fcljax.runs.build import Machine, build, kernel_on
+from fcljax.runs.build import build
+from fcljax.runs.machine import Machine, kernel_on
 from fcljax.runs.programs import programs_of
 from peers.contest import has_torch
 from peers.game import Game, round_of

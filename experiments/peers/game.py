@@ -11,7 +11,7 @@ from fcljax.federated.check import Example, check_method
 from fcljax.federated.client_loop import Fetch, Lanes
 from fcljax.federated.engine import Engine, RoundInputs, init_clients, make_engine, run_round
 from fcljax.federated.schedule import Capacity, ClientPartition, capacities
-from fcljax.runs.build import clients_per_chunk
+from fcljax.runs.machine import clients_per_chunk
 from fcljax.types import Frozen, Method, PyTree, Task
 
 KEY = jax.random.key(0)

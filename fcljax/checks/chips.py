@@ -24,8 +24,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from fcljax.checks.traffic import traffic
 from fcljax.errors import InputError, choose
 from fcljax.mesh import compiler_options, mesh_of
-from fcljax.runs.build import Experiment, Machine
+from fcljax.runs.build import Experiment
 from fcljax.runs.fit import exhausted, peak
+from fcljax.runs.machine import Machine
 from fcljax.runs.programs import Placement, RoundProgram, evaluations_of, programs_of
 
 

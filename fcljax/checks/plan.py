@@ -23,10 +23,11 @@ from fcljax.models.networks import NetworkConfig, make_network
 from fcljax.models.shapes import CONVNETS, VITS
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.options import SurrogateOptions
-from fcljax.runs.build import Experiment, Machine, assemble, sizes_of
+from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.evaluate import evaluated_images
 from fcljax.runs.fit import USABLE, Need, fit_memory
 from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
+from fcljax.runs.machine import Machine
 from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
 from fcljax.scenario import make_scenario

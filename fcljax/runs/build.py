@@ -1,8 +1,7 @@
 """From settings to an experiment: the method, its engine, the data and how clients share them."""
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,21 +22,13 @@ from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.check import Example, check_method, describe, in_users_code
-from fcljax.federated.client_loop import Fetch, Shapes, batches_alone, slot_bytes
+from fcljax.federated.client_loop import Fetch
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
 from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
 from fcljax.federated.rates import Rates, with_rates
-from fcljax.federated.schedule import (
-    Capacity,
-    ClientPartition,
-    capacities,
-    largest_batch,
-    paying_mesh,
-)
-from fcljax.mesh import AnyMesh, device_count, with_batch
+from fcljax.federated.schedule import ClientPartition, capacities, largest_batch
 from fcljax.methods import find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
-from fcljax.models.shapes import NO_KERNEL, AttentionKernel
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
@@ -47,7 +38,6 @@ from fcljax.runs.inputs import (
     Inputs,
     compute_type,
     device_mesh,
-    forward_flops,
     inputs_of,
     load_inputs,
     make_splits,
@@ -55,27 +45,7 @@ from fcljax.runs.inputs import (
     read_clean,
 )
 from fcljax.scenario import Scenario, fit_partition, make_scenario
-from fcljax.types import Frozen, Method, Network, Round, Sizes
-
-# FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
-COMPILING = 1e12
-TRAINING = 3  # a training step takes the time of so many forward passes
-# FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with less, clients side by
-# side cost no time. No chip has been measured yet.
-FILLING = 1e12
-# Memory on a device for the clients that one call of the compiled program plays. A call costs milliseconds,
-# which would be noticeable if tiny clients had one each.
-CHUNK_BYTES = 2**28
-MOST_PER_CHUNK = 4096
-
-
-class Machine(NamedTuple):
-    """What an experiment is compiled for; the chips need not be here."""
-
-    backend: str
-    """As jax names it: cpu, gpu or tpu."""
-    mesh: AnyMesh | None = None
-    """Its devices; None: one device; an abstract one: shapes alone are asked for."""
+from fcljax.types import Frozen, Method, Network, Sizes
 
 
 class Experiment(NamedTuple):
@@ -205,30 +175,12 @@ def assemble(
             check_one_pass(settings, method)
         every = [partition for of_task in scenario.partitions for partition in of_task]
         every += scenario.whole
-        lanes, mesh = shared_out(settings, method, every, inputs.backbone, machine)
-        compute = _Compute(read, lanes, mesh, inputs.backbone)
-        engine = _engine(method, compute, example, every, settings.participation)
+        lanes, mesh = plan_lanes(settings, method, every, inputs.backbone, machine)
+        shapes = check_method(method, read, example)
+        room = plan_shapes(method, shapes, every, train, lanes, mesh, inputs.backbone, settings.participation)
+        engine = make_engine(method, read, lanes, room, example, mesh=mesh, shapes=shapes)
     key = jax.random.key(settings.seed)
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
-
-
-def kernel_on(machine: Machine) -> AttentionKernel:
-    """Which programs compute attention in one kernel: those of TPUs and of NVIDIA's large GPUs."""
-    several = machine.mesh is not None
-    if machine.backend == "tpu":
-        return AttentionKernel("tpu", single_device=several)
-    if machine.backend == "gpu" and _holds_kernel():
-        return AttentionKernel("gpu", single_device=several)
-    return NO_KERNEL
-
-
-def _holds_kernel() -> bool:
-    """Whether the GPU, if one is here, has the shared memory of the kernel: A100, H100, H200, B200, by their
-    compute capabilities; others have at most 99 KiB. And whether jax still has Pallas for Triton, in which
-    the kernel is written."""
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return False
-    return getattr(jax.devices()[0], "compute_capability", "9.0") in ("8.0", "9.0", "10.0")
 
 
 def sizes_of(scenario: Scenario) -> Sizes:
@@ -347,70 +299,6 @@ def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Froze
     return Frozen(backbone.params, decoder, jax.tree.map(jnp.asarray, surrogate))
 
 
-class _Compute(NamedTuple):
-    """How the engine computes: it reads images by `fetch`, on `lanes` that share the devices of `mesh`."""
-
-    fetch: Fetch
-    lanes: Lanes
-    mesh: AnyMesh | None
-    backbone: Pretrained
-
-
-def _engine(
-    method: Method,
-    compute: _Compute,
-    example: Example,
-    every: list[ClientPartition],
-    participation: float,
-) -> Engine:
-    shapes = check_method(method, compute.fetch, example)
-    lanes = compute.lanes
-    most = max(int(partition.count.max()) for partition in every)
-    devices = device_count(compute.mesh)
-    slots = clients_per_chunk(method, shapes, most, image_bytes(example.data), lanes.count // devices)
-    fit = partial(capacities, method, every, lanes.count, slots, participation, devices=devices)
-    room = _with_widths(fit, compute)
-    return make_engine(method, compute.fetch, lanes, room, example, mesh=compute.mesh, shapes=shapes)
-
-
-def clients_per_chunk(
-    method: Method, shapes: tuple[Shapes, ...], examples: int, image: int, lanes: int
-) -> int:
-    """How many clients one call of the compiled program plays on a device: those whose state, gathered
-    uploads and replay buffers fit into `CHUNK_BYTES`, at least one for each lane, at most `MOST_PER_CHUNK`.
-
-    Args:
-      method: the method.
-      shapes: of its programs.
-      examples: the most that a client has.
-      image: bytes of one of them.
-      lanes: of one device.
-    """
-
-    def size(each: Round, made: Shapes) -> int:
-        program = each.program
-        indices = 4 * examples * sum(phase.view.epochs for phase in program.phases)
-        replayed = jax.eval_shape(program.replay_buffer, made.state).size if program.replay_buffer else 0
-        return slot_bytes(made) + indices + replayed * image
-
-    largest = max(map(size, method.rounds, shapes))
-    return max(lanes, min(MOST_PER_CHUNK, CHUNK_BYTES // max(1, largest)))
-
-
-def image_bytes(data: Split | Host) -> int:
-    """Bytes of an image as it is stored."""
-    split = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
-    return split.image.nbytes // len(split.label)
-
-
-def _with_widths(fit: Callable, compute: _Compute) -> tuple[Capacity, ...]:
-    """The run's static shapes, with further widths of a step if they are worth compiling."""
-    room = fit(worth=1.0 if batches_alone(compute.lanes) else np.inf)
-    if all(len(widths) == 1 for each in room for widths in each.widths):
-        return room
-    return fit(worth=COMPILING / (TRAINING * forward_flops(compute.backbone)))
-
-
 def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) -> Engine:
     """Of a client that works by itself: all clients have the shapes of the largest, so that those of one
     process share what was compiled."""
@@ -419,60 +307,6 @@ def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) 
     largest = ClientPartition(index, np.array([0, sizes.examples]), none)
     room = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
     return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
-
-
-def shared_out(
-    settings: RunConfig,
-    method: Method,
-    every: list[ClientPartition],
-    backbone: Pretrained,
-    machine: Machine,
-) -> tuple[Lanes, AnyMesh | None]:
-    """The lanes and the devices that they share: what the settings ask for, else what pays.
-
-    A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client
-    at a time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). An accelerator
-    gets as many as shorten a round, which for a large network is one for each device. If there are more
-    devices than clients for them, several share the batches of one.
-
-    Raises:
-      InputError: for lanes that the devices cannot share evenly, or devices that the batches cannot.
-    """
-    devices = 1 if machine.mesh is None else machine.mesh.size
-    here = machine.backend == "cpu"
-    count = settings.lanes
-    shared = settings.batch_devices
-    if shared and devices % shared:
-        fitting = max(each for each in range(1, min(shared, devices) + 1) if devices % each == 0)
-        raise InputError(
-            f"batch_devices: {shared} do not divide {devices} devices; nearest valid value: {fitting}"
-        )
-    if here or not method.rounds:
-        shared = shared or 1
-        count = count or devices // shared
-    elif not count or not shared:
-        most = max(int(partition.count.max()) for partition in every)
-        batch_size = largest_batch(settings.batch_size, most)
-        filled = TRAINING * forward_flops(backbone) * batch_size / FILLING
-        divide = (1,) if settings.adapter == "full" else range(1, batch_size + 1)
-        may = [
-            each for each in divide if devices % each == 0 and (not count or count % (devices // each) == 0)
-        ]
-        program = method.rounds[0].program
-        sharing = [shared] if shared else may or [1]
-        paying, shared = paying_mesh(program, every, devices, filled, settings.participation, sharing)
-        count = count or paying
-    groups = devices // shared
-    if count % groups:
-        fitting = -(-count // groups) * groups
-        raise InputError(
-            f"lanes: {count} lanes cannot be split over {groups} devices; nearest valid value: {fitting}"
-        )
-    usual = "loop" if here or count == groups else "vmap"
-    mode = usual if settings.lane_mode == "auto" else settings.lane_mode
-    if machine.mesh is None or shared == 1:
-        return Lanes(count, mode), machine.mesh
-    return Lanes(count, mode), with_batch(machine.mesh, shared)
 
 
 def placed(exp: Experiment) -> Experiment:

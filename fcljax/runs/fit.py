@@ -17,8 +17,9 @@ from fcljax.data.store import Split
 from fcljax.errors import InputError, gib
 from fcljax.mesh import device_count
 from fcljax.models.shapes import ViTConfig
-from fcljax.runs.build import Experiment, Machine, assemble
+from fcljax.runs.build import Experiment, assemble
 from fcljax.runs.inputs import device_memory
+from fcljax.runs.machine import Machine
 from fcljax.runs.programs import evaluations_of, programs_of
 from fcljax.settings import RunConfig
 
