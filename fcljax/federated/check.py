@@ -320,7 +320,9 @@ def _check_phase(
     if phase.terms and GRADIENT_NORM not in metrics:
         expected = f"the metric {GRADIENT_NORM!r}, since the phase names terms of its loss"
         raise _wrong(name_part(f"{where}step", phase.step), metrics, expected)
-    metrics = jax.eval_shape(lambda of_step: recorded(phase, of_step, True, jnp.int32(-1)), metrics)
+    metrics = jax.eval_shape(
+        lambda of_step: recorded(phase, of_step, jnp.bool_(True), jnp.int32(-1)), metrics
+    )
     use = _use(traced, context, local)
     return metrics, use._replace(reads=use.reads | chosen_by)
 

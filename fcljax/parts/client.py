@@ -421,7 +421,8 @@ def step_metrics(
         "loss": Weighted(total, examples),
         NOT_FINITE: Weighted(jnp.where(jnp.isfinite(total), 0.0, examples), examples),
     }
-    if batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer):
+    labels_are_classes = batch.label.ndim == 1 and jnp.issubdtype(batch.label.dtype, jnp.integer)
+    if labels_are_classes and step.output.losses is None:
         correct = correct_examples(training_loss, step.output, batch, task)
         metrics["train_accuracy"] = Weighted(correct, examples)
         metrics[CROSS_ENTROPY] = total_cross_entropy(training_loss, step.output, batch, task)

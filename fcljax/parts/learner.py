@@ -192,6 +192,9 @@ class Output(NamedTuple):
     """The frozen network's own class token, if the adapter reads it."""
     stats: PyTree = ()
     """Running statistics after the batch."""
+    losses: Float[Array, " batch"] | None = None
+    """The loss of each example, of a model that computes it itself (`parts/simulation.py`); such a model has
+    no logits."""
 
 
 class Sampling(NamedTuple):

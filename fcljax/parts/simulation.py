@@ -219,70 +219,90 @@ def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
 
 
 def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: Any) -> Learner:
-    """A learner without a frozen network, whose classifier is the whole model and whose features are the
-    losses of the examples."""
+    """Return a learner that is the user's model, and whose output is the loss of each example.
 
-    def init(key: PRNGKeyArray, frozen: PyTree) -> Params:
-        del key, frozen
+    It has no network of this package, no adapter and no logits: all its parameters are the classifier's.
+    """
+
+    def init(_key: PRNGKeyArray, _frozen: PyTree) -> Params:
         return Params((), params)
 
     def forward(
-        frozen: PyTree, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
+        _frozen: PyTree, _cached: Params, trainable: Params, batch: Batch, _task: Task, _train: bool
     ) -> Output:
-        del frozen, cached, train
         # of the step's first example, which is never padding
         key = jax.random.key(0) if batch.keys is None else batch.keys[0]
-        try:
-            found = _losses(loss, model_of(trainable.classifier), batch.image, batch.label, key)
-        except InputError:
-            raise
-        except Exception as error:  # whatever a stranger's loss raises
-            raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
-        shape = jnp.shape(found)
-        wanted = (len(batch.mask),)
-        if shape != wanted:
-            hint = "; leave out the mean over examples" if shape == () else ""
-            raise InputError(
-                f"loss: {describe(loss)} returned shape {shape}, and one loss for each example is needed, "
-                f"{wanted}{hint}"
-            )
-        # there need be no classes: nothing reads these logits
-        return Output(jnp.zeros((len(batch.mask), len(task.seen))), found)
+        losses = _checked_losses(loss, model_of(trainable.classifier), batch, key)
+        nothing = jnp.zeros((len(batch.mask), 0))
+        return Output(logits=nothing, feature=nothing, losses=losses)
 
-    def predict(frozen: PyTree, params: Params, batch: Batch, task: Task) -> Array:
-        return forward(frozen, params, params, batch, task, False).logits
+    def predict(_frozen: PyTree, _params: Params, batch: Batch, task: Task) -> Array:
+        # the engine asks for the shape of a method's logits; a simulation evaluates nothing
+        return jnp.zeros((len(batch.mask), len(task.seen)))
 
-    adapter = Adapter(lambda key, frozen: ())
-    classifier = Classifier(lambda key: params, lambda cached, trainable, feature, task: feature)
-    network = Network(lambda key: (), _no_network, 0, 0, (0, 0, 0))
-    parts = network, adapter, classifier
-    return Learner(*parts, init, _whole, _whole, _trained, _nothing, forward, predict, queries=False)
+    return Learner(
+        network=Network(_no_params, _no_network, width=0, blocks=0, image=(0, 0, 0)),
+        adapter=Adapter(lambda _key, _frozen: ()),
+        classifier=Classifier(lambda _key: params, _no_network),
+        init=init,
+        open_task=_whole,
+        trainable=_whole,
+        merge=_trained,
+        cached=_nothing,
+        forward=forward,
+        predict=predict,
+        queries=False,
+    )
 
 
-def _no_network(*_: Any) -> Any:
+def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> Float[Array, " B"]:
+    """Return the loss of each example.
+
+    Raises:
+      InputError: for whatever the user's loss raises, and for a result of another shape.
+    """
+    try:
+        losses = _losses(loss, model, batch.image, batch.label, key)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
+    shape = jnp.shape(losses)
+    expected = (len(batch.mask),)
+    if shape != expected:
+        hint = "; leave out the mean over examples" if shape == () else ""
+        raise InputError(
+            f"loss: {describe(loss)} returned shape {shape}, and one loss for each example is needed, "
+            f"{expected}{hint}"
+        )
+    return losses
+
+
+def _no_params(_key: PRNGKeyArray) -> tuple:
+    return ()
+
+
+def _no_network(*_arguments: Any) -> Any:
     raise NotImplementedError("the model is the user's own")
 
 
-def _whole(params: Params, task: Task) -> Params:
-    """All parameters train, in every task."""
-    del task
+def _whole(params: Params, _task: Task) -> Params:
+    """Return all parameters: they train in every task."""
     return params
 
 
-def _trained(params: Params, task: Task, trainable: Params) -> Params:
-    del params, task
+def _trained(_params: Params, _task: Task, trainable: Params) -> Params:
     return trainable
 
 
-def _nothing(params: Params) -> Params:
-    """Clients hold nothing that does not travel."""
-    del params
+def _nothing(_params: Params) -> Params:
+    """Return what clients hold besides what travels: nothing."""
     return Params((), ())
 
 
-def _mean_loss(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-    del task
-    total = jnp.sum(jnp.where(batch.mask, output.feature, 0.0))
+def _mean_loss(output: Output, batch: Batch, _task: Task) -> Float[Array, ""]:
+    """Return the mean loss of the examples that count."""
+    total = jnp.sum(jnp.where(batch.mask, output.losses, 0.0))
     return total / jnp.maximum(jnp.sum(batch.mask), 1)
 
 
