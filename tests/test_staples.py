@@ -178,7 +178,7 @@ def test_scaffold_s_first_step_is_fedavg_s_and_its_variates_are_the_gradients():
     expected = jax.tree.map(lambda w, g: w - RATE * g, start, slope)
     assert distance(server.params.classifier, expected) < 1e-5
     for i, (kept,) in states.items():
-        assert distance(kept.variate.classifier, gradient_of(start, BATCHES[i])) < 1e-4
+        assert distance(kept.params.classifier, gradient_of(start, BATCHES[i])) < 1e-4
     now = RoundContext(SCALE, TASK, jnp.int32(1), jnp.bool_(False), ())
     assert distance(method.broadcast(now, server).payload.sent["scaffold"].classifier, slope) < 1e-4
     # a second step starts at c - c_i: everybody moves along the mean gradient, to second order
@@ -192,7 +192,7 @@ def test_scaffold_s_control_variate_is_the_mean_of_the_clients_also_if_few_take_
         server, states = round_of(method, server, states, 2, ids, round_)
     total = jax.tree.map(jnp.zeros_like, server.rules[0].total.classifier)
     for i, (kept,) in states.items():
-        total = optax.tree.add_scale(total, 2 * float(BATCHES[i].mask.sum()), kept.variate.classifier)
+        total = optax.tree.add_scale(total, 2 * float(BATCHES[i].mask.sum()), kept.params.classifier)
     assert distance(server.rules[0].total.classifier, total) < 1e-4
     new = RoundContext(SCALE, TASKS[1], jnp.int32(0), jnp.bool_(False), ())
     assert float(optax.tree.norm(method.broadcast(new, server).payload.sent["scaffold"])) == 0
@@ -205,7 +205,7 @@ def test_feddyn_s_first_step_by_hand():
     assert distance(server.params.classifier, expected) < 1e-5
     for i, (kept,) in states.items():
         slope = jax.tree.map(lambda g: ALPHA * RATE * g, gradient_of(start, BATCHES[i]))
-        assert distance(kept.slope.classifier, slope) < 1e-5
+        assert distance(kept.params.classifier, slope) < 1e-5
 
 
 def test_feddyn_s_server_slope_is_the_mean_of_the_clients_also_if_few_take_part():
@@ -218,11 +218,11 @@ def test_feddyn_s_server_slope_is_the_mean_of_the_clients_also_if_few_take_part(
         examples = {i: 2 * float(BATCHES[i].mask.sum()) for i in BATCHES}
         total = jax.tree.map(jnp.zeros_like, sent)
         for i, (kept,) in states.items():
-            total = optax.tree.add_scale(total, examples[i], kept.slope.classifier)
+            total = optax.tree.add_scale(total, examples[i], kept.params.classifier)
         slope = optax.tree.scale(1 / sum(examples.values()), total)
         mean = sent  # w_i = x - (what h_i gained) / alpha
         for i in ids:
-            gained = optax.tree.sub(states[i][0].slope.classifier, before[i][0].slope.classifier)
+            gained = optax.tree.sub(states[i][0].params.classifier, before[i][0].params.classifier)
             share = examples[i] / sum(examples[j] for j in ids)
             mean = optax.tree.add_scale(mean, -share / ALPHA, gained)
         expected = optax.tree.add_scale(mean, -1 / ALPHA, slope)

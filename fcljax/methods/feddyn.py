@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.options import option
@@ -26,8 +26,9 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method, Task
+from fcljax.types import ClientContext, Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +46,6 @@ PRESETS = {
 }
 
 
-class ClientSlope(NamedTuple):
-    """What a client keeps."""
-
-    slope: Params
-    """h_i."""
-    task: Int[Array, ""]
-    """The task that it belongs to."""
-
-
 class ServerSlope(NamedTuple):
     """What the server keeps."""
 
@@ -64,91 +56,68 @@ class ServerSlope(NamedTuple):
 
 
 def feddyn(options: FedDynOptions, run: Run) -> Method:
-    """FedDyn as a method."""
+    """Compose FedDyn."""
     client, server = dynamic_regularisation(options.dynamic_weight, run.sizes.clients)
     loss = cross_entropy_loss()
     return federate(run, linear_learner(run), loss=loss, client_rules=(client,), server_rules=(server,))
 
 
 def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, ServerRule]:
-    """The two rules, for any method that averages what trains.
+    """Return the two rules, for any method that averages what trains.
 
     Args:
       weight: alpha.
       clients: K.
     """
-    return ClientRule("feddyn", _loss(weight), _at_first, _opened, on_end=_end(weight)), ServerRule(
-        "feddyn", _update(weight), lambda params, trainable: ServerSlope(_zeros(trainable), nobody(clients))
-    )
 
+    def loss(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
+        # <h_i, x> is constant
+        change = moved(step.context, step.trainable)
+        return weight / 2 * optax.tree.norm(change, squared=True) - optax.tree.vdot(memory.params, change)
 
-def _zeros(trainable: Params) -> Params:
-    """Running statistics are no parameters."""
-    return jax.tree.map(jnp.zeros_like, trainable._replace(stats=()))
+    def on_end(context: ClientContext, memory: OfTask, trainable: Params, _state: OfTask) -> OfTask:
+        change = moved(context, trainable)
+        return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
+    def init(_params: Params, trainable: Params) -> ServerSlope:
+        return ServerSlope(zeros_like(trainable), nobody(clients))
 
-def _moved(context: ClientContext, trainable: Params) -> Params:
-    """w - x."""
-    sent: Params = context.payload.trainable
-    return optax.tree.sub(trainable._replace(stats=()), sent._replace(stats=()))
-
-
-def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientSlope:
-    del key
-    return ClientSlope(_zeros(trainable), jnp.int32(-1))
-
-
-def _opened(context: ClientContext, kept: ClientSlope, key: PRNGKeyArray) -> ClientSlope:
-    """h_i, or 0 in a new task."""
-    del key
-    same = kept.task == context.task.index
-    index = context.task.index
-    return ClientSlope(jax.tree.map(lambda h: jnp.where(same, h, 0.0), kept.slope), index)
-
-
-def _loss(weight: float):
-    def loss(step: ClientStep, memory: ClientSlope) -> Float[Array, ""]:
-        by = _moved(step.context, step.trainable)  # <h_i, x> is constant
-        return weight / 2 * optax.tree.norm(by, squared=True) - optax.tree.vdot(memory.slope, by)
-
-    return loss
-
-
-def _end(weight: float):
-    def end(
-        context: ClientContext, memory: ClientSlope, trainable: Params, state: ClientSlope
-    ) -> ClientSlope:
-        del state
-        return memory._replace(slope=optax.tree.add_scale(memory.slope, -weight, _moved(context, trainable)))
-
-    return end
-
-
-def _update(weight: float):
     def update(round: ServerRound, params: Params, state: ServerSlope) -> ServerUpdate:
-        seen = with_participants(state.seen, round)
-        mean = _trainable(round, params)
-        change = optax.tree.sub(mean, round.previous.payload.trainable._replace(stats=()))
-        same_task = state.seen.task == round.task.index
-        participants = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
+        model, new = corrected(weight, round, averaged(round, params), state)
+        return ServerUpdate(merged(round, params, model), new)
 
-        def next_total(total: Array, change: Array) -> Array:
-            return jnp.where(same_task, total, 0.0) - weight * participants * change
-
-        total = jax.tree.map(next_total, state.total, change)
-        slope = optax.tree.scale(1 / num_examples(seen), total)
-        model = optax.tree.add_scale(mean, -1 / weight, slope)
-        return ServerUpdate(_merged(round, params, model), ServerSlope(total, seen))
-
-    return update
+    client = ClientRule("feddyn", loss, of_no_task, of_this_task, on_end=on_end)
+    return client, ServerRule("feddyn", update, init)
 
 
-def _trainable(round: ServerRound, params: Params) -> Params:
-    """What was averaged."""
+def moved(context: ClientContext, trainable: Params) -> Params:
+    """Return w - x."""
+    return optax.tree.sub(without_stats(trainable), without_stats(context.payload.trainable))
+
+
+def corrected(
+    weight: float, round: ServerRound, mean: Params, state: ServerSlope
+) -> tuple[Params, ServerSlope]:
+    """Return mean_i w_i - h / alpha and the new state of the server (algorithm 1)."""
+    seen = with_participants(state.seen, round)
+    change = optax.tree.sub(mean, without_stats(round.previous.payload.trainable))
+    same_task = state.seen.task == round.task.index
+    examples = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
+
+    def next_total(total: Array, change: Array) -> Array:
+        return jnp.where(same_task, total, 0.0) - weight * examples * change
+
+    total = jax.tree.map(next_total, state.total, change)
+    slope = optax.tree.scale(1 / num_examples(seen), total)
+    return optax.tree.add_scale(mean, -1 / weight, slope), ServerSlope(total, seen)
+
+
+def averaged(round: ServerRound, params: Params) -> Params:
+    """Return what was averaged."""
     return round.learner.trainable(params, round.task)._replace(extra=params.extra, stats=())
 
 
-def _merged(round: ServerRound, params: Params, model: Params) -> Params:
-    task: Task = round.task
-    stats = round.learner.trainable(params, task).stats
-    return round.learner.merge(params, task, model._replace(stats=stats))._replace(extra=model.extra)
+def merged(round: ServerRound, params: Params, model: Params) -> Params:
+    """Return the parameters of all tasks with the model in its place; running statistics stay."""
+    stats = round.learner.trainable(params, round.task).stats
+    return round.learner.merge(params, round.task, model._replace(stats=stats))._replace(extra=model.extra)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
@@ -26,6 +26,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, LearningRate, Method, Task
 
@@ -36,15 +37,6 @@ PRESETS = {
 }
 
 
-class ClientVariate(NamedTuple):
-    """What a client keeps."""
-
-    variate: Params
-    """c_i."""
-    task: Int[Array, ""]
-    """The task that it belongs to."""
-
-
 class ServerVariate(NamedTuple):
     """What the server keeps."""
 
@@ -53,48 +45,40 @@ class ServerVariate(NamedTuple):
     seen: Seen
 
 
-def scaffold(options: NoOptions, run: Run) -> Method:
-    """SCAFFOLD as a method."""
-    del options
+def scaffold(_options: NoOptions, run: Run) -> Method:
+    """Compose SCAFFOLD."""
     client, server = controlled_averaging(run)
     loss = cross_entropy_loss()
     return federate(run, linear_learner(run), loss=loss, client_rules=(client,), server_rules=(server,))
 
 
 def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
-    """The two rules, for any method that averages what trains.
+    """Return the two rules, for any method that averages what trains.
 
     Raises:
       InputError: for an optimiser whose steps are not the gradients.
     """
     check_plain_descent(run.training.optimiser)
-    rates = (run.training.lr if run.adapter.rate is None else run.adapter.rate, run.training.lr)
+    adapter_rate = run.training.lr if run.adapter.rate is None else run.adapter.rate
+    rates = (adapter_rate, run.training.lr)
 
     def change(context: ClientContext, trainable: Params) -> Params:
-        """How c_i changes: -c + (x - y_i) / (K eta)."""
-        return optax.tree.sub(
-            mean_gradient(run.training, rates, context, trainable), context.payload.sent["scaffold"]
-        )
+        """Return how c_i changes: -c + (x - y_i) / (K eta)."""
+        gradient = mean_gradient(run.training, rates, context, trainable)
+        return optax.tree.sub(gradient, context.payload.sent["scaffold"])
 
-    def end(
-        context: ClientContext, memory: ClientVariate, trainable: Params, state: ClientVariate
-    ) -> ClientVariate:
-        del state
-        return memory._replace(variate=optax.tree.add(memory.variate, change(context, trainable)))
+    def on_end(context: ClientContext, memory: OfTask, trainable: Params, _state: OfTask) -> OfTask:
+        return memory._replace(params=optax.tree.add(memory.params, change(context, trainable)))
 
-    def sent(end: ClientEnd, total: tuple) -> Params:
-        del total
+    def finalize(end: ClientEnd, _total: tuple) -> Params:
         return optax.tree.scale(end.context.client.examples, change(end.context, end.trainable))
 
-    report = Report("variates", finalize=sent, merge="sum")
-    server = ServerRule(
-        "scaffold",
-        _update,
-        lambda params, trainable: ServerVariate(_zeros(trainable), nobody(run.sizes.clients)),
-        _variate,
-        (report,),
-    )
-    return ClientRule("scaffold", _correction, _at_first, _opened, on_end=end), server
+    def init(_params: Params, trainable: Params) -> ServerVariate:
+        return ServerVariate(zeros_like(trainable), nobody(run.sizes.clients))
+
+    client = ClientRule("scaffold", correction, of_no_task, of_this_task, on_end=on_end)
+    report = Report("variates", finalize=finalize, merge="sum")
+    return client, ServerRule("scaffold", add_changes, init, server_variate, (report,))
 
 
 def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
@@ -118,56 +102,38 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
 def mean_gradient(
     training: Training, rates: tuple[LearningRate, LearningRate], context: ClientContext, trainable: Params
 ) -> Params:
-    """(x - y_i) / (K eta), the mean of the corrected gradients of a client's K steps.
+    """Return (x - y_i) / (K eta), the mean of the corrected gradients of a client's K steps.
 
     Args:
       training: epochs and batch size, from which K follows.
       rates: learning rates of the adapter and of everything else.
     """
-    sent: Params = context.payload.trainable
-    by = optax.tree.sub(sent._replace(stats=()), trainable._replace(stats=()))
+    moved = optax.tree.sub(without_stats(context.payload.trainable), without_stats(trainable))
     steps = training.epochs * jnp.ceil(context.client.examples / training.batch_size)
     adapter, other = (1 / (rate * jnp.maximum(steps, 1)) for rate in rates)
-    return optax.tree.scale(other, by)._replace(adapter=optax.tree.scale(adapter, by.adapter))
+    return optax.tree.scale(other, moved)._replace(adapter=optax.tree.scale(adapter, moved.adapter))
 
 
-def _zeros(trainable: Params) -> Params:
-    """Running statistics are no parameters."""
-    return jax.tree.map(jnp.zeros_like, trainable._replace(stats=()))
-
-
-def _at_first(key: PRNGKeyArray, trainable: Params) -> ClientVariate:
-    del key
-    return ClientVariate(_zeros(trainable), jnp.int32(-1))
-
-
-def _opened(context: ClientContext, kept: ClientVariate, key: PRNGKeyArray) -> ClientVariate:
-    """c_i, or 0 in a new task."""
-    del key
-    same = kept.task == context.task.index
-    index = context.task.index
-    return ClientVariate(jax.tree.map(lambda c: jnp.where(same, c, 0.0), kept.variate), index)
-
-
-def _correction(step: ClientStep, memory: ClientVariate) -> Float[Array, ""]:
-    """<c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
-    correction = optax.tree.sub(step.context.payload.sent["scaffold"], memory.variate)
-    term = jnp.asarray(optax.tree.vdot(correction, step.trainable._replace(stats=())))
+def correction(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
+    """Return <c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
+    difference = optax.tree.sub(step.context.payload.sent["scaffold"], memory.params)
+    term = jnp.asarray(optax.tree.vdot(difference, without_stats(step.trainable)))
     return term - jax.lax.stop_gradient(term)
 
 
-def _variate(task: Task, state: ServerVariate) -> Params:
-    """c, which is 0 when a task begins."""
+def server_variate(task: Task, state: ServerVariate) -> Params:
+    """Return c, which is 0 when a task begins."""
     examples = num_examples(state.seen)
-    same = state.seen.task == task.index
-    return jax.tree.map(lambda total: jnp.where(same, total / examples, 0.0), state.total)
+    same_task = state.seen.task == task.index
+    return jax.tree.map(lambda total: jnp.where(same_task, total / examples, 0.0), state.total)
 
 
-def _update(round: ServerRound, params: Params, state: ServerVariate) -> ServerUpdate:
-    same = state.seen.task == round.task.index
+def add_changes(round: ServerRound, params: Params, state: ServerVariate) -> ServerUpdate:
+    """Add the changes of the participants' c_i to the sum over the clients seen so far."""
+    same_task = state.seen.task == round.task.index
 
     def add(total: Array, change: Array) -> Array:
-        return jnp.where(same, total, 0.0) + change
+        return jnp.where(same_task, total, 0.0) + change
 
     total = jax.tree.map(add, state.total, round.reports["variates"])
     return ServerUpdate(params, ServerVariate(total, with_participants(state.seen, round)))

@@ -1,0 +1,44 @@
+"""State of a client rule that belongs to one task: it starts at 0 with each of them.
+
+A new task has a new objective, so what SCAFFOLD and FedDyn keep of an old one would lead astray.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from fcljax.parts.learner import Params
+from fcljax.types import ClientContext
+
+
+class OfTask(NamedTuple):
+    """Parameters that a client keeps, and the task that they belong to."""
+
+    params: Params
+    """Of the shapes of the trainable parameters, without running statistics."""
+    task: Int[Array, ""]
+    """-1: none yet."""
+
+
+def without_stats(trainable: Params) -> Params:
+    """Return trainable parameters without running statistics, which are no parameters."""
+    return trainable._replace(stats=())
+
+
+def zeros_like(trainable: Params) -> Params:
+    """Return zeros of the shapes of trainable parameters, without running statistics."""
+    return jax.tree.map(jnp.zeros_like, without_stats(trainable))
+
+
+def of_no_task(_key: PRNGKeyArray, trainable: Params) -> OfTask:
+    """Return what a client has before it takes part: the `init` of a client rule."""
+    return OfTask(zeros_like(trainable), jnp.int32(-1))
+
+
+def of_this_task(context: ClientContext, state: OfTask, _key: PRNGKeyArray) -> OfTask:
+    """Return what a client has of the current task, 0 if that is new: the `on_start` of a client rule."""
+    index = context.task.index
+    same_task = state.task == index
+    return OfTask(jax.tree.map(lambda x: jnp.where(same_task, x, 0.0), state.params), index)
