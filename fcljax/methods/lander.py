@@ -21,6 +21,7 @@ with the distances between classes that those embeddings have.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,32 +30,33 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from fcljax.adapters.full import FullOptions
-from fcljax.models.heads import (
-    Head,
-    apply_head,
-    cross_entropy,
-    distillation,
-    init_head,
-    kl,
-    mask_logits,
-    masked_sum,
-)
+from fcljax.models.heads import Head, apply_head, cross_entropy, distillation, init_head, masked_sum
 from fcljax.models.products import exact_einsum
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, replaced_loss
-from fcljax.parts.server import ServerRound, ServerRule
+from fcljax.parts.server import ServerRound
 from fcljax.parts.synthesis import (
+    BETAS,
+    Best,
+    ImageModel,
     MadeSoFar,
     Student,
+    SynthesisOptions,
     added,
+    adversarial_loss,
     batch_statistics,
     best_images,
-    disagreement,
+    distillation_at,
+    generator_config,
+    global_model,
+    has_statistics,
+    images_rule,
+    judge,
     student_optimiser,
-    synthesis_rule,
+    synthetic_pixels,
     taught,
 )
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
@@ -66,14 +68,11 @@ ANCHORS = 3  # the key of their draw
 SPREAD = 0.207  # of an entry of an anchor: two of CLIP's embeddings differ by 0.086 in the mean square
 WIDTH = 512  # of an anchor
 GROUP = 10  # images of a batch that share a random layer
-# Of the student's gradient descent
-MOMENTUM = 0.9
-DECAY = 2e-4
-BETAS = (0.5, 0.999)  # of the generator's Adam
+DECAY = 2e-4  # of the student's gradient descent
 
 
 @dataclasses.dataclass(frozen=True)
-class LanderOptions:
+class LanderOptions(SynthesisOptions):
     """Options of LANDER. `paper` and `released` have the release's constants for CIFAR-100; `intended` has
     fewer rounds, images and channels, for machines without an accelerator."""
 
@@ -85,39 +84,16 @@ class LanderOptions:
     """Factor of the losses on the current task, from the second task on."""
     previous_weight: float = 0.4
     """Factor of the losses on earlier tasks."""
-    distill_temperature: float = option(2.0, positive=True)
-    """Temperature of student and teacher in the clients' distillation."""
-    synthetic_batch: int = 64
-    """Number of synthetic images per client step."""
     synthesis_rounds: int = 20
     """Number of generator rounds that add synthesis_batch images each."""
     synthesis_batch: int = 32
     """Number of images per generator round."""
     synthesis_warmup: int = option(5, least=0)
     """Number of generator rounds before these; their images are dropped."""
-    generator_steps: int = 40
-    """Number of generator steps per generator round."""
     generator_lr: float = option(2e-3, positive=True)
     """Learning rate of the generator and the random layer."""
-    label_weight: float = 0.5
-    """Weight w_1 of the global model's cross-entropy in the generator's loss."""
-    adversarial_weight: float = 1.0
-    """Weight w_2 of the disagreement of global model and student in the generator's loss."""
     statistics_weight: float = 1.0
-    """Weight w_BN of the batch-normalisation statistics, for networks with batch
-    normalisation."""
-    student_steps: int = 50
-    """Number of student steps per generator round."""
-    student_lr: float = option(2e-3, positive=True)
-    """Learning rate of the student."""
-    student_temperature: float = option(20.0, positive=True)
-    """Temperature of the student's distillation."""
-    noise_width: int = 256
-    """Width of the random layer's output, which feeds the generator."""
-    generator_channels: int = 32
-    """Channels of the generator's last hidden layer."""
-    crop_padding: float = option(0.125, most=1.0)
-    """Padding of synthetic images before a crop, as a fraction of the side."""
+    """Weight w_BN of the batch-normalisation statistics, for networks with batch normalisation."""
 
 
 _RELEASED = LanderOptions(
@@ -138,13 +114,14 @@ PRESETS = {
 
 
 def lander(options: LanderOptions, run: Run) -> Method:
-    """LANDER as a method, on any adapter."""
+    """Compose LANDER, on any adapter."""
+    make = functools.partial(synthesise, options, generator_config(options, run))
     return federate(
         run,
         linear_learner(run),
         loss=replaced_loss(),
         client_rules=(near_anchors(options, run),),
-        server_rules=(send_start_of_task(), synthesis(options, run)),
+        server_rules=(send_start_of_task(), images_rule(options, run, make)),
     )
 
 
@@ -189,8 +166,7 @@ def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
     def parameters(key: PRNGKeyArray) -> Head:
         return init_head(key, run.network.width, WIDTH)
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory  # in the first task there is no earlier one, and no image
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         task = step.context.task
         batch = step.batch
         learned = cross_entropy(step.output.logits, batch.label, task.current, batch.mask)
@@ -202,6 +178,7 @@ def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
         def later() -> Float[Array, ""]:
             return weights.current * learned + weights.previous * kept(options, step)
 
+        # in the first task there is no earlier one, and no image
         return jax.lax.cond(task.index > 0, later, lambda: learned)
 
     return ClientRule("lander", loss, parameters=parameters)
@@ -228,9 +205,7 @@ def kept(options: LanderOptions, step: ClientStep) -> Float[Array, ""]:
     """Distillation of old classes and of places between anchors, on synthetic images."""
     images = step.context.payload.sent["synthesis"]
     task = step.context.task
-    pick, move = jax.random.split(jax.random.fold_in(step.key, 1))
-    chosen = images[jax.random.randint(pick, (options.synthetic_batch,), 0, len(images))]
-    batch = unlabelled(step.learner, jitter(move, chosen / 255, options.crop_padding))
+    batch = unlabelled(step.learner, synthetic_pixels(options, images, step))
     on_made = step._replace(batch=batch)
     before = teacher(step.context)
     own = on_made.forward(step.trainable)
@@ -250,7 +225,7 @@ class Maker(NamedTuple):
     """The random layers, one for each group of images of a batch."""
 
 
-class AnchoredRound(NamedTuple):
+class Making(NamedTuple):
     """What goes from one round of the synthesis to the next."""
 
     generator: PyTree
@@ -258,68 +233,46 @@ class AnchoredRound(NamedTuple):
     made: MadeSoFar
 
 
-class ImageJudge(NamedTuple):
-    """A model that judges images: its parameters of all tasks and its trainable ones."""
-
-    cached: Params
-    trainable: Params
-
-
-def synthesis(options: LanderOptions, run: Run) -> ServerRule:
-    """After the last round of every task but the last one, makes images of all classes seen so far."""
-    height, width, _ = run.network.image
-    shape = ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
-    images = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
-    first = functools.partial(jnp.zeros, images, jnp.uint8)
-    return synthesis_rule("synthesis", run, first, functools.partial(synthesise, options, shape))
-
-
 def synthesise(
     options: LanderOptions,
-    shape: ImageGeneratorConfig,
+    config: ImageGeneratorConfig,
     round: ServerRound,
     params: Params,
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
-    """New images of the classes that `params` has seen, and the mean of the lowest losses of the rounds that
-    made them."""
-    first, second, third, rest = jax.random.split(round.key, 4)
-    learner = round.learner
-    task = round.task
-    warm = options.synthesis_warmup
-    truth = ImageJudge(params, learner.trainable(params, task)._replace(extra=params.extra))
-    new = learner.init(second, round.frozen)
-    rival = ImageJudge(new, learner.trainable(new, task)._replace(extra=fresh_map(params, third)))
-    sgd = student_optimiser(options.student_lr, MOMENTUM, DECAY)
-    made = MadeSoFar(jnp.zeros_like(images), jnp.int32(0))
-    start = AnchoredRound(
-        init_image_generator(shape, first), Student(rival.trainable, sgd.init(rival.trainable)), made
-    )
-    distil = functools.partial(student_loss, options, round, truth, rival.cached)
+    """Make images of the classes that `params` has seen; return them, and the mean of the lowest losses of
+    the rounds that made them."""
+    generator_key, student_key, map_key, rounds_key = jax.random.split(round.key, 4)
+    truth = global_model(round, params)
+    fresh = round.learner.init(student_key, round.frozen)
+    trainable = round.learner.trainable(fresh, round.task)
+    student = ImageModel(fresh, trainable._replace(extra=fresh_map(params, map_key)))
+    sgd = student_optimiser(options, DECAY)
+    distil = functools.partial(student_loss, options, round, truth, student.cached)
 
-    def one_round(r: Array, carry: tuple[AnchoredRound, Array]) -> tuple[AnchoredRound, Array]:
+    def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         making, total = carry
-        draw, learn = jax.random.split(jax.random.fold_in(rest, r))
-        rated = functools.partial(
-            maker_loss,
-            options,
-            round,
-            truth,
-            rival._replace(trainable=making.student.trainable),
-            r > warm + 1,
-        )
-        image, generator, loss = images_of_round(options, shape, rated, making.generator, task, draw)
-        counts = r >= warm
-        filled = jax.lax.cond(counts, lambda: added(making.made, image), lambda: making.made)
+        draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
+        rival = student._replace(trainable=making.student.trainable)
+        disputed = r > options.synthesis_warmup + 1
+        loss = functools.partial(maker_loss, options, round, truth, rival, disputed)
+        best = images_of_round(options, config, loss, making.generator, round.task, draw_key)
+        # the first rounds' images are dropped, and the student waits for the others
+        counts = r >= options.synthesis_warmup
+        made = jax.lax.cond(counts, lambda: added(making.made, best.image), lambda: making.made)
         steps = jnp.where(counts, options.student_steps, 0)
-        batch = options.synthetic_batch
-        padding = options.crop_padding
-        student = taught(distil, sgd, making.student, filled, batch, padding, steps, learn)
-        return AnchoredRound(generator, student, filled), total + jnp.where(counts, loss, 0.0)
+        learned = taught(options, distil, sgd, making.student, made, steps, learn_key)
+        making = Making(best.fast.generator, learned, made)
+        return making, total + jnp.where(counts, best.loss, 0.0)
 
-    rounds = options.synthesis_rounds
-    making, total = jax.lax.fori_loop(0, warm + rounds, one_round, (start, jnp.zeros(())))
-    return making.made.images, Weighted(total, jnp.float32(rounds))
+    start = Making(
+        init_image_generator(config, generator_key),
+        Student(student.trainable, sgd.init(student.trainable)),
+        MadeSoFar(jnp.zeros_like(images), jnp.int32(0)),
+    )
+    rounds = options.synthesis_warmup + options.synthesis_rounds
+    making, total = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
+    return making.made.images, Weighted(total, jnp.float32(options.synthesis_rounds))
 
 
 def fresh_map(params: Params, key: PRNGKeyArray) -> dict[str, PyTree]:
@@ -329,32 +282,26 @@ def fresh_map(params: Params, key: PRNGKeyArray) -> dict[str, PyTree]:
 
 def images_of_round(
     options: LanderOptions,
-    shape: ImageGeneratorConfig,
-    loss: functools.partial,
+    config: ImageGeneratorConfig,
+    loss: Callable[[Array, Array], Float[Array, ""]],
     generator: PyTree,
     task: Task,
     key: PRNGKeyArray,
-) -> tuple[Float[Array, "batch h w 3"], PyTree, Float[Array, ""]]:
-    """Steps of the generator and of new random layers, for as many images of each seen class.
-
-    Returns:
-      The images of the lowest loss, the generator afterwards, and that loss.
-    """
+) -> Best:
+    """Take steps of the generator and of new random layers, for as many images of each seen class."""
     size = options.synthesis_batch
     layer_key, label_key, view_key = jax.random.split(key, 3)
     label = balanced_labels(task.seen, size, label_key)
-    layer = jax.random.normal(layer_key, (-(-size // GROUP), WIDTH, shape.noise))
+    layer = jax.random.normal(layer_key, (-(-size // GROUP), WIDTH, config.noise))
 
     def loss_of(maker: Maker, i: Array) -> tuple[Array, Array]:
-        image = generate_images(shape, maker.generator, disturbed(maker.layer, label, len(task.seen)))
+        image = generate_images(config, maker.generator, disturbed(maker.layer, label, len(task.seen)))
         view = jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)
         return loss(label, view), image
 
     adam = optax.adam(options.generator_lr, *BETAS)
-    best = best_images(
-        loss_of, Maker(generator, layer), adam, options.generator_steps, (size, shape.height, shape.width)
-    )
-    return best.image, best.fast.generator, best.loss
+    shape = (size, config.height, config.width)
+    return best_images(loss_of, Maker(generator, layer), adam, options.generator_steps, shape)
 
 
 def balanced_labels(seen: Bool[Array, " C"], size: int, key: PRNGKeyArray) -> Int[Array, " size"]:
@@ -374,45 +321,28 @@ def disturbed(
     return exact_einsum("be,ben->bn", normal, own)
 
 
-def judged(
-    round: ServerRound, model: ImageJudge, pixels: Float[Array, "batch h w 3"], train: bool = False
-) -> Output:
-    """What a model computes for pixels in [0, 1], with logits over the seen classes."""
-    batch = unlabelled(round.learner, pixels)
-    output = round.learner.forward(round.frozen, model.cached, model.trainable, batch, round.task, train)
-    return output._replace(logits=mask_logits(output.logits, round.task.seen))
-
-
 def maker_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: ImageJudge,
-    rival: ImageJudge,
+    truth: ImageModel,
+    student: ImageModel,
     disputed: Bool[Array, ""],
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """The loss of the generator and the random layers."""
-    running = truth.trainable.stats
-    has_statistics = bool(jax.tree.leaves(running))
-    # in training mode the running statistics afterwards tell those of the batch
-    theirs = judged(round, truth, pixels, has_statistics)
+    """Return the loss of the generator and the random layers."""
+    normalises = has_statistics(truth)
+    theirs = judge(round, truth, pixels, train=normalises)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs.logits, label))
     anchor = anchors(len(round.task.seen))[label]
     everyone = jnp.ones(len(label), bool)
     place = mapped(truth.trainable, theirs)
     bound = options.bound_weight * beyond(place, anchor, everyone, options.bound_radius)
-
-    def against() -> Float[Array, ""]:
-        own = judged(round, rival, pixels).logits
-        return options.adversarial_weight * disagreement(theirs.logits, own, round.task.seen)
-
-    loss = options.label_weight * right + bound + jax.lax.cond(disputed, against, lambda: jnp.zeros(()))
-    return (
-        loss + options.statistics_weight * statistics_distance(running, theirs.stats)
-        if has_statistics
-        else loss
-    )
+    against = adversarial_loss(options, round, theirs.logits, student, disputed, pixels)
+    loss = options.label_weight * right + bound + against
+    if normalises:
+        loss += options.statistics_weight * statistics_distance(truth.trainable.stats, theirs.stats)
+    return loss
 
 
 def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
@@ -427,16 +357,16 @@ def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
 def student_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: ImageJudge,
+    truth: ImageModel,
     cached: Params,
     trainable: Params,
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """The student's distillation from the global model, of classes and of places between anchors."""
-    theirs = judged(round, truth, pixels)
-    own = judged(round, ImageJudge(cached, trainable), pixels)
-    heat = options.student_temperature
+    """Return the student's distillation from the global model, of classes and of places between anchors."""
+    theirs = judge(round, truth, pixels)
+    student = judge(round, ImageModel(cached, trainable), pixels)
     everyone = jnp.ones(len(pixels), bool)
-    classes = heat**2 * jnp.mean(kl(theirs.logits / heat, own.logits / heat, round.task.seen))
-    places = mean_square(mapped(truth.trainable, theirs), mapped(trainable, own), everyone)
+    temperature = options.student_temperature
+    classes = distillation_at(temperature, theirs.logits, student.logits, round.task.seen)
+    places = mean_square(mapped(truth.trainable, theirs), mapped(trainable, student), everyone)
     return classes + options.bound_weight * places

@@ -31,7 +31,16 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule
-from fcljax.parts.synthesis import BatchStatistics, batch_statistics, synthesis_rule
+from fcljax.parts.synthesis import (
+    BatchStatistics,
+    GeneratorOptions,
+    batch_statistics,
+    generator_config,
+    global_model,
+    has_statistics,
+    judge,
+    synthesis_rule,
+)
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method, Weighted
@@ -40,7 +49,7 @@ SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
 
 
 @dataclasses.dataclass(frozen=True)
-class MFCLOptions:
+class MFCLOptions(GeneratorOptions):
     """Options of MFCL. `released` has the release's constants for CIFAR-100; `intended` has fewer channels,
     for machines without an accelerator."""
 
@@ -48,10 +57,7 @@ class MFCLOptions:
     """Weight w_FT of the cross-entropy over all seen classes, which trains the classifier
     only."""
     distill_weight: float = 0.1
-    """Weight w_KD of the distance between the old classifier's inputs under old and new
-    model."""
-    synthetic_batch: int = 64
-    """Number of synthetic images per client step."""
+    """Weight w_KD of the distance between the old classifier's inputs under old and new model."""
     generator_steps: int = 100
     """Number of generator steps after a task."""
     generator_batch: int = 64
@@ -67,10 +73,6 @@ class MFCLOptions:
     normalisation."""
     smooth_weight: float = 1e-3
     """Weight w_IP of the distance to smoothed images."""
-    noise_width: int = 256
-    """Width of the generator's noise."""
-    generator_channels: int = 32
-    """Channels of the generator's last hidden layer."""
 
 
 _RELEASED = MFCLOptions(
@@ -100,12 +102,6 @@ def mfcl(options: MFCLOptions, run: Run) -> Method:
     )
 
 
-def generator_shape(options: MFCLOptions, run: Run) -> ImageGeneratorConfig:
-    """The static shape of the generator."""
-    height, width, _ = run.network.image
-    return ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
-
-
 # ---- client ------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +119,7 @@ class Both(NamedTuple):
 
 def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
     """From the second task on: what the client's model learns of generated images, and keeps of old ones."""
-    shape = generator_shape(options, run)
+    shape = generator_config(options, run)
 
     def old_classes(step: ClientStep) -> Float[Array, ""]:
         noise = jax.random.normal(jax.random.fold_in(step.key, 1), (options.synthetic_batch, shape.noise))
@@ -189,7 +185,7 @@ def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
 def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
     """After the last round of every task but the last one, steps of the generator; it goes on from where it
     was."""
-    shape = generator_shape(options, run)
+    shape = generator_config(options, run)
 
     def first() -> PyTree:
         return jax.tree.map(jnp.zeros_like, init_image_generator(shape, jax.random.key(0)))
@@ -227,18 +223,14 @@ def generator_loss(
     options: MFCLOptions, round: ServerRound, params: Params, pixels: Float[Array, "batch h w 3"]
 ) -> Float[Array, ""]:
     """The four terms of the generator's loss."""
-    learner = round.learner
-    task = round.task
-    trainable = learner.trainable(params, task)._replace(extra=params.extra)
-    has_statistics = bool(jax.tree.leaves(trainable.stats))
-    # in training mode the running statistics afterwards tell those of the batch
-    output = learner.forward(
-        round.frozen, params, trainable, unlabelled(learner, pixels), task, has_statistics
-    )
-    logits = mask_logits(output.logits, task.seen)
-    loss = certain(logits, options.label_temperature) + options.entropy_weight * imbalance(logits, task.seen)
-    if has_statistics:
-        loss = loss + options.statistics_weight * statistics_gap(trainable.stats, output.stats)
+    seen = round.task.seen
+    model = global_model(round, params)
+    normalises = has_statistics(model)
+    output = judge(round, model, pixels, train=normalises)
+    loss = certain(output.logits, options.label_temperature)
+    loss += options.entropy_weight * imbalance(output.logits, seen)
+    if normalises:
+        loss += options.statistics_weight * statistics_gap(model.trainable.stats, output.stats)
     return loss + options.smooth_weight * roughness(pixels)
 
 

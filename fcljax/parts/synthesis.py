@@ -4,6 +4,8 @@ A generator takes steps towards images that the global model recognises, where a
 images so far may think otherwise. No client sends anything for it.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -12,8 +14,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
-from fcljax.models.heads import kl
+from fcljax.models.heads import kl, mask_logits
+from fcljax.options import option
+from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run
+from fcljax.parts.image_generator import ImageGeneratorConfig
 from fcljax.parts.learner import Output, Params
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.task_start import unlabelled
@@ -21,6 +26,74 @@ from fcljax.pixels import jitter
 from fcljax.types import Task, Weighted
 
 MOMENTUM = 0.9  # of running statistics of batch normalisation (models/convnet.py)
+STUDENT_MOMENTUM = 0.9  # of the student's gradient descent
+BETAS = (0.5, 0.999)  # of the generator's Adam
+
+
+# ---- options -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratorOptions:
+    """Options of TARGET, MFCL and LANDER."""
+
+    synthetic_batch: int = 64
+    """Number of synthetic images per client step."""
+    noise_width: int = 256
+    """Width of the noise that the generator reads."""
+    generator_channels: int = 32
+    """Channels of the generator's last hidden layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesisOptions(GeneratorOptions):
+    """Options of TARGET and LANDER, whose servers make images."""
+
+    distill_temperature: float = option(2.0, positive=True)
+    """Temperature of student and teacher in the clients' distillation."""
+    synthesis_rounds: int = 30
+    """Number of generator rounds; each adds synthesis_batch images."""
+    synthesis_batch: int = 16
+    """Number of images per generator round."""
+    synthesis_warmup: int = option(20, least=0)
+    """Number of generator rounds before the student learns."""
+    generator_steps: int = 40
+    """Number of generator steps per generator round."""
+    generator_lr: float = option(2e-3, positive=True)
+    """Learning rate of the generator."""
+    label_weight: float = 0.5
+    """Weight of the global model's cross-entropy in the generator's loss."""
+    adversarial_weight: float = 1.0
+    """Weight of the disagreement of global model and student in the generator's loss."""
+    student_steps: int = 50
+    """Number of student steps per generator round."""
+    student_lr: float = option(2e-3, positive=True)
+    """Learning rate of the student."""
+    student_temperature: float = option(20.0, positive=True)
+    """Temperature of the student's distillation."""
+    crop_padding: float = option(0.125, most=1.0)
+    """Padding of synthetic images before a crop, as a fraction of the side."""
+
+
+def generator_config(options: GeneratorOptions, run: Run) -> ImageGeneratorConfig:
+    """Return the static shape of the generator."""
+    height, width, _ = run.network.image
+    return ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
+
+
+# ---- client ------------------------------------------------------------------------------------------------
+
+
+def synthetic_pixels(
+    options: SynthesisOptions, images: UInt8[Array, "images h w 3"], step: ClientStep
+) -> Float[Array, "batch h w 3"]:
+    """Draw a batch of the images that the server made, as jittered pixels in [0, 1]."""
+    pick, move = jax.random.split(jax.random.fold_in(step.key, 1))
+    index = jax.random.randint(pick, (options.synthetic_batch,), 0, len(images))
+    return jitter(move, images[index] / 255, options.crop_padding)
+
+
+# ---- server: when images are made --------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -33,16 +106,17 @@ class Synthesise(Protocol):
 
 
 def synthesis_rule(name: str, run: Run, first: Callable[[], PyTree], synthesise: Synthesise) -> ServerRule:
-    """After the last round of every task but the last one, makes what clients are sent for all classes seen
-    so far.
+    """Make what clients are sent for all classes seen so far, after the last round of every task but the last
+    one.
 
     Args:
       name: of the rule.
+      run: as of `federate`.
       first: what they are sent before that.
+      synthesise: makes it.
     """
 
-    def init(params: Params, trainable: Params) -> PyTree:
-        del params, trainable
+    def init(_params: Params, _trainable: Params) -> PyTree:
         return first()
 
     def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
@@ -50,15 +124,83 @@ def synthesis_rule(name: str, run: Run, first: Callable[[], PyTree], synthesise:
             return synthesise(round, params, state)
 
         wanted = round.last & (round.task.index < run.sizes.tasks - 1)
-        none = Weighted(jnp.zeros(()), jnp.zeros(()))
-        state, found = jax.lax.cond(wanted, make, lambda state: (state, none), state)
-        return ServerUpdate(params, state, {"loss": found})
+        no_loss = Weighted(jnp.zeros(()), jnp.zeros(()))
+        state, loss = jax.lax.cond(wanted, make, lambda state: (state, no_loss), state)
+        return ServerUpdate(params, state, {"loss": loss})
 
-    def sends(task: Task, state: PyTree) -> PyTree:
-        del task
+    def sends(_task: Task, state: PyTree) -> PyTree:
         return state
 
     return ServerRule(name, update, init, sends)
+
+
+def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> ServerRule:
+    """Return the `synthesis_rule` of a server that makes images: `sent["synthesis"]`, [images, h, w, 3]."""
+    height, width, _ = run.network.image
+    shape = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
+    return synthesis_rule("synthesis", run, functools.partial(jnp.zeros, shape, jnp.uint8), synthesise)
+
+
+# ---- server: models that judge images ----------------------------------------------------------------------
+
+
+class ImageModel(NamedTuple):
+    """A model that judges images: its parameters of all tasks and its trainable ones."""
+
+    cached: Params
+    trainable: Params
+
+
+def global_model(round: ServerRound, params: Params) -> ImageModel:
+    """Return the global model."""
+    trainable = round.learner.trainable(params, round.task)
+    return ImageModel(params, trainable._replace(extra=params.extra))
+
+
+def judge(
+    round: ServerRound, model: ImageModel, pixels: Float[Array, "batch h w 3"], train: bool = False
+) -> Output:
+    """Return what a model computes for pixels in [0, 1], with logits over the seen classes."""
+    batch = unlabelled(round.learner, pixels)
+    output = round.learner.forward(round.frozen, model.cached, model.trainable, batch, round.task, train)
+    return output._replace(logits=mask_logits(output.logits, round.task.seen))
+
+
+def has_statistics(model: ImageModel) -> bool:
+    """Return whether the model has batch normalisation. In training mode, the running statistics of an output
+    then tell those of its batch (`batch_statistics`)."""
+    return bool(jax.tree.leaves(model.trainable.stats))
+
+
+def adversarial_loss(
+    options: SynthesisOptions,
+    round: ServerRound,
+    theirs: Float[Array, "batch C"],
+    student: ImageModel,
+    disputed: Bool[Array, ""],
+    pixels: Float[Array, "batch h w 3"],
+) -> Float[Array, ""]:
+    """Return the weighted disagreement of the global model, whose logits are `theirs`, and the student; it
+    counts once images are `disputed`."""
+
+    def loss() -> Float[Array, ""]:
+        student_logits = judge(round, student, pixels).logits
+        return options.adversarial_weight * disagreement(theirs, student_logits, round.task.seen)
+
+    return jax.lax.cond(disputed, loss, lambda: jnp.zeros(()))
+
+
+def distillation_at(
+    temperature: float,
+    theirs: Float[Array, "batch C"],
+    student: Float[Array, "batch C"],
+    seen: Bool[Array, " C"],
+) -> Float[Array, ""]:
+    """Return T^2 mean KL(softmax(theirs / T) || softmax(student / T)) over the seen classes."""
+    return temperature**2 * jnp.mean(kl(theirs / temperature, student / temperature, seen))
+
+
+# ---- server: rounds of a generator -------------------------------------------------------------------------
 
 
 class Best(NamedTuple):
@@ -119,14 +261,6 @@ def disagreement(
     return -jnp.mean(jnp.where(agree, kl(theirs, own, seen), 0.0))
 
 
-def output_of(
-    round: ServerRound, cached: Params, trainable: Params, pixels: Float[Array, "batch h w 3"]
-) -> Output:
-    """What a model computes for pixels in [0, 1], as in evaluation."""
-    batch = unlabelled(round.learner, pixels)
-    return round.learner.forward(round.frozen, cached, trainable, batch, round.task, False)
-
-
 class BatchStatistics(NamedTuple):
     """Of a layer of batch normalisation, [channels]."""
 
@@ -171,39 +305,29 @@ def added(made: MadeSoFar, image: Float[Array, "batch h w 3"]) -> MadeSoFar:
 
 
 def taught(
+    options: SynthesisOptions,
     loss: Callable[[Params, Float[Array, "batch h w 3"]], Float[Array, ""]],
     optimiser: optax.GradientTransformation,
     student: Student,
     made: MadeSoFar,
-    size: int,
-    padding: float,
     steps: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Student:
-    """The student after so many steps on the images made so far.
-
-    Args:
-      loss: loss(trainable, pixels) of a batch.
-      optimiser: of the student.
-      student: before the steps.
-      made: the images.
-      size: of a batch.
-      padding: as of `pixels.jitter`.
-      steps: how many.
-      key: of the draws.
-    """
+    """Return the student after so many steps on the images made so far; `loss(trainable, pixels)` is that of
+    a batch."""
 
     def step(i: Array, now: Student) -> Student:
         pick, move = jax.random.split(jax.random.fold_in(key, i))
-        chosen = made.images[jax.random.randint(pick, (size,), 0, made.filled)] / 255
-        gradient = jax.grad(loss)(now.trainable, jitter(move, chosen, padding))
+        index = jax.random.randint(pick, (options.synthetic_batch,), 0, made.filled)
+        pixels = jitter(move, made.images[index] / 255, options.crop_padding)
+        gradient = jax.grad(loss)(now.trainable, pixels)
         update, state = optimiser.update(gradient, now.optimiser, now.trainable)
         return Student(jax.tree.map(jnp.add, now.trainable, update), state)
 
     return jax.lax.fori_loop(0, steps, step, student)
 
 
-def student_optimiser(rate: float, momentum: float, decay: float) -> optax.GradientTransformation:
-    """Gradient descent on gradients of at most norm 1."""
-    steps = optax.sgd(rate, momentum)
+def student_optimiser(options: SynthesisOptions, decay: float) -> optax.GradientTransformation:
+    """Return gradient descent on gradients of at most norm 1."""
+    steps = optax.sgd(options.student_lr, STUDENT_MOMENTUM)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(decay), steps)
