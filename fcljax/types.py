@@ -437,6 +437,9 @@ class Round(NamedTuple):
     """Before a task's first round, in every round, after every round, or after a task's last round."""
 
 
+# ---- a server that replays examples (`Method.server_replay`, of pMAE) --------------------------------------
+
+
 class ReplayBuffer(NamedTuple):
     """Examples that the server keeps, in whatever form."""
 
@@ -492,6 +495,38 @@ class ReplayStep(Protocol):
         ...
 
 
+class Reconstruction(NamedTuple):
+    """Images, and what a server could make of what it receives of them, as pixels of about 0 to 1."""
+
+    original: Float[Array, "B H W 3"]
+    """The images themselves."""
+    masked: Float[Array, "B H W 3"]
+    """With hidden patches in grey."""
+    unprompted: Float[Array, "B H W 3"]
+    """Reconstructed by the frozen autoencoder alone."""
+    restored: Float[Array, "B H W 3"]
+    """Reconstructed as the method does it."""
+    hidden: Bool[Array, "B H W 3"]
+    """Pixels of hidden patches."""
+
+
+@runtime_checkable
+class Reconstruct(Protocol):
+    """Reconstructs images from what the server receives of them, for a run's figures, and to measure what is
+    given away."""
+
+    def __call__(
+        self,
+        round_context: RoundContext,
+        server: Server,
+        image: Float[Array, "B H W 3"],
+        key: PRNGKeyArray,
+        /,
+    ) -> Reconstruction:
+        """Return the images and their reconstructions."""
+        ...
+
+
 class ServerReplay(NamedTuple):
     """Training of the server, after its step of a round, on examples that it keeps of every task.
 
@@ -513,21 +548,8 @@ class ServerReplay(NamedTuple):
     """What the server does with a batch."""
     finish: Callable[[RoundContext, Server, Local], Server]
     """finish(round_context, server, local) -> the new server state."""
-
-
-class Reconstruction(NamedTuple):
-    """Images, and what a server could make of what it receives of them, as pixels of about 0 to 1."""
-
-    original: Float[Array, "B H W 3"]
-    """The images themselves."""
-    masked: Float[Array, "B H W 3"]
-    """With hidden patches in grey."""
-    unprompted: Float[Array, "B H W 3"]
-    """Reconstructed by the frozen autoencoder alone."""
-    restored: Float[Array, "B H W 3"]
-    """Reconstructed as the method does it."""
-    hidden: Bool[Array, "B H W 3"]
-    """Pixels of hidden patches."""
+    reconstruct: Reconstruct | None = None
+    """What the server could reconstruct of images, where the examples that it keeps disclose them."""
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------
@@ -550,23 +572,6 @@ class PredictClient(Protocol):
         self, round_context: RoundContext, server: Server, state: ClientState, batch: Batch, /
     ) -> Float[Array, "B C"]:
         """Return logits."""
-        ...
-
-
-@runtime_checkable
-class Reconstruct(Protocol):
-    """Reconstructs images from what the server receives of them, for a run's figures, and to measure what is
-    given away."""
-
-    def __call__(
-        self,
-        round_context: RoundContext,
-        server: Server,
-        image: Float[Array, "B H W 3"],
-        key: PRNGKeyArray,
-        /,
-    ) -> Reconstruction:
-        """Return the images and their reconstructions."""
         ...
 
 
@@ -617,8 +622,6 @@ class Method(NamedTuple):
     predict_drawn: PredictClient | None = None
     """Logarithms of the mean probabilities of a Bayesian personal model over parameters drawn from its
     posterior, for calibration."""
-    restores: Reconstruct | None = None
-    """What the server could reconstruct of images."""
     personal: bool = False
     """Whether a run's accuracy is that of personal models. Each client is then evaluated on the classes that
     it has learned, and `predict` is the server's model alone."""

@@ -601,7 +601,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
 def test_what_a_run_shows_is_what_the_server_would_rebuild():
     server, image = history()[-1][0], DATA.image[:3]
     method = method_of("pmae", **VALUES)
-    found = method.restores(round_context_of(TASKS[1]), server, image, KEY)
+    found = method.server_replay.reconstruct(round_context_of(TASKS[1]), server, image, KEY)
     close(found.original, image, atol=1e-5)
     assert float(found.hidden.mean()) == 0.5
     np.testing.assert_allclose(found.masked[found.hidden], 0.5)

@@ -28,7 +28,6 @@ _OF_CONTEXT = (
     "handover",
     "predict_provisional",
     "predict_drawn",
-    "restores",
 )
 
 
@@ -108,6 +107,5 @@ def _replay(build: Build, method: Method, replay: ServerReplay) -> ServerReplay:
     def late(name: str) -> Callable:
         return _late(build, method, lambda method: getattr(method.server_replay, name))
 
-    return replay._replace(
-        buffer=late("buffer"), start=late("start"), step=late("step"), finish=late("finish")
-    )
+    names = ("buffer", "start", "step", "finish", "reconstruct")
+    return replay._replace(**{name: late(name) for name in names if getattr(replay, name) is not None})

@@ -109,7 +109,7 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     learner = linear_learner(run)
     keeping = keep_tokens(options, run, pair)
     starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
-    method = federate(
+    return federate(
         run,
         learner,
         loss=cross_entropy_loss(),
@@ -117,7 +117,6 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
         server_rules=(keeping, *starting),
         server_replay=train_on_restored(options, learner),
     )
-    return method._replace(restores=functools.partial(reconstruct, options, run.network))
 
 
 def autoencoder_of(network: Network) -> Autoencoder:
@@ -353,8 +352,16 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
     def finish(round_context: RoundContext, server: ServerState, local: tuple) -> ServerState:
         return server._replace(params=learner.merge(server.params, round_context.task, local[0]))
 
-    plan = functools.partial(restore_plan, options)
-    return ServerReplay(current_tokens, plan, options.tune_epochs, options.tune_batch, start, step, finish)
+    return ServerReplay(
+        buffer=current_tokens,
+        plan=functools.partial(restore_plan, options),
+        epochs=options.tune_epochs,
+        batch_size=options.tune_batch,
+        start=start,
+        step=step,
+        finish=finish,
+        reconstruct=functools.partial(reconstruct, options, learner.network),
+    )
 
 
 def pool_of(server: ServerState) -> RestorePool:

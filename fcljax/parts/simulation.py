@@ -302,6 +302,7 @@ def _nothing(_params: Params) -> Params:
 
 def _mean_loss(output: Output, batch: Batch, _task: Task) -> Float[Array, ""]:
     """Return the mean loss of the examples that count."""
+    assert output.losses is not None
     total = jnp.sum(jnp.where(batch.mask, output.losses, 0.0))
     return total / jnp.maximum(jnp.sum(batch.mask), 1)
 

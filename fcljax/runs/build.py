@@ -44,6 +44,7 @@ from fcljax.runs.inputs import (
     network_of,
     read_clean,
 )
+from fcljax.runs.machine import Machine, kernel_on, plan_lanes, plan_shapes
 from fcljax.scenario import Scenario, fit_partition, make_scenario
 from fcljax.types import Frozen, Method, Network, Sizes
 

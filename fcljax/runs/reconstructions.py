@@ -35,19 +35,20 @@ class Rebuilt(NamedTuple):
 def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] | None:
     """Up to 512 training images of the last task, without augmentation, and as many of its test images; None
     if the method reconstructs nothing."""
-    if exp.method.restores is None:
+    replay = exp.method.server_replay
+    if replay is None or replay.reconstruct is None:
         return None
-    restores = jax.jit(exp.method.restores)
+    reconstruct = jax.jit(replay.reconstruct)
     return (
-        _of_split(exp, server, restores, exp.train, exp.scenario.train_label),
-        _of_split(exp, server, restores, exp.test, exp.scenario.test_label),
+        _of_split(exp, server, reconstruct, exp.train, exp.scenario.train_label),
+        _of_split(exp, server, reconstruct, exp.test, exp.scenario.test_label),
     )
 
 
 def _of_split(
     exp: Experiment,
     server: PyTree,
-    restores: Callable[..., Reconstruction],
+    reconstruct: Callable[..., Reconstruction],
     split: Split | Host,
     label: np.ndarray,
 ) -> Rebuilt:
@@ -60,7 +61,8 @@ def _of_split(
     for first in range(0, len(index), BATCH):
         some = np.resize(index[first : first + BATCH], BATCH)
         image = _read(read, split, some, exp.engine.mesh)
-        found.append(jax.device_get(restores(round_context, server, image, jax.random.fold_in(key, first))))
+        batch_key = jax.random.fold_in(key, first)
+        found.append(jax.device_get(reconstruct(round_context, server, image, batch_key)))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(index)], *found)
     return Rebuilt(whole, label[index])
 
