@@ -108,4 +108,5 @@ def _replay(build: Build, method: Method, replay: ServerReplay) -> ServerReplay:
         return _late(build, method, lambda method: getattr(method.server_replay, name))
 
     names = ("buffer", "start", "step", "finish", "reconstruct")
-    return replay._replace(**{name: late(name) for name in names if getattr(replay, name) is not None})
+    changed = {name: late(name) for name in names if getattr(replay, name) is not None}
+    return replay._replace(**changed)  # pyrefly: ignore[bad-argument-type]
