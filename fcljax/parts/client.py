@@ -1,7 +1,7 @@
 """What clients do: how they train, the rules that a method adds to training, and what clients report.
 
 A `ClientRule` acts in training and may keep a state per client; a `Report` is what clients send besides their
-trainable parameters. This file also holds the only training step of the package.
+trainable parameters. `train_step` is the only training step of the package: read it first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ADAPTER = "adapter"
 
 @runtime_checkable
 class LearningRateFactor(Protocol):
-    """The factor on all learning rates in an epoch of round `round` out of `rounds` of a task."""
+    """Returns the factor on all learning rates in an epoch of a round; a task has `rounds` of them."""
 
     def __call__(self, round: Int[Array, ""], rounds: int, epoch: Int[Array, ""], /) -> Float[Array, ""]: ...
 
@@ -50,7 +50,7 @@ class Training(NamedTuple):
     batch_size: int
     """Examples of a step."""
     lr: LearningRate
-    """Learning rate of everything without one of its own (`Adapter.rate`)."""
+    """Learning rate of all parameters but those of an adapter with a rate of its own (`Adapter.rate`)."""
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
     """Gives the direction of a step; the learning rate is applied afterwards."""
     factor: LearningRateFactor | None = None
@@ -63,7 +63,7 @@ class ClientStep(NamedTuple):
     """One batch of a client, as its rules and reports see it."""
 
     learner: Learner
-    """Of the method."""
+    """The method's learner."""
     context: ClientContext
     """What the client knows: frozen network, payload, cached parameters, task, examples."""
     trainable: Params
@@ -73,7 +73,7 @@ class ClientStep(NamedTuple):
     batch: Batch
     """The examples, with the mask of those that count."""
     key: PRNGKeyArray
-    """Of this step."""
+    """The key of this step."""
     drawn: Params
     """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
     train: bool = True
@@ -81,10 +81,13 @@ class ClientStep(NamedTuple):
     norm: its batch statistics would make what is measured depend on the batch size."""
 
     def forward(self, trainable: Params, train: bool | None = None) -> Output:
-        """What other trainable parameters compute for this batch; `train` None: as `output` was computed."""
+        """Compute the output of other trainable parameters for this batch; `train` None: as `output` was."""
+        if train is None:
+            train = self.train
         context = self.context
-        mode = self.train if train is None else train
-        return self.learner.forward(context.frozen, context.cached, trainable, self.batch, context.task, mode)
+        return self.learner.forward(
+            context.frozen, context.cached, trainable, self.batch, context.task, train
+        )
 
 
 @runtime_checkable
@@ -122,18 +125,15 @@ class Project(Protocol):
     def __call__(self, context: ClientContext, trainable: Params, /) -> Params: ...
 
 
-def _stateless(key: PRNGKeyArray, trainable: Params) -> tuple:
-    del key, trainable
+def _stateless(_key: PRNGKeyArray, _trainable: Params) -> tuple:
     return ()
 
 
-def _memory_is_state(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> PyTree:
-    del context, key
+def _memory_is_state(_context: ClientContext, state: PyTree, _key: PRNGKeyArray) -> PyTree:
     return state
 
 
-def _keep_state(context: ClientContext, memory: PyTree, trainable: Params, state: PyTree) -> PyTree:
-    del context, memory, trainable
+def _keep_state(_context: ClientContext, _memory: PyTree, _trainable: Params, state: PyTree) -> PyTree:
     return state
 
 
@@ -148,9 +148,9 @@ class ClientPass:
     step: StepMemory
     """step(step, memory) -> the memory after a batch."""
     on_start: RoundStart = _memory_is_state
-    """Read at `task_end` only: the memory of that pass."""
+    """on_start(context, state, key) -> the memory of the pass; read at `task_end` only."""
     on_end: RoundEnd = _keep_state
-    """Read at `task_end` only: the state after that pass."""
+    """on_end(context, memory, trainable, state) -> the state after the pass; read at `task_end` only."""
     trains: bool = False
     """Whether the rule trains parameters of its own in it; the client's trainable parameters stay."""
 
@@ -166,7 +166,7 @@ class Replay:
     """Past examples of the client that join every training batch."""
 
     count: int
-    """Examples that join a batch, at most."""
+    """The most examples that join a batch."""
     stored: Callable[[PyTree], Int[Array, " M"]]
     """stored(state) -> ids of the training examples that the client may replay; -1: an empty place."""
     choose: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " count"]]
@@ -181,7 +181,7 @@ class ClientRule:
     """What clients do besides minimising their own loss; every field but the name may be left out."""
 
     name: str
-    """Of the rule in messages, and of its parameters."""
+    """Names the rule in messages, and its parameters."""
     loss: StepLoss | None = None
     """loss(step, memory) -> a scalar that is added to the client's loss in every step."""
     init: Callable[[PRNGKeyArray, Params], PyTree] = _stateless
@@ -211,9 +211,9 @@ class ClientRule:
         )
 
     def pass_at(self, when: str, level: int) -> ClientPass | None:
-        """The rule's pass number `level` of those at this time; None: it has fewer."""
-        own = [each for each in self.passes if each.when == when]
-        return own[level] if level < len(own) else None
+        """Return the rule's pass number `level` of those at this time; None: it has fewer."""
+        passes = [client_pass for client_pass in self.passes if client_pass.when == when]
+        return passes[level] if level < len(passes) else None
 
 
 # ---- reports -----------------------------------------------------------------------------------------------
@@ -225,23 +225,20 @@ class ClientEnd(NamedTuple):
     context: ClientContext
     """What the client knows."""
     trainable: Params
-    """After training."""
+    """The trainable parameters after training."""
     memories: dict[str, PyTree]
     """The memory of each client rule, by its name."""
 
 
-def _empty(context: ClientContext) -> tuple:
-    del context
+def _empty(_context: ClientContext) -> tuple:
     return ()
 
 
-def _unchanged(step: ClientStep, total: PyTree) -> PyTree:
-    del step
+def _unchanged(_step: ClientStep, total: PyTree) -> PyTree:
     return total
 
 
-def _total(end: ClientEnd, total: PyTree) -> PyTree:
-    del end
+def _total(_end: ClientEnd, total: PyTree) -> PyTree:
     return total
 
 
@@ -250,7 +247,7 @@ class Report:
     """What a client sends besides its trainable parameters, in `ServerRound.reports[name]`."""
 
     name: str
-    """Of the report in `ServerRound.reports`."""
+    """The report's name in `ServerRound.reports`."""
     init: Callable[[ClientContext], PyTree] = _empty
     """init(context) -> the total before the first batch."""
     step: StepMemory = _unchanged
@@ -258,7 +255,8 @@ class Report:
     finalize: Callable[[ClientEnd, PyTree], PyTree] = _total
     """finalize(end, total) -> what is sent."""
     view: View | None = None
-    """Of a pass of its own after training; None: `step` sees every training batch, before its update."""
+    """How a pass after training reads examples for it; None: `step` sees every training batch, before its
+    update."""
     merge: Literal["gather", "sum"] = "gather"
     """`gather`: one per client, [P, ...]; `sum`: added up."""
     follows_rule: bool = False
@@ -287,7 +285,7 @@ class OfEachClient:
     """`trainable`: all of them, besides their mean. Else this part alone, which is then not averaged: the
     server rule merges it."""
     follows_rule: bool = False
-    """As of a `Report`."""
+    """As in a `Report`."""
 
     def __post_init__(self) -> None:
         choose("name", self.name, ("adapter", "classifier", "trainable"))
@@ -308,14 +306,15 @@ class ClientWork(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A client at work."""
+    """What a client holds while it works."""
 
     trainable: Params
     optimiser: PyTree
+    """The optimiser's state."""
     memory: tuple[PyTree, ...]
-    """Of each client rule."""
+    """The memory of each client rule, in their order."""
     totals: dict[str, PyTree]
-    """Of each report, by its name."""
+    """The total of each report so far, by its name."""
     steps: Int[Array, ""]
     """Training steps so far."""
 
@@ -454,46 +453,58 @@ def finalized(
 
 
 def passes_before(work: ClientWork) -> tuple[Phase, ...]:
-    """The rules' passes before training."""
+    """Return the rules' passes before training."""
     return _levels(work, "before_training", ())
 
 
 def passes_after(work: ClientWork) -> tuple[Phase, ...]:
-    """The rules' passes after training; reports with a view of their own join the first ones."""
-    return _levels(work, "after_training", tuple(each for each in work.reports if each.view))
+    """Return the rules' passes after training. Reports with a view of their own join the first ones."""
+    return _levels(work, "after_training", tuple(report for report in work.reports if report.view))
 
 
 def passes_at_task_end(work: ClientWork) -> tuple[Phase, ...]:
-    """The rules' passes after a task's last round."""
+    """Return the rules' passes after a task's last round."""
     return _levels(work, "task_end", ())
 
 
 def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    deepest = max(
-        (len([each for each in rule.passes if each.when == when]) for rule in work.rules), default=0
-    )
+    """Return the phases of a time: the first passes of all rules, then their second ones, and so on."""
     phases: tuple[Phase, ...] = ()
-    for level in range(max(deepest, 1)):
-        own = {i: rule.pass_at(when, level) for i, rule in enumerate(work.rules)}
-        phases += passes(work, {i: each for i, each in own.items() if each}, reports if level == 0 else ())
-    return phases
+    level = 0
+    while True:
+        passes_of_level = {}
+        for i, rule in enumerate(work.rules):
+            client_pass = rule.pass_at(when, level)
+            if client_pass:
+                passes_of_level[i] = client_pass
+        if level > 0 and not passes_of_level:
+            return phases
+        phases += passes(work, passes_of_level, reports if level == 0 else ())
+        level += 1
 
 
-def passes(work: ClientWork, own: dict[int, ClientPass], reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    """One pass for each view: rules, by their index, and reports that share a view share its pass. Rules that
-    train have passes of their own."""
-    kinds = [(each.view, each.trains) for each in own.values()]
-    kinds += [(each.view, False) for each in reports if each.view]
+def passes(
+    work: ClientWork, rule_passes: dict[int, ClientPass], reports: tuple[Report, ...]
+) -> tuple[Phase, ...]:
+    """Return one phase for each view: rules, by their index, and reports that share a view share its phase.
+    Rules that train have phases of their own."""
+    kinds = [(client_pass.view, client_pass.trains) for client_pass in rule_passes.values()]
+    kinds += [(report.view, False) for report in reports if report.view]
 
     def phase(view: View, trains: bool) -> Phase:
-        steps = {i: each.step for i, each in own.items() if (each.view, each.trains) == (view, trains)}
-        measured = [each for each in reports if each.view == view and not trains]
-        return Phase(view, functools.partial(_look, work, steps, measured, trains), trains=trains)
+        steps = {
+            i: client_pass.step
+            for i, client_pass in rule_passes.items()
+            if (client_pass.view, client_pass.trains) == (view, trains)
+        }
+        reports_of_view = [report for report in reports if report.view == view and not trains]
+        step = functools.partial(_step_of_pass, work, steps, reports_of_view, trains)
+        return Phase(view, step, trains=trains)
 
     return tuple(phase(*kind) for kind in dict.fromkeys(kinds))
 
 
-def _look(
+def _step_of_pass(
     work: ClientWork,
     steps: dict[int, StepMemory],
     reports: list[Report],
@@ -503,13 +514,12 @@ def _look(
     batch: Batch,
     key: PRNGKeyArray,
 ) -> tuple[Local, Metrics]:
-    """One batch of a pass; in one that trains, rules alone train."""
+    """Show one batch to rules and reports. In a pass that trains, rules alone train."""
     trainable = local.trainable
     # adapters work as in training, but the statistics of a batch must not enter what is measured
     train = trains or work.learner.network.split is None
     output = work.learner.forward(context.frozen, context.cached, trainable, batch, context.task, train)
     step = ClientStep(work.learner, context, trainable, output, batch, key, trainable, train)
-
     memory = list(local.memory)
     for i, rule_step in steps.items():
         memory[i] = rule_step(step, memory[i])
@@ -517,15 +527,19 @@ def _look(
     return local._replace(memory=tuple(memory), totals=totals), {}
 
 
+# ---- the start and the end of a client ---------------------------------------------------------------------
+
+
 def start_memory(
     rules: tuple[ClientRule, ...], when: str, context: ClientContext, state: tuple, key: PRNGKeyArray
 ) -> tuple[PyTree, ...]:
-    """Each rule's memory when a client starts. The rules' states are the first of `state`."""
+    """Return each rule's memory when a client starts. The rules' states are the first ones of `state`."""
 
     def memory(i: int, rule: ClientRule) -> PyTree:
-        part = rule.pass_at("task_end", 0) if when == "task_end" else rule
+        part = _part_at(rule, when)
         if part is None:
             return ()
+        # the first rule has the client's own key
         return part.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
 
     return tuple(memory(i, rule) for i, rule in enumerate(rules))
@@ -534,12 +548,20 @@ def start_memory(
 def end_state(
     rules: tuple[ClientRule, ...], when: str, context: ClientContext, local: Local, state: tuple
 ) -> tuple[PyTree, ...]:
-    """Each rule's state when a client ends; at a task's end rules without a pass there keep theirs."""
+    """Return each rule's state when a client ends. At a task's end, rules without a pass there keep
+    theirs."""
 
-    def kept(i: int, rule: ClientRule) -> PyTree:
-        part = rule.pass_at("task_end", 0) if when == "task_end" else rule
+    def after(i: int, rule: ClientRule) -> PyTree:
+        part = _part_at(rule, when)
         if part is None:
             return state[i]
         return part.on_end(context, local.memory[i], local.trainable, state[i])
 
-    return tuple(kept(i, rule) for i, rule in enumerate(rules))
+    return tuple(after(i, rule) for i, rule in enumerate(rules))
+
+
+def _part_at(rule: ClientRule, when: str) -> ClientRule | ClientPass | None:
+    """Return what starts and ends a client for a rule: the rule itself, or at a task's end its pass there."""
+    if when == "task_end":
+        return rule.pass_at("task_end", 0)
+    return rule

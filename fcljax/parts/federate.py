@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from fcljax.types import (
     Aggregate,
     Batch,
     Broadcast,
+    ChooseReplay,
     Claim,
     ClientContext,
     Method,
@@ -69,7 +71,7 @@ class Run(NamedTuple):
     network: Network
     """The frozen network."""
     adapter: Adapter
-    """The one that the user chose."""
+    """The adapter that the user chose."""
     training: Training
     """How clients train."""
     aggregation: Aggregation = MEAN
@@ -79,15 +81,16 @@ class Run(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What clients get in every round."""
+    """What the server broadcasts in every round."""
 
     trainable: Params
+    """The trainable parameters of the task."""
     sent: dict[str, PyTree]
     """What server rules send, by their names."""
 
 
 class ServerState(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps between rounds."""
 
     params: Params
     """The global model: parameters of all tasks."""
@@ -111,7 +114,7 @@ def federate(
     personal: tuple[Personal, ...] = (),
     server_replay: ServerReplay | None = None,
 ) -> Method:
-    """A method from its parts.
+    """Make a method from its parts.
 
     Args:
       run: sizes, training, aggregation and common client rules, as the user chose them.
@@ -133,15 +136,20 @@ def federate(
     server_rules = tuple(map(checked_server_rule, server_rules))
     check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
     _check_rules(run, loss, rules, server_rules, personal)
-    training = run.training._replace(factor=learning_rate or run.training.factor, loss=loss)
-    each_round = tuple(rule for rule in server_rules if rule.when == "round")
-    per_task = tuple(rule for rule in server_rules if rule.when != "round")
-    parts = _Parts(run, learner, training, rules, each_round, per_task, personal, server_replay)
-    main = (Round(_program(parts), _server(parts)),) if loss else ()
+    parts = _Parts(
+        run,
+        learner,
+        run.training._replace(factor=learning_rate or run.training.factor, loss=loss),
+        rules,
+        each_round=tuple(rule for rule in server_rules if rule.when == "round"),
+        per_task=tuple(rule for rule in server_rules if rule.when != "round"),
+        personal=personal,
+        server_replay=server_replay,
+    )
     return Method(
         init=functools.partial(_init, parts),
         broadcast=functools.partial(_broadcast, parts),
-        rounds=main + _task_end_round(parts) + tuple(_report_round(parts, i) for i in range(len(per_task))),
+        rounds=_rounds(parts),
         init_client=functools.partial(_init_client, parts),
         begin_task=functools.partial(_begin_task, parts),
         queries=learner.queries,
@@ -156,17 +164,19 @@ def federate(
 
 
 def rule_names(method: Method) -> dict[str, tuple[str, ...]]:
-    """The names of the rules of a method that `federate` made, in the order of their states in `ServerState`
-    and at clients; nothing of other methods."""
+    """Return the names of the rules of a method that `federate` made, in the order of their states in
+    `ServerState` and at clients; nothing of other methods."""
     parts = next(iter(getattr(method.init, "args", ())), None)
     if not isinstance(parts, _Parts):
         return {}
-    at_server = tuple(rule.name for rule in (*parts.each_round, *parts.per_task))
-    return {"server": at_server, "clients": tuple(rule.name for rule in parts.rules)}
+    return {
+        "server": tuple(rule.name for rule in (*parts.each_round, *parts.per_task)),
+        "clients": tuple(rule.name for rule in parts.rules),
+    }
 
 
 class _Parts(NamedTuple):
-    """Everything static that the functions below close over."""
+    """The static parts of a method."""
 
     run: Run
     learner: Learner
@@ -179,12 +189,12 @@ class _Parts(NamedTuple):
 
     @property
     def merged_by_rules(self) -> tuple[str, ...]:
-        """Parts of the parameters that server rules merge themselves."""
+        """Names of the parts of the parameters that server rules merge, in place of the aggregation rule."""
         return merged_by_rules(self.each_round)
 
     @property
     def whole(self) -> bool:
-        """Whether trainable parameters travel as they are, since a server rule reads each client's."""
+        """Whether a server rule reads the trainable parameters of each client."""
         return sees_each_client(self.each_round)
 
     @property
@@ -193,7 +203,7 @@ class _Parts(NamedTuple):
         return self.server_replay is not None or self.whole
 
     def work(self, rules: tuple[ClientRule, ...], reports: tuple[Report, ...]) -> ClientWork:
-        """The static side of clients' work."""
+        """Return the static side of clients' work."""
         return ClientWork(self.learner, self.training, rules, reports, self.run.sizes.rounds)
 
 
@@ -209,51 +219,54 @@ def _check_rules(
             f"client_rules: {rules[0].name} acts on training, and nothing trains here; leave it out"
         )
     names = [rule.name for rule in rules]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InputError(f"client_rules: two of them have the name {twice[0]!r}")
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise InputError(f"client_rules: two of them have the name {repeated[0]!r}")
     if sum(rule.replay is not None for rule in rules) > 1:
         raise InputError("client_rules: only one of them can replay past examples")
     check_aggregation(server_rules, run.aggregation)
     for rule in server_rules:
-        both = sorted({*merged_by_rules((rule,))} & {*personal})
-        if both or (personal and sees_each_client((rule,))):
-            raise InputError(f"personal: {(both or personal)[0]} is not sent, and {rule.name} needs it")
+        missing = sorted({*merged_by_rules((rule,))} & {*personal})
+        if sees_each_client((rule,)):
+            missing += personal
+        if missing:
+            raise InputError(f"personal: {missing[0]} is not sent, and {rule.name} needs it")
 
 
 # ---- parameters --------------------------------------------------------------------------------------------
 
 
 def _first_task(sizes: Sizes) -> Task:
-    """The first task of the stream, from which states get their shapes."""
+    """Return the first task of the stream, from which states get their shapes."""
     ids = np.arange(sizes.classes, dtype=np.int32)
-    mine = ids < sizes.task_classes
-    return Task.of_numpy(np.int32(0), ids[: sizes.task_classes], mine, mine)
+    current = ids < sizes.task_classes
+    return Task.of_numpy(np.int32(0), ids[: sizes.task_classes], current, current)
 
 
 def _trainable(parts: _Parts, params: Params, task: Task) -> Params:
-    """What trains in a task and travels, of the learner and of the rules."""
+    """Return what trains in a task and travels, of the learner and of the rules."""
     return parts.learner.trainable(params, task)._replace(extra=params.extra)
 
 
 def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
-    """The parameters with the merged ones in their place; what server rules merge, or clients keep to
-    themselves, stays as it was."""
-    mine = _trainable(parts, params, task)
-    mean = mean._replace(**{name: getattr(mine, name) for name in (*parts.merged_by_rules, *parts.personal)})
+    """Return the parameters of all tasks with the merged ones in their place. What server rules merge, or
+    clients keep to themselves, stays as it was."""
+    trainable = _trainable(parts, params, task)
+    unmerged = {name: getattr(trainable, name) for name in (*parts.merged_by_rules, *parts.personal)}
+    mean = mean._replace(**unmerged)
     return parts.learner.merge(params, task, mean)._replace(extra=mean.extra)
 
 
-def _sent(parts: _Parts, trainable: Params) -> Params:
-    """Trainable parameters without what clients keep to themselves."""
-    nothing: dict[str, PyTree] = dict.fromkeys(parts.personal, ())
-    return trainable._replace(**nothing)
+def _without_personal(parts: _Parts, trainable: Params) -> Params:
+    """Return trainable parameters with () in the place of what clients keep to themselves."""
+    empty: dict[str, PyTree] = dict.fromkeys(parts.personal, ())
+    return trainable._replace(**empty)
 
 
 def _averaged(parts: _Parts, trainable: Params) -> Params:
-    """What is merged parameter by parameter: all that is sent but what server rules merge."""
-    nothing: dict[str, PyTree] = dict.fromkeys(parts.merged_by_rules, ())
-    return _sent(parts, trainable)._replace(**nothing)
+    """Return what the aggregation rule merges: all that is sent but what server rules merge."""
+    empty: dict[str, PyTree] = dict.fromkeys(parts.merged_by_rules, ())
+    return _without_personal(parts, trainable)._replace(**empty)
 
 
 class SentParams(NamedTuple):
@@ -290,30 +303,34 @@ class SentParams(NamedTuple):
         return self.averaged, self.by_rules
 
 
-def _own(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
-    """What a client keeps to itself of the parameters, by name; it lies behind the rules' states."""
+# ---- what clients keep to themselves -----------------------------------------------------------------------
+
+
+def _personal_params(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
+    """Return the parameters that a client keeps to itself, by name. They stand behind its rules' states."""
     return state[-1] if parts.personal else {}
 
 
-def _own_after(
+def _personal_after(
     parts: _Parts, task: Task, trainable: Params, state: tuple
 ) -> tuple[dict[Personal, PyTree], ...]:
-    """The same after training in a task."""
+    """Return the same after training in a task, as the end of a client's state."""
     if not parts.personal:
         return ()
-    kept = {name: getattr(trainable, name) for name in parts.personal}
-    if "classifier" in kept:
-        merge = parts.learner.classifier.merge
-        kept["classifier"] = merge(_own(parts, state)["classifier"], task, kept["classifier"])
-    return (kept,)
+    params = {name: getattr(trainable, name) for name in parts.personal}
+    if "classifier" in params:
+        # a client keeps the classifier of all tasks
+        before = _personal_params(parts, state)["classifier"]
+        params["classifier"] = parts.learner.classifier.merge(before, task, params["classifier"])
+    return (params,)
 
 
-def _received(parts: _Parts, context: ClientContext, state: tuple) -> Params:
-    """The trainable parameters that a client starts from: the payload's, and those that it kept to itself."""
-    own = dict(_own(parts, state))
-    if "classifier" in own:
-        own["classifier"] = parts.learner.classifier.trainable(own["classifier"], context.task)
-    return context.payload.trainable._replace(**own)
+def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params:
+    """Return the trainable parameters that a client starts from: the payload's, and its personal ones."""
+    params = dict(_personal_params(parts, state))
+    if "classifier" in params:
+        params["classifier"] = parts.learner.classifier.trainable(params["classifier"], context.task)
+    return context.payload.trainable._replace(**params)
 
 
 # ---- the method's functions --------------------------------------------------------------------------------
@@ -321,27 +338,32 @@ def _received(parts: _Parts, context: ClientContext, state: tuple) -> Params:
 
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     params = parts.learner.init(key, frozen)
-    extra = {
-        rule.name: rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
-        for i, rule in enumerate(parts.rules)
-        if rule.parameters
-    }
+    extra = {}
+    for i, rule in enumerate(parts.rules):
+        if rule.parameters:
+            extra[rule.name] = rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
     params = params._replace(extra=extra)
     trainable = _trainable(parts, params, _first_task(parts.run.sizes))
-    states = tuple(rule.init(params, trainable) for rule in (*parts.each_round, *parts.per_task))
-    provisional = trainable if parts.trains_on else ()
-    return ServerState(params, states, parts.run.aggregation.init(_averaged(parts, trainable)), provisional)
+    return ServerState(
+        params,
+        rules=tuple(rule.init(params, trainable) for rule in (*parts.each_round, *parts.per_task)),
+        aggregation=parts.run.aggregation.init(_averaged(parts, trainable)),
+        provisional=trainable if parts.trains_on else (),
+    )
 
 
 def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple[PyTree, ...]:
     trainable = _trainable(parts, server.params, _first_task(parts.run.sizes))
-    own = {name: getattr(server.params, name) for name in parts.personal}
-    return (*(rule.init(key, trainable) for rule in parts.rules), *([own] if own else ()))
+    states = tuple(rule.init(key, trainable) for rule in parts.rules)
+    if not parts.personal:
+        return states
+    return (*states, {name: getattr(server.params, name) for name in parts.personal})
 
 
-def _begin_task(parts: _Parts, round_context: RoundContext, server: ServerState, key: Array) -> ServerState:
-    """Adapters open a task; a server optimiser starts anew, since other parameters train now."""
-    del key
+def _begin_task(
+    parts: _Parts, round_context: RoundContext, server: ServerState, _key: PRNGKeyArray
+) -> ServerState:
+    """Open the task in the learner. A server optimiser starts anew, since other parameters train now."""
     params = parts.learner.open_task(server.params, round_context.task)
     trainable = _trainable(parts, params, round_context.task)
     state = parts.run.aggregation.init(_averaged(parts, trainable))
@@ -349,15 +371,15 @@ def _begin_task(parts: _Parts, round_context: RoundContext, server: ServerState,
 
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
-    """The trainable parameters and what server rules send; clients hold what came before."""
+    """Return the trainable parameters and what server rules send, and what clients cache of earlier tasks."""
     states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
-    trainable = _sent(parts, _trainable(parts, server.params, round_context.task))
+    trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
     return Broadcast(Payload(trainable, sent), parts.learner.cached(server.params))
 
 
 def _counted(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
-    """The named groups of trainable parameters."""
+    """Return the named groups of trainable parameters."""
     if parts.training.loss is None:
         return {}
     trainable = _trainable(parts, server.params, round_context.task)
@@ -366,48 +388,50 @@ def _counted(parts: _Parts, round_context: RoundContext, server: ServerState) ->
 
 
 def _handover(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
-    """The trainable parameters of a task that clients cache from then on."""
+    """Return the trainable parameters of a task that clients cache from then on, by their paths."""
 
-    def named(tree: PyTree) -> dict[str, Array]:
+    def by_path(tree: PyTree) -> dict[str, Array]:
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
-    cached = named(parts.learner.cached(server.params))
-    trainable = _sent(parts, _trainable(parts, server.params, round_context.task))
-    return {name: leaf for name, leaf in named(trainable).items() if name in cached}
+    cached = by_path(parts.learner.cached(server.params))
+    trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
+    return {path: leaf for path, leaf in by_path(trainable).items() if path in cached}
 
 
 def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
-    """The functions of a `Method` that predict, by name."""
+    """Return the functions of a `Method` that predict, by name."""
     learner = parts.learner
+    sampling = learner.sampling
 
     def predict(round_context: RoundContext, server: ServerState, batch: Batch) -> Float[Array, "batch C"]:
         logits = learner.predict(round_context.frozen, server.params, batch, round_context.task)
-        lowest = jnp.finfo(logits.dtype).min
-        return logits if predicts == "all" else jnp.where(round_context.task.seen, logits, lowest)
+        if predicts == "all":
+            return logits
+        return jnp.where(round_context.task.seen, logits, jnp.finfo(logits.dtype).min)
 
     def predict_provisional(round_context: RoundContext, server: ServerState, batch: Batch) -> Array:
         params = _merged(parts, server.params, round_context.task, server.provisional)
         return predict(round_context, server._replace(params=params), batch)
 
+    def client_params(server: ServerState, state: tuple) -> Params:
+        return server.params._replace(**_personal_params(parts, state))
+
     def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
-        mine = server.params._replace(**_own(parts, state))
-        return predict(round_context, server._replace(params=mine), batch)
+        return predict(round_context, server._replace(params=client_params(server, state)), batch)
 
     def predict_drawn(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
-        sampling = learner.sampling
         assert sampling is not None
-        mine = server.params._replace(**_own(parts, state))
+        params = client_params(server, state)
 
         def probabilities(key: PRNGKeyArray) -> Array:
-            drawn = server._replace(params=sampling.draw(key, mine))
+            drawn = server._replace(params=sampling.draw(key, params))
             return jax.nn.softmax(predict(round_context, drawn, batch))
 
-        keys = jax.random.split(
-            jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation
-        )  # the same for all batches
+        # the same draws for all batches
+        keys = jax.random.split(jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation)
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
-    draws = learner.sampling is not None and learner.sampling.evaluation > 0
+    draws = sampling is not None and sampling.evaluation > 0
     return {
         "predict": predict,
         "predict_client": predict_client if parts.personal else None,
@@ -416,50 +440,131 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
     }
 
 
+# ---- rounds ------------------------------------------------------------------------------------------------
+
+
+def _rounds(parts: _Parts) -> tuple[Round, ...]:
+    """Return what is played in every task."""
+    rounds: tuple[Round, ...] = ()
+    if parts.training.loss is not None:
+        rounds += (Round(_program(parts), functools.partial(_serve, parts)),)
+    if any(rule.pass_at("task_end", 0) for rule in parts.rules):
+        rounds += (_task_end_round(parts),)
+    return rounds + tuple(_report_round(parts, number) for number in range(len(parts.per_task)))
+
+
+def _task_end_round(parts: _Parts) -> Round:
+    """Return the round after the last one of a task: rules see the client's examples under the final model,
+    and nothing is sent."""
+
+    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
+        memory = client.start_memory(parts.rules, "task_end", context, state, key)
+        return Local(_start_params(parts, context, state), (), memory, {}, jnp.int32(0))
+
+    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        rule_states = client.end_state(parts.rules, "task_end", context, local, state)
+        personal = _personal_after(parts, context.task, local.trainable, state)
+        return Upload(weight=context.client.examples), (*rule_states, *personal)
+
+    phases = client.passes_at_task_end(parts.work(parts.rules, ()))
+    return Round(Program(start, phases, finish), None, "everyone", "task_end")
+
+
+def _report_round(parts: _Parts, number: int) -> Round:
+    """Return a round of once per task: every client with examples reports under the current model."""
+    rule = parts.per_task[number]
+    position = len(parts.each_round) + number
+    usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
+    reports = tuple(
+        dataclasses.replace(report, view=report.view or usual)
+        for report in rule.reports
+        if isinstance(report, Report)
+    )
+
+    def start(context: ClientContext, state: tuple, _key: PRNGKeyArray) -> Local:
+        totals = client.first_totals(reports, context)
+        return Local(_start_params(parts, context, state), (), (), totals, jnp.int32(0))
+
+    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
+        finalized = client.finalized(reports, ClientEnd(context, local.trainable, {}), local.totals)
+        summed = _merged_as("sum", finalized)
+        gathered = _merged_as("gather", finalized)
+        return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
+
+    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+        merged_reports = {**aggregate.gather, **aggregate.sum}
+        server_round = _server_round(parts, round_context, aggregate, merged_reports, key)
+        params, rule_state, metrics = _updated(rule, server_round, state.params, state.rules[position])
+        states = list(state.rules)
+        states[position] = rule_state
+        return state._replace(params=params, rules=tuple(states)), metrics
+
+    phases = client.passes(parts.work((), reports), {}, reports)
+    program = Program(start, phases, finish, claims=_claims(parts, reports, usual))
+    return Round(program, server, who="everyone", when=rule.when)
+
+
 # ---- the client --------------------------------------------------------------------------------------------
 
 
 def _program(parts: _Parts) -> Program:
-    """What participants do in a round: passes before training, training, passes after it, the upload."""
+    """Return what participants do in a round: passes before training, training, passes after it, the
+    upload."""
     learner = parts.learner
     training = parts.training
     reports = reports_of(parts.each_round)
     work = parts.work(parts.rules, reports)
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
-        trainable = _received(parts, context, state)
+        trainable = _start_params(parts, context, state)
         totals = client.first_totals(reports, context)
         memory = client.start_memory(parts.rules, "round", context, state, key)
         return Local(trainable, training.optimiser.init(trainable), memory, totals, jnp.int32(0))
 
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        kept = client.end_state(parts.rules, "round", context, local, state)
-        sent = learner.sends(local.trainable, context.task) if learner.sends else local.trainable
-        upload = _upload(parts, context, sent, _finalized(parts, reports, context, local))
-        return upload, (*kept, *_own_after(parts, context.task, local.trainable, state))
+        rule_states = client.end_state(parts.rules, "round", context, local, state)
+        memories = {rule.name: memory for rule, memory in zip(parts.rules, local.memory, strict=True)}
+        end = ClientEnd(context, local.trainable, memories)
+        finalized = client.finalized(reports, end, local.totals)
+        sent = local.trainable
+        if learner.sends:
+            sent = learner.sends(sent, context.task)
+        personal = _personal_after(parts, context.task, local.trainable, state)
+        return _upload(parts, context, sent, finalized), (*rule_states, *personal)
 
-    replays = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
-    index, replay = replays[0] if replays else (0, None)
-    view = View(training.epochs, training.batch_size, replay=replay.count if replay else 0)
+    view, choose, stored = _replay(parts)
+    terms = client.term_names(work)
+    train = Phase(
+        view,
+        functools.partial(client.train_step, work),
+        choose,
+        # the share of a single term is 1
+        terms=terms if len(terms) > 1 else (),
+    )
+    phases = (*client.passes_before(work), train, *client.passes_after(work))
+    return Program(start, phases, finish, _receive(parts), stored, _claims(parts, reports, view))
+
+
+def _replay(parts: _Parts) -> tuple[View, ChooseReplay | None, Callable[[tuple], Array] | None]:
+    """Return how training reads examples, and of the rule that replays past ones: which it chooses in a step,
+    and which it may choose."""
+    training = parts.training
+    replaying = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
+    if not replaying:
+        return View(training.epochs, training.batch_size), None, None
+    ((index, replay),) = replaying
 
     def choose(context: ClientContext, local: Local, key: PRNGKeyArray) -> Array:
-        assert replay is not None
         return replay.choose(context, local.memory[index], key)
 
     def stored(state: tuple) -> Array:
-        assert replay is not None
         return replay.stored(state[index])
 
-    step = functools.partial(client.train_step, work)
-    terms = client.term_names(work)
-    train = Phase(view, step, choose if replay else None, terms=terms if len(terms) > 1 else ())
-    phases = (*client.passes_before(work), train, *client.passes_after(work))
-    stored_indices = stored if replay else None
-    return Program(start, phases, finish, _receive(parts), stored_indices, _claims(parts, reports, view))
+    return View(training.epochs, training.batch_size, replay=replay.count), choose, stored
 
 
 def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Claim, ...]:
-    """What uploads say of a client, of reports and of the aggregation rule.
+    """Return what uploads say of a client, in reports and by the aggregation rule.
 
     Args:
       parts: of the method.
@@ -467,29 +572,25 @@ def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Cla
       view: what reports without a view of their own read.
     """
 
-    def claim(report: Report) -> Claim:
+    def claim_of(report: Report) -> Claim:
         def holds(context: ClientContext, upload: Upload) -> Array:
             assert report.possible is not None
-            own = context.client
-            examples = jnp.asarray(phase_examples(own.examples, report.view or view))
-            read = context._replace(client=own._replace(examples=examples))
-            return report.possible(read, {**upload.gather, **upload.sum}[report.name])
+            # the server knows how many examples a client has, and so how many a pass reads
+            examples = phase_examples(context.client.examples, report.view or view)
+            info = context.client._replace(examples=jnp.asarray(examples))
+            sent = {**upload.gather, **upload.sum}[report.name]
+            return report.possible(context._replace(client=info), sent)
 
         return Claim(report.name, holds)
 
-    rule = parts.run.aggregation.possible
-    return (*(claim(report) for report in reports if report.possible), *([rule] if rule else []))
-
-
-def _finalized(
-    parts: _Parts, reports: tuple[Report, ...], context: ClientContext, local: Local
-) -> dict[str, tuple[Report, PyTree]]:
-    memories = dict(zip([rule.name for rule in parts.rules], local.memory, strict=True))
-    end = ClientEnd(context, local.trainable, memories)
-    return client.finalized(reports, end, local.totals)
+    claims = tuple(claim_of(report) for report in reports if report.possible)
+    if parts.run.aggregation.possible:
+        claims += (parts.run.aggregation.possible,)
+    return claims
 
 
 def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[str, PyTree]:
+    """Return the reports that are merged in one of the two ways, by name."""
     return {name: sent for name, (report, sent) in finalized.items() if report.merge == merge}
 
 
@@ -498,8 +599,8 @@ def _upload(
 ) -> Upload:
     """Return the upload of a client: its trainable parameters and its reports."""
     mean, params = SentParams.of(parts, trainable).pack(parts)
-    gather = _merged_as("gather", finalized) | params
-    return Upload(mean, _merged_as("sum", finalized), gather, context.client.examples)
+    gathered = _merged_as("gather", finalized) | params
+    return Upload(mean, _merged_as("sum", finalized), gathered, context.client.examples)
 
 
 def _receive(parts: _Parts) -> ReceiveUpload | None:
@@ -519,66 +620,27 @@ def _receive(parts: _Parts) -> ReceiveUpload | None:
     return receive
 
 
-def _task_end_round(parts: _Parts) -> tuple[Round, ...]:
-    """After the last round of a task: rules see the client's examples under the final model; nothing is
-    sent."""
-    if not any(rule.pass_at("task_end", 0) for rule in parts.rules):
-        return ()
-    phases = client.passes_at_task_end(parts.work(parts.rules, ()))
-
-    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
-        memory = client.start_memory(parts.rules, "task_end", context, state, key)
-        return Local(_received(parts, context, state), (), memory, {}, jnp.int32(0))
-
-    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        kept = client.end_state(parts.rules, "task_end", context, local, state)
-        own = _own_after(parts, context.task, local.trainable, state)
-        return Upload(weight=context.client.examples), (*kept, *own)
-
-    return (Round(Program(start, phases, finish), None, "everyone", "task_end"),)
-
-
 # ---- the server --------------------------------------------------------------------------------------------
 
 
-def _server(parts: _Parts):
+def _serve(
+    parts: _Parts, round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray
+) -> tuple[ServerState, Metrics]:
     """Merge the uploads, then apply the server rules in their order."""
-
-    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
-        sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
-        reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
-        mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
-        params = _merged(parts, state.params, round_context.task, mean)
-        states = list(state.rules)
-        metrics = {}
-        provisional = _trainable(parts, params, round_context.task) if parts.trains_on else ()
-        for i, rule in enumerate(parts.each_round):
-            rule_key = key if i == 0 else jax.random.fold_in(key, i)
-            around = _round(parts, round_context, aggregate, reports, rule_key)
-            params, states[i], more = _updated(rule, around, params, states[i])
-            metrics |= more
-        return ServerState(params, tuple(states), aggregation, provisional), metrics
-
-    return server
-
-
-def _round(
-    parts: _Parts, round_context: RoundContext, aggregate: Aggregate, reports: dict, key: PRNGKeyArray
-) -> ServerRound:
-    frozen, task, index, last, previous = round_context
-    valid = aggregate.valid
-    ids = aggregate.id
-    weight = aggregate.weight
-    return ServerRound(parts.learner, frozen, task, index, last, previous, reports, valid, ids, weight, key)
-
-
-def _updated(
-    rule: ServerRule, around: ServerRound, params: Params, state: PyTree
-) -> tuple[Params, PyTree, Metrics]:
-    """Return what a server rule returns, with its name before the names of its metrics."""
-    result = rule.update(around, params, state)
-    metrics = {f"{rule.name}_{name}": value for name, value in result.metrics.items()}
-    return result.params, result.state, metrics
+    mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
+    params = _merged(parts, state.params, round_context.task, mean)
+    provisional = _trainable(parts, params, round_context.task) if parts.trains_on else ()
+    sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
+    reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
+    states = list(state.rules)
+    metrics: Metrics = {}
+    for i, rule in enumerate(parts.each_round):
+        # the first rule has the server's own key
+        rule_key = key if i == 0 else jax.random.fold_in(key, i)
+        server_round = _server_round(parts, round_context, aggregate, reports, rule_key)
+        params, states[i], rule_metrics = _updated(rule, server_round, params, states[i])
+        metrics |= rule_metrics
+    return ServerState(params, tuple(states), aggregation, provisional), metrics
 
 
 def _aggregated(
@@ -599,48 +661,43 @@ def _aggregated(
     return rule.post(mean, reference, state, jnp.sum(aggregate.valid), post_key)
 
 
-def _report_round(parts: _Parts, number: int) -> Round:
-    """A round of once per task: every client with examples reports under the current model."""
-    rule = parts.per_task[number]
-    place = len(parts.each_round) + number
-    usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
-    reports = tuple(_with_view(report, usual) for report in rule.reports if isinstance(report, Report))
-    work = parts.work((), reports)
-
-    def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
-        del key
-        totals = client.first_totals(reports, context)
-        return Local(_received(parts, context, state), (), (), totals, jnp.int32(0))
-
-    def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
-        end = ClientEnd(context, local.trainable, {})
-        found = client.finalized(reports, end, local.totals)
-        gather = _merged_as("gather", found)
-        summed = _merged_as("sum", found)
-        return Upload(sum=summed, gather=gather, weight=context.client.examples), state
-
-    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
-        around = _round(parts, round_context, aggregate, {**aggregate.gather, **aggregate.sum}, key)
-        params, own, metrics = _updated(rule, around, state.params, state.rules[place])
-        states = (*state.rules[:place], own, *state.rules[place + 1 :])
-        return state._replace(params=params, rules=states), metrics
-
-    phases: tuple[Phase, ...] = client.passes(work, {}, reports)
-    program = Program(start, phases, finish, claims=_claims(parts, reports, usual))
-    return Round(program, server, who="everyone", when=rule.when)
+def _server_round(
+    parts: _Parts,
+    round_context: RoundContext,
+    aggregate: Aggregate,
+    reports: dict[str, PyTree],
+    key: PRNGKeyArray,
+) -> ServerRound:
+    """Return what a server rule may read."""
+    return ServerRound(
+        parts.learner,
+        *round_context,  # the fields that follow, in their order
+        reports=reports,
+        valid=aggregate.valid,
+        ids=aggregate.id,
+        weights=aggregate.weight,
+        key=key,
+    )
 
 
-def _with_view(report: Report, view: View) -> Report:
-    """In a round of its own a report needs a view."""
-    return report if report.view else dataclasses.replace(report, view=view)
+def _updated(
+    rule: ServerRule, server_round: ServerRound, params: Params, state: PyTree
+) -> tuple[Params, PyTree, Metrics]:
+    """Return what a server rule returns, with its name before the names of its metrics."""
+    result = rule.update(server_round, params, state)
+    metrics = {f"{rule.name}_{name}": value for name, value in result.metrics.items()}
+    return result.params, result.state, metrics
+
+
+# ---- learners ----------------------------------------------------------------------------------------------
 
 
 def feature_width(run: Run, features: Reads) -> int:
-    """Of what the classifier reads."""
+    """Return the width of what the classifier reads."""
     return run.network.width * (2 if features == "both" else 1)
 
 
 def linear_learner(run: Run, keys: Keys = two_keys, features: Reads = "prompted") -> Learner:
-    """The run's network and adapter with a linear classifier, the learner of most methods."""
+    """Return the run's network and adapter with a linear classifier, the learner of most methods."""
     classifier = linear_on(run.adapter, feature_width(run, features), run.sizes.classes)
     return learner(run.network, run.adapter, classifier, keys, features)
