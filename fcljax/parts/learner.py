@@ -72,23 +72,20 @@ class Mixture(NamedTuple):
     """M vectors of N parameters in each group; the same for all queries."""
 
 
-def _all(params: PyTree, task: Task) -> PyTree:
-    del task
+def _all(params: PyTree, _task: Task) -> PyTree:
     return params
 
 
-def _replaced(params: PyTree, task: Task, trainable: PyTree) -> PyTree:
-    del params, task
+def _replaced(_params: PyTree, _task: Task, trainable: PyTree) -> PyTree:
     return trainable
 
 
-def _nothing(params: PyTree) -> tuple:
-    del params
+def _nothing(_params: PyTree) -> tuple:
     return ()
 
 
 def class_token(features: Features) -> Feature:
-    """The class token after the final norm."""
+    """Return the class token after the final norm."""
     return features.cls
 
 
@@ -110,13 +107,13 @@ class Adapter(NamedTuple):
     cached: Callable[[PyTree], PyTree] = _nothing
     """cached(params) -> what `inject` reads besides the trainable parameters; clients hold it."""
     inject: Inject | None = None
-    """What enters the network; None leaves the network as it is."""
+    """Computes what enters the network; None leaves the network as it is."""
     network: Callable[[PyTree], PyTree] | None = None
     """network(trainable) -> weights used in place of the frozen ones; None: the frozen ones."""
     feature: Callable[[Features], Feature] = class_token
-    """What the classifier reads."""
+    """feature(features) -> what the classifier reads."""
     prompt: Prompt | None = None
-    """For servers that distil prompts on latents; None: the adapter has no prompts."""
+    """Computes prompts for servers that distil them on latents; None: the adapter has none."""
     mixture: Callable[..., Mixture] | None = None
     """Arguments as of `prompt`; None: prompts are no weighted sums. Servers compare mixtures faster."""
     loss: Callable[..., Float[Array, ""]] | None = None
@@ -128,7 +125,7 @@ class Adapter(NamedTuple):
     queries: bool = False
     """Whether `inject` reads the query, the frozen network's own class token."""
     rate: LearningRate | None = None
-    """Learning rate of the adapter; None: that of the run."""
+    """The adapter's learning rate; None: that of the run."""
     batchwise: tuple[str, ...] = ()
     """Options of the run by which what `inject` returns in evaluation depends on the other images of a batch;
     (): it does not."""
@@ -157,15 +154,15 @@ class Classifier(NamedTuple):
     logits: ClassifierLogits
     """Logits in training."""
     trainable: Select = _all
-    """As of an `Adapter`."""
+    """As in an `Adapter`."""
     merge: Merge = _replaced
-    """As of an `Adapter`."""
+    """As in an `Adapter`."""
     cached: Callable[[PyTree], PyTree] = _nothing
-    """As of an `Adapter`."""
+    """As in an `Adapter`."""
     predict: ClassifierLogits | None = None
     """Logits in evaluation; None: as in training."""
     lasting: Callable[[Any], Any] = _unchanged
-    """As of an `Adapter`."""
+    """As in an `Adapter`."""
 
 
 class Params(NamedTuple):
@@ -185,7 +182,7 @@ class Output(NamedTuple):
     """What a learner computes for a batch."""
 
     logits: Logits
-    """Of all classes, unmasked."""
+    """Logits of all classes, unmasked."""
     feature: Feature
     """What the classifier read."""
     query: Feature | None = None
@@ -271,16 +268,15 @@ class Learner(NamedTuple):
     averaged; None: the trainable parameters themselves."""
 
     def lasting(self, trainable: Params) -> Params:
-        """The trainable parameters that are the same ones in every task, with () in place of the others.
-        Running statistics are no parameters."""
+        """Return the trainable parameters that are the same ones in every task, with () in place of the
+        others. Running statistics are no parameters."""
         adapter = self.adapter.lasting(trainable.adapter)
-        return trainable._replace(
-            adapter=adapter, classifier=self.classifier.lasting(trainable.classifier), stats=()
-        )
+        classifier = self.classifier.lasting(trainable.classifier)
+        return trainable._replace(adapter=adapter, classifier=classifier, stats=())
 
 
 def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """What of trainable parameters is in `lasting`, a result of `Learner.lasting` on others."""
+    """Return those of trainable parameters that are in `lasting`, a result of `Learner.lasting` on others."""
 
     def pick(part: PyTree, whole: PyTree) -> PyTree:
         return () if _left_out(part) else whole
@@ -289,7 +285,8 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
 
 
 def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Trainable parameters with those of `lasting`, a result of `Learner.lasting` on others, put in place."""
+    """Return trainable parameters with those of `lasting`, a result of `Learner.lasting` on others, in their
+    place."""
 
     def pick(part: PyTree, whole: PyTree) -> PyTree:
         return whole if _left_out(part) else part
@@ -298,7 +295,7 @@ def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
 
 
 def all_last(adapter: Adapter, trainable: PyTree) -> bool:
-    """Whether an adapter trains the same parameters in every task."""
+    """Return whether an adapter trains the same parameters in every task."""
     return jax.tree.structure(adapter.lasting(trainable)) == jax.tree.structure(trainable)
 
 
@@ -310,13 +307,13 @@ Keys = Callable[[PRNGKeyArray], tuple[PRNGKeyArray, PRNGKeyArray]]
 
 
 def two_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The keys of an adapter's and a classifier's first values."""
+    """Return the keys of an adapter's and a classifier's first values."""
     adapter, classifier = jax.random.split(key)
     return adapter, classifier
 
 
 def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """A classifier alone draws from the key itself."""
+    """Return the key itself, for a classifier that draws alone."""
     return key, key
 
 
@@ -331,7 +328,7 @@ def learner(
     keys: Keys = two_keys,
     features: Reads = "prompted",
 ) -> Learner:
-    """A learner from a network, an adapter and a classifier.
+    """Put a network, an adapter and a classifier together.
 
     Args:
       network: the frozen network.
@@ -350,8 +347,9 @@ def learner(
     def extract(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
     ) -> tuple[Float[Array, "batch features"], Feature | None, PyTree]:
-        given = frozen, cached, trainable, batch, task, train
-        feature, query, stats = _features(network, adapter, queries, *given)
+        feature, query, stats = _features(
+            network, adapter, queries, frozen, cached, trainable, batch, task, train
+        )
         if both:
             assert query is not None
             feature = jnp.concatenate([query, feature], axis=-1)
@@ -444,8 +442,8 @@ def _features(
     task: Task,
     train: bool,
 ) -> tuple[Feature, Feature | None, PyTree]:
-    """The adapted network's features, the query (cached where the batch has it; else computed if `queries`),
-    and the running statistics after the batch."""
+    """Return the adapted network's features, the query (cached where the batch has it; else computed if
+    `queries`), and the running statistics after the batch."""
     query = batch.query
     if query is None and queries:
         query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
@@ -470,7 +468,7 @@ Classes = Literal["current", "seen", "all"]
 
 
 def competing(classes: Classes, task: Task) -> Bool[Array, " C"]:
-    """The classes that compete: those of the task, those seen so far, or all of the stream."""
+    """Return the classes that compete: those of the task, those seen so far, or all of the stream."""
     return {"current": task.current, "seen": task.seen, "all": task.seen | True}[classes]
 
 
@@ -488,7 +486,7 @@ class Loss(NamedTuple):
 def cross_entropy_loss(
     classes: Classes = "current", reduction: Reduction = "mean", weight: float = 1.0
 ) -> Loss:
-    """Softmax cross-entropy over some classes.
+    """Return softmax cross-entropy over some classes as a loss.
 
     Args:
       classes: those that compete.
@@ -505,19 +503,20 @@ def cross_entropy_loss(
 
 
 def replaced_loss(classes: Classes = "current") -> Loss:
-    """No loss of its own: a client rule holds the whole loss. `classes` compete for the training accuracy."""
+    """Return a loss of 0, for methods whose client rule holds the whole loss. `classes` compete for the
+    training accuracy."""
     return cross_entropy_loss(classes, weight=0.0)
 
 
 def correct_examples(loss: Loss, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-    """How many examples of a batch get their label, among the task's classes or those seen so far."""
+    """Return how many examples of a batch get their label, among the task's classes or those seen so far."""
     allowed = task.seen if loss.classes == "seen" else task.current
     return correct(output.logits, batch.label, allowed, batch.mask)
 
 
 def total_cross_entropy(loss: Loss, output: Output, batch: Batch, task: Task) -> Weighted:
-    """Softmax cross-entropy among the classes that compete, over the examples whose label is one of them,
-    whatever the clients' own loss is."""
+    """Return softmax cross-entropy among the classes that compete, over the examples whose label is one of
+    them, whatever the clients' own loss is."""
     allowed = competing(loss.classes, task)
     mask = batch.mask & allowed[batch.label]
     total = cross_entropy(output.logits, batch.label, allowed, mask, "sum")
