@@ -14,6 +14,7 @@ from fcljax.errors import InputError
 from fcljax.federated.schedule import (
     MOST_SHUFFLED,
     ClientPartition,
+    LaneTable,
     capacities,
     capacity,
     pack,
@@ -26,6 +27,7 @@ from fcljax.federated.schedule import (
     round_steps,
     step_widths,
     tabulate,
+    with_probe,
 )
 from fcljax.types import Method, Phase, Program, Round, Task, View
 
@@ -83,6 +85,29 @@ def test_no_lane_works_longer_than_the_mean_load_plus_the_longest_client(lengths
     lengths = np.array(lengths)
     _, ticks = tabulate(pack(lengths, lanes), lengths, int(lengths.sum()))
     assert ticks <= lengths.sum() / lanes + lengths.max()
+
+
+@pytest.mark.parametrize(("slot", "step"), [(0, 2), (2, 0), (3, 1)])
+def test_ticks_that_measure_terms_stand_before_their_step_and_move_no_other(slot, step):
+    lengths = np.array([5, 4, 1, 3])
+    queues = pack(lengths, 2)
+    plain, _ = tabulate(queues, lengths, 12)
+    before = [column.copy() for column in plain]
+    table = with_probe(plain, slot, step, 3)
+    measuring = np.any(table.term >= 0, axis=1)
+    lane = next(i for i, queue in enumerate(queues) if slot in queue)
+    ticks = np.flatnonzero(measuring)
+    first = int(ticks[0])
+    assert ticks.tolist() == [first, first + 1, first + 2] and table.term[ticks, lane].tolist() == [0, 1, 2]
+    assert (table.slot[first + 3, lane], table.step[first + 3, lane]) == (slot, step)
+    # the other lane waits
+    assert table.active[ticks].sum() == 3 and table.active[ticks, lane].all() and not table.end[ticks].any()
+    # a client that has taken no step yet starts before the first of them
+    assert table.start[ticks].sum() == (step == 0) and table.start[first + 3, lane] == 0
+    without = LaneTable(*(column[~measuring] for column in table))
+    without.start[first] |= table.start[first]
+    for ours, theirs in zip(without, before, strict=True):
+        np.testing.assert_array_equal(ours, theirs[: len(ours)])
 
 
 def test_longest_first_packs_5_4_3_3_3_onto_two_lanes_as_by_hand():

@@ -309,45 +309,58 @@ def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
     return int(steps.sum()), int(ticks.sum())
 
 
-def tabulate(
-    queues: list[list[int]], steps: Ints, capacity: int, terms: int = 0, measured: int = -1
-) -> tuple[LaneTable, int]:
-    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use.
-
-    Args:
-      queues: the items of each lane, in their order.
-      steps: of each item.
-      capacity: ticks of the table.
-      terms: of the loss, whose gradients are measured before the step in the middle of one item.
-      measured: that item; -1: none.
-    """
-    table = LaneTable(*(np.zeros((capacity, len(queues)), np.int32) for _ in LaneTable._fields))
-    table.term[:] = -1
+def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:
+    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
+    table = _idle(capacity, len(queues))
     longest = 0
     for lane, items in enumerate(queues):
         if not items:
             continue
         n = steps[items]
-        slot = np.repeat(items, n)
-        step = np.arange(len(slot)) - np.repeat(np.cumsum(n) - n, n)
-        term = np.full(len(slot), -1)
-        if measured in items:
-            # the step is repeated, once for each term and then to be taken
-            middle = int(np.flatnonzero((slot == measured) & (step == steps[measured] // 2))[0])
-            repeats = np.ones(len(slot), int)
-            repeats[middle] += terms
-            slot, step, term = (np.repeat(column, repeats) for column in (slot, step, term))
-            term[middle : middle + terms] = np.arange(terms)
-        total = len(slot)
+        total = int(n.sum())
         longest = max(longest, total)
-        first = np.diff(slot, prepend=-1).astype(bool) | np.diff(step, prepend=-1).astype(bool)
+        slot = np.repeat(items, n)
+        step = np.arange(total) - np.repeat(np.cumsum(n) - n, n)
         table.slot[:total, lane] = slot
         table.step[:total, lane] = step
-        table.term[:total, lane] = term
-        table.start[:total, lane] = (step == 0) & first
-        table.end[:total, lane] = (step == steps[slot] - 1) & (term < 0)
+        table.start[:total, lane] = step == 0
+        table.end[:total, lane] = step == steps[slot] - 1
         table.active[:total, lane] = 1
     return table, longest
+
+
+def _idle(ticks: int, lanes: int) -> LaneTable:
+    """Return a table in which all lanes are idle."""
+    table = LaneTable(*(np.zeros((ticks, lanes), np.int32) for _ in LaneTable._fields))
+    table.term[:] = -1
+    return table
+
+
+def with_probe(table: LaneTable, slot: int, step: int, terms: int) -> LaneTable:
+    """Return a table with ticks before one step of one client, at which the gradients of its loss's terms are
+    measured.
+
+    All other lanes wait at these ticks, so that clients finish in the same order, and their uploads are added
+    up in the same order, as without them.
+
+    Args:
+      table: of a phase, with at least `terms` ticks that are not in use.
+      slot: of the client.
+      step: the step, which is then taken.
+      terms: of the loss.
+    """
+    ((tick, lane),) = np.argwhere((table.slot == slot) & (table.step == step) & (table.active > 0))
+    probe = _idle(terms, table.slot.shape[1])
+    probe.slot[:, lane] = slot
+    probe.step[:, lane] = step
+    probe.active[:, lane] = 1
+    probe.term[:, lane] = np.arange(terms)
+    # a client whose only step is measured starts before it
+    probe.start[0, lane] = table.start[tick, lane]
+    table.start[tick, lane] = 0
+    ticks = len(table.slot)
+    columns = zip(table, probe, strict=True)
+    return LaneTable(*(np.insert(column, tick, rows, axis=0)[:ticks] for column, rows in columns))
 
 
 def capacity(
@@ -461,7 +474,8 @@ def plan_round(
         for queues in packed
     ]
     paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
-    return chunks, (int(steps.sum()) + sum(terms), paid)
+    # ticks that only measure are none of training
+    return chunks, (int(steps.sum()), paid - lanes * sum(terms))
 
 
 def _plan_chunk(
@@ -498,12 +512,16 @@ def _plan_chunk(
     )
     slot = {int(item): place for place, item in enumerate(flat) if item >= 0}
     by_slot = [[slot[item] for item in queue] for queue in queues]
-    measured = slot.get(probe.participant, -1)
-    tabulated = [
-        tabulate(by_slot, each[flat], most, terms, measured)
-        for each, most, terms in zip(steps, capacity.ticks, probe.terms, strict=True)
-    ]
-    tables, ticks = zip(*tabulated, strict=True)
+    tables = []
+    ticks = []
+    for of_phase, most, terms in zip(steps, capacity.ticks, probe.terms, strict=True):
+        table, used_ticks = tabulate(by_slot, of_phase[flat], most)
+        if terms and probe.participant in slot:
+            middle = int(of_phase[probe.participant]) // 2
+            table = with_probe(table, slot[probe.participant], middle, terms)
+            used_ticks += terms
+        tables.append(table)
+        ticks.append(used_ticks)
     return Chunk(
         id=_ints(np.where(used, ids[member], capacity.clients)),
         position=_ints(np.where(used, rank[member], capacity.participants)),
