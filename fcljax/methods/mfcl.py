@@ -132,8 +132,8 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
         finetune = options.finetune_weight * finetune_loss(step, own, old)
         return finetune + options.distill_weight * feature_loss(step, own, old)
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory  # in the first task there is no generator
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
+        # in the first task there is no generator
         later = step.context.task.index > 0
         return jax.lax.cond(later, lambda: old_classes(step), lambda: jnp.zeros(()))
 

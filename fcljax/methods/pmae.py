@@ -140,8 +140,7 @@ def reconstruction(options: PmaeOptions, pair: Autoencoder) -> ClientRule:
     """lambda times the mean squared error of hidden patches, under the reconstructive prompt, which trains
     and travels. No other parameter has a gradient of it: the encoder sees no prompts."""
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         image = between(step.learner.network, pair, step.batch.image)
         masking = random_mask(example_keys(step, 0), len(image), pair.patches, options.mask_ratio)
         prompt = step.trainable.extra[RECONSTRUCTION]
@@ -201,8 +200,7 @@ def restore_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> Report:
     """u random examples of each class, or all if there are fewer, encoded without prompts under a random
     mask, in a pass over the client's images without augmentation (specification 3.4)."""
 
-    def init(context: ClientContext) -> Drawn:
-        del context
+    def init(_context: ClientContext) -> Drawn:
         restore = no_restore(options, run.sizes, run.network, pair)
         shape = restore.present.shape
         return Drawn(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
@@ -216,8 +214,7 @@ def restore_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> Report:
         more = Restore(latent, masking.restore, batch.mask)
         return draw_examples(drawn, step.context.task, more, priority, batch)
 
-    def finalize(end: ClientEnd, drawn: Drawn) -> Restore:
-        del end
+    def finalize(_end: ClientEnd, drawn: Drawn) -> Restore:
         return in_order(drawn)
 
     # the server merges none of it, so that any aggregation rule is followed
@@ -294,8 +291,7 @@ def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule
     """Keeps the clients' tokens, and the averaged reconstructive prompt as the task's."""
     sizes = run.sizes
 
-    def init(params: Params, trainable: Params) -> RestorePool:
-        del trainable
+    def init(params: Params, _trainable: Params) -> RestorePool:
         none = no_restore(options, sizes, run.network, pair)
         every = jax.tree.map(lambda x: jnp.zeros((sizes.clients, *x.shape), x.dtype), none)
         prompt = params.extra.get(RECONSTRUCTION)
@@ -329,9 +325,12 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         return trainable, adam.init(trainable)
 
     def step(
-        round_context: RoundContext, server: ServerState, local: tuple, images: ReplayBatch, key: PRNGKeyArray
+        round_context: RoundContext,
+        server: ServerState,
+        local: tuple,
+        images: ReplayBatch,
+        _key: PRNGKeyArray,
     ):
-        del key
         trainable, optimiser = local
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 

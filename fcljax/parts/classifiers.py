@@ -26,8 +26,7 @@ def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> 
     def init(key: PRNGKeyArray) -> Head:
         return first(key, width, classes)
 
-    def logits(cached: PyTree, trainable: Head, feature: Array, task: Task) -> Array:
-        del cached, task
+    def logits(_cached: PyTree, trainable: Head, feature: Array, _task: Task) -> Array:
         return apply_head(trainable, feature)
 
     return Classifier(init, logits)
@@ -79,8 +78,7 @@ def _itself(params: PyTree) -> PyTree:
     return params
 
 
-def _none(trainable: PyTree) -> tuple:
-    del trainable
+def _none(_trainable: PyTree) -> tuple:
     return ()
 
 
@@ -115,8 +113,7 @@ def nearest_mean(
       inner: trains in its place; the means are for evaluation alone (FedCLM).
     """
 
-    def first(key: PRNGKeyArray, inner_params: PyTree) -> MeanParams:
-        del key
+    def first(_key: PRNGKeyArray, inner_params: PyTree) -> MeanParams:
         return MeanParams(inner_params, empty_sums(classes, width))
 
     def predict(params: MeanParams, feature: Array, task: Task) -> Array:
@@ -143,8 +140,7 @@ def computed(
     def init(key: PRNGKeyArray) -> Any:
         return first(key, inner.init(key) if inner else ())
 
-    def evaluate(params: Any, trainable: PyTree, feature: Array, task: Task) -> Array:
-        del trainable
+    def evaluate(params: Any, _trainable: PyTree, feature: Array, task: Task) -> Array:
         return predict(params, feature, task)
 
     if inner is None:
@@ -165,20 +161,17 @@ def computed(
 def _no_logits(classes: int) -> Callable[..., Array]:
     """Nothing trains, so nothing needs the logits of training."""
 
-    def logits(cached: PyTree, trainable: PyTree, feature: Array, task: Task) -> Array:
-        del cached, trainable, task
+    def logits(_cached: PyTree, _trainable: PyTree, feature: Array, _task: Task) -> Array:
         return jnp.zeros((feature.shape[0], classes))
 
     return logits
 
 
-def _nothing(params: PyTree, task: Task) -> tuple:
-    del params, task
+def _nothing(_params: PyTree, _task: Task) -> tuple:
     return ()
 
 
-def _unchanged(params: PyTree, task: Task, trainable: PyTree) -> PyTree:
-    del task, trainable
+def _unchanged(params: PyTree, _task: Task, _trainable: PyTree) -> PyTree:
     return params
 
 

@@ -17,8 +17,7 @@ def prox(weight: float) -> ClientRule:
       weight: mu.
     """
 
-    def loss(step: ClientStep, memory: tuple) -> Array:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Array:
         return weight / 2 * optax.tree.norm(_change(step.context, step.trainable), squared=True)
 
     return ClientRule("prox", loss)

@@ -43,8 +43,7 @@ def on_projection(
         drawn = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
         return Projected(inner_params, drawn, jnp.zeros((width, classes)), statistics)
 
-    def predict(params: Projected, feature: Array, task: Task) -> Array:
-        del task
+    def predict(params: Projected, feature: Array, _task: Task) -> Array:
         return exact_matmul(project(feature, params.projection), params.weights)
 
     made = computed(classes, first, predict, inner)

@@ -71,15 +71,13 @@ def replay(size: int, batch_size: int) -> ClientRule:
       batch_size: of training, and of the pass that fills the buffer.
     """
 
-    def init(key: PRNGKeyArray, trainable: Params) -> Memory:
-        del trainable
+    def init(key: PRNGKeyArray, _trainable: Params) -> Memory:
         return Memory(no_exemplars(size), jax.random.key_data(key))
 
     def offer(step: ClientStep, memory: Memory) -> Memory:
         return memory._replace(exemplars=keep_highest(memory.exemplars, step.batch, memory.key))
 
-    def keep(context: ClientContext, memory: Memory, trainable: Params, state: Memory) -> Memory:
-        del context, trainable, state
+    def keep(_context: ClientContext, memory: Memory, _trainable: Params, _state: Memory) -> Memory:
         return memory
 
     def stored(state: Memory) -> Int[Array, " M"]:
@@ -178,12 +176,10 @@ def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientR
       InputError: for sizes without `examples`.
     """
 
-    def init(key: PRNGKeyArray, trainable: Params) -> Herded:
-        del key, trainable
+    def init(_key: PRNGKeyArray, _trainable: Params) -> Herded:
         return nothing_herded(budget, sizes)
 
-    def keep(context: ClientContext, gathered: Gathered, trainable: Params, state: Herded) -> Herded:
-        del trainable
+    def keep(context: ClientContext, gathered: Gathered, _trainable: Params, state: Herded) -> Herded:
         return renew(state, gathered, context.task, budget, sizes)
 
     def stored(state: Herded) -> Int[Array, " M"]:
@@ -212,8 +208,7 @@ def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
             "examples: 0, where herding needs the most examples that a client holds (Sizes.examples)"
         )
 
-    def on_start(context: ClientContext, state: PyTree, key: PRNGKeyArray) -> Gathered:
-        del context, state, key
+    def on_start(_context: ClientContext, _state: PyTree, _key: PRNGKeyArray) -> Gathered:
         empty = jnp.full(sizes.examples, -1, jnp.int32)
         feature = jnp.zeros((sizes.examples, width))
         return Gathered(feature, jnp.zeros(sizes.examples, jnp.int32), empty, jnp.int32(0))

@@ -38,8 +38,7 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
       view: of the pass; None: every training batch, or the usual pass of a round of reports.
     """
 
-    def init(context: ClientContext) -> Sums:
-        del context
+    def init(_context: ClientContext) -> Sums:
         return empty_sums(classes, width)
 
     return Report("class_sums", init, add_features, view=view, merge="sum", possible=possible_sums)
@@ -104,12 +103,10 @@ def class_prototypes(
       follows_rule: as of a `Report`.
     """
 
-    def init(context: ClientContext) -> Sums:
-        del context
+    def init(_context: ClientContext) -> Sums:
         return empty_sums(classes, width)
 
-    def finalize(end: ClientEnd, total: Sums) -> Prototypes:
-        del end
+    def finalize(_end: ClientEnd, total: Sums) -> Prototypes:
         return Prototypes(*class_means(total.feature, total.examples))
 
     return Report(name, init, add_features, finalize, view, follows_rule=follows_rule)

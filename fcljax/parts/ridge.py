@@ -54,8 +54,7 @@ def moments_report(
       features: features(step) -> h of the batch.
     """
 
-    def init(context: ClientContext) -> Moments:
-        del context
+    def init(_context: ClientContext) -> Moments:
         return no_moments(width, classes)
 
     def add(step: ClientStep, total: Moments) -> Moments:

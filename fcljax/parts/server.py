@@ -63,8 +63,7 @@ class Update(Protocol):
     def __call__(self, round: ServerRound, params: Params, state: Any, /) -> ServerUpdate: ...
 
 
-def _stateless(params: Params, trainable: Params) -> tuple:
-    del params, trainable
+def _stateless(_params: Params, _trainable: Params) -> tuple:
     return ()
 
 

@@ -42,9 +42,8 @@ def send_start_of_task() -> ServerRule:
     return ServerRule(START, update, no_start, sends)
 
 
-def no_start(params: Params, trainable: Params) -> Start:
+def no_start(_params: Params, trainable: Params) -> Start:
     """Before the first task."""
-    del params
     return Start(jax.tree.map(jnp.zeros_like, trainable), jnp.int32(-1))
 
 

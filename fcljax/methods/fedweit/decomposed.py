@@ -111,8 +111,7 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
         received = Received(nothing, jnp.full(nothing.shape[:2], jnp.int32(-1)))
         return params._replace(adapter=Shared(base, received), classifier=own, stats=stats)
 
-    def open_task(params: Params, task: Task) -> Params:
-        del task
+    def open_task(params: Params, _task: Task) -> Params:
         return params
 
     def trainable_of(params: Params, task: Task) -> Params:
@@ -145,8 +144,7 @@ def decomposed(inner: Learner, sizes: Sizes, shape: Shape) -> Learner:
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         return _predict(inner, arrays, shape, frozen, params, batch, task)
 
-    def sends(trainable: Params, task: Task) -> Params:
-        del task
+    def sends(trainable: Params, _task: Task) -> Params:
         base = sparse(arrays, trainable.adapter, trainable.classifier.mask, shape.client_sparsity)
         return trainable._replace(adapter=base)
 
@@ -185,8 +183,7 @@ def _own_classifier(inner: Classifier, shape: Shape) -> Classifier:
             jnp.where(task.current, task.index, params.task),
         )
 
-    def cached_of(params: Own) -> tuple:
-        del params
+    def cached_of(_params: Own) -> tuple:
         return ()
 
     return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of)

@@ -126,8 +126,7 @@ def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
     own_rate = run.adapter.rate
     ratio = 1.0 if own_rate is None else own_rate / run.training.lr
 
-    def scale(direction: Any, trainable: Any) -> Any:
-        del trainable
+    def scale(direction: Any, _trainable: Any) -> Any:
         own: Own = direction.classifier
         return direction._replace(classifier=own._replace(adaptive=ratio * own.adaptive))
 
@@ -147,8 +146,7 @@ def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> C
       retroactive: whether the A of earlier tasks train, and count.
     """
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         own: Own = step.trainable.classifier
         sizes = jnp.abs(own.adaptive)
         if retroactive:
@@ -185,8 +183,7 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
       retroactive: whether the A of earlier tasks train.
     """
 
-    def init(key: PRNGKeyArray, trainable: Params) -> TaskEnd:
-        del key
+    def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
         own: Own = trainable.classifier
         masks = jnp.zeros((sizes.tasks, *own.mask.shape))
         return no_task_end(Before(trainable.adapter, own.adaptive if retroactive else (), masks))
@@ -243,16 +240,14 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
     Metric: the share of nonzero parameters of A, which is what a sparse format would send.
     """
 
-    def init(params: Params, trainable: Params) -> Knowledge:
-        del params
+    def init(_params: Params, trainable: Params) -> Knowledge:
         shape = (options.kb_tasks, sizes.clients)
         return Knowledge(jnp.zeros((*shape, len(trainable.adapter))), jnp.zeros(shape, bool))
 
     def nothing_sent(context: ClientContext) -> Float[Array, " N"]:
         return jnp.zeros_like(context.payload.trainable.adapter)
 
-    def sparse_adaptive(step: ClientStep, total: Array) -> Float[Array, " N"]:
-        del total
+    def sparse_adaptive(step: ClientStep, _total: Array) -> Float[Array, " N"]:
         own: Own = step.trainable.classifier
         adaptive = own.adaptive[step.context.task.index] if options.retroactive else own.adaptive
         return pruned(adaptive, options.prune_threshold)

@@ -94,8 +94,7 @@ def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     mean, unflatten = ravel_pytree(posterior.mean)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
 
-    def drawn(shared: tuple[()], mean: Array, rho: Array, noise: Array) -> Array:
-        del shared
+    def drawn(_shared: tuple[()], mean: Array, rho: Array, noise: Array) -> Array:
         return mean + jax.nn.softplus(rho) * noise
 
     return unflatten(in_blocks(drawn, (), mean, ravel_pytree(posterior.rho)[0], noise))
@@ -136,8 +135,7 @@ def _value_and_slopes(
     return _blocks(both, vectors)
 
 
-def _times(function: Callable[..., Array], slopes: tuple[Array, ...], pulled: Array) -> tuple[Any, ...]:
-    del function
+def _times(_function: Callable[..., Array], slopes: tuple[Array, ...], pulled: Array) -> tuple[Any, ...]:
     return None, *(pulled * slope for slope in slopes)
 
 

@@ -267,8 +267,7 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         # the two terms travel in the places of mean and rho, so that what is sent keeps its shape
         return trainable._replace(adapter=Posterior(mean, precision)), jnp.where(weight > 0, 1.0, 0.0)
 
-    def post(merged: Params, reference: Params, state: tuple, count: Array, key: PRNGKeyArray):
-        del reference, key
+    def post(merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray):
         factor = count if options.merge == "conflation" else 1.0  # from the clients' mean to their sum
         mean, precision = jax.tree.map(lambda x: factor * x, merged.adapter)
         return merged._replace(adapter=of_gaussian(*conflate_sums(precision, mean))), state
