@@ -15,7 +15,7 @@ from fcljax.types import Batch, Task
 
 
 def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> Classifier:
-    """A linear classifier over all classes of the stream; all of it trains and travels.
+    """Return a linear classifier over all classes of the stream; all of it trains and travels.
 
     Args:
       width: of the features.
@@ -33,16 +33,16 @@ def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> 
 
 
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
-    """A linear classifier with the first values that the adapter's source draws (pMAE specification, section
-    6: L2P and DualPrompt have their own)."""
+    """Return a linear classifier with the first values that the adapter's source draws (pMAE specification,
+    section 6: L2P and DualPrompt have their own)."""
     return linear(width, classes, init_truncated if adapter.truncated else init_head)
 
 
 def prototypes(
     width: int, classes: int, form: Distance = "sqrt_scaled", deviation: float = 0.1
 ) -> Classifier:
-    """A learned prototype per class; those of the current task train. Logits are negative distances (PILoRA,
-    section 4.2).
+    """Return a classifier of a learned prototype per class; those of the current task train. Logits are
+    negative distances (PILoRA, section 4.2).
 
     Args:
       width: of the features.
@@ -61,7 +61,7 @@ def prototypes(
 
 
 def current_classes(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
-    """The vectors of the task's classes; those of padding classes are 0."""
+    """Return the vectors of the task's classes; those of padding classes are 0."""
     vectors = params[jnp.maximum(task.classes, 0)]
     return jnp.where(task.classes[:, None] >= 0, vectors, 0.0)
 
@@ -69,7 +69,7 @@ def current_classes(params: Float[Array, "C width"], task: Task) -> Float[Array,
 def merge_current(
     params: Float[Array, "C width"], task: Task, trainable: Float[Array, "Ct width"]
 ) -> Float[Array, "C width"]:
-    """All vectors with those of the task replaced; padding classes are dropped."""
+    """Return all vectors with those of the task replaced; padding classes are dropped."""
     place = jnp.where(task.classes >= 0, task.classes, params.shape[0])
     return params.at[place].set(trainable, mode="drop")
 
@@ -96,15 +96,15 @@ class MeanParams(NamedTuple):
     """The parameters of a classifier of class means."""
 
     inner: PyTree
-    """Of the classifier that trains, if one does."""
+    """Parameters of the classifier that trains, if one does."""
     sums: Sums
-    """Over all clients."""
+    """Sums over all clients."""
 
 
 def nearest_mean(
     width: int, classes: int, kind: str = "nearest", inner: Classifier | None = None
 ) -> Classifier:
-    """A classifier of class means of features, which nothing trains.
+    """Return a classifier of class means of features, which nothing trains.
 
     Args:
       width: of the features.
@@ -128,7 +128,7 @@ def computed(
     predict: Callable[[Any, Array, Task], Array],
     inner: Classifier | None = None,
 ) -> Classifier:
-    """A classifier that a server rule computes: no gradient reaches it, and it does not travel.
+    """Return a classifier that a server rule computes: no gradient reaches it, and it does not travel.
 
     Args:
       classes: C.
@@ -159,7 +159,7 @@ def computed(
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:
-    """Nothing trains, so nothing needs the logits of training."""
+    """Return logits of 0: nothing trains, so nothing needs the logits of training."""
 
     def logits(_cached: PyTree, _trainable: PyTree, feature: Array, _task: Task) -> Array:
         return jnp.zeros((feature.shape[0], classes))
@@ -176,18 +176,18 @@ def _unchanged(params: PyTree, _task: Task, _trainable: PyTree) -> PyTree:
 
 
 def empty_sums(classes: int, width: int) -> Sums:
-    """Sums of no examples yet."""
+    """Return sums of no examples yet."""
     return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
 
 
 def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
-    """A client's sums of the task's classes with the examples of a batch."""
+    """Return a client's sums of the task's classes with the examples of a batch."""
     more, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
     return Sums(sums.feature + more, sums.examples + examples)
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """The server's sums of all classes with what arrived for the task's; padding classes are dropped."""
+    """Return the server's sums of all classes with what arrived for the task's; padding is dropped."""
     place = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
     return jax.tree.map(lambda old, new: old.at[place].add(new, mode="drop"), total, arrived)
 
@@ -195,7 +195,8 @@ def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
 def mean_logits(
     feature: Float[Array, "batch width"], sums: Sums, seen: Array, kind: str
 ) -> Float[Array, "batch classes"]:
-    """Logits of a classifier of class means; classes that are not seen, or that nobody had, never win."""
+    """Return logits of a classifier of class means; classes that are not seen, or that nobody had, never
+    win."""
     mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)

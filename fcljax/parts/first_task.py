@@ -14,8 +14,7 @@ from fcljax.types import ClientContext
 
 
 def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
-    """After the first task adapter and running statistics are put back after every step, also against weight
-    decay.
+    """Put adapter and running statistics back after every step of later tasks, also against weight decay.
 
     Args:
       name: of the rule.

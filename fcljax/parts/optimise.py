@@ -42,7 +42,8 @@ def optimise(
 
 
 def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same steps, with small arrays as one vector: Adam has two more kernels to compile for each array.
+    """Take the same steps with small arrays as one vector: Adam has two more kernels to compile for each
+    array.
 
     Args:
       inner: acts on every number by itself, as gradient descent and Adam do.

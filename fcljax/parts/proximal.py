@@ -11,7 +11,7 @@ from fcljax.types import ClientContext
 
 
 def prox(weight: float) -> ClientRule:
-    """FedProx: mu / 2 ||w - w_t||^2, where w_t is what was broadcast (Li et al. 2020, eq. 2).
+    """Add mu / 2 ||w - w_t||^2 to the loss, where w_t was broadcast: FedProx (Li et al. 2020, eq. 2).
 
     Args:
       weight: mu.
@@ -24,7 +24,7 @@ def prox(weight: float) -> ClientRule:
 
 
 def norm_bound(radius: float) -> ClientRule:
-    """Projects the client's parameters after every step onto a ball around what was broadcast.
+    """Project the client's parameters after every step onto a ball around what was broadcast.
 
     The L2 norm is that of all parameters together (projected gradient descent; Sun et al. 2019, section 4).
 
@@ -36,21 +36,25 @@ def norm_bound(radius: float) -> ClientRule:
         change = _change(context, trainable)
         scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
         start = _sent(context, context.payload.trainable)
-        bounded = jax.tree.map(lambda start, by: start + scale * by, start, change)
-        head = bounded.classifier if _sends_classifier(context) else trainable.classifier
-        return bounded._replace(classifier=head, stats=trainable.stats)
+        bounded = jax.tree.map(lambda start, change: start + scale * change, start, change)
+        if not _sends_classifier(context):
+            bounded = bounded._replace(classifier=trainable.classifier)
+        return bounded._replace(stats=trainable.stats)
 
     return ClientRule("norm_bound", project=project)
 
 
 def _change(context: ClientContext, trainable: Params) -> Params:
-    """How far the trainable parameters have moved from what was broadcast."""
+    """Return how far the trainable parameters have moved from what was broadcast."""
     return jax.tree.map(jnp.subtract, _sent(context, trainable), _sent(context, context.payload.trainable))
 
 
 def _sent(context: ClientContext, params: Params) -> Params:
-    """What trains and was broadcast: no running statistics, nothing that clients keep to themselves."""
-    return params._replace(stats=(), classifier=params.classifier if _sends_classifier(context) else ())
+    """Return what trains and was broadcast: neither running statistics nor what clients keep to themselves."""
+    params = params._replace(stats=())
+    if _sends_classifier(context):
+        return params
+    return params._replace(classifier=())
 
 
 def _sends_classifier(context: ClientContext) -> bool:

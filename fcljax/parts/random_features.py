@@ -17,7 +17,7 @@ class Projected(NamedTuple):
     """The parameters of the classifier."""
 
     inner: PyTree
-    """Of the classifier that trains before the network is frozen, if one does."""
+    """Parameters of the classifier that trains before the network is frozen, if one does."""
     projection: Float[Array, "D M"]
     """P, the same for all clients and tasks."""
     weights: PyTree
@@ -29,7 +29,7 @@ class Projected(NamedTuple):
 def on_projection(
     features: int, width: int, classes: int, inner: Classifier | None = None, statistics: PyTree = ()
 ) -> Classifier:
-    """A linear classifier on a random projection, which clients hold too.
+    """Return a linear classifier on a random projection, which clients hold too.
 
     Args:
       features: D.
@@ -58,12 +58,12 @@ def on_projection(
 
 
 def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -> Float[Array, "batch M"]:
-    """relu(f^T P) (RanPAC, section 4)."""
+    """Return relu(f^T P) (RanPAC, section 4)."""
     return jax.nn.relu(exact_matmul(feature, projection))
 
 
 def chosen_by_index(index: Int[Array, " batch"], share: float, key: PRNGKeyArray) -> Bool[Array, " batch"]:
-    """A share of all examples at random, by the index in the training set, so that the choice does
+    """Draw a share of all examples at random, by the index in the training set, so that the choice does
     not depend on the partition."""
 
     def chosen(number: Array) -> Bool[Array, ""]:

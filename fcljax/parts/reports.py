@@ -30,7 +30,7 @@ class Prototypes(NamedTuple):
 
 
 def class_sums(classes: int, width: int, view: View | None = None) -> Report:
-    """Sums of features and numbers of examples of the task's classes [Ct], added up over clients.
+    """Report sums of features and numbers of examples of the task's classes [Ct], added up over clients.
 
     Args:
       classes: Ct.
@@ -45,7 +45,7 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
 
 
 def possible_sums(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
-    """Whether sums can be those of a client that read so many examples."""
+    """Return whether sums can be those of a client that read so many examples."""
     return possible_counts(sums.examples, context.client.examples)
 
 
@@ -53,17 +53,17 @@ class ClassMoments(NamedTuple):
     """Sums over the examples of each class."""
 
     feature: Float[Array, "classes width"]
-    """Of features."""
+    """Sums of features."""
     square: Float[Array, "classes width"]
-    """Of their squares."""
+    """Sums of their squares."""
     examples: Float[Array, " classes"]
     """Numbers of examples."""
 
 
 def no_moments(classes: int, width: int) -> ClassMoments:
-    """Sums of no examples yet."""
-    nothing = jnp.zeros((classes, width))
-    return ClassMoments(nothing, nothing, jnp.zeros(classes))
+    """Return sums of no examples yet."""
+    zeros = jnp.zeros((classes, width))
+    return ClassMoments(zeros, zeros, jnp.zeros(classes))
 
 
 def moments_of(
@@ -72,19 +72,19 @@ def moments_of(
     classes: Int[Array, " classes"],
     mask: Bool[Array, " batch"],
 ) -> ClassMoments:
-    """The sums of a batch."""
+    """Return the sums of a batch."""
     total, examples = sum_by_class(feature, label, classes, mask)
     return ClassMoments(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
 
 
 def possible_moments(context: ClientContext, sent: ClassMoments) -> Bool[Array, ""]:
-    """Numbers of examples that the client has, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
+    """Check the numbers of examples, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
     most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
     return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
 
 
 def normal_of(total: ClassMoments) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
-    """Means and variances of every class, channel by channel."""
+    """Return means and variances of every class, channel by channel."""
     count = jnp.maximum(total.examples, 1)[:, None]
     mean = total.feature / count
     return mean, jnp.maximum(total.square / count - mean**2, 0)
@@ -93,7 +93,7 @@ def normal_of(total: ClassMoments) -> tuple[Float[Array, "classes width"], Float
 def class_prototypes(
     name: str, classes: int, width: int, view: View | None, follows_rule: bool = False
 ) -> Report:
-    """The mean features of the task's classes [Ct], one set per client.
+    """Report the mean features of the task's classes [Ct], one set per client.
 
     Args:
       name: of the report.
@@ -113,8 +113,8 @@ def class_prototypes(
 
 
 def prototype_distance(prototype: Float[Array, "classes width"], means: Prototypes) -> Float[Array, ""]:
-    """The mean distance of learned prototypes to the mean features of their classes, over the mean distance
-    between the mean features of two classes; 0 where there are fewer than two.
+    """Return the mean distance of learned prototypes to the mean features of their classes, over the mean
+    distance between the mean features of two classes; 0 where there are fewer than two.
 
     Args:
       prototype: of each class.
@@ -123,21 +123,21 @@ def prototype_distance(prototype: Float[Array, "classes width"], means: Prototyp
     holds = means.present[..., None]
     mean = jnp.sum(jnp.where(holds, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(holds, 0), 1)
     known = jnp.any(means.present, axis=0)
-    apart = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
+    between_means = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
     pairs = known[:, None] & known & ~jnp.eye(len(known), dtype=bool)
-    between = jnp.sum(jnp.where(pairs, apart, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
-    away = jnp.sqrt(jnp.sum((prototype - mean) ** 2, axis=-1))
-    away = jnp.sum(jnp.where(known, away, 0.0)) / jnp.maximum(jnp.sum(known), 1)
-    return jnp.where(between > 0, away / jnp.where(between > 0, between, 1.0), 0.0)
+    mean_between = jnp.sum(jnp.where(pairs, between_means, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
+    to_mean = jnp.sqrt(jnp.sum((prototype - mean) ** 2, axis=-1))
+    mean_to_mean = jnp.sum(jnp.where(known, to_mean, 0.0)) / jnp.maximum(jnp.sum(known), 1)
+    return jnp.where(mean_between > 0, mean_to_mean / jnp.where(mean_between > 0, mean_between, 1.0), 0.0)
 
 
 def add_features(step: ClientStep, total: Sums) -> Sums:
-    """The sums with the features of a batch."""
+    """Return the sums with the features of a batch."""
     return add_batch(total, step.output.feature, step.batch, step.context.task)
 
 
 def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows width"]:
-    """What the LoRA pairs of a ViT's first blocks read, of all tokens of a batch; 0 for padding.
+    """Return what the LoRA pairs of a ViT's first blocks read, of all tokens of a batch; 0 for padding.
 
     Args:
       step: in a pass without training; pairs act as in training.
@@ -162,8 +162,8 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
 
 
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
-    """Once per task clients send the sums of the task's classes [Ct], which are added to those of a
-    `nearest_mean` classifier; each class belongs to one task.
+    """Add the clients' sums of the task's classes [Ct], once per task, to those of a `nearest_mean`
+    classifier; each class belongs to one task.
 
     Args:
       run: for the sizes.
@@ -191,7 +191,7 @@ class PlaceMeans(Protocol):
 
 
 def weights_at_means(params: Params, task: Task, means: Array, present: Array) -> Params:
-    """The task's classes of a linear classifier start as in FedNCM: weights are mean features of length 1,
+    """Start the task's classes of a linear classifier as in FedNCM: weights are mean features of length 1,
     without a bias."""
     head: Head = params.classifier
     column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
@@ -200,8 +200,8 @@ def weights_at_means(params: Params, task: Task, means: Array, present: Array) -
 
 
 def start_at_class_means(run: Run, place: PlaceMeans, features: Reads = "prompted") -> ServerRule:
-    """Before a task's first round clients sum their features by class, once, and the classifier starts at the
-    means over all clients (FedNCM, Legate et al. 2023: HeadTune).
+    """Start the classifier at the class means over all clients, whose features are summed once before a
+    task's first round (FedNCM, Legate et al. 2023: HeadTune).
 
     Args:
       run: for the sizes.

@@ -29,14 +29,14 @@ class Moments(NamedTuple):
 
 
 def no_moments(width: int, classes: int) -> Moments:
-    """Sums over no examples yet."""
+    """Return sums over no examples yet."""
     return Moments(jnp.zeros((width, width)), jnp.zeros((width, classes)), jnp.zeros(()))
 
 
 def add_examples(
     total: Moments, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Moments:
-    """The sums with the examples of a batch that the mask counts."""
+    """Return the sums with the examples of a batch that the mask counts."""
     h = jnp.where(mask[:, None], h, 0.0)
     y = jax.nn.one_hot(label, total.products.shape[1])
     more = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
@@ -46,7 +46,7 @@ def add_examples(
 def moments_report(
     width: int, classes: int, features: Callable[[ClientStep], Float[Array, "batch M"]]
 ) -> Report:
-    """The moments of a client's examples; all classes of the stream have a column, whatever its task.
+    """Report the moments of a client's examples; all classes of the stream have a column, whatever its task.
 
     Args:
       width: M.
@@ -64,8 +64,11 @@ def moments_report(
 
 
 def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
-    """Whether these can be the sums of a client with so many examples: by Cauchy and Schwarz no entry of the
-    Gram matrix is larger than its diagonal allows, and no sum over a class than its examples do."""
+    """Return whether these can be the sums of a client with so many examples.
+
+    By Cauchy and Schwarz no entry of the Gram matrix is larger than its diagonal allows, and no sum over a
+    class than its examples do.
+    """
     square = jnp.diagonal(sent.gram)
     # up to rounding, which grows with the sums
     root = jnp.sqrt(jnp.maximum(square, 0)) * (1 + 1e-3)
@@ -77,6 +80,6 @@ def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
 def solve_ridge(
     gram: Float[Array, "M M"], products: Float[Array, "M C"], ridge: Float[Array, ""] | float
 ) -> Float[Array, "M C"]:
-    """(gram + ridge I)^-1 products. It is not finite where rounding makes the matrix singular."""
+    """Return (gram + ridge I)^-1 products. It is not finite where rounding makes the matrix singular."""
     regularised = gram + ridge * jnp.eye(gram.shape[0])
     return jax.scipy.linalg.solve(regularised, products, assume_a="pos")

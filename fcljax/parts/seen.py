@@ -17,22 +17,23 @@ class Seen(NamedTuple):
     """Numbers of examples of clients in a task."""
 
     examples: Float[Array, " K"]
-    """0: the client has not taken part yet."""
+    """Number of examples of each client; 0: it has not taken part yet."""
     task: Int[Array, ""]
 
 
 def nobody(clients: int) -> Seen:
-    """Before the first task."""
+    """Return the numbers before the first task."""
     return Seen(jnp.zeros(clients), jnp.int32(-1))
 
 
 def with_participants(seen: Seen, round: ServerRound) -> Seen:
-    """Those seen in this task, with the valid participants of a round; a new task begins with nobody."""
+    """Return those seen in this task, with the valid participants of a round; a new task begins without
+    any."""
     place = jnp.where(round.valid, round.ids, len(seen.examples))
     before = jnp.where(seen.task == round.task.index, seen.examples, 0.0)
     return Seen(before.at[place].set(round.weights, mode="drop"), round.task.index)
 
 
 def num_examples(seen: Seen) -> Float[Array, ""]:
-    """Examples of all clients seen so far in the task; above 0, so that it divides."""
+    """Return the number of examples of all clients seen so far in the task; above 0, so that it divides."""
     return jnp.maximum(jnp.sum(seen.examples), 1e-12)

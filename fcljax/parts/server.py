@@ -22,13 +22,13 @@ class ServerRound(NamedTuple):
     """Everything that a server rule may read. P: the participants of the round, padded."""
 
     learner: Learner
-    """Of the method."""
+    """The method's learner."""
     frozen: Frozen
-    """What never trains."""
+    """Parameters that never train."""
     task: Task
-    """The current one."""
+    """The current task."""
     index: Int[Array, ""]
-    """Of the round in its task, from 0."""
+    """Number of the round in its task, from 0."""
     last: Bool[Array, ""]
     """Whether it is the last round of the task."""
     previous: Broadcast
@@ -40,16 +40,17 @@ class ServerRound(NamedTuple):
     ids: Int[Array, " P"]
     """The participants' numbers."""
     weights: Float[Array, " P"]
-    """Of each upload in the mean: the client's number of examples, unless the aggregation rule changed it."""
+    """Weight of each upload in the mean: the client's number of examples, unless the aggregation rule changed
+    it."""
     key: PRNGKeyArray
-    """Of this round and rule."""
+    """Key of this round and rule."""
 
 
 class ServerUpdate(NamedTuple):
     """What a server rule returns."""
 
     params: Params
-    """Of all tasks."""
+    """Parameters of all tasks."""
     state: Any = ()
     """What the rule keeps until the next round."""
     metrics: Metrics = {}
@@ -72,7 +73,7 @@ class ServerRule:
     """What the server does with what was merged."""
 
     name: str
-    """Of the rule in messages, payloads and metrics."""
+    """Names the rule in messages, payloads and metrics."""
     update: Update
     """update(round, params, state) -> the parameters, the rule's state and metrics after a round."""
     init: Callable[[Params, Params], PyTree] = _stateless
@@ -94,21 +95,26 @@ class ServerRule:
 
 
 def merged_by_rules(rules: tuple[ServerRule, ...]) -> tuple[str, ...]:
-    """The parts of the parameters that server rules merge themselves, in place of the mean."""
-    every = (report for rule in rules for report in rule.reports)
-    return tuple(each.name for each in every if isinstance(each, OfEachClient) and each.name != "trainable")
+    """Return the parts of the parameters that server rules merge themselves, in place of the mean."""
+    names = _params_of_each_client(rules)
+    return tuple(name for name in names if name != "trainable")
 
 
 def sees_each_client(rules: tuple[ServerRule, ...]) -> bool:
-    """Whether a server rule reads the trainable parameters of each client."""
-    every = (report for rule in rules for report in rule.reports)
-    return any(isinstance(each, OfEachClient) and each.name == "trainable" for each in every)
+    """Return whether a server rule reads all trainable parameters of each client."""
+    return "trainable" in _params_of_each_client(rules)
+
+
+def _params_of_each_client(rules: tuple[ServerRule, ...]) -> list[str]:
+    """Return the names of the parameters of each client that server rules read."""
+    reports = [report for rule in rules for report in rule.reports]
+    return [report.name for report in reports if isinstance(report, OfEachClient)]
 
 
 def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
-    """What clients report for these rules; rules that ask for the same name share it."""
-    every = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
-    return tuple({report.name: report for report in every}.values())
+    """Return what clients report for these rules; rules that ask for the same name share it."""
+    reports = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
+    return tuple({report.name: report for report in reports}.values())
 
 
 def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -> None:
@@ -128,6 +134,7 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
 
 
 def _follows(rule: ServerRule, aggregation: Aggregation) -> bool:
+    """Return whether a server rule can work under an aggregation rule that is not the plain mean."""
     whole = sees_each_client((rule,))
     merges = merged_by_rules((rule,))
     # a rule that merges none of the parameters that it reads leaves their mean to the aggregation rule

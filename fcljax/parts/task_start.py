@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
 
 def send_start_of_task() -> ServerRule:
-    """Sends in every round the trainable parameters that the task began with, besides the newest ones."""
+    """Send in every round the trainable parameters that the task began with, besides the newest ones."""
 
     def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
         return ServerUpdate(params, began_with(round, start))
@@ -43,26 +43,26 @@ def send_start_of_task() -> ServerRule:
 
 
 def no_start(_params: Params, trainable: Params) -> Start:
-    """Before the first task."""
+    """Return the state before the first task."""
     return Start(jax.tree.map(jnp.zeros_like, trainable), jnp.int32(-1))
 
 
 def began_with(round: ServerRound, start: Start) -> Start:
-    """What the first round of the task broadcast, kept through its other rounds."""
+    """Return what the first round of the task broadcast, kept through its other rounds."""
     index = jnp.asarray(round.task.index, jnp.int32)
     begun = start.task == index
     return Start(_first(begun, start.trainable, round.previous.payload.trainable), index)
 
 
 def teacher(context: ClientContext) -> Params:
-    """The trainable parameters that the server's task began with, at a client; in the first round the newest
-    ones. A client that stays behind in an earlier task gets the same."""
+    """Return the trainable parameters that the server's task began with, at a client; in the first round the
+    newest ones. A client that stays behind in an earlier task gets the same."""
     start: Start = context.payload.sent[START]
     return _first(start.task >= 0, start.trainable, context.payload.trainable)
 
 
 def _first(begun: Array, kept: Params, newest: Params) -> Params:
-    """Those that were kept if the task has begun, else the newest ones."""
+    """Return the parameters that were kept if the task has begun, else the newest ones."""
 
     def pick(old: Array, new: Array) -> Array:
         return jnp.where(begun, old, new)
@@ -71,8 +71,8 @@ def _first(begun: Array, kept: Params, newest: Params) -> Params:
 
 
 def distil_task_start(weight: float, temperature: float) -> ClientRule:
-    """weight * L_distil of old classes on the batch, from the model that the task began with (LwF). It needs
-    the server rule `send_start_of_task`.
+    """Add weight * L_distil of old classes on the batch, from the model that the task began with (LwF). It
+    needs the server rule `send_start_of_task`.
 
     Args:
       weight: of the loss.
@@ -88,8 +88,8 @@ def distil_task_start(weight: float, temperature: float) -> ClientRule:
 
 
 def valid_parameters(round: ServerRound, mean: Params) -> Params:
-    """The trainable parameters of each client [P, ...]; `mean` stands in for clients that are absent or not
-    valid, because 0 times NaN would be NaN."""
+    """Return the trainable parameters of each client [P, ...]; `mean` stands in for clients that are absent
+    or not valid, because 0 times NaN would be NaN."""
 
     def pick(own: Array, theirs: Array) -> Array:
         return jnp.where(round.valid.reshape(-1, *[1] * (theirs.ndim - 1)), theirs, own)
@@ -98,7 +98,7 @@ def valid_parameters(round: ServerRound, mean: Params) -> Params:
 
 
 def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch:
-    """Pixels in [0, 1] of images that belong to no client, as a batch."""
+    """Return pixels in [0, 1] of images that belong to no client, as a batch."""
     label = jnp.zeros(len(pixels), jnp.int32)
     return Batch(from_unit(learner.network, pixels), label, label == 0, label - 1)
 
@@ -106,7 +106,7 @@ def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch
 def distil_start(
     step: ClientStep, pixels: Float[Array, "images *shape"], temperature: float
 ) -> Float[Array, ""]:
-    """Distillation of old classes from the model that the task began with, on images of nobody.
+    """Distil old classes from the model that the task began with, on images that belong to no client.
 
     Args:
       step: the client's.
