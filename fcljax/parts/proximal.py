@@ -50,7 +50,7 @@ def _change(context: ClientContext, trainable: Params) -> Params:
 
 
 def _sent(context: ClientContext, params: Params) -> Params:
-    """Return what trains and was broadcast, without running statistics and what clients keep to themselves."""
+    """Return what trains and was broadcast: no running statistics, nothing that clients never send."""
     params = params._replace(stats=())
     if _sends_classifier(context):
         return params
