@@ -69,7 +69,7 @@ METHODS: dict[str, MethodEntry] = {
     "fedavg": MethodEntry(
         "FPPL's adapter with its three parts off: plain FedAvg",
         "fedavg:PRESETS",
-        "fedavg:fedavg",
+        "fedavg:fedavg_of_fppl",
         "prompts",
     ),
     "linear": MethodEntry(

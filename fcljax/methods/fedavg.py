@@ -38,7 +38,7 @@ PRESETS = {
 JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), (LoraOptions(lora_pairs="one"),))}
 
 
-def fedavg(options: FedAvgOptions, run: Run) -> Method:
+def fedavg_of_fppl(options: FedAvgOptions, run: Run) -> Method:
     """Compose FedAvg with the losses of FPPL's release."""
     loss = cross_entropy_loss(options.local_classes, options.reduction)
     return federate(run, linear_learner(run, fppl_keys), loss=loss)
