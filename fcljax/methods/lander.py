@@ -55,6 +55,7 @@ from fcljax.parts.synthesis import (
     has_statistics,
     images_rule,
     judge,
+    logits_of,
     student_optimiser,
     synthetic_pixels,
     taught,
@@ -338,7 +339,9 @@ def maker_loss(
     everyone = jnp.ones(len(label), bool)
     place = mapped(truth.trainable, theirs)
     bound = options.bound_weight * beyond(place, anchor, everyone, options.bound_radius)
-    against = adversarial_loss(options, round, theirs.logits, student, disputed, pixels)
+    against = adversarial_loss(
+        options, theirs.logits, logits_of(round, student), round.task.seen, disputed, pixels
+    )
     loss = options.label_weight * right + bound + against
     if normalises:
         loss += options.statistics_weight * statistics_distance(truth.trainable.stats, theirs.stats)

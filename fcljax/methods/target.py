@@ -29,6 +29,7 @@ from fcljax.parts.synthesis import (
     BETAS,
     Best,
     ImageModel,
+    Logits,
     MadeSoFar,
     Student,
     SynthesisOptions,
@@ -40,13 +41,14 @@ from fcljax.parts.synthesis import (
     global_model,
     images_rule,
     judge,
+    logits_of,
     student_optimiser,
     synthetic_pixels,
     taught,
 )
 from fcljax.parts.task_start import distil_start, send_start_of_task
 from fcljax.pixels import jitter
-from fcljax.types import Method, Weighted
+from fcljax.types import Method, Task, Weighted
 
 DECAY = 1e-4  # of the student's gradient descent
 REPTILE = 67.0  # times the way that a generator went in a round is its gradient (release)
@@ -145,7 +147,7 @@ def synthesise(
     student = ImageModel(fresh, round.learner.trainable(fresh, round.task))
     teacher = global_model(round, params)
     generator = init_image_generator(config, generator_key)
-    adam = optax.adam(options.generator_lr * options.generator_steps, *BETAS)
+    adam = _meta_optimiser(options)
     sgd = student_optimiser(options, DECAY)
     distil = functools.partial(student_loss, options, round, teacher, student.cached)
 
@@ -154,9 +156,16 @@ def synthesise(
         draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         rival = student._replace(trainable=making.student.trainable)
         disputed = r + 1 >= options.synthesis_warmup
-        loss = functools.partial(generator_loss, options, round, teacher, rival, disputed)
+        loss = functools.partial(
+            synthesis_loss,
+            options,
+            logits_of(round, teacher),
+            logits_of(round, rival),
+            round.task,
+            disputed,
+        )
         best = best_of_round(options, config, loss, making.generator, round.task.seen, draw_key)
-        gradient = meta_gradient(options, making.generator, best)
+        gradient = _meta_gradient(options, making.generator, best)
         update, optimiser = adam.update(gradient, making.optimiser)
         made = added(making.made, best.image)
         steps = jnp.where(r >= options.synthesis_warmup, options.student_steps, 0)
@@ -175,20 +184,20 @@ def synthesise(
     return making.made.images, Weighted(total, jnp.float32(rounds))
 
 
-def generator_loss(
+def synthesis_loss(
     options: TargetOptions,
-    round: ServerRound,
-    teacher: ImageModel,
-    student: ImageModel,
+    teacher: Logits,
+    student: Logits,
+    task: Task,
     disputed: Bool[Array, ""],
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """Return oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student))
     counts once images are `disputed`."""
-    theirs = judge(round, teacher, pixels).logits
+    theirs = teacher(pixels)
     right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
-    against = adversarial_loss(options, round, theirs, student, disputed, pixels)
+    against = adversarial_loss(options, theirs, student, task.seen, disputed, pixels)
     return options.label_weight * right + against
 
 
@@ -220,7 +229,11 @@ def best_of_round(
     return best_images(loss_of, (generator, noise), adam, options.generator_steps, shape)
 
 
-def meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
+def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
+    return optax.adam(options.generator_lr * options.generator_steps, *BETAS)
+
+
+def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
     """Return the generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that
     its copy has gone (Reptile)."""
     if options.meta_update == "fomaml":

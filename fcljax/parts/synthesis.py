@@ -144,6 +144,9 @@ def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> 
 # ---- server: models that judge images ----------------------------------------------------------------------
 
 
+Logits = Callable[[Float[Array, "batch h w 3"]], Float[Array, "batch C"]]  # of pixels in [0, 1]
+
+
 class ImageModel(NamedTuple):
     """A model that judges images: its parameters of all tasks and its trainable ones."""
 
@@ -172,11 +175,16 @@ def has_statistics(model: ImageModel) -> bool:
     return bool(jax.tree.leaves(model.trainable.stats))
 
 
+def logits_of(round: ServerRound, model: ImageModel) -> Logits:
+    """Return a model's logits over the seen classes as a function of pixels in [0, 1]."""
+    return lambda pixels: judge(round, model, pixels).logits
+
+
 def adversarial_loss(
     options: SynthesisOptions,
-    round: ServerRound,
     theirs: Float[Array, "batch C"],
-    student: ImageModel,
+    student: Logits,
+    seen: Bool[Array, " C"],
     disputed: Bool[Array, ""],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
@@ -184,8 +192,7 @@ def adversarial_loss(
     counts once images are `disputed`."""
 
     def loss() -> Float[Array, ""]:
-        student_logits = judge(round, student, pixels).logits
-        return options.adversarial_weight * disagreement(theirs, student_logits, round.task.seen)
+        return options.adversarial_weight * disagreement(theirs, student(pixels), seen)
 
     return jax.lax.cond(disputed, loss, lambda: jnp.zeros(()))
 
