@@ -226,7 +226,7 @@ class Maker(NamedTuple):
     """The random layers, one for each group of images of a batch."""
 
 
-class Making(NamedTuple):
+class AnchoredRound(NamedTuple):
     """What goes from one round of the synthesis to the next."""
 
     generator: PyTree
@@ -251,7 +251,7 @@ def synthesise(
     sgd = student_optimiser(options, DECAY)
     distil = functools.partial(student_loss, options, round, truth, student.cached)
 
-    def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
+    def one_round(r: Array, carry: tuple[AnchoredRound, Array]) -> tuple[AnchoredRound, Array]:
         making, total = carry
         draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         rival = student._replace(trainable=making.student.trainable)
@@ -263,10 +263,10 @@ def synthesise(
         made = jax.lax.cond(counts, lambda: added(making.made, best.image), lambda: making.made)
         steps = jnp.where(counts, options.student_steps, 0)
         learned = taught(options, distil, sgd, making.student, made, steps, learn_key)
-        making = Making(best.fast.generator, learned, made)
+        making = AnchoredRound(best.fast.generator, learned, made)
         return making, total + jnp.where(counts, best.loss, 0.0)
 
-    start = Making(
+    start = AnchoredRound(
         init_image_generator(config, generator_key),
         Student(student.trainable, sgd.init(student.trainable)),
         MadeSoFar(jnp.zeros_like(images), jnp.int32(0)),
