@@ -18,6 +18,7 @@ from jaxtyping import AbstractArray
 import fcljax
 from fcljax import config
 from fcljax.adapters import ADAPTERS
+from fcljax.choices import CHOICES, options_of
 from fcljax.methods import METHODS
 
 FILE = Path(fcljax.__file__).parent / "run_options.py"
@@ -26,6 +27,14 @@ NAMED = ("method", "dataset", "backbone", "partition", "tasks")
 # options that Python takes as lists too
 LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int]"}
 
+# objects that Python takes for a choice
+OBJECTS = {
+    "aggregator": ("MergingRule",),
+    "optimiser": ("ClientOptimiser", "GradientTransformation"),
+    "server_optimiser": ("ServerOptimiser", "GradientTransformation"),
+    "task_pool": ("TaskPool",),
+}
+
 HEAD = '''"""The keyword options of `fcljax.run`, for editors: those of every method and adapter.
 
 Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run METHOD --help`.
@@ -33,6 +42,10 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
+
+from optax import GradientTransformation
+
+from fcljax.types import ClientOptimiser, MergingRule, ServerOptimiser, TaskPool
 
 
 class RunOptions(TypedDict, total=False):
@@ -49,8 +62,18 @@ def run_options() -> dict[str, str]:
             for kind in config.option_groups(method, adapter).values():
                 for field in dataclasses.fields(kind):
                     found.setdefault(field.name, []).append(field.type)
-    written = {name: _union(kinds) for name, kinds in found.items() if name not in NAMED}
-    return dict(sorted((written | LISTS).items()))
+    written = {name: _union(kinds) for name, kinds in found.items() if name not in (*NAMED, *CHOICES)}
+    options = {name: _union([kind]) for name, kind in options_of(*CHOICES).items() if name not in CHOICES}
+    choices = {name: _choice(name) for name in CHOICES if name not in NAMED}
+    return dict(sorted((options | written | choices | LISTS).items()))
+
+
+def _choice(name: str) -> str:
+    """The type of an option that has options of its own: a name of its table, or an object."""
+    names = list(CHOICES[name])
+    if any(":" in entry for entry in names):
+        return "str"
+    return " | ".join([f"Literal[{', '.join(map(repr, names))}]", *OBJECTS.get(name, ())])
 
 
 def _union(kinds: list[Any]) -> str:
@@ -88,7 +111,8 @@ def import_block() -> str:
 
 def main() -> None:
     """Write the options, and print the imports."""
-    fields = "".join(f"    {name}: {kind}\n" for name, kind in run_options().items())
+    # the formatter breaks a long type only between parentheses
+    fields = "".join(f"    {name}: ({kind})\n" for name, kind in run_options().items())
     FILE.write_text(HEAD + fields, encoding="utf-8")
     subprocess.run(["ruff", "format", "--quiet", str(FILE)], check=False)
     print(import_block())

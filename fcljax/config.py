@@ -18,6 +18,18 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from fcljax.adapters import ADAPTERS, find_adapter
+from fcljax.choices import (
+    CHOICES,
+    OWN,
+    Selected,
+    check_unread,
+    class_with,
+    find_kind,
+    flat,
+    label_of,
+    readers,
+    selected,
+)
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_user_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
@@ -74,8 +86,15 @@ MICRO = ("auto", "vit_micro", "resnet_micro")
 # ---- the options of a method with an adapter ---------------------------------------------------------------
 
 
-def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
-    """Title -> dataclass of the options of a run: the run's, the method's and the adapter's.
+def option_groups(
+    method: str | MethodEntry, adapter: str, choices: Selected | None = None
+) -> dict[str, type]:
+    """Return title -> dataclass of the options of a run: the run's, the method's and the adapter's.
+
+    Args:
+      method: of the run.
+      adapter: what trains inside the network.
+      choices: what was chosen where options have options of their own; None: as the method has them.
 
     Raises:
       InputError: for an unknown method or adapter, one that the method cannot work with, or names that
@@ -93,7 +112,7 @@ def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
             f"{entry.adapter!r}"
         )
     title = called if method in METHODS else Path(called).stem
-    groups = {"run": RunConfig, title: entry.options(adapter)}
+    groups = {"run": class_with(RunConfig, choices or usual_choices(method)), title: entry.options(adapter)}
     groups[f"adapter {adapter}"] = find_adapter(adapter).options
     owner: dict[str, str] = {}
     for group, options in groups.items():
@@ -105,68 +124,122 @@ def option_groups(method: str | MethodEntry, adapter: str) -> dict[str, type]:
     return groups
 
 
+def usual_choices(method: str | MethodEntry, fidelity: Fidelity = "intended") -> Selected:
+    """Return what a method's preset chooses where options have options of their own."""
+    return selected(RunConfig, _flat_run(_reading(find_method(method).presets, fidelity).run))
+
+
 @functools.cache
 def preset(
     method: str | MethodEntry,
     adapter: str | None = None,
     fidelity: Fidelity = "intended",
     scale: Scale = "mini",
+    choices: Selected | None = None,
 ) -> RunConfig:
-    """A run's settings as a fidelity preset has them, at a scale.
+    """Return a run's settings as a fidelity preset has them, at a scale.
 
     Args:
+      method: of the run.
       adapter: the method's if None.
+      fidelity: the reading of the paper.
       scale: paper or mini; the default is that of the default network.
+      choices: what was chosen where options have options of their own; None: as the preset has them.
 
     Raises:
       InputError: as `option_groups`.
     """
-    kind = run_class(method, adapter)
-    return kind(**_values(method, kind().adapter, fidelity, scale))
+    if adapter is None or choices is None:
+        adapter = adapter or find_method(method).adapter
+        return preset(method, adapter, fidelity, scale, choices or usual_choices(method, fidelity))
+    kind = run_class(method, adapter, choices)
+    return kind(**_values(method, adapter, fidelity, scale, choices))
+
+
+def preset_of(settings: RunConfig, fidelity: Fidelity | None = None, scale: Scale | None = None) -> RunConfig:
+    """Return what the preset of a run has, with the run's adapter and choices.
+
+    Args:
+      settings: of the run.
+      fidelity: the reading of the paper; None: that of the run.
+      scale: paper, mini or fit; None: that of the run.
+    """
+    return preset(
+        settings.source or settings.method,
+        settings.adapter,
+        fidelity or settings.fidelity,
+        scale or settings.scale,
+        selected(RunConfig, vars(settings)),
+    )
 
 
 @functools.cache
-def run_class(method: str | MethodEntry, adapter: str | None = None) -> type:
-    """The dataclass of a run: the shared fields, the method's own and the adapter's. Its defaults are those
-    of the preset `intended` at the scale mini.
+def run_class(method: str | MethodEntry, adapter: str | None = None, choices: Selected | None = None) -> type:
+    """Return the dataclass of a run: the shared fields, those of its choices, the method's own and the
+    adapter's. Its defaults are those of the preset `intended` at the scale mini.
 
     Raises:
       InputError: as `option_groups`.
     """
-    entry = find_method(method)
-    adapter = adapter or entry.adapter
-    bases = tuple(reversed(option_groups(method, adapter).values()))
+    if adapter is None or choices is None:
+        adapter = adapter or find_method(method).adapter
+        return run_class(method, adapter, choices or usual_choices(method))
+    bases = tuple(reversed(option_groups(method, adapter, choices).values()))
     known = {field.name: field for base in bases for field in fields_of(base)}
     fields = [
         (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
-        for name, value in _values(method, adapter, "intended", "mini").items()
+        for name, value in _values(method, adapter, "intended", "mini", choices).items()
     ]
     return dataclasses.make_dataclass(
         f"Run_{Path(name_of(method)).stem}_{adapter}",
         fields,
         bases=bases,
         frozen=True,
-        namespace={"__doc__": entry.summary, "source": method},
+        namespace={"__doc__": find_method(method).summary, "source": method},
     )
 
 
-def _values(method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: Scale) -> dict[str, Any]:
-    """Field -> value of a preset at a scale."""
-    run, own, of_adapter = option_groups(method, adapter).values()
-    chosen = _reading(find_method(method).presets, fidelity)
+def _values(
+    method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: Scale, choices: Selected
+) -> dict[str, Any]:
+    """Return field -> value of a preset at a scale."""
+    run, own, of_adapter = option_groups(method, adapter, choices).values()
+    reading = _reading(find_method(method).presets, fidelity)
     fallback = _reading(find_adapter(adapter).presets, fidelity)
-    adapted = next((each for each in chosen.adapters if type(each) is of_adapter), fallback)
-    parts = part(run, chosen.run), part(own, chosen.options), adapted
-    values = {field.name: getattr(each, field.name) for each in parts for field in fields_of(type(each))}
+    adapted = next((each for each in reading.adapters if type(each) is of_adapter), fallback)
+    values = {field.name: field.default for field in fields_of(run)}
+    values |= {name: value for name, value in _stated(reading.run).items() if name in values}
+    values |= dict(choices)
+    for each in (part(own, reading.options), adapted):
+        values |= {field.name: getattr(each, field.name) for field in fields_of(type(each))}
     pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
     small = MINI.get(name_of(method), {}) if method in METHODS and scale in ("mini", "fit") else {}
     scaled = {name: value for name, value in small.items() if name in values}
     if scale == "fit":
         rates = {field.name for each in (run, own, of_adapter) for field in rate_fields(each)}
         scaled = {name: value for name, value in scaled.items() if name not in {*rates, *SCHEDULE}}
-    chosen = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
+    named = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
     factor = {"rate_factor": 0.0 if scale == "fit" else 1.0}
-    return values | pixels | scaled | chosen | factor
+    return values | pixels | scaled | named | factor
+
+
+def _flat_run(run: RunConfig) -> dict[str, Any]:
+    """Return all that a preset has of the run's fields, its choices as their names beside their options."""
+    return flat({field.name: getattr(run, field.name) for field in fields_of(type(run))})
+
+
+def _stated(run: RunConfig) -> dict[str, Any]:
+    """Return what a preset says of the run's fields. An option of what it chooses holds for another choice
+    with an option of that name, unless the preset has left it at its default."""
+    written = _flat_run(run)
+    defaults = {
+        field.name: field.default for field in fields_of(class_with(RunConfig, selected(RunConfig, written)))
+    }
+    return {
+        name: value
+        for name, value in written.items()
+        if name in RunConfig.__dataclass_fields__ or value != defaults[name]
+    }
 
 
 def rate_fields(options: type) -> list[dataclasses.Field]:
@@ -211,6 +284,7 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     if named != called:
         raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
     adapter = values.get("adapter") or find_method(method).adapter
+    values = flat(values)
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
     if fidelity == "improved" and fidelity not in find_method(method).presets:
@@ -224,7 +298,45 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
-    return resolve(fill(preset(method, adapter, fidelity, scale), values, where))
+    usual = preset(method, adapter, fidelity, scale, chosen_by(method, values))
+    return resolve(fill(usual, _read_values(usual, values), where))
+
+
+def chosen_by(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected:
+    """Return what is chosen by values that were given, or else by the method's preset."""
+    reading = _reading(find_method(method).presets, values.get("fidelity", "intended"))
+    return selected(RunConfig, _flat_run(reading.run) | dict(values))
+
+
+def _read_values(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without options of what is not chosen.
+
+    Files of earlier versions have the options of all choices. They are left out where they are as usual.
+
+    Raises:
+      InputError: naming the first that nothing reads and that is not as usual.
+    """
+    known = {field.name for field in fields_of(type(usual))}
+    stated = _stated(_reading(find_method(usual.source).presets, usual.fidelity).run)
+    of_others = {name: value for name, value in values.items() if name not in known and readers(name)}
+    changed = {name: value for name, value in of_others.items() if value != stated.get(name)}
+    check_unread(known, changed, vars(usual) | values)
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in of_others and not (value is None and readers(name))
+    }
+
+
+def with_values(settings: RunConfig, **values: Any) -> RunConfig:
+    """Return settings with other values, among which there may be other choices."""
+    given = flat(values)
+    before = vars(settings)
+    source = settings.source or settings.method
+    choices = selected(RunConfig, before | given)
+    usual = preset(source, settings.adapter, settings.fidelity, settings.scale, choices)
+    merged = vars(usual) | {name: value for name, value in before.items() if name in vars(usual)} | given
+    return type(usual)(**merged)
 
 
 def _is_left_to_run(method: str | MethodEntry, adapter: str, values: Mapping[str, Any]) -> bool:
@@ -242,7 +354,7 @@ def _fit_values(method: str | MethodEntry, adapter: str) -> Mapping[str, Any]:
     fidelity = "improved" if "improved" in find_method(method).presets else "intended"
     fit = preset(method, adapter, fidelity, "fit")
     rates = {field.name for field in rate_fields(type(fit))}
-    changed = {name: value for name, value in vars(fit).items() if value != getattr(paper, name)}
+    changed = {name: value for name, value in vars(fit).items() if value != getattr(paper, name, None)}
     kept = {*SCHEDULE, "fidelity", "scale", "rate_factor"}
     return {name: getattr(fit, name) for name in (*rates, *changed) if name not in kept}
 
@@ -253,7 +365,7 @@ def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
     if settings.rate_factor:
         return ()
     source = settings.source or settings.method
-    usual = preset(source, settings.adapter, settings.fidelity, settings.scale)
+    usual = preset_of(settings)
     names = _fit_values(source, settings.adapter)
     open_ = [name for name in names if getattr(settings, name) == getattr(usual, name)]
     return ("scale", "fidelity", "rate_factor", *open_)
@@ -261,7 +373,7 @@ def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
 
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
     """Option -> learning rate of a method's preset at a scale."""
-    usual = preset(settings.source or settings.method, settings.adapter, settings.fidelity, scale)
+    usual = preset_of(settings, scale=scale)
     return {name: getattr(usual, name) for name in learning_rates(settings)}
 
 
@@ -276,7 +388,7 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if settings.rate_factor or settings.scale == "fit":
         return settings
     source = settings.source or settings.method
-    usual = preset(source, settings.adapter, settings.fidelity, settings.scale)
+    usual = preset_of(settings)
     share = share_of_schedule(settings, settings.scale, examples)
     if 1 / NEAR < share < NEAR or not learning_rates(settings):
         return dataclasses.replace(settings, rate_factor=1.0)
@@ -284,7 +396,7 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if share > 1:  # mini's server training is for short schedules
         values = {name: getattr(usual, name) for name in values}
     fidelity = "improved" if "improved" in find_method(source).presets and share < 1 else settings.fidelity
-    return dataclasses.replace(settings, **values, fidelity=fidelity, scale="fit")
+    return with_values(settings, **values, fidelity=fidelity, scale="fit")
 
 
 def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> float:
@@ -295,7 +407,7 @@ def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> flo
       scale: of the preset.
       examples: of a client in a task, on average.
     """
-    usual = preset(settings.source or settings.method, settings.adapter, settings.fidelity, scale)
+    usual = preset_of(settings, scale=scale)
     return steps_of_task(settings, examples) / steps_of_task(usual, PAPER_EXAMPLES)
 
 
@@ -358,7 +470,7 @@ def improvement(config: RunConfig) -> dict[str, Any]:
     source = config.source or config.method
     if config.fidelity != "intended" or "improved" not in find_method(source).presets:
         return {}
-    now, better = (preset(source, config.adapter, each, config.scale) for each in ("intended", "improved"))
+    now, better = (preset_of(config, fidelity) for fidelity in ("intended", "improved"))
     return {
         field.name: getattr(better, field.name)
         for field in fields_of(type(now))
@@ -413,14 +525,8 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
-    usual = preset(config.source or config.method, config.adapter, config.fidelity, config.scale)
-    if config.attack != usual.attack and not config.malicious:
-        raise InputError(f"attack: {config.attack!r} needs malicious clients; nearest: --malicious 1")
     parse_faults(config.faults)
-    if config.dp_delta and not config.noise_multiplier:
-        raise InputError(
-            f"dp_delta: {config.dp_delta} needs --noise-multiplier: without noise nothing is private"
-        )
+    usual = preset_of(config)
     return _one_epoch(partitioned(config, usual), usual)
 
 
@@ -438,100 +544,90 @@ def _one_epoch(config: RunConfig, usual: RunConfig) -> RunConfig:
 
 
 def partitioned(config: Run, usual: Run) -> Run:
-    """Settings whose population is the one that their partition needs.
+    """Return settings whose population is the one that their partition needs.
 
     Args:
+      config: the settings.
       usual: the values that pass though nothing reads them, because nobody gave them.
 
     Raises:
       InputError: naming the first option that was given and that nothing reads.
     """
     check_read(config, usual)
-    if config.partition in ("quantity", "shards", "whole_classes") and config.alpha != usual.alpha:
-        raise InputError(
-            f"alpha: it is the concentration of Dirichlet partitions, and partition is {config.partition!r}; "
-            f"nearest: --classes-per-client {max(1, round(config.alpha))}"
-        )
-    if config.task_pool != "same" and config.category_ratio != usual.category_ratio:
-        raise InputError(f"category_ratio: nothing reads it with --task-pool {config.task_pool}")
-    if is_owned(config.partition) and config.alpha != usual.alpha:
-        raise InputError(f"alpha: {config.partition!r} is not a Dirichlet partition; leave out --alpha")
+    needed = getattr(find_kind("partition", config.partition), "population", "")
+    _check_persistent(config, needed or config.population)
+    _check_private(config)
     _check_task_sizes(config)
-    fixed = {"sampled": "redrawn", "private": "static"}.get(config.partition, config.population)
-    fixed = "static" if is_owned(config.partition) else fixed
-    _check_stream(config, fixed)
-    if config.population == "online":
+    if not needed or config.population == "online":
         return config
-    if config.population not in (fixed, usual.population, "static"):
+    if config.population not in (needed, usual.population, "static"):
         raise InputError(
-            f"population: {config.partition} clients are {fixed}, not {config.population!r}; nearest: "
-            f"{fixed!r}"
+            f"population: {config.partition} clients are {needed}, not {config.population!r}; nearest: "
+            f"{needed!r}"
         )
-    return dataclasses.replace(config, population=fixed)
+    return dataclasses.replace(config, population=needed)
 
 
-def _check_stream(config: PartitionConfig, population: str) -> None:
-    """Online streams, clients that come and go, and schedules by example need clients that persist and tasks
-    that they share.
+def _check_persistent(config: PartitionConfig, population: str) -> None:
+    """Check that clients that come and go, and online streams, are clients that persist.
 
     Raises:
-      InputError: naming the first option that does not go with another.
+      InputError: naming the option that needs them.
     """
-    moving = next(
-        (name for name, usual in (("new_clients", 0), ("move_on", 1.0)) if getattr(config, name) != usual), ""
-    )
-    chosen = moving or ("population" if config.population == "online" else "")
-    fleeting = config.partition if config.partition == "sampled" else population
-    if chosen and (config.partition == "sampled" or population in ("redrawn", "independent")):
+    name = _over_time(config)
+    if name and population in ("redrawn", "independent"):
+        fleeting = "sampled" if config.partition == "sampled" else population
         raise InputError(
-            f"{chosen}: {getattr(config, chosen)!r} needs clients that persist, and {fleeting} ones are new "
+            f"{name}: {getattr(config, name)!r} needs clients that persist, and {fleeting} ones are new "
             "in every round; leave one of them out"
         )
-    by_example = next(
-        (name for name in ("tasks_by", "blurry") if getattr(config, name) not in ("class", 0.0)), ""
-    )
-    if config.partition == "private" and (chosen or by_example):
-        name = chosen or by_example
-        raise InputError(
-            f"{name}: {getattr(config, name)!r} is not honoured with private streams, which have their own "
-            "schedule; nearest: --partition dirichlet"
-        )
-    if config.stay_behind != "keep" and config.move_on == 1:
-        raise InputError("stay_behind: with --move-on 1 nobody stays; nearest: --move-on 0.9")
     if config.population == "online" and config.move_on < 1 and config.stay_behind == "keep":
         raise InputError(
             "stay_behind: clients of an online stream see no example again; nearest: --stay-behind leave"
         )
-    _check_schedule(config)
 
 
-def _check_schedule(config: PartitionConfig) -> None:
-    """Options of schedules by example.
+def _over_time(config: PartitionConfig) -> str:
+    """Return the first option by which clients' examples change over time; "" if there is none."""
+    changing = {
+        "new_clients": config.new_clients > 0,
+        "move_on": config.move_on < 1,
+        "population": config.population == "online",
+    }
+    return next((name for name, changes in changing.items() if changes), "")
+
+
+def _check_private(config: PartitionConfig) -> None:
+    """Check that private streams, which have their own schedule, get no other.
 
     Raises:
-      InputError: naming the first that nothing reads.
+      InputError: naming the option that gives one.
     """
-    if config.disjoint and not config.blurry:
-        raise InputError("disjoint: only --blurry reads it; nearest: --blurry 0.1")
-    if config.tasks_by == "class":
-        if config.task_order:
-            raise InputError("task_order: only --tasks-by column:NAME reads it; see also --class-order")
+    if config.partition != "private":
         return
-    for name in ("base_classes", "classes_per_task", "task_sizes", "blurry"):
-        if getattr(config, name):
-            raise InputError(f"{name}: {config.tasks_by!r} decides the tasks; leave it out")
+    by_example = "tasks_by" if config.tasks_by != "class" else "blurry"
+    given = getattr(config, by_example, 0.0)
+    name = _over_time(config) or (by_example if given else "")
+    if name:
+        raise InputError(
+            f"{name}: {getattr(config, name)!r} is not honoured with private streams, which have their own "
+            "schedule; nearest: --partition dirichlet"
+        )
+
+
+SIZES = ("base_classes", "classes_per_task", "task_sizes")  # the options for how many classes tasks have
 
 
 def _check_task_sizes(config: PartitionConfig) -> None:
-    """Only one option says how many classes the tasks have."""
-    by_number = [name for name in ("base_classes", "classes_per_task") if getattr(config, name)]
-    if config.task_sizes and by_number:
+    """Check that one option, and no more, says how many classes the tasks have."""
+    given = [name for name in SIZES if getattr(config, name, 0)]
+    if "task_sizes" in given and len(given) > 1:
         raise InputError(
-            f"{by_number[0]}: --task-sizes {config.task_sizes!r} has all sizes; leave one of them out"
+            f"{given[0]}: --task-sizes {getattr(config, given[-1])!r} has all sizes; leave one of them out"
         )
-    if config.task_pool != "same" and (by_number or config.task_sizes):
-        name = (*by_number, "task_sizes")[0]
-        raise InputError(f"{name}: nothing reads it with --task-pool {config.task_pool}; leave it out")
+    pool = label_of("task_pool", getattr(config, "task_pool", "same"))
+    if pool != "same" and given:
+        raise InputError(f"{given[0]}: nothing reads it with --task-pool {pool}; leave it out")
 
 
 def check_given(config: RunConfig, given: Collection[str]) -> None:
@@ -541,11 +637,12 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
       InputError: naming the first such option.
     """
     check_read(config, config, given)
+    check_unread(vars(config), dict.fromkeys(given), vars(config), given)
     if "clients" in given and is_owned(config.partition):
         raise InputError(
             f"clients: the partition {config.partition!r} decides their number; leave out --clients"
         )
-    decides = next((name for name in ("classes_per_task", "task_sizes") if getattr(config, name)), "")
+    decides = next((name for name in SIZES[1:] if getattr(config, name, 0)), "")
     decides = decides if config.tasks_by == "class" else "tasks_by"
     from fcljax.data.owners import says_tasks  # imports JAX, which help and lists do without
 
@@ -707,7 +804,18 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """All fields of a run's settings as YAML, the method first."""
-    return yaml.safe_dump({"method": config.method, **dataclasses.asdict(config)}, sort_keys=False)
+    return yaml.safe_dump({"method": config.method, **plain(config)}, sort_keys=False)
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """Return all fields of a run's settings as plain values; objects of the user's own as `choices.OWN`."""
+    order = getattr(config, "order", ())  # options of a choice stand behind it
+    names = dict.fromkeys((*order, *(field.name for field in fields_of(type(config)))))
+    values = {name: getattr(config, name) for name in names}
+    return {
+        name: value if name not in CHOICES or isinstance(value, str) else OWN
+        for name, value in values.items()
+    }
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ def option(
     below: float | None = None,
     positive: bool = False,
     only: tuple[str, ...] = (),
+    needs: str = "",
     unset: str = "",
     learning_rate: bool = False,
 ) -> Value:
@@ -41,11 +42,18 @@ def option(
       below: what a value must be less than.
       positive: 0 is no value either.
       only: the option that decides whether this one is read, and its values with which it is.
+      needs: the option without which nothing reads this one: it must not be at its default.
       unset: what the default means, for the help. In a file of settings null stands for this default.
       learning_rate: whether `--scale fit` and `--rate-factor` multiply it.
     """
     metadata = {"least": least, "most": most, "below": below, "positive": positive}
-    metadata |= {"only": only, "unset": unset, "default": default, "learning_rate": learning_rate}
+    metadata |= {
+        "only": only,
+        "needs": needs,
+        "unset": unset,
+        "default": default,
+        "learning_rate": learning_rate,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -80,6 +88,8 @@ def help_of(options: type) -> dict[str, str]:
     """Field -> help: the docstring below the field, in the class or in those that it derives from."""
     found = {}
     for kind in reversed(options.__mro__):
+        for part in vars(kind).get("parts", ()):  # options of what was chosen (`choices.class_with`)
+            found |= help_of(part)
         if not dataclasses.is_dataclass(kind) or "__annotations__" not in vars(kind):
             continue
         try:
@@ -130,18 +140,39 @@ def check_read(options: object, usual: object | None = None, given: Collection[s
     for field in fields_of(type(options)):
         changed = getattr(options, field.name) != getattr(usual, field.name)
         if not is_read(field, options) and (changed or field.name in given):
-            decider, *readers = field.metadata["only"]
-            names = " and ".join(", ".join(readers).rsplit(", ", 1))
-            raise InputError(
-                f"{field.name}: only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "
-                f"{getattr(options, decider)!r}; nearest: {flag(decider)} {readers[0]}"
-            )
+            raise InputError(f"{field.name}: {_what_reads(field, options)}")
 
 
 def is_read(field: dataclasses.Field, options: object) -> bool:
-    """Check whether the option that decides about a field has a value with which the field is read."""
+    """Check whether the other options have values with which a field is read."""
     decider, *readers = field.metadata.get("only") or ("",)
+    needed = field.metadata.get("needs", "")
+    if needed and getattr(options, needed) == _default(type(options), needed):
+        return False
     return not decider or getattr(options, decider) in readers
+
+
+def _default(options: type, name: str) -> object:
+    """Return the default that a field was written with, whatever a preset makes of it."""
+    field = next(field for field in fields_of(options) if field.name == name)
+    return field.metadata.get("default", field.default)
+
+
+def _what_reads(field: dataclasses.Field, options: object) -> str:
+    """Return which values of other options would make a field read."""
+    if needed := field.metadata.get("needs", ""):
+        (other,) = (other for other in fields_of(type(options)) if other.name == needed)
+        example = " 1" if other.type is int else " 0.1" if other.type is float else ""
+        return (
+            f"only {flag(needed)} reads it, and {getattr(options, field.name)!r} was given; nearest: "
+            f"{flag(needed)}{example}"
+        )
+    decider, *readers = field.metadata["only"]
+    names = " and ".join(", ".join(readers).rsplit(", ", 1))
+    return (
+        f"only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "
+        f"{getattr(options, decider)!r}; nearest: {flag(decider)} {readers[0]}"
+    )
 
 
 def check_value(field: dataclasses.Field, value: object) -> None:

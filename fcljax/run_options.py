@@ -6,6 +6,10 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
+from optax import GradientTransformation
+
+from fcljax.types import ClientOptimiser, MergingRule, ServerOptimiser, TaskPool
+
 
 class RunOptions(TypedDict, total=False):
     """Options of `fcljax run METHOD`, under the names that they have there."""
@@ -14,16 +18,19 @@ class RunOptions(TypedDict, total=False):
     adaptive_start: float
     adversarial_weight: float
     affinity_temperature: float
-    aggregator: Literal[
-        "mean",
-        "uniform",
-        "median",
-        "trimmed_mean",
-        "geometric_median",
-        "krum",
-        "multi_krum",
-        "centred_clipping",
-    ]
+    aggregator: (
+        Literal[
+            "mean",
+            "uniform",
+            "median",
+            "trimmed_mean",
+            "geometric_median",
+            "krum",
+            "multi_krum",
+            "centred_clipping",
+        ]
+        | MergingRule
+    )
     align_decay: float
     align_epochs: int
     align_lr: float
@@ -37,7 +44,7 @@ class RunOptions(TypedDict, total=False):
     blurry: float
     bound_radius: float
     bound_weight: float
-    category_ratio: float | None
+    category_ratio: float
     checkpoint: str | None
     checkpoint_every: int
     class_list: str
@@ -196,7 +203,7 @@ class RunOptions(TypedDict, total=False):
     noise_width: int
     norm_bound: float
     normalise: Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
-    optimiser: Literal["adam", "sgd"]
+    optimiser: Literal["adam", "sgd", "adamw"] | ClientOptimiser | GradientTransformation
     orthogonality_weight: float
     pair_gram: Literal["diagonal", "full"]
     participation: float
@@ -256,9 +263,9 @@ class RunOptions(TypedDict, total=False):
     server_epochs: int
     server_lr: float | None
     server_momentum: float
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"]
+    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser | GradientTransformation
     server_rank: int
-    server_step: float | None
+    server_step: float
     server_steps: int
     skip_corrupt: bool
     smooth_weight: float
@@ -278,7 +285,7 @@ class RunOptions(TypedDict, total=False):
     synthesis_warmup: int
     synthetic_batch: int
     task_order: str
-    task_pool: Literal["same", "order", "superclasses", "sources"]
+    task_pool: Literal["same", "order", "superclasses", "sources"] | TaskPool
     task_pool_classes: int
     task_pool_limit: int
     task_sizes: str | Sequence[int]

@@ -2,30 +2,24 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int64
 
-from fcljax.config import PartitionConfig
+from fcljax.choices import chosen
 from fcljax.data.attendance import AWAY, attendance, changes
 from fcljax.data.files.dataset import Dataset, natural_order
 from fcljax.data.order_files import read_order
 from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
-from fcljax.data.partition import (
-    Sample,
-    dirichlet,
-    first_share,
-    iid,
-    quantity,
-    sample_client,
-    shards,
-    whole_classes,
-)
+from fcljax.data.partition import Partition, first_share
+from fcljax.data.sampled import Sample, Sampled, reported_counts
 from fcljax.data.store import ClientIndices, client_indices, merge
-from fcljax.data.streams import own_streams, shared_streams, split_pool
+from fcljax.data.streams import Private, SameTasks, own_streams, shared_streams
 from fcljax.data.task_schedule import (
     PURPOSE,
+    ByClass,
+    ByColumn,
     TaskSchedule,
     blurred,
     by_class,
@@ -33,7 +27,6 @@ from fcljax.data.task_schedule import (
     tasks_of_examples,
 )
 from fcljax.data.tasks import (
-    chosen_sizes,
     class_order,
     listed_order,
     make_tasks,
@@ -43,8 +36,8 @@ from fcljax.data.tasks import (
 )
 from fcljax.errors import InputError, Value
 from fcljax.federated.schedule import ClientPartition
-from fcljax.options import replaced
-from fcljax.settings import is_owned
+from fcljax.options import fields_of, replaced
+from fcljax.settings import PartitionConfig, is_owned
 from fcljax.types import Task
 
 ORDER_BYTES = 1 << 22  # of a file of classes
@@ -173,21 +166,23 @@ def _schedule_apart(
     Raises:
       InputError: for a schedule that needs them all.
     """
+    source = chosen("tasks_by", options)
     apart = [
-        ("tasks_by", options.tasks_by != "class"),
-        ("blurry", bool(options.blurry)),
+        ("tasks_by", isinstance(source, ByColumn)),
+        ("blurry", isinstance(source, ByClass) and source.blurry > 0),
         ("new_clients", bool(options.new_clients)),
         ("move_on", options.move_on < 1),
         ("population", options.population == "online"),
     ]
-    for name, chosen in apart:
-        if chosen:
+    for name, given in apart:
+        if given:
             raise InputError(
                 f"{name}: {getattr(options, name)!r} needs the examples of all clients, which are on "
                 "machines of their own here; leave it out"
             )
     label, test_label = _labels(dataset, options)
-    sizes = (len(dataset.class_names),) if joint else _sizes(len(dataset.class_names), options)
+    classes = len(dataset.class_names)
+    sizes = (classes,) if joint else source.sizes(classes, options.tasks)
     return label, test_label, by_class(sizes, label, test_label)
 
 
@@ -200,34 +195,31 @@ def _schedule(
       InputError: for a schedule that does not fit the data set.
     """
     classes = len(dataset.class_names)
-    column = options.tasks_by.partition(":")[2]
+    source = chosen("tasks_by", options)
     if says_tasks(options.partition):
         _check_listed(options)
         return tasks_of_examples(read_tasks(options.partition, dataset), label, test_label, classes)
-    if column:
+    if isinstance(source, ByColumn):
+        column = str(options.tasks_by).partition(":")[2]
         problem = f"tasks_by: no column {column!r} of the {{}} examples"
         domain = find_column(column, dataset.columns, problem.format("training"), dataset)
         test_domain = find_column(column, dataset.columns_test, problem.format("test"), dataset)
         return by_domain(domain, test_domain, domains_of(dataset, options) or [], label, classes)
-    schedule = by_class(_sizes(classes, options), label, test_label)
-    if not options.blurry:
+    schedule = by_class(source.sizes(classes, options.tasks), label, test_label)
+    if not source.blurry:
         return schedule
     draws = np.random.RandomState([options.seed, PURPOSE])
-    return blurred(schedule, label, options.blurry, options.disjoint, draws)
+    return blurred(schedule, label, source.blurry, source.disjoint, draws)
 
 
 def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
     """The domains that are tasks, in the order of the tasks; None where tasks are of classes."""
-    if options.tasks_by == "class":
+    source = chosen("tasks_by", options)
+    if not isinstance(source, ByColumn):
         return None
-    if options.task_order:
-        return [name.strip() for name in options.task_order.split(",")]
-    return natural_order(dataset.columns[options.tasks_by.partition(":")[2]])
-
-
-def _sizes(classes: int, options: PartitionConfig) -> tuple[int, ...]:
-    numbers = options.base_classes or None, options.classes_per_task or None
-    return chosen_sizes(classes, options.tasks, *numbers, options.task_sizes or None)
+    if source.task_order:
+        return [name.strip() for name in source.task_order.split(",")]
+    return natural_order(dataset.columns[str(options.tasks_by).partition(":")[2]])
 
 
 def fit_partition(options: Value, dataset: Dataset) -> Value:
@@ -242,7 +234,8 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
     tasks = options.tasks
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
-    decided = options.classes_per_task or options.task_sizes or options.tasks_by != "class"
+    source = chosen("tasks_by", options)
+    decided = isinstance(source, ByColumn) or source.classes_per_task or source.task_sizes
     if decided or says_tasks(options.partition):
         tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
     return replaced(options, clients=clients, tasks=tasks)
@@ -254,9 +247,13 @@ def _check_listed(options: PartitionConfig) -> None:
     Raises:
       InputError: naming the first one that does.
     """
-    usual = PartitionConfig()
-    for name in ("tasks_by", "base_classes", "classes_per_task", "task_sizes", "blurry"):
-        if getattr(options, name) != getattr(usual, name):
+    source = chosen("tasks_by", options)
+    if isinstance(source, ByColumn):
+        given = ["tasks_by"]
+    else:
+        given = [field.name for field in fields_of(ByClass) if getattr(source, field.name)]
+    for name in given:
+        if name != "disjoint":
             raise InputError(
                 f"{name}: {options.partition!r} has a column 'task', which decides; leave it out"
             )
@@ -318,13 +315,14 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     stream = np.random.RandomState(options.seed)
     order = order_of_classes(dataset, options, stream)
     used = first_share(dataset.y_train, options.train_share)
-    if options.partition == "private":
-        return _private(dataset, options, order, used, stream)
+    partition = chosen("partition", options)
+    if isinstance(partition, Private):
+        return _private(dataset, options, partition, order, used, stream)
     label = relabel(dataset.y_train, order)
     test_label = relabel(dataset.y_test, order)
     schedule = _schedule(dataset, options, label, test_label)
-    data = _Data(dataset, options, schedule, used, rounds)
-    if options.partition == "sampled":
+    data = _Data(dataset, options, partition, schedule, used, rounds)
+    if isinstance(partition, Sampled):
         drawn = data.sampled
     elif options.population in ("redrawn", "independent"):
         drawn = getattr(data, options.population)
@@ -335,11 +333,11 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
         return client_indices(drawn(task, round_), schedule.train, task)
 
     assigned = Assignment(label, test_label, schedule.tasks, indices, test_task=schedule.test)
-    if options.partition == "sampled" and options.long_tail == "reported":
+    if isinstance(partition, Sampled) and partition.long_tail == "reported":
         position = relabel(np.arange(len(order)), order)
 
         def reported(task: int, round_: int) -> np.ndarray:
-            return _reported(data.samples(task, round_), position)
+            return reported_counts(data.samples(task, round_), position)
 
         assigned = assigned._replace(reported=reported)
     if changes(options):
@@ -352,6 +350,8 @@ class _Data(NamedTuple):
 
     dataset: Dataset
     options: PartitionConfig
+    partition: Any
+    """What was chosen: a `Partition`, or one of those that assign by rules of their own."""
     schedule: TaskSchedule
     used: Int[np.ndarray, " n"]
     """Indices of the training examples that are used."""
@@ -362,27 +362,37 @@ class _Data(NamedTuple):
         """The task whose examples each client has in each task."""
         return attendance(self.options, len(self.schedule.tasks))
 
+    @property
+    def all_tasks(self) -> bool:
+        """Whether one partition divides the examples of all tasks."""
+        return getattr(self.partition, "all_tasks", False)
+
     def of_task(self, task: int) -> np.ndarray:
-        """Indices of the examples that a partition of the task assigns."""
-        if self.options.partition in ("dirichlet", "iid"):
+        """Return the indices of the examples that a partition of the task assigns."""
+        if self.all_tasks:
             return self.used
         return self.used[self.schedule.train[self.used] == task]
 
     def parts(self, task: int, rng: np.random.RandomState) -> ClientIndices:
-        """A partition of a task, or of all; of a task among the clients that have it."""
-        mine = self.of_task(task)
+        """Return a partition of a task, or of all; of a task among the clients that have it."""
+        rows = self.of_task(task)
         clients = np.arange(self.options.clients)
-        if changes(self.options) and self.options.partition not in ("dirichlet", "iid"):
+        if changes(self.options) and not self.all_tasks:
             clients = np.flatnonzero(self.holds[task] == task)
-        owned = ClientIndices.of(_split(self.dataset.y_train[mine], self.options, len(clients), rng))
+        divide: Partition = self.partition
+        owned = ClientIndices.of(divide(self.dataset.y_train[rows], len(clients), rng))
         sizes = np.zeros(self.options.clients, np.int64)
         sizes[clients] = np.diff(owned.offset)
         offset = np.concatenate([[0], np.cumsum(sizes)])
-        return ClientIndices(mine[owned.indices].astype(np.int32), offset)
+        return ClientIndices(rows[owned.indices].astype(np.int32), offset)
 
     def samples(self, task: int, round_: int) -> list[Sample]:
-        """HePCo's clients."""
-        return _sampled(self.dataset.y_train, self.of_task(task), self.options, (task, round_, self.rounds))
+        """Return HePCo's clients of a round."""
+        time = task, round_, self.rounds
+        rows = self.of_task(task)
+        return self.partition.clients_of(
+            self.dataset.y_train, rows, self.options.clients, self.options.seed, time
+        )
 
     def sampled(self, task: int, round_: int) -> ClientIndices:
         """The examples of HePCo's clients."""
@@ -411,7 +421,7 @@ class _Data(NamedTuple):
                     f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
                 )
             of_tasks = [ClientIndices.of([np.intersect1d(part, self.used) for part in owned])] * count
-        elif options.partition in ("dirichlet", "iid"):
+        elif self.all_tasks:
             of_tasks = [self.parts(0, stream)] * count
         else:
             of_tasks = [self.parts(task, stream) for task in range(count)]
@@ -492,6 +502,7 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
 def _private(
     dataset: Dataset,
     options: PartitionConfig,
+    private: Private,
     order: np.ndarray,
     used: np.ndarray,
     rng: np.random.RandomState,
@@ -501,16 +512,16 @@ def _private(
     test_label = relabel(dataset.y_test, order)
     classes = len(order)
     test_task = None
-    if options.task_pool == "same":
-        tasks, _, test_task = by_class(_sizes(classes, options), label, test_label)
+    drawn_from = chosen("task_pool", private)
+    if isinstance(drawn_from, SameTasks):
+        sizes = chosen("tasks_by", options).sizes(classes, options.tasks)
+        tasks, _, test_task = by_class(sizes, label, test_label)
         shared = [np.flatnonzero(task.current) for task in tasks]
-        share = options.category_ratio or 0.5
-        streams = shared_streams(label[used], shared, options.clients, share, rng)
+        streams = shared_streams(label[used], shared, options.clients, drawn_from.category_ratio, rng)
     else:
         names = [dataset.class_names[i] for i in order]
         sources = np.asarray(dataset.sources or 0 * order)
-        size = options.task_pool_classes
-        pool = split_pool(options.task_pool, names, sources[order], size, options.task_pool_limit)
+        pool = drawn_from.pool(names, sources[order])
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
         of_tasks = zip(*(stream.classes for stream in streams), strict=True)
         tasks = tasks_of([np.unique(np.concatenate(each)) for each in of_tasks], classes)
@@ -557,54 +568,3 @@ def order_of_classes(
 def _lines(path: str) -> list[str]:
     """The classes that a file lists."""
     return read_order(path, ORDER_BYTES)
-
-
-def _sampled(
-    labels: np.ndarray, mine: np.ndarray, options: PartitionConfig, when: tuple[int, int, int]
-) -> list[Sample]:
-    """The clients of one round, with the seeds of HePCo's release (specification 6.3).
-
-    Args:
-      labels: of all training examples.
-      mine: indices of the task's examples.
-      options: how clients are drawn.
-      when: task, round, and rounds of a task.
-    """
-    task, round_, rounds = when
-    first = 1 + options.clients * (round_ + rounds * task) + 2000 * options.seed
-    draw = functools.partial(
-        sample_client,
-        labels[mine],
-        split=options.split_ratio,
-        category=options.category_ratio or 0.6,
-        imbalance=options.imbalance,
-        applied=options.long_tail == "applied",
-    )
-    drawn = [draw(seed=(first + client) % 2**32) for client in range(options.clients)]
-    return [sample._replace(indices=mine[sample.indices]) for sample in drawn]
-
-
-def _reported(drawn: list[Sample], position: np.ndarray) -> np.ndarray:
-    """How many examples of each class sampled clients report, by position in the class order."""
-    counts = np.zeros((len(drawn), len(position)), np.int32)
-    for client, sample in enumerate(drawn):
-        for label, count in sample.reported.items():
-            counts[client, position[label]] = count
-    return counts
-
-
-def _split(
-    labels: np.ndarray, options: PartitionConfig, clients: int, rng: np.random.RandomState
-) -> list[np.ndarray]:
-    per_client = options.classes_per_client
-    match options.partition:
-        case "iid":
-            return iid(labels, clients, rng, options.min_examples)
-        case "quantity":
-            return quantity(labels, clients, per_client, rng)
-        case "shards":
-            return shards(labels, clients, per_client, rng)
-        case "whole_classes":
-            return whole_classes(labels, clients, per_client, rng)
-        case _:
-            return dirichlet(labels, clients, options.alpha, rng, options.min_examples)

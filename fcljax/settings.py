@@ -13,38 +13,17 @@ from fcljax.options import option
 Fidelity = Literal["intended", "paper", "released", "improved"]
 Scale = Literal["auto", "paper", "mini", "fit"]
 Pipeline = Literal["fppl", "pmae", "pilora", "hepco", "hepco_domainnet"]
-Partition = Literal[
-    "dirichlet",
-    "iid",
-    "quantity",
-    "shards",
-    "task_dirichlet",
-    "whole_classes",
-    "sampled",
-    "private",
-    "file:PATH",
-    "column:NAME",
-]
 Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
 Positions = Literal["antialiased", "plain"]
 Stem = Literal["imagenet", "cifar"]
 StemChoice = Literal["auto", "imagenet", "cifar"]
-TaskPool = Literal["same", "order", "superclasses", "sources"]
-Aggregator = Literal[
-    "mean",
-    "uniform",
-    "median",
-    "trimmed_mean",
-    "geometric_median",
-    "krum",
-    "multi_krum",
-    "centred_clipping",
-]
+Chosen = str | object
+"""A name of a table of `choices.py`, or an object that does the same work."""
 
 
-def is_owned(partition: str) -> bool:
+def is_owned(partition: Chosen) -> bool:
     """Return whether a file or a column of the user assigns each example to a client."""
-    return partition.startswith(("file:", "column:"))
+    return isinstance(partition, str) and partition.startswith(("file:", "column:"))
 
 
 ATTACKS = {
@@ -153,20 +132,12 @@ class PartitionConfig(SplitConfig):
     """Number of tasks T."""
     clients: int = 5
     """Number of clients K."""
-    partition: Partition = "dirichlet"
+    partition: Chosen = "dirichlet"
     """How clients get their examples. dirichlet and iid partition all tasks at once;
     quantity, shards, task_dirichlet and whole_classes (GLFC) partition each task; sampled
     draws new clients in every round (HePCo); private gives each client its own stream of
     tasks (VFCL); file:PATH lists example or file name and client; column:NAME is a column
     of the data set."""
-    classes_per_client: int = 2
-    """Classes per client and task (quantity, whole_classes), or shards of 1/100 of a
-    task's examples per client (shards)."""
-    alpha: float = option(0.5, positive=True)
-    """Dirichlet concentration (dirichlet, task_dirichlet); smaller is less even."""
-    min_examples: int = option(10, least=0)
-    """Minimum number of examples per client, with task_dirichlet per client and task; a
-    partition below it is redrawn."""
     population: Literal["static", "redrawn", "independent", "online"] = "static"
     """How long clients keep their examples. static: for the whole run; redrawn: for a
     round, then all are reassigned; independent: each client draws its own in every round,
@@ -176,47 +147,15 @@ class PartitionConfig(SplitConfig):
     move_on: float = option(1.0, least=0.0, most=1.0)
     """Fraction of existing clients that receive data of the new task, redrawn per task
     (GLFC: 0.9)."""
-    stay_behind: Literal["keep", "leave"] = "keep"
+    stay_behind: Literal["keep", "leave"] = option("keep", needs="move_on")
     """The other existing clients keep the examples of their last task, or leave for good."""
-    split_ratio: float = option(0.1, positive=True, most=1.0, only=("partition", "sampled"))
-    """Fraction gamma of a class's examples that a sampled client draws."""
-    category_ratio: float | None = option(
-        None, positive=True, most=1.0, only=("partition", "sampled", "private"), unset="0.6; private: 0.5"
-    )
-    """Fraction kappa of a task's classes that a sampled client or a private stream has."""
-    imbalance: float = option(1.0, positive=True, most=1.0, only=("partition", "sampled"))
-    """Ratio of a sampled client's examples of its last class to those of its first."""
-    long_tail: Literal["applied", "reported"] = option("applied", only=("partition", "sampled"))
-    """Class sizes of sampled clients. applied: those of --imbalance; reported: clients
-    only report these sizes, as in HePCo's release."""
-    task_pool: TaskPool = option("same", only=("partition", "private"), unset="the same tasks for all")
-    """Tasks that private streams draw from: the same for all; neighbours in the class
-    order (order); CIFAR-100's superclasses; or neighbours within one data set of a
-    mixture (sources)."""
-    task_pool_classes: int = option(5, least=1, only=("task_pool", "order", "superclasses", "sources"))
-    """Classes per task in the pool of private streams."""
-    task_pool_limit: int = option(0, least=0, only=("task_pool", "sources"), unset="all that fit")
-    """Maximum number of tasks per source in the pool of private streams."""
     train_share: float = option(1.0, positive=True, most=1.0)
     """Fraction of each class's training examples to use."""
     class_order: Literal["shuffled", "natural", "python", "file:PATH", "NAME,NAME"] = "shuffled"
     """Order in which tasks take the classes; python shuffles as HePCo's release does. A
     file has one class per line; classes are names, or numbers from 0."""
-    base_classes: int = option(0, least=0, unset="as the other tasks")
-    """Number of classes of the first task; the other tasks share the rest."""
-    classes_per_task: int = option(0, least=0, unset="all classes over --tasks")
-    """Number of classes of each task after the first; it determines the number of tasks."""
-    task_sizes: str = option("", unset="as even as possible")
-    """Number of classes of each task, e.g. 50,10,10,30."""
-    tasks_by: Literal["class", "column:NAME"] = "class"
+    tasks_by: Chosen = "class"
     """A task is a group of classes, or a domain that a column of the data set names."""
-    task_order: str = option("", unset="by name")
-    """Order of the domains of --tasks-by, e.g. real,sketch,clipart."""
-    blurry: float = option(0.0, least=0.0, below=1.0)
-    """Fraction of each class's examples that move to the other tasks, equally many to
-    each."""
-    disjoint: float = option(0.0, least=0.0, below=1.0)
-    """Fraction of the classes whose examples --blurry does not move."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +176,8 @@ class TrainConfig:
     """Randomly crop and flip training images."""
     lr: float = option(1e-3, positive=True, learning_rate=True)
     """Client learning rate."""
-    optimiser: Literal["adam", "sgd"] = "adam"
+    optimiser: Chosen = "adam"
     """Client optimiser; its state is reset in every round."""
-    momentum: float = option(0.0, most=1.0, only=("optimiser", "sgd"))
-    """Momentum of SGD."""
-    weight_decay: float = 0.0
-    """Client weight decay: its product with the parameters is added to the gradient."""
     prox_weight: float = 0.0
     """Weight of the FedProx term, which keeps clients close to the global model."""
     norm_bound: float = option(0.0, unset="no bound")
@@ -254,32 +189,15 @@ class TrainConfig:
 class AggregationOptions:
     """How the server merges uploads."""
 
-    aggregator: Aggregator = "mean"
+    aggregator: Chosen = "mean"
     """Aggregation rule; mean weights clients by their number of examples, uniform
     equally."""
-    trim: float = option(0.1, below=0.5, only=("aggregator", "trimmed_mean"))
-    """Fraction of the values that trimmed_mean drops at each end."""
-    malicious_bound: int = option(1, least=0, only=("aggregator", "krum", "multi_krum"))
-    """Number of malicious clients that krum and multi_krum assume."""
-    clip_radius: float = option(10.0, positive=True, only=("aggregator", "centred_clipping"))
-    """L2 norm to which centred_clipping clips each client's update."""
     clip_norm: float = option(0.0, unset="no clipping")
     """L2 norm to which each client's update is clipped."""
-    noise_multiplier: float = option(0.0, unset="no noise")
+    noise_multiplier: float = option(0.0, unset="no noise", needs="clip_norm")
     """Noise standard deviation divided by --clip-norm (central DP)."""
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"
+    server_optimiser: Chosen = "none"
     """Server optimiser, which steps along the mean client update."""
-    server_step: float | None = option(
-        None,
-        positive=True,
-        only=("server_optimiser", "momentum", "adam", "yogi"),
-        unset="1 for momentum, else 0.1",
-    )
-    """Step size of the server optimiser."""
-    server_momentum: float = option(0.9, below=1.0, only=("server_optimiser", "momentum", "adam", "yogi"))
-    """Momentum (beta_1) of the server optimiser."""
-    server_adaptivity: float = option(1e-3, positive=True, only=("server_optimiser", "adam", "yogi"))
-    """Adaptivity (tau) of the server's adam and yogi."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +206,9 @@ class FaultOptions:
 
     malicious: int = option(0, least=0)
     """Number of malicious clients, taken from the lowest ids."""
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"] = "sign_flip"
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"] = option(
+        "sign_flip", needs="malicious"
+    )
     """What malicious clients do."""
     faults: str = option("none", unset="none")
     """Random faults with their probabilities per client and round, e.g.
@@ -341,7 +261,7 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     and you set nothing that fit decides; else paper."""
     rate_factor: float = option(0.0, unset="decided or searched when the run begins")
     """Factor on all learning rates of the method, including the server's."""
-    dp_delta: float = option(0.0, most=1.0, unset="not reported")
+    dp_delta: float = option(0.0, most=1.0, unset="not reported", needs="noise_multiplier")
     """Delta at which the privacy spent is reported as epsilon; needs --noise-multiplier
     and the optional dependency `privacy`."""
     source: ClassVar[Any] = None
@@ -355,11 +275,11 @@ class HostOptions:
     coordinator: str | None = option(None, unset="one process")
     """HOST:PORT of process 0, for a run on the devices of several processes; auto asks
     Slurm, Open MPI, Kubernetes or the TPU runtime."""
-    processes: int | None = option(None, unset="the coordinator's")
+    processes: int | None = option(None, unset="the coordinator's", needs="coordinator")
     """Number of processes."""
-    process: int | None = option(None, least=0, unset="the coordinator's")
+    process: int | None = option(None, least=0, unset="the coordinator's", needs="coordinator")
     """Index of this process, from 0."""
-    host_timeout: int | None = option(None, least=5, most=3600, unset="100")
+    host_timeout: int | None = option(None, least=5, most=3600, unset="100", needs="coordinator")
     """Seconds to wait for other processes to start or to show a sign of life."""
 
     @property

@@ -10,10 +10,11 @@ The engine passes all arguments by position, so functions may name them as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
@@ -51,6 +52,49 @@ class Sizes(NamedTuple):
     """Rounds per task, for schedules over the rounds of a task."""
     examples: int = 0
     """The most examples that a client has in a round, for buffers that hold all of them; 0: not known."""
+
+
+class MergingRule(Protocol):
+    """Merges the uploads of all clients at once."""
+
+    def __call__(
+        self,
+        stacked: PyTree,
+        reference: PyTree,
+        weight: Float[Array, " K"],
+        valid: Bool[Array, " K"],
+        key: PRNGKeyArray,
+        /,
+    ) -> PyTree:
+        """Return leaves [...], merged from leaves [K, ...].
+
+        `reference` [...] is what the clients started from; `valid` says whose upload arrived and is finite.
+        """
+        ...
+
+
+class TaskPool(Protocol):
+    """Makes the pool of tasks that private streams draw from."""
+
+    def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> list[Int[np.ndarray, " _"]]:
+        """Return the classes of each task, of classes with these names from these data sets."""
+        ...
+
+
+class ClientOptimiser(Protocol):
+    """Makes the optimiser of a client."""
+
+    def build(self) -> optax.GradientTransformation:
+        """Return the direction of a step from the gradient; learning rates scale it afterwards."""
+        ...
+
+
+class ServerOptimiser(Protocol):
+    """Makes the optimiser of the server, which steps along what clients started from, minus their mean."""
+
+    def build(self) -> optax.GradientTransformation:
+        """Return the optimiser."""
+        ...
 
 
 # ---- networks ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import same
 
+from fcljax.choices import with_options
 from fcljax.errors import InputError
 from fcljax.federated import aggregation as agg
 from fcljax.federated import rules, sums
@@ -421,7 +422,7 @@ def test_a_weighted_mean_of_integers_is_rounded_once_at_the_end():
 
 
 def made(**options) -> agg.Aggregation:
-    return agg.make_aggregation(agg.AggregationOptions(**options))
+    return agg.make_aggregation(with_options(agg.AggregationOptions(), options, options))
 
 
 def one_round(aggregation: agg.Aggregation, uploads, reference, weight, seed: int = 0, state=None):

@@ -11,9 +11,11 @@ import pytest
 import small_runs
 
 from fcljax import cli
+from fcljax.choices import with_options
 from fcljax.config import PartitionConfig, partitioned
 from fcljax.data.files.sources import load_dataset
-from fcljax.data.partition import dirichlet, sample_client
+from fcljax.data.partition import dirichlet
+from fcljax.data.sampled import sample_client
 from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError
 from fcljax.scenario import assign, make_scenario
@@ -43,7 +45,8 @@ def digits():
 
 
 def settings(**values):
-    return partitioned(PartitionConfig(clients=3, **values), PartitionConfig())
+    usual = with_options(PartitionConfig(), values)
+    return partitioned(dataclasses.replace(usual, clients=3), usual)
 
 
 def owned(assigned, task, round_=0):
@@ -251,7 +254,10 @@ def test_the_examples_of_a_redrawn_round_are_those_that_were_assigned(digits, tm
             ["--partition", "quantity", "--classes-per-client", "6"],
             ["classes_per_client: 6", "nearest valid value: 5"],
         ),
-        (["--classes-per-client", "0"], ["classes_per_client: 0", "nearest valid value: 1"]),
+        (
+            ["--partition", "quantity", "--classes-per-client", "0"],
+            ["classes_per_client: 0", "nearest valid value: 1"],
+        ),
         (["--train-share", "1.5"], ["train_share: 1.5", "nearest valid value: 1.0"]),
         (["--train-share", "0"], ["train_share: 0.0", "positive"]),
         (["--partition", "shard"], ["partition", "'shard'", "did you mean 'shards'?"]),

@@ -21,6 +21,7 @@ import yaml
 from fcljax import __version__, cli, config
 from fcljax.adapters import ADAPTERS
 from fcljax.checks import federation as tiny
+from fcljax.choices import CHOICES, options_of
 from fcljax.commands import running
 from fcljax.commands.arguments import parse
 from fcljax.data.files.sources import DATASETS
@@ -624,14 +625,15 @@ def test_the_field_s_other_names_lead_to_ours(theirs, ours, capsys):
 def test_every_synonym_leads_to_an_option():
     groups = (type(config.preset("pilora")), running.Paths)
     names = {field.name for options in groups for field in dataclasses.fields(options)}
+    names |= options_of(*CHOICES).keys()
     assert set(SYNONYMS.values()) <= names and not set(SYNONYMS) & names
 
 
 def test_alpha_is_understood_or_explained(capsys):
-    assert typed(config.RunConfig(), "--alpha 0.1") == {"alpha": 0.1}
+    assert typed(config.preset("linear"), "--alpha 0.1") == {"alpha": 0.1}
     line = mistake(capsys, "run", "linear", "--partition", "quantity", "--alpha", "2")
-    assert "alpha: it is the concentration of Dirichlet partitions" in line
-    assert line.endswith("nearest: --classes-per-client 2")
+    assert "alpha: only dirichlet and task_dirichlet read it, and partition is 'quantity'" in line
+    assert line.endswith("nearest: --partition dirichlet")
 
 
 JAX, ARRAYS = ("jax", "flax", "optax"), ("matplotlib", "numpy")

@@ -24,6 +24,7 @@ import yaml
 
 from fcljax import __version__, config
 from fcljax.adapters import ADAPTERS
+from fcljax.choices import CHOICES, options_of
 from fcljax.methods import METHODS, find_method
 from fcljax.options import help_of
 from fcljax.parts.client import (
@@ -247,7 +248,7 @@ def test_the_distillation_server_that_the_page_explains_is_short():
 
 
 def test_the_fields_that_decide_a_disputed_point_are_options():
-    options = set(METHODS)
+    options = {*METHODS, *options_of(*CHOICES)}
     for method, adapter in itertools.product(METHODS, ADAPTERS):
         if adapter not in find_method(method).excludes:
             for kind in config.option_groups(method, adapter).values():

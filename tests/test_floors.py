@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fcljax"
 FLOORS = (
     {
         "errors",
+        "choices",
         "options",
         "settings",
         "files",

@@ -18,6 +18,7 @@ from micro import round_context_of as round_context
 from fcljax.adapters.prompts import Gate, fuse, gate_weights, init_gate, init_prompts, prompt_injection
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.federated.aggregators import CentredClipping
 from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.rules import weighted_mean
@@ -667,7 +668,7 @@ def test_global_prototypes_are_means_over_clients_however_many_rows_they_have():
 
 def test_centred_clipping_of_prototypes_starts_from_zero():
     """Three steps of length 1 towards (6, 8), which both holders have; the other class is nobody's."""
-    options = AggregationOptions(aggregator="centred_clipping", clip_radius=1.0)
+    options = AggregationOptions(aggregator=CentredClipping(clip_radius=1.0))
     vectors, holds = jnp.full((2, 2, 2), jnp.array([6.0, 8.0])), jnp.array([[True, False]] * 2)
     merge = per_class(make_aggregation(options))
     merged, held = merge(vectors, holds, jnp.ones(2), jnp.ones(2, bool), jax.random.key(0))

@@ -28,7 +28,7 @@ from toys import same
 from fcljax import config
 from fcljax.adapters import find_adapter
 from fcljax.adapters.pool import Pool, PoolOptions, pool, prefix_injection, weighted_prompts
-from fcljax.data.partition import sample_client
+from fcljax.data.sampled import sample_client
 from fcljax.data.tasks import python_order
 from fcljax.errors import InputError
 from fcljax.methods.hepco import diagnosis as D

@@ -11,6 +11,7 @@ import yaml
 
 from fcljax import config
 from fcljax.adapters import ADAPTERS, find_adapter
+from fcljax.choices import label_of
 from fcljax.commands import running
 from fcljax.errors import InputError
 from fcljax.methods import METHODS, find_method
@@ -182,7 +183,7 @@ def test_a_preset_is_what_runs(method, adapter, fidelity):
     for options in (config.part(entry.options(adapter), chosen.options), own):
         assert config.part(type(options), cfg) == options
     assert all(type(each) in {find_adapter(name).options for name in ADAPTERS} for each in chosen.adapters)
-    assert (cfg.lr, cfg.partition) == (chosen.run.lr, chosen.run.partition)
+    assert (cfg.lr, cfg.partition) == (chosen.run.lr, label_of("partition", chosen.run.partition))
 
 
 @pytest.mark.parametrize("method", METHODS)

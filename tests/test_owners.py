@@ -139,7 +139,10 @@ def given(**values):
         ({"partition": "column:site"}, "no column 'site' of the training examples; 'digits' has none"),
         ({"partition": "colum:site"}, "partition: unknown value 'colum:site'"),
         ({"partition": "file:a", "clients": 3}, "decides their number; leave out --clients"),
-        ({"partition": "file:a", "alpha": 2.0}, "alpha: 'file:a' is not a Dirichlet partition"),
+        (
+            {"partition": "file:a", "alpha": 2.0},
+            "alpha: only dirichlet and task_dirichlet read it",
+        ),
         ({"partition": "column:a", "population": "redrawn"}, "population: column:a clients are static"),
         ({"classes_per_task": 3, "tasks": 2}, "tasks: classes_per_task decides their number"),
         ({"task_sizes": "5,5", "base_classes": 5}, "base_classes: --task-sizes '5,5' has all sizes"),

@@ -7,9 +7,10 @@ import pytest
 from small_runs import COMMON
 
 from fcljax import cli
+from fcljax.choices import with_options
 from fcljax.config import PartitionConfig
 from fcljax.data.files.sources import load_dataset
-from fcljax.data.streams import SUPERCLASSES, own_streams, shared_streams, split_pool
+from fcljax.data.streams import SUPERCLASSES, Private, WithinSources, own_streams, shared_streams, split_pool
 from fcljax.data.tasks import make_tasks, tasks_of
 from fcljax.errors import InputError
 from fcljax.scenario import make_scenario
@@ -94,7 +95,7 @@ def test_tasks_of_any_classes_say_what_was_seen_before():
 
 
 def scenario_of(**values):
-    cfg = PartitionConfig(partition="private", **values)
+    cfg = with_options(PartitionConfig(), {"partition": "private", **values})
     return make_scenario(load_dataset("digits"), cfg, 2, False)
 
 
@@ -137,9 +138,7 @@ def test_a_mixture_has_all_classes_in_one_size_and_its_pool_keeps_sources_apart(
     assert dataset.x_train.shape == (80, 8, 8, 3) and dataset.sources == (0,) * 4 + (1,) * 6
     assert (dataset.x_train[dataset.y_train == 9] == 50).all()
     cfg = PartitionConfig(
-        partition="private",
-        task_pool="sources",
-        task_pool_classes=2,
+        partition=Private(WithinSources(task_pool_classes=2)),
         tasks=1,
         clients=5,
         class_order="natural",
@@ -164,11 +163,11 @@ def test_names_that_do_not_fit_the_labels_are_refused(tmp_path, names, why):
         (["--task-pool", "order"], "task_pool: only private reads it, and partition is 'iid'"),
         (
             ["--partition", "private", "--task-pool-classes", "2"],
-            "task_pool_classes: only order, superclasses and sources read it, and task_pool is 'same'",
+            "task_pool_classes: only order and sources read it, and task_pool is 'same'",
         ),
         (
             ["--partition", "private", "--task-pool", "order", "--category-ratio", "0.5"],
-            "category_ratio: nothing",
+            "category_ratio: only same reads it, and task_pool is 'order'",
         ),
         (
             ["--partition", "private", "--task-pool", "order", "--task-pool-limit", "2"],

@@ -12,6 +12,7 @@ import pytest
 import small_runs
 
 import fcljax
+from fcljax.choices import CHOICES, options_of
 from fcljax.parts.simulation import MergingOptions
 from fcljax.settings import AggregationOptions
 
@@ -50,11 +51,20 @@ def test_the_keyword_options_of_a_run_are_those_of_the_command_line(written):
 
 
 def test_the_keyword_options_of_fedavg_are_those_of_the_aggregation():
+    choices = {"aggregator", "server_optimiser"}
     expected = {field.name: field.type for field in AggregationOptions.__dataclass_fields__.values()}
-    assert typing.get_type_hints(MergingOptions) == expected
+    expected |= options_of(*choices)
+    found = typing.get_type_hints(MergingOptions)
+    assert {name: found[name] for name in found.keys() - choices} == {
+        name: expected[name] for name in expected.keys() - choices
+    }
+    for name in choices:
+        names = typing.get_args(typing.get_args(found[name])[0])
+        assert names == tuple(CHOICES[name])
 
 
 WRONG = """import fcljax
+from fcljax.choices import CHOICES, options_of
 import optax
 
 result = fcljax.run("linear", rounds=1)

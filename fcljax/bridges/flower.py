@@ -8,7 +8,6 @@ the result. A client's state stays in its node's `context.state` and is never se
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -37,7 +36,7 @@ from fcljax.bridges.records import (
     to_arrays,
     to_metrics,
 )
-from fcljax.config import RunConfig
+from fcljax.config import RunConfig, plain
 from fcljax.errors import InputError, one_line
 from fcljax.federated.client_loop import Accumulator
 from fcljax.federated.engine import Exchange, ExchangeOutcome, Serve
@@ -334,7 +333,7 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
         "accuracy": None,
         "rejected_uploads": int(records.counts["rejected"]),
         "refused_results": int(records.counts["refused"]),
-        "config": dataclasses.asdict(exp.settings),
+        "config": plain(exp.settings),
         "traffic": dict(link.total),
     }
 

@@ -77,9 +77,10 @@ def check_deployable(settings: RunConfig) -> None:
             f"population: {settings.population!r} assigns all examples anew in every round, and machines "
             f"keep theirs; nearest: 'static'"
         )
-    if settings.task_pool != "same":
+    pool = getattr(settings, "task_pool", "same")
+    if pool != "same":
         raise InputError(
-            f"task_pool: {settings.task_pool!r} makes the tasks from the examples of all clients, which no "
+            f"task_pool: {pool!r} makes the tasks from the examples of all clients, which no "
             "server has; nearest: None"
         )
     only_simulated = {field.name for field in dataclasses.fields(EngineConfig)} | {"devices"}

@@ -51,7 +51,7 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
         ("test images", len(dataset.y_test)),
         ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
         ("training images per class", _range(np.bincount(dataset.y_train))),
-        ("partition", cfg.partition + (redrawn if cfg.population == "redrawn" else "")),
+        ("partition", str(cfg.partition) + (redrawn if cfg.population == "redrawn" else "")),
         ("training images per client", _range(counts.sum(1))),
         ("classes per client", _range((counts > 0).sum(1))),
         ("images", str(files[0])),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fcljax import config
+from fcljax.choices import CHOICES, check_unread
 from fcljax.errors import InputError, Value, nearest
 from fcljax.options import (
     check_ranges,
@@ -111,6 +112,9 @@ def parse(
         raise InputError(f"{name}: {typed} takes no value; choose {typed} or {flag('no_' + name)}") from None
     if rest and rest[0].startswith("--"):
         typed = rest[0].partition("=")[0]
+        name = typed.removeprefix("--").replace("-", "_")
+        defaults = {name: value for group in groups.values() for name, value in vars(group).items()}
+        check_unread(fields, {name: ""}, defaults, (name,))
         known = (flag(name) for name in fields if name != "method")
         raise InputError(f"option: unknown option {typed!r}; {nearest(typed, known)}")
     if rest:
@@ -139,6 +143,22 @@ def parsed(
     filled = replaced(options, **values)
     check_ranges(filled)
     return given, filled
+
+
+def typed_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return option -> the value after it, for options that `parse` has not seen yet."""
+    values = {}
+    for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, equals, value = typed.partition("=")
+        if name.startswith("--"):
+            name = name.removeprefix("--").replace("-", "_")
+            values[name] = values[name.removeprefix("no_")] = value if equals else following
+    return values
+
+
+def chosen_in(arguments: Sequence[str]) -> dict[str, str]:
+    """Return what is typed for options that have options of their own."""
+    return {name: value for name, value in typed_options(arguments).items() if name in CHOICES}
 
 
 def completing() -> bool:
@@ -180,7 +200,9 @@ def _parser(
     for title, options in groups.items():
         group = parser.add_argument_group(title)
         texts = help_of(type(options))
-        for field in fields_of(type(options)):
+        order = getattr(options, "order", ())  # options of a choice stand behind it
+        fields = fields_of(type(options))
+        for field in sorted(fields, key=lambda field: order.index(field.name)) if order else fields:
             if field.name != "method":  # which is named before the options
                 # what nothing reads is parsed all the same, so that an error can say what would read it
                 text = texts.get(field.name, "") if is_read(field, options) else argparse.SUPPRESS
@@ -216,6 +238,8 @@ def _kind(field: dataclasses.Field) -> type:
 
 def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
     """The values of an option that has few."""
+    if field.name in CHOICES:
+        return tuple(CHOICES[field.name])
     for kind in (field.type, *typing.get_args(field.type)):
         if typing.get_origin(kind) is Literal:
             return tuple(map(str, typing.get_args(kind)))

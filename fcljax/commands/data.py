@@ -5,7 +5,17 @@ import dataclasses
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import Words, datasets, new_folder, parse, parsed, print_rows, slug
+from fcljax.choices import with_options
+from fcljax.commands.arguments import (
+    Words,
+    chosen_in,
+    datasets,
+    new_folder,
+    parse,
+    parsed,
+    print_rows,
+    slug,
+)
 from fcljax.errors import InputError, Value, choose
 from fcljax.options import option, replaced
 from fcljax.terminal import add_row, new_table
@@ -81,7 +91,8 @@ def _data_prepare(arguments: list[str]) -> int:
 
 def _data_show(arguments: list[str]) -> int:
     about = "Draw images, and the classes that each client would hold."
-    options = config.partitioned(_named(ShowOptions(), arguments, "show", about), ShowOptions())
+    usual = with_options(ShowOptions(), chosen_in(arguments))
+    options = config.partitioned(_named(usual, arguments, "show", about), usual)
 
     from fcljax.checks.show_data import show
 

@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, new_folder, parse, slug
+from fcljax.choices import CHOICES
+from fcljax.commands.arguments import (
+    ProgramOptions,
+    Words,
+    keep_compiled,
+    new_folder,
+    parse,
+    slug,
+    typed_options,
+)
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
 from fcljax.methods.mini import MINI
@@ -18,6 +27,9 @@ from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
+
+# options that decide which others a run reads, or their defaults; and so do all choices
+DECIDING = ("adapter", "fidelity", "scale", "backbone", "checkpoint", "malicious", "coordinator")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,44 +236,23 @@ def parse_run(
     Raises:
       InputError: as `parse`, or for a file of settings that cannot be read.
     """
-    typed = _typed(arguments)
+    typed = typed_options(arguments)
     source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
     values = config.load_yaml(source) if source and Path(source).is_file() else {}
-    deciding = (
-        "adapter",
-        "fidelity",
-        "scale",
-        "backbone",
-        "checkpoint",
-        "partition",
-        "task_pool",
-        "aggregator",
-        "optimiser",
-        "server_optimiser",
-    )
-    chosen = {name: typed[name] for name in deciding if name in typed}
-    adapter = chosen.get("adapter") or values.get("adapter") or find_method(method).adapter
-    groups = config.option_groups(method, adapter)
+    deciding = {name: typed[name] for name in (*DECIDING, *CHOICES) if name in typed}
+    adapter = deciding.get("adapter") or values.get("adapter") or find_method(method).adapter
+    choices = config.chosen_by(method, values | deciding)
+    groups = config.option_groups(method, adapter, choices)
     if {"-h", "--help"} & set(arguments):
-        shown = config.from_mapping(method, values | chosen, str(source or "options"))
+        values = deciding | {name: value for name, value in values.items() if name not in typed}
+        shown = config.from_mapping(method, values, str(source or "options"))
     else:
-        shown = config.preset(method, adapter)
+        shown = config.preset(method, adapter, choices=choices)
     config.check_known(method, adapter, typed, "options")
     run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
     others = {"files": Paths(), "hosts": HostOptions()} if besides is None else besides
     parts = dict([*own, run, *others.items()])
     return parse(parts, arguments, [command, method], about)[1]
-
-
-def _typed(arguments: Sequence[str]) -> dict[str, str]:
-    """Option -> the value after it, of options that `parse` has not seen yet."""
-    found = {}
-    for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        name, equals, value = typed.partition("=")
-        if name.startswith("--"):
-            name = name.removeprefix("--").replace("-", "_")
-            found[name] = found[name.removeprefix("no_")] = value if equals else following
-    return found
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:

@@ -5,9 +5,10 @@ of owners, which becomes the column OWNER of the data set.
 """
 
 import csv
+import dataclasses
 import io
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -15,9 +16,17 @@ from jaxtyping import Int
 from fcljax.data.files.dataset import Dataset, natural_order
 from fcljax.data.partition_files import NOBODY, has_tasks, read_partition
 from fcljax.errors import InputError, nearest
+from fcljax.settings import Chosen
 
 OWNER = "owner"  # the column that an array in memory becomes
 NONE = -1  # the task of an example that belongs to none
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOwner:
+    """The user says who has which example."""
+
+    population: ClassVar[str] = "static"
 
 
 class Owners(NamedTuple):
@@ -33,13 +42,13 @@ class Owners(NamedTuple):
         return [np.flatnonzero(self.client == k) for k in range(len(self.names))]
 
 
-def find_owners(dataset: Dataset, partition: str) -> Owners:
+def find_owners(dataset: Dataset, partition: Chosen) -> Owners:
     """The owners that a partition `file:PATH` or `column:NAME` names.
 
     Raises:
       InputError: naming what does not fit the data set.
     """
-    kind, _, rest = partition.partition(":")
+    kind, _, rest = str(partition).partition(":")
     if kind == "file":
         names = read_owners(rest, dataset)
     else:
@@ -53,7 +62,7 @@ def find_owners(dataset: Dataset, partition: str) -> Owners:
     return Owners(np.array([number[name] for name in names.tolist()], np.int32), tuple(order))
 
 
-def owners_csv(dataset: Dataset, partition: str) -> str:
+def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     """The owners, and tasks if they are given, as a file for `file:PATH`; what was held out belongs to
     nobody."""
     owners = find_owners(dataset, partition)
@@ -109,24 +118,24 @@ def read_owners(path: str, dataset: Dataset) -> np.ndarray:
     return read_partition(path, dataset).client
 
 
-def says_tasks(partition: str) -> bool:
+def says_tasks(partition: Chosen) -> bool:
     """Whether a partition's file has a column `task`.
 
     Raises:
       InputError: for a file that cannot be read.
     """
-    kind, _, path = partition.partition(":")
+    kind, _, path = str(partition).partition(":")
     return kind == "file" and has_tasks(path)
 
 
-def read_tasks(partition: str, dataset: Dataset) -> Int[np.ndarray, " N"]:
+def read_tasks(partition: Chosen, dataset: Dataset) -> Int[np.ndarray, " N"]:
     """The task of each training example that a partition's file gives, from 0 in the order of the names; -1
     for examples of nobody.
 
     Raises:
       InputError: as `read_owners`.
     """
-    names = read_partition(partition.partition(":")[2], dataset).task
+    names = read_partition(str(partition).partition(":")[2], dataset).task
     assert names is not None
     number = {name: task for task, name in enumerate(natural_order(names[names != NOBODY]))}
     return np.array([number.get(name, NONE) for name in names.tolist()], np.int32)

@@ -1,4 +1,4 @@
-"""Which client owns which training examples.
+"""Which client owns which training examples: a dataclass for each way to divide them.
 
 `dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does, but for the examples of a
 class that clients cannot share equally (`iid`): they continue the numpy stream that drew the class order
@@ -8,14 +8,16 @@ training set at once; a client's examples of one task follow from that.
 parts are indices into the `labels` that were given.
 """
 
+import dataclasses
 import itertools
 import math
-from typing import NamedTuple
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
 
 from fcljax.errors import InputError
+from fcljax.options import option
 
 MOST_DRAWN_APART = 100_000  # clients; a draw for each of a million takes seconds
 _PASSES = 1000  # draws before a setting counts as hopeless
@@ -23,6 +25,85 @@ _PASSES = 1000  # draws before a setting counts as hopeless
 _LARGEST_ALPHA = 1e6
 
 Parts = list[Int64[np.ndarray, " _"]]  # the indices of each client
+
+
+@runtime_checkable
+class Partition(Protocol):
+    """Divides training examples among clients.
+
+    A partition with the class attribute `all_tasks = True` divides all examples once, and a client's examples
+    of a task follow; any other divides the examples of one task after the other.
+    """
+
+    def __call__(self, labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, /) -> Parts:
+        """Return the indices, into the labels, of each client's examples."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dirichlet:
+    """Each class is spread over the clients by a Dirichlet draw (FPPL), once for all tasks."""
+
+    alpha: float = option(0.5, positive=True)
+    """Dirichlet concentration; smaller is less even."""
+    min_examples: int = option(10, least=0)
+    """Minimum number of examples per client; a partition below it is redrawn."""
+    all_tasks: ClassVar[bool] = True
+
+    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+        return dirichlet(labels, clients, self.alpha, rng, self.min_examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskDirichlet(Dirichlet):
+    """Each class of a task is spread over the clients by a Dirichlet draw (PILoRA)."""
+
+    all_tasks: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class IID:
+    """Each class is divided evenly, once for all tasks."""
+
+    min_examples: int = option(10, least=0)
+    """Minimum number of examples per client; a partition below it is redrawn."""
+    all_tasks: ClassVar[bool] = True
+
+    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+        return iid(labels, clients, rng, self.min_examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """Each client owns some classes of each task, whose examples their owners share (PILoRA)."""
+
+    classes_per_client: int = 2
+    """Classes per client and task."""
+
+    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+        return quantity(labels, clients, self.classes_per_client, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Each client draws some shards of each task's examples in the order of their classes."""
+
+    classes_per_client: int = 2
+    """Shards of 1/100 of a task's examples per client."""
+
+    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+        return shards(labels, clients, self.classes_per_client, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeClasses:
+    """Each client draws some classes of each task and has all their examples (GLFC)."""
+
+    classes_per_client: int = 2
+    """Classes per client and task."""
+
+    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+        return whole_classes(labels, clients, self.classes_per_client, rng)
 
 
 def dirichlet(
@@ -170,51 +251,6 @@ def shards(
         np.concatenate([cut[shard] for shard in rng.choice(count, per_client, replace=False)])
         for _ in range(clients)
     ]
-
-
-class Sample(NamedTuple):
-    """A client that is drawn for one round."""
-
-    indices: Int64[np.ndarray, " n"]  # of its examples
-    reported: dict[int, int]  # how many examples of each class it reports
-
-
-def sample_client(
-    labels: Int[np.ndarray, " N"],
-    seed: int,
-    split: float,
-    category: float,
-    imbalance: float,
-    applied: bool = True,
-) -> Sample:
-    """A client of HePCo, which exists for one round: it has some classes of the task, and fewer examples of
-    each class than of the one before.
-
-    Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split floor(N / n *
-    imbalance^(i / (classes - 1)))) examples.
-
-    Args:
-      labels: of the task's examples.
-      seed: of numpy's legacy generator, which shuffles the classes and then the examples of each.
-      split: gamma.
-      category: kappa, the share of the task's classes that a client has.
-      imbalance: beta, the size of the last class over that of the first; 1: all alike.
-      applied: False, as in most of the release's data sets: the client has floor(split * n) of the n examples
-        of each of its classes, whatever the imbalance, and yet reports the numbers above.
-    """
-    rng = np.random.RandomState(seed)
-    order = rng.permutation(np.unique(labels))
-    count = len(order)
-    active = count - math.floor((1 - category) * count + 1e-9)
-    sizes = [
-        int(split * int(len(labels) / count * imbalance ** (i / max(active - 1, 1)))) for i in range(active)
-    ]
-    reported = dict(zip(order[:active].tolist(), sizes, strict=True))
-    indices = [np.empty(0, np.int64)]
-    for label, size in reported.items():
-        members = rng.permutation(np.flatnonzero(labels == label))
-        indices.append(members[: size if applied else int(split * len(members))])
-    return Sample(np.concatenate(indices), reported)
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:

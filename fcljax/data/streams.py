@@ -5,15 +5,74 @@ from a pool in an order of its own (FedWeIT's benchmarks Overlapped-CIFAR100 and
 positions in the class order; indices are positions in the `labels` that were given.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64
 
 from fcljax.data.partition import check_clients, even
 from fcljax.errors import InputError
-from fcljax.settings import TaskPool
+from fcljax.options import option
+
+PoolKind = Literal["order", "superclasses", "sources"]
+Pool = list[Int64[np.ndarray, " _"]]  # the classes of each task
+
+
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """A stream of tasks for each client, of examples that no other client has (VFCL)."""
+
+    task_pool: str | object = "same"
+    """Tasks that private streams draw from: the same for all; neighbours in the class
+    order (order); CIFAR-100's superclasses; or neighbours within one data set of a
+    mixture (sources)."""
+    population: ClassVar[str] = "static"
+
+
+@dataclasses.dataclass(frozen=True)
+class SameTasks:
+    """All clients have the same tasks, and each draws a share of their classes (VFCL, appendix A.1)."""
+
+    category_ratio: float = option(0.5, positive=True, most=1.0)
+    """Fraction kappa of a task's classes that a client has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """A task is made of neighbours in the class order."""
+
+    task_pool_classes: int = 5
+    """Classes per task in the pool of private streams."""
+
+    def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
+        """Return the classes of each task, of classes with these names from these data sets."""
+        return split_pool("order", names, sources, self.task_pool_classes, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Superclasses:
+    """A task is one of CIFAR-100's superclasses (Overlapped-CIFAR100)."""
+
+    def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
+        """Return the classes of each task, of classes with these names from these data sets."""
+        return split_pool("superclasses", names, sources, 5, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithinSources:
+    """A task is made of neighbours within one data set of a mixture (NonIID-50)."""
+
+    task_pool_classes: int = 5
+    """Classes per task in the pool of private streams."""
+    task_pool_limit: int = option(0, least=0, unset="all that fit")
+    """Maximum number of tasks per source in the pool of private streams."""
+
+    def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
+        """Return the classes of each task, of classes with these names from these data sets."""
+        return split_pool("sources", names, sources, self.task_pool_classes, self.task_pool_limit)
+
 
 # CIFAR-100's twenty superclasses, in the order of their names, by the names of their classes
 SUPERCLASSES = {
@@ -41,8 +100,8 @@ SUPERCLASSES = {
 
 
 def split_pool(
-    kind: TaskPool, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
-) -> list[Int64[np.ndarray, " _"]]:
+    kind: PoolKind, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
+) -> Pool:
     """The classes of each task of a pool.
 
     Args:

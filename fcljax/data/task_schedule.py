@@ -5,6 +5,7 @@ and examples of another domain each (van de Ven & Tolias, arXiv 1904.07734). Whe
 examples of a class come in other tasks than most of them (i-Blurry, Koh et al., ICLR 2022).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,11 +14,42 @@ from jaxtyping import Int
 
 from fcljax.data.files.dataset import natural_order
 from fcljax.data.owners import NONE
-from fcljax.data.tasks import tasks_of, tasks_of_sizes
+from fcljax.data.tasks import chosen_sizes, tasks_of, tasks_of_sizes
 from fcljax.errors import InputError, nearest
+from fcljax.options import option
 from fcljax.types import Task
 
 PURPOSE = 34  # of the draws, among those of the seed
+
+
+@dataclasses.dataclass(frozen=True)
+class ByClass:
+    """A task is made of classes, of which it has all examples unless boundaries are blurry."""
+
+    base_classes: int = option(0, least=0, unset="as the other tasks")
+    """Number of classes of the first task; the other tasks share the rest."""
+    classes_per_task: int = option(0, least=0, unset="all classes over --tasks")
+    """Number of classes of each task after the first; it determines the number of tasks."""
+    task_sizes: str = option("", unset="as even as possible")
+    """Number of classes of each task, e.g. 50,10,10,30."""
+    blurry: float = option(0.0, least=0.0, below=1.0)
+    """Fraction of each class's examples that move to the other tasks, equally many to
+    each."""
+    disjoint: float = option(0.0, least=0.0, below=1.0, needs="blurry")
+    """Fraction of the classes whose examples --blurry does not move."""
+
+    def sizes(self, classes: int, tasks: int) -> tuple[int, ...]:
+        """Return the number of classes of each task."""
+        numbers = self.base_classes or None, self.classes_per_task or None
+        return chosen_sizes(classes, tasks, *numbers, self.task_sizes or None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByColumn:
+    """A task has the examples of a domain, which a column of the data set names."""
+
+    task_order: str = option("", unset="by name")
+    """Order of the domains of --tasks-by, e.g. real,sketch,clipart."""
 
 
 class TaskSchedule(NamedTuple):

@@ -4,31 +4,22 @@
 `Aggregation`, as the options say.
 """
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, get_args, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
-from fcljax.errors import InputError, choose
+from fcljax.choices import chosen, label_of
+from fcljax.errors import InputError
+from fcljax.federated.aggregators import Mean, Uniform
 from fcljax.federated.distances import clip, difference
-from fcljax.federated.rules import (
-    centred_clipping,
-    coordinate_median,
-    geometric_median,
-    krum,
-    multi_krum,
-    trimmed_mean,
-)
 from fcljax.federated.sums import cast_like, is_float, widen
-from fcljax.options import check_ranges, check_read
-from fcljax.settings import AggregationOptions, Aggregator
-from fcljax.types import Claim, PyTree
-
-SERVER_BETA2 = 0.99  # of the adaptive server optimisers (Reddi et al. 2021, section 5)
+from fcljax.options import check_ranges
+from fcljax.settings import AggregationOptions
+from fcljax.types import Claim, MergingRule, PyTree
 
 
 @runtime_checkable
@@ -37,23 +28,6 @@ class OnArrival(Protocol):
 
     def __call__(self, mean: PyTree, reference: PyTree, weight: Num[Array, ""], /) -> tuple[PyTree, Array]:
         """The upload [...] and its weight as they are merged."""
-        ...
-
-
-@runtime_checkable
-class AcrossClients(Protocol):
-    """Merges the uploads of all clients at once."""
-
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Num[Array, " K"],
-        valid: Bool[Array, " K"],
-        key: PRNGKeyArray,
-        /,
-    ) -> PyTree:
-        """Leaves [K, ...] merged to [...]."""
         ...
 
 
@@ -80,7 +54,7 @@ class Aggregation(NamedTuple):
     """init(reference): the state of `post`; () if it has none."""
     pre: OnArrival | None = None
     """On one upload as it arrives; None: nothing."""
-    reduce: AcrossClients | None = None
+    reduce: MergingRule | None = None
     """The merging rule; None: the mean weighted by the uploads' weights, which streams."""
     post: AtServer | None = None
     """On what was merged; None: nothing."""
@@ -90,11 +64,8 @@ class Aggregation(NamedTuple):
     """What the uploads of this rule say of a client and can be checked; None: nothing but their weight."""
 
 
-_ADAPTIVE = ("adam", "yogi")
-
-
 def make_aggregation(options: AggregationOptions) -> Aggregation:
-    """The rule that the options name: clipping, then merging, then noise, then the server optimiser.
+    """Return the rule that the options choose: clipping, then merging, then noise, then the server optimiser.
 
     Integer and boolean leaves are merged and nothing else. Clipping bounds each client's change from the
     reference, over all floating leaves (McMahan et al. 2018, section 3). With noise every upload has weight
@@ -103,49 +74,47 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
     are rounded after clipping.
 
     Raises:
-      InputError: an unknown name, a value out of range, an option that the choice does not read, or noise
-        without clipping or with a rule that is no mean.
+      InputError: an unknown name, a value out of range, or noise without clipping or with a rule that is no
+        mean.
     """
-    _check_options(options)
+    rule = chosen("aggregator", options)
+    check_ranges(options)
+    _check_noise(options, rule)
+    optimiser = _optimiser(options)
     return Aggregation(
         name=_name(options),
-        init=_optimiser_state(options),
-        pre=_on_arrival(options),
-        reduce=_across_clients(options),
-        post=_at_server(options),
+        init=_optimiser_state(optimiser),
+        pre=_on_arrival(options, rule),
+        reduce=None if isinstance(rule, Mean | Uniform) else rule,
+        post=_at_server(options, optimiser),
         noise=options.noise_multiplier > 0,
     )
 
 
-def _check_options(options: AggregationOptions) -> None:
-    choose("aggregator", options.aggregator, get_args(Aggregator))
-    choose("server_optimiser", options.server_optimiser, ("none", "momentum", *_ADAPTIVE))
-    check_read(options)
-    check_ranges(options)
-    _check_noise(options)
-
-
-def _check_noise(options: AggregationOptions) -> None:
+def _check_noise(options: AggregationOptions, rule: object) -> None:
     noise = options.noise_multiplier
-    rule = options.aggregator
     if noise and not options.clip_norm:
         raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; give --clip-norm too")
-    if noise and rule not in ("mean", "uniform"):
-        raise InputError(f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {rule!r}")
+    if noise and not isinstance(rule, Mean | Uniform):
+        called = label_of("aggregator", options.aggregator)
+        raise InputError(
+            f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {called!r}"
+        )
 
 
 def _name(options: AggregationOptions) -> str:
     on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field)]
-    server = [f"server {options.server_optimiser}"] if options.server_optimiser != "none" else []
-    return ", ".join([options.aggregator, *on, *server])
+    server = label_of("server_optimiser", options.server_optimiser)
+    parts = [label_of("aggregator", options.aggregator), *on]
+    return ", ".join(parts if server == "none" else [*parts, f"server {server}"])
 
 
 # ---- on arrival: clipping, and equal weights --------------------------------------------------------------
 
 
-def _on_arrival(options: AggregationOptions) -> OnArrival | None:
+def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     bound = options.clip_norm
-    equal = options.aggregator == "uniform" or options.noise_multiplier > 0
+    equal = isinstance(rule, Uniform) or options.noise_multiplier > 0
     if not bound and not equal:
         return None
 
@@ -174,38 +143,12 @@ def _equal_weight(weight: Num[Array, ""] | float) -> Array:
     return jnp.where(jnp.isfinite(weight) & (weight >= 0), jnp.ones_like(weight), weight)
 
 
-# ---- across clients ----------------------------------------------------------------------------------------
-
-
-def _across_clients(options: AggregationOptions) -> AcrossClients | None:
-    """The rule that the options name. Both means stream: the uniform one through equal weights."""
-    malicious = options.malicious_bound
-    radius = options.clip_radius
-    rules = {
-        "median": coordinate_median,
-        "trimmed_mean": functools.partial(trimmed_mean, trim=options.trim),
-        "geometric_median": geometric_median,
-        "krum": functools.partial(krum, malicious=malicious),
-        "multi_krum": functools.partial(multi_krum, malicious=malicious),
-    }
-    name = options.aggregator
-    if name in ("mean", "uniform"):
-        return None
-
-    def reduce(stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: PRNGKeyArray) -> PyTree:
-        del key
-        if name == "centred_clipping":
-            return centred_clipping(stacked, weight, valid, reference, radius)
-        return rules[name](stacked, weight, valid)
-
-    return reduce
-
-
 # ---- at the server: noise, then the optimiser --------------------------------------------------------------
 
 
-def _at_server(options: AggregationOptions) -> AtServer | None:
-    optimiser = _optimiser(options)
+def _at_server(
+    options: AggregationOptions, optimiser: optax.GradientTransformation | None
+) -> AtServer | None:
     noise = options.noise_multiplier
     bound = options.clip_norm
     if optimiser is None and not noise:
@@ -220,7 +163,7 @@ def _at_server(options: AggregationOptions) -> AtServer | None:
             return mean, state
         start = _floats(reference)
         gradient = jax.tree.map(jnp.subtract, start, _floats(mean))
-        change, state = optimiser.update(gradient, state)
+        change, state = optimiser.update(gradient, state, start)
         return _with_floats(mean, jax.tree.map(jnp.add, start, change)), state
 
     return post
@@ -240,48 +183,18 @@ def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> P
 
 
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
-    """Steps along the pseudo-gradient, reference - mean: momentum is FedAvgM (Hsu et al. 2019), m <- beta m +
-    g, x <- x - step m."""
-    kind = options.server_optimiser
-    beta = options.server_momentum
-    if kind == "none":
+    """Return the optimiser of the server, which steps along the pseudo-gradient, reference - mean."""
+    choice = chosen("server_optimiser", options)
+    if label_of("server_optimiser", options.server_optimiser) == "none":
         return None
-    if kind == "momentum":
-        return optax.sgd(options.server_step or 1.0, momentum=beta)
-    adaptivity = options.server_adaptivity
-    return adaptive(options.server_step or 0.1, beta, adaptivity, signed=kind == "yogi")
+    return choice.build() if hasattr(choice, "build") else choice
 
 
-def _optimiser_state(options: AggregationOptions) -> Callable[[PyTree], PyTree]:
-    optimiser = _optimiser(options)
-    return lambda reference: () if optimiser is None else optimiser.init(_floats(reference))
+def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable[[PyTree], PyTree]:
+    def init(reference: PyTree) -> PyTree:
+        return () if optimiser is None else optimiser.init(_floats(reference))
 
-
-def adaptive(step: float, beta: float, adaptivity: float, signed: bool) -> optax.GradientTransformation:
-    """FedAdam, or FedYogi if signed (Reddi et al. 2021, algorithm 2, beta_2 = 0.99).
-
-        m <- beta m + (1 - beta) g,   x <- x - step m / (sqrt(v) + tau)
-        v <- beta_2 v + (1 - beta_2) g^2,   or with signs   v <- v - (1 - beta_2) g^2 sign(v - g^2)
-
-    It starts from m = 0 and v = tau^2. The paper has no bias correction, as optax's adam and yogi have, so
-    these would take other steps.
-    """
-
-    def init(params: PyTree) -> tuple[PyTree, PyTree]:
-        m = jax.tree.map(jnp.zeros_like, params)
-        return m, jax.tree.map(lambda x: jnp.full_like(x, adaptivity**2), params)
-
-    def second(v: Array, g: Array) -> Array:
-        square = jnp.square(g)
-        return v - (1 - SERVER_BETA2) * (square * jnp.sign(v - square) if signed else v - square)
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        del params
-        m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], updates)
-        v = jax.tree.map(second, state[1], updates)
-        return jax.tree.map(lambda m, v: -step * m / (jnp.sqrt(v) + adaptivity), m, v), (m, v)
-
-    return optax.GradientTransformation(init, update)
+    return init
 
 
 def _floats(tree: PyTree) -> list[Array]:

@@ -11,9 +11,7 @@ from fcljax.settings import with_changes
 from fcljax.types import Method
 
 FEDPROX = with_changes(CLIENT, prox_weight=0.01)
-CENTRALIZED = with_changes(
-    CLIENT, partition="iid", long_tail="applied", aggregator="mean", clients=1, rounds=1, epochs=20
-)
+CENTRALIZED = with_changes(CLIENT, partition="iid", aggregator="mean", clients=1, rounds=1, epochs=20)
 
 
 def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:

@@ -15,6 +15,7 @@ from fcljax.adapters.lora import LoraOptions
 from fcljax.options import option
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
+from fcljax.parts.optimisers import SGD
 from fcljax.parts.task_start import distil_task_start, send_start_of_task
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Method
@@ -32,7 +33,7 @@ class LwFOptions:
 
 # how TARGET's release trains this baseline and iCaRL (specification C0), with one LoRA pair for all tasks
 RELEASED_RUN = (
-    RunConfig(optimiser="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4),
+    RunConfig(optimiser=SGD(momentum=0.9, weight_decay=5e-4), lr=0.01),
     (LoraOptions(lora_pairs="one", lora_lr=0.01),),
 )
 PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}

@@ -36,6 +36,7 @@ from fcljax.parts import classifiers, reports
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classes, Loss, Output, Params, competing, learner
+from fcljax.parts.optimisers import Adam
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import Batch, Method, Task, View, Weighted
@@ -89,7 +90,7 @@ class PiloraLoraOptions(PiloraOptions):
     """Weight of the release's L1 loss, the sum of |A|."""
 
 
-_RUN = RunConfig(lr=0.1, weight_decay=1e-5, train_share=0.8)
+_RUN = RunConfig(optimiser=Adam(weight_decay=1e-5), lr=0.1, train_share=0.8)
 PRESETS = {
     "intended": Preset(PiloraLoraOptions(), _RUN),
     "improved": Preset(PiloraLoraOptions(headtune=True), dataclasses.replace(_RUN, train_share=1.0)),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fcljax.adapters.full import FullOptions
+from fcljax.data.sampled import Sampled
 from fcljax.parts.client import LearningRateFactor
 from fcljax.parts.federate import Run
 from fcljax.settings import Preset, RunConfig, with_changes
@@ -28,7 +29,9 @@ class PromptedOptions:
 
 # clients that exist for one round, and are averaged whatever they have
 _RUN = RunConfig(partition="sampled", aggregator="uniform")
-_RELEASED = dataclasses.replace(_RUN, preprocess="hepco", class_order="python", long_tail="reported")
+_RELEASED = dataclasses.replace(
+    _RUN, preprocess="hepco", class_order="python", partition=Sampled(long_tail="reported")
+)
 CLIENT = {
     "intended": Preset(PromptedOptions(), _RUN),
     "paper": Preset(PromptedOptions("cosine_lag"), _RUN),

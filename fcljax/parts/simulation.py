@@ -48,9 +48,9 @@ from fcljax.parts.simulation_inputs import (
     merging_options,
 )
 from fcljax.parts.user_code import check_arguments
-from fcljax.settings import ATTACKS, Aggregator
+from fcljax.settings import ATTACKS
 from fcljax.terminal import say
-from fcljax.types import Batch, Method, Network, Sizes, Task
+from fcljax.types import Batch, MergingRule, Method, Network, ServerOptimiser, Sizes, Task
 
 MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
 
@@ -110,16 +110,29 @@ def local_sgd(
 
 
 class MergingOptions(TypedDict, total=False):
-    """How the server merges uploads: the fields of `settings.AggregationOptions`."""
+    """How the server merges uploads: the fields of `settings.AggregationOptions`, and the options of its
+    choices."""
 
-    aggregator: Aggregator
+    aggregator: (
+        Literal[
+            "mean",
+            "uniform",
+            "median",
+            "trimmed_mean",
+            "geometric_median",
+            "krum",
+            "multi_krum",
+            "centred_clipping",
+        ]
+        | MergingRule
+    )
     trim: float
     malicious_bound: int
     clip_radius: float
     clip_norm: float
     noise_multiplier: float
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"]
-    server_step: float | None
+    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser
+    server_step: float
     server_momentum: float
     server_adaptivity: float
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+from fcljax.choices import CHOICES, options_of, with_options
 from fcljax.data.files.arrays import is_masked, is_mixed
-from fcljax.errors import InputError, choose, nearest, reason
-from fcljax.options import check_ranges, check_read, replaced
+from fcljax.errors import InputError, nearest, reason
+from fcljax.options import check_read
 from fcljax.settings import MOST_ROUNDS, AggregationOptions
 
 MOST_COUNTED = 1 << 26  # clients times classes that are counted
@@ -76,25 +77,20 @@ def merging_options(given: Mapping[str, Any]) -> AggregationOptions:
     Raises:
       InputError: for an unknown one, a value of the wrong type or out of range, or one that nothing reads.
     """
-    fields = {field.name: field for field in dataclasses.fields(AggregationOptions)}
+    shared = {field.name: field.type for field in dataclasses.fields(AggregationOptions)}
+    kinds = options_of(*(name for name in shared if name in CHOICES)) | shared
     for name, value in given.items():
-        if name not in fields:
-            raise InputError(f"fedavg: unknown option {name!r}; {nearest(name, fields)}")
-        _check_type(name, fields[name].type, value)
-    options = replaced(AggregationOptions(), **given)
-    check_ranges(options)
+        if name not in kinds:
+            raise InputError(f"fedavg: unknown option {name!r}; {nearest(name, kinds)}")
+        if name not in CHOICES:
+            _check_number(name, kinds[name], value)
+    options = with_options(AggregationOptions(), given, given)
     check_read(options, options, given)
     return options
 
 
-def _check_type(name: str, kind: Any, value: object) -> None:
-    """Check a value against the type of its field: a number, or one of a few names."""
-    names = get_args(kind)
-    if names and all(isinstance(each, str) for each in names):
-        choose(name, value, names)
-        return
-    if value is None and type(None) in names:
-        return
+def _check_number(name: str, kind: Any, value: object) -> None:
+    """Check that a value is a number of the type of its field."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and (kind is int or not isinstance(value, float)):
         raise InputError(f"{name}: {_shown(value)} is not a {'whole number' if kind is int else 'number'}")

@@ -1,6 +1,5 @@
 """Build the command that repeats a run."""
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -36,7 +35,7 @@ def names_to_give(settings: dict[str, Any]) -> list[str] | None:
 
     def resolved(values: dict[str, Any]) -> dict[str, Any]:
         run = config.from_mapping(settings["method"], values, "settings")
-        return dataclasses.asdict(config.resolve(run))
+        return config.plain(config.resolve(run))
 
     chosen = {name: settings[name] for name in ("adapter", "fidelity") if name in settings}
     try:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array
 
 from fcljax import config
 from fcljax.adapters import find_adapter
+from fcljax.choices import chosen
 from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import hold_out
@@ -20,7 +20,7 @@ from fcljax.data.owners import with_owners
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
 from fcljax.errors import InputError
-from fcljax.federated.aggregation import AggregationOptions, make_aggregation
+from fcljax.federated.aggregation import make_aggregation
 from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
@@ -32,7 +32,6 @@ from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
-from fcljax.parts.optimise import joined_steps
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.runs.inputs import (
     Inputs,
@@ -263,7 +262,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             )
     network = in_microbatches(network, settings.microbatch) if settings.microbatch else network
     network = on_batch_devices(network)
-    aggregation = make_aggregation(config.part(AggregationOptions, settings))
+    aggregation = make_aggregation(settings)
     terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
     terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
     run = Run(sizes, network, adapter, make_train(settings, sizes), aggregation, terms)
@@ -285,13 +284,9 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
 
 
 def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
-    """How clients train: by Adam or gradient descent, with weight decay added to the gradient."""
-    direction = joined_steps(optax.scale_by_adam())
-    if cfg.optimiser == "sgd":
-        direction = joined_steps(optax.trace(cfg.momentum)) if cfg.momentum else optax.identity()
-    if cfg.weight_decay:
-        direction = optax.chain(optax.add_decayed_weights(cfg.weight_decay), direction)
-    return Training(cfg.epochs, largest_batch(cfg.batch_size, sizes.examples), cfg.lr, direction)
+    """Return how clients train: their epochs, batches, learning rate and optimiser."""
+    batch_size = largest_batch(cfg.batch_size, sizes.examples)
+    return Training(cfg.epochs, batch_size, cfg.lr, chosen("optimiser", cfg).build())
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:

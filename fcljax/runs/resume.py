@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from fcljax import config
+from fcljax.choices import readers
 from fcljax.config import RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.listings import class_list
@@ -112,7 +113,7 @@ def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str
     if is_owned(settings.partition):
         found["owners of the examples"] = owners_csv(dataset, settings.partition)
     if settings.tasks_by != "class":
-        name = settings.tasks_by.partition(":")[2]
+        name = str(settings.tasks_by).partition(":")[2]
         columns = (dataset.columns[name], dataset.columns_test[name])
         found["domains of the examples"] = "\n".join(map(str, np.concatenate(columns)))
     return _hashed(found)
@@ -133,6 +134,9 @@ def differing(before: dict[str, Any], now: dict[str, Any], decided: Collection[s
     the run `decided` when it began."""
 
     def differs(name: str) -> bool:
+        # files of earlier versions have the options of all choices, and null where a default stands now
+        if name in before and readers(name) and (name not in now or before[name] is None):
+            return False
         left_to_the_run = name in decided or (name in CHOSEN and now.get(name) == CHOSEN[name])
         return name not in FREE and not left_to_the_run and before.get(name) != now.get(name)
 
@@ -245,7 +249,7 @@ def names_files(settings: RunConfig, supplied: Supplied) -> bool:
 def _needs_data(settings: RunConfig, supplied: Supplied) -> bool:
     """Return whether the meaning of a named file depends on the data set."""
     given = (settings.class_order, settings.partition)
-    return supplied.owners is not None or any(name.startswith("file:") for name in given)
+    return supplied.owners is not None or any(str(name).startswith("file:") for name in given)
 
 
 def check_named_files(before: dict[str, Any], settings: RunConfig, supplied: Supplied, out: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fcljax.config import RunConfig, improvement
+from fcljax.config import RunConfig, improvement, plain
 from fcljax.federated import communication, health, privacy
 from fcljax.federated.communication import Traffic
 from fcljax.federated.health import SHARE
@@ -64,7 +64,7 @@ def summarize(exp: Experiment, records: Records, personal: list[float | None] | 
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
-    config = dataclasses.asdict(settings)
+    config = plain(settings)
     return {
         "method": method,
         "dataset": settings.dataset,

@@ -1,11 +1,11 @@
 """Scale experiments down: a paper's table made small enough to run in minutes on two CPU cores, without
 downloads. The numbers are not the paper's; the order of the rows can be compared."""
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 from fcljax import config
+from fcljax.choices import chosen, flat
 from fcljax.config import RunConfig
 from fcljax.methods.mini import MINI
 
@@ -69,7 +69,6 @@ MOST: dict[str, int] = {
     "match_steps": 25,
 }
 RATES = ("lr", "full_lr", "lora_lr", "server_lr", "tune_lr", "distill_lr", "generator_lr")
-USUAL = (*RATES, "optimiser", "momentum", "weight_decay")  # learning rates and their optimiser
 
 
 def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
@@ -115,7 +114,7 @@ def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
     small |= _data(settings) | _schedule(settings)
     changed = {name: value for name, value in small.items() if name not in unchanged}
     changed |= _method_values(settings, unchanged)
-    return config.resolve(dataclasses.replace(settings, scale="mini", **changed))
+    return config.resolve(config.with_values(settings, scale="mini", **changed))
 
 
 def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str, Any]:
@@ -123,7 +122,10 @@ def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str,
     paper = config.preset(settings.method, settings.adapter, scale="paper")
     small = config.preset(settings.method, settings.adapter, scale="mini")
     values = {}
-    for name in (*USUAL, *MINI.get(settings.method, {})):
+    if "optimiser" not in unchanged:
+        options = flat({"optimiser": chosen("optimiser", small)})
+        values |= {name: value for name, value in options.items() if name not in unchanged}
+    for name in (*RATES, *MINI.get(settings.method, {})):
         if hasattr(settings, name) and name not in unchanged:
             values[name] = getattr(small, name)
     for name in MINI.get(settings.method, {}):
@@ -141,10 +143,11 @@ def _data(settings: RunConfig) -> dict[str, Any]:
     if settings.partition == "quantity":
         labels = CLASSES.get(settings.dataset, GLYPHS) / settings.tasks
         now = GLYPHS / min(settings.tasks, TASKS)
-        small["classes_per_client"] = max(1, round(settings.classes_per_client * now / labels))
-    if settings.task_pool == "sources":
+        small["classes_per_client"] = max(1, round(vars(settings)["classes_per_client"] * now / labels))
+    pool = getattr(settings, "task_pool", "same")
+    if pool == "sources":
         small["dataset"] = "mix:digits+glyphs"
-    if settings.task_pool == "superclasses":
+    if pool == "superclasses":
         small["task_pool"] = "order"
     return small
 

@@ -8,12 +8,12 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.table import Table
 
 from fcljax import config
-from fcljax.config import PartitionConfig, RunConfig
+from fcljax.config import RunConfig
 from fcljax.errors import InputError, choose
 from fcljax.files import write_text
 from fcljax.methods import find_method
@@ -72,7 +72,7 @@ def settings_of(column: Column, row: Row) -> RunConfig:
     """Return the settings of a row at the paper's scale.
 
     What the row cannot read is left out of the column's settings: options of the paper's own method or
-    adapter that the row's does not have, and those of sampled clients where the row has other clients.
+    adapter that the row's does not have, and those of a partition where the row has another one.
 
     Raises:
       InputError: naming the file, the row and what is wrong.
@@ -81,18 +81,16 @@ def settings_of(column: Column, row: Row) -> RunConfig:
     given = dict(row.options)
     try:
         adapter = given.get("adapter") or values.get("adapter")
-        foreign = _fields(column.paper.method, values.get("adapter")) - _fields(row.method, adapter)
-        if given.get("partition", "sampled") != "sampled":
-            fields = dataclasses.fields(PartitionConfig)
-            foreign |= {field.name for field in fields if "sampled" in field.metadata.get("only", ())}
+        of_column = _fields(column.paper.method, values.get("adapter"), values)
+        foreign = of_column - _fields(row.method, adapter, values | given)
         shared = {name: value for name, value in values.items() if name not in foreign}
         return config.from_mapping(row.method, {"scale": "paper"} | shared | given, "options")
     except InputError as error:
         raise InputError(f"{column.path}: {column.key}: row {row.words()!r}: {error}") from None
 
 
-def _fields(method: str, adapter: str | None) -> set[str]:
-    options = config.run_class(method, adapter or find_method(method).adapter)
+def _fields(method: str, adapter: str | None, values: Mapping[str, Any]) -> set[str]:
+    options = config.run_class(method, adapter, config.chosen_by(method, values))
     return {field.name for field in dataclasses.fields(options)}
 
 
@@ -175,17 +173,11 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
     if cfg not in runs:
         words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
-        default = dataclasses.replace(
-            config.preset(row.method, cfg.adapter, cfg.fidelity, cfg.scale),
-            adapter=find_method(row.method).adapter,
-            fidelity=RunConfig.fidelity,
-            scale=RunConfig.scale,
-        )
-        given = {
-            field.name: getattr(cfg, field.name)
-            for field in dataclasses.fields(cfg)
-            if getattr(cfg, field.name) != getattr(default, field.name)
-        }
+        usual = dict(vars(config.preset_of(cfg)))
+        usual |= dict(config.usual_choices(row.method, cfg.fidelity))
+        usual |= {"adapter": find_method(row.method).adapter}
+        usual |= {"fidelity": RunConfig.fidelity, "scale": RunConfig.scale}
+        given = {name: value for name, value in vars(cfg).items() if value != usual[name]}
         runs[cfg] = Planned(folder_name(row.method, variant, [], seed), given, cfg)
     return runs[cfg].name
 

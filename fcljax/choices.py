@@ -1,0 +1,318 @@
+"""The choices of a run that have options of their own: one table each, written out.
+
+To add a choice, write its file and add its line. A choice is a frozen dataclass: its fields are its options,
+with help and ranges, and its instances do the work. Settings are flat: on the command line and in YAML a
+choice is its name beside its options (`--partition quantity --classes-per-client 2`), and the options of
+other choices do not exist. Python takes the instance too (`partition=Quantity(classes_per_client=2)`), or any
+object that does the same work.
+
+The tables are known without the code, and so without JAX: the code of a choice is loaded when it is chosen.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fcljax.errors import InputError, Value, choose
+from fcljax.options import check_ranges, fields_of, flag, load
+
+
+class ChoiceEntry(NamedTuple):
+    """One value of an option that has options of its own."""
+
+    summary: str
+    """One line for `fcljax list`."""
+    kind: Any
+    """The dataclass, or its "MODULE:NAME" in the package."""
+
+
+PARTITIONS = {
+    "dirichlet": ChoiceEntry(
+        "classes spread by Dirichlet draws, once for all tasks (FPPL)", "data.partition:Dirichlet"
+    ),
+    "iid": ChoiceEntry("classes divided evenly, once for all tasks", "data.partition:IID"),
+    "quantity": ChoiceEntry("some classes of each task per client (PILoRA)", "data.partition:Quantity"),
+    "shards": ChoiceEntry("some shards of each task per client (PILoRA's release)", "data.partition:Shards"),
+    "task_dirichlet": ChoiceEntry(
+        "classes of each task spread by Dirichlet draws (PILoRA)", "data.partition:TaskDirichlet"
+    ),
+    "whole_classes": ChoiceEntry("whole classes, which clients share (GLFC)", "data.partition:WholeClasses"),
+    "sampled": ChoiceEntry("clients that exist for one round (HePCo)", "data.sampled:Sampled"),
+    "private": ChoiceEntry("a stream of tasks for each client (VFCL)", "data.streams:Private"),
+    "file:PATH": ChoiceEntry("a file of examples and clients", "data.owners:ByOwner"),
+    "column:NAME": ChoiceEntry("a column of the data set", "data.owners:ByOwner"),
+}
+
+TASK_SOURCES = {
+    "class": ChoiceEntry("a task is made of classes", "data.task_schedule:ByClass"),
+    "column:NAME": ChoiceEntry("a task is a domain, which a column names", "data.task_schedule:ByColumn"),
+}
+
+TASK_POOLS = {
+    "same": ChoiceEntry("all clients have the same tasks, each its part (VFCL)", "data.streams:SameTasks"),
+    "order": ChoiceEntry("neighbours in the class order", "data.streams:Neighbours"),
+    "superclasses": ChoiceEntry("CIFAR-100's superclasses", "data.streams:Superclasses"),
+    "sources": ChoiceEntry("neighbours within one data set of a mixture", "data.streams:WithinSources"),
+}
+
+AGGREGATORS = {
+    "mean": ChoiceEntry("mean weighted by the numbers of examples", "federated.aggregators:Mean"),
+    "uniform": ChoiceEntry("mean of all clients alike", "federated.aggregators:Uniform"),
+    "median": ChoiceEntry("median of each coordinate", "federated.aggregators:Median"),
+    "trimmed_mean": ChoiceEntry("mean without the extremes", "federated.aggregators:TrimmedMean"),
+    "geometric_median": ChoiceEntry("least sum of distances (RFA)", "federated.aggregators:GeometricMedian"),
+    "krum": ChoiceEntry("the upload nearest to its neighbours", "federated.aggregators:Krum"),
+    "multi_krum": ChoiceEntry("mean of the uploads that Krum ranks first", "federated.aggregators:MultiKrum"),
+    "centred_clipping": ChoiceEntry(
+        "mean of clipped changes (CClip)", "federated.aggregators:CentredClipping"
+    ),
+}
+
+SERVER_OPTIMISERS = {
+    "none": ChoiceEntry("the merged value itself", "settings:NoOptions"),
+    "momentum": ChoiceEntry("FedAvgM", "federated.server_optimisers:FedAvgM"),
+    "adam": ChoiceEntry("FedAdam", "federated.server_optimisers:FedAdam"),
+    "yogi": ChoiceEntry("FedYogi", "federated.server_optimisers:FedYogi"),
+}
+
+OPTIMISERS = {
+    "adam": ChoiceEntry("Adam", "parts.optimisers:Adam"),
+    "sgd": ChoiceEntry("gradient descent, with momentum", "parts.optimisers:SGD"),
+    "adamw": ChoiceEntry("Adam with decoupled weight decay", "parts.optimisers:AdamW"),
+}
+
+CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
+    "partition": PARTITIONS,
+    "tasks_by": TASK_SOURCES,
+    "task_pool": TASK_POOLS,
+    "aggregator": AGGREGATORS,
+    "server_optimiser": SERVER_OPTIMISERS,
+    "optimiser": OPTIMISERS,
+}
+"""Option -> its table."""
+
+
+OWN = "own"  # stands in files for an object of the user's own
+
+# ---- one choice --------------------------------------------------------------------------------------------
+
+
+def find_kind(name: str, value: object) -> type | None:
+    """Return the dataclass of a choice; None for an object of the user's own, which has no options.
+
+    Args:
+      name: of the option, such as "partition".
+      value: what was chosen: a name of the table, or an object.
+
+    Raises:
+      InputError: for an unknown name, with the nearest known one.
+    """
+    if not isinstance(value, str):
+        return type(value) if name_of(name, value) else None
+    if value == OWN:
+        return None
+    table = CHOICES[name]
+    kind, colon, rest = value.partition(":")
+    form = next((entry for entry in table if entry.startswith(f"{kind}:")), "")
+    if form and colon and rest.strip():
+        return _loaded(name, form)
+    return _loaded(name, choose(name, value, table))
+
+
+@functools.cache
+def _loaded(name: str, entry: str) -> type:
+    return load("fcljax", CHOICES[name][entry].kind)
+
+
+def name_of(name: str, value: object) -> str:
+    """Return the table's name of a chosen object; "" for one that the table does not have."""
+    if isinstance(value, str):
+        return value
+    place = f"{type(value).__module__}:{type(value).__name__}".removeprefix("fcljax.")
+    found = next((entry for entry, each in CHOICES[name].items() if each.kind == place), "")
+    if ":" in found:
+        raise InputError(f"{name}: {type(value).__name__} is written as text, {found}")
+    return found
+
+
+def label_of(name: str, value: object) -> str:
+    """Return what a choice is called in messages: its name, or that of the user's own object."""
+    return name_of(name, value) or getattr(value, "__name__", type(value).__name__)
+
+
+def chosen(name: str, settings: object) -> Any:
+    """Return the object that was chosen, made of its options among the settings.
+
+    Raises:
+      InputError: for an object in memory of which only the name is left.
+    """
+    value = getattr(settings, name)
+    if not isinstance(value, str):
+        return value
+    kind = find_kind(name, value)
+    if kind is None:
+        raise InputError(f"{name}: {value!r} was an object in memory; give it again")
+    values = {}
+    for field in fields_of(kind):
+        nested = field.name in CHOICES and hasattr(settings, field.name)
+        default = field.default
+        values[field.name] = (
+            chosen(field.name, settings) if nested else getattr(settings, field.name, default)
+        )
+    return kind(**values)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which a choice that was given as an object is its name beside its options."""
+    written: dict[str, Any] = {}
+    for name, value in values.items():
+        called = name_of(name, value) if name in CHOICES else ""
+        written[name] = called or value
+        if called and not isinstance(value, str):
+            written |= flat({field.name: getattr(value, field.name) for field in fields_of(type(value))})
+    return written
+
+
+# ---- settings with the options of what was chosen ----------------------------------------------------------
+
+
+def options_of(*names: str) -> dict[str, Any]:
+    """Return option -> type, for the options of all values of these choices."""
+    return {
+        field.name: field.type
+        for name in names
+        for entry in CHOICES[name]
+        for field in fields_of(_loaded(name, entry))
+    }
+
+
+def with_options(options: Value, values: Mapping[str, Any], given: Collection[str] = ()) -> Value:
+    """Return settings with these values, among which there may be choices and their options.
+
+    Args:
+      options: settings, a frozen dataclass.
+      values: option -> value.
+      given: names of options that must be read, whatever their values.
+
+    Raises:
+      InputError: for an unknown choice, an option that the choices do not read, or a value out of range.
+    """
+    written = flat(values)
+    before = flat({field.name: getattr(options, field.name) for field in fields_of(type(options))})
+    base = getattr(type(options), "base", type(options))
+    kind = class_with(base, selected(base, before | written))
+    known = {field.name for field in fields_of(kind)}
+    check_unread(known, written, before | written, given)
+    merged = {name: value for name, value in (before | written).items() if name in known}
+    made = kind(**merged)
+    check_ranges(made)
+    return made
+
+
+Selected = tuple[tuple[str, Any], ...]
+"""(option, what was chosen) for each choice of a run, in the order of the fields."""
+
+
+def selected(base: type, values: Mapping[str, Any]) -> Selected:
+    """Return what is chosen where an option has a table; nested choices follow what they belong to."""
+    return tuple(_selected(base, values))
+
+
+def _selected(kind: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for field in fields_of(kind):
+        if field.name in CHOICES:
+            value = values.get(field.name, field.default)
+            value = field.default if value is None else value
+            yield field.name, name_of(field.name, value) or OWN
+            nested = find_kind(field.name, value)
+            if nested is not None:
+                yield from _selected(nested, values)
+
+
+@functools.cache
+def class_with(base: type, choices: Selected) -> type:
+    """Return a dataclass of settings with the options of what was chosen, each behind its choice.
+
+    Args:
+      base: the dataclass without them; what is chosen by default gives its type no other fields.
+      choices: what was chosen.
+    """
+    kinds: list[type] = []
+    fields = list(_fields(base, dict(choices), kinds))
+    if not kinds:
+        return base
+    return dataclasses.make_dataclass(
+        base.__name__,
+        fields,
+        bases=(base,),
+        frozen=True,
+        namespace={
+            "__doc__": base.__doc__,
+            "base": base,
+            "parts": tuple(kinds),
+            "order": tuple(name for name, *_ in fields),
+        },
+    )
+
+
+def _fields(kind: type, choices: Mapping[str, Any], kinds: list[type]) -> Iterator[tuple[str, Any, Any]]:
+    for field in fields_of(kind):
+        default = choices.get(field.name, field.default)
+        yield field.name, field.type, dataclasses.field(default=default, metadata=field.metadata)
+        nested = find_kind(field.name, default) if field.name in CHOICES else None
+        if nested is not None and fields_of(nested):
+            kinds.append(nested)
+            yield from _fields(nested, choices, kinds)
+
+
+@functools.cache
+def readers(name: str) -> tuple[tuple[str, str], ...]:
+    """Return (choice, its value) for all that have an option of this name."""
+    return tuple(
+        (choice, entry)
+        for choice, table in CHOICES.items()
+        for entry in table
+        if any(field.name == name for field in fields_of(_loaded(choice, entry)))
+    )
+
+
+def check_unread(
+    known: Collection[str],
+    values: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    given: Collection[str] = (),
+) -> None:
+    """Check that what was chosen reads every value that is not as usual, or that was given.
+
+    Args:
+      known: the options that are read.
+      values: option -> value.
+      choices: what was chosen where options have options of their own.
+      given: names of options that the user typed, whatever their values.
+
+    Raises:
+      InputError: naming the first option that nothing reads, and what would read it.
+    """
+    for name, value in values.items():
+        reading = () if name in known else readers(name)
+        if not reading or (name not in given and is_usual(name, value)):
+            continue
+        # of two choices the inner one, whose outer one was made already
+        decider = next((choice for choice, _ in reversed(reading) if choice in choices), reading[0][0])
+        names = [entry for choice, entry in reading if choice == decider]
+        several = " and ".join(", ".join(names).rsplit(", ", 1))
+        now = label_of(decider, choices[decider]) if decider in choices else "not chosen"
+        raise InputError(
+            f"{name}: only {several} {'reads' if len(names) == 1 else 'read'} it, and {decider} is {now!r}; "
+            f"nearest: {flag(decider)} {names[0]}"
+        )
+
+
+def is_usual(name: str, value: object) -> bool:
+    """Check whether a value is the default of an option in a choice that has it, or stands for none."""
+    return value is None or any(
+        field.name == name and field.default == value
+        for choice, entry in readers(name)
+        for field in fields_of(_loaded(choice, entry))
+    )
