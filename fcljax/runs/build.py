@@ -119,7 +119,7 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
 
 
 def examples_of_task(scenario: Scenario) -> float:
-    """Examples of a task that a client with any has in its first round, on average."""
+    """Return the examples of a task that a client with any has in its first round, on average."""
     counts = np.concatenate([of_task[0].count for of_task in scenario.partitions])
     return float(np.mean(counts[counts > 0]))
 
@@ -133,7 +133,7 @@ def assemble(
     single: bool = False,
     machine: Machine | None = None,
 ) -> Experiment:
-    """The experiment on loaded data and its partition.
+    """Put an experiment together, on loaded data and its partition.
 
     Args:
       settings: resolved.
@@ -147,12 +147,16 @@ def assemble(
     Raises:
       InputError: as `build`.
     """
-    inputs = inputs if settings.augment is None else inputs._replace(augments=settings.augment)
-    machine = machine or Machine(jax.default_backend(), None if single else device_mesh(settings.devices))
+    if settings.augment is not None:
+        inputs = inputs._replace(augments=settings.augment)
+    if machine is None:
+        mesh = None if single else device_mesh(settings.devices)
+        machine = Machine(jax.default_backend(), mesh)
     network = network_of(inputs.backbone, inputs.preprocess, settings.remat, kernel_on(machine))
     method = make_method(settings, sizes, network)
     rates = {}
     if settings.scale == "fit":
+        # learning rates are data, so that the search compiles once for all of them
         rates = config.learning_rates(settings)
         method = with_rates(lambda rates: make_method(_with(settings, rates), sizes, network), rates)
     labels = (scenario.train_label, scenario.test_label)
@@ -160,31 +164,68 @@ def assemble(
     frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
     if settings.partition == "sampled":
         check_stateless(settings, method, frozen)
+    if settings.population == "online" and not single:
+        check_one_pass(settings, method)
     example = Example(frozen, train, scenario.tasks[0])
-    read = partial(inputs_of, inputs.preprocess, inputs.augments)
-    shares = parse_faults(settings.faults)
-    names = {*shares, settings.attack} if settings.malicious else {*shares}
-    if shares or names & CHECKED:
-        uploads = tuple(each.upload for each in check_method(method, read, example))
-        check_claims(names, uploads)
-        method = with_faults(method, shares, settings.seed, uploads)
+    fetch = partial(inputs_of, inputs.preprocess, inputs.augments)
+    method = _with_faults(settings, method, fetch, example)
     if single:
-        engine = _single_engine(method, read, example, sizes)
+        engine = _single_engine(method, fetch, example, sizes)
     else:
-        if settings.population == "online":
-            check_one_pass(settings, method)
-        every = [partition for of_task in scenario.partitions for partition in of_task]
-        every += scenario.whole
-        lanes, mesh = plan_lanes(settings, method, every, inputs.backbone, machine)
-        shapes = check_method(method, read, example)
-        room = plan_shapes(method, shapes, every, train, lanes, mesh, inputs.backbone, settings.participation)
-        engine = make_engine(method, read, lanes, room, example, mesh=mesh, shapes=shapes)
+        partitions = [partition for of_task in scenario.partitions for partition in of_task]
+        partitions += scenario.whole
+        engine = _engine(settings, method, fetch, example, partitions, inputs.backbone, machine)
     key = jax.random.key(settings.seed)
     return Experiment(settings, method, engine, frozen, train, test, scenario, inputs, sizes, key)
 
 
+def _with_faults(settings: RunConfig, method: Method, fetch: Fetch, example: Example) -> Method:
+    """Return the method whose clients have the faults that the settings name.
+
+    Raises:
+      InputError: for a fault or an attack that changes nothing of what this method's clients send.
+    """
+    shares = parse_faults(settings.faults)
+    names = set(shares)
+    if settings.malicious:
+        names.add(settings.attack)
+    if not shares and not names & CHECKED:
+        return method
+    uploads = tuple(shapes.upload for shapes in check_method(method, fetch, example))
+    check_claims(names, uploads)
+    return with_faults(method, shares, settings.seed, uploads)
+
+
+def _engine(
+    settings: RunConfig,
+    method: Method,
+    fetch: Fetch,
+    example: Example,
+    partitions: list[ClientPartition],
+    backbone: Pretrained,
+    machine: Machine,
+) -> Engine:
+    """Return the engine of a run, whose lanes and static shapes suit the machine."""
+    lanes, mesh = plan_lanes(settings, method, partitions, backbone, machine)
+    shapes = check_method(method, fetch, example)
+    capacities_of_rounds = plan_shapes(
+        method, shapes, partitions, example.data, lanes, mesh, backbone, settings.participation
+    )
+    return make_engine(method, fetch, lanes, capacities_of_rounds, example, mesh=mesh, shapes=shapes)
+
+
+def _single_engine(method: Method, fetch: Fetch, example: Example, sizes: Sizes) -> Engine:
+    """Return the engine of a client that works by itself. All clients have the shapes of the largest, so that
+    those of one process share what was compiled."""
+    indices = np.zeros(sizes.examples, np.int32)
+    class_examples = np.zeros((1, sizes.classes), np.int32)
+    largest = ClientPartition(indices, np.array([0, sizes.examples]), class_examples)
+    alone = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
+    return make_engine(sending(method), fetch, Lanes(1, "loop"), alone, example)
+
+
 def sizes_of(scenario: Scenario) -> Sizes:
-    """The static sizes of a run."""
+    """Return the static sizes of a run."""
     first = scenario.tasks[0]
     partitions = scenario.partitions
     counts = [partition.count for of_task in partitions for partition in of_task]
@@ -229,17 +270,17 @@ def check_one_pass(settings: RunConfig, method: Method) -> None:
 
 
 def as_data(rates: Mapping[str, float]) -> dict[str, Array]:
-    """Learning rates as `Frozen.rates` has them."""
+    """Return learning rates as `Frozen.rates` has them."""
     return {name: jnp.asarray(rate, jnp.float32) for name, rate in rates.items()}
 
 
 def _with(settings: RunConfig, rates: Rates) -> RunConfig:
-    """Settings with these learning rates."""
+    """Return settings with these learning rates."""
     return dataclasses.replace(settings, rate_factor=1.0, **rates)  # pyrefly: ignore[bad-argument-type]
 
 
 def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
-    """The method that the settings describe, malicious clients included.
+    """Make the method that the settings describe, malicious clients included.
 
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
@@ -260,12 +301,16 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
                 f"{name}: {getattr(settings, name)} is not honoured by a network that trains on the "
                 "statistics of its whole batch; leave it out"
             )
-    network = in_microbatches(network, settings.microbatch) if settings.microbatch else network
+    if settings.microbatch:
+        network = in_microbatches(network, settings.microbatch)
     network = on_batch_devices(network)
     aggregation = make_aggregation(settings)
-    terms = (prox(settings.prox_weight),) if settings.prox_weight else ()
-    terms += (norm_bound(settings.norm_bound),) if settings.norm_bound else ()
-    run = Run(sizes, network, adapter, make_train(settings, sizes), aggregation, terms)
+    rules = ()
+    if settings.prox_weight:
+        rules += (prox(settings.prox_weight),)
+    if settings.norm_bound:
+        rules += (norm_bound(settings.norm_bound),)
+    run = Run(sizes, network, adapter, make_train(settings, sizes), aggregation, rules)
     try:
         method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     except Exception as error:
@@ -290,24 +335,14 @@ def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
-    """The parameters of a file of weights, none of which train, and the surrogate images."""
+    """Return the parameters of a file of weights, none of which train, and the surrogate images."""
     decoder = backbone.decoder.params if backbone.decoder else ()
     return Frozen(backbone.params, decoder, jax.tree.map(jnp.asarray, surrogate))
 
 
-def _single_engine(method: Method, read: Fetch, example: Example, sizes: Sizes) -> Engine:
-    """Of a client that works by itself: all clients have the shapes of the largest, so that those of one
-    process share what was compiled."""
-    index = np.zeros(sizes.examples, np.int32)
-    none = np.zeros((1, sizes.classes), np.int32)
-    largest = ClientPartition(index, np.array([0, sizes.examples]), none)
-    room = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
-    return make_engine(sending(method), read, Lanes(1, "loop"), room, example)
-
-
 def placed(exp: Experiment) -> Experiment:
-    """The experiment with everything that rounds and evaluations read on every device of the mesh, except for
-    images on the host."""
+    """Return the experiment with everything that rounds and evaluations read on every device of the mesh,
+    except for images on the host."""
     mesh = exp.engine.mesh
     train = ready(exp.train, mesh)
     test = ready(exp.test, mesh)
