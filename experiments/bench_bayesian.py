@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from peers.machine import peak, processor, seconds
 
@@ -77,7 +76,7 @@ def client(method: Method, run: Run) -> tuple[ClientContext, tuple, tuple]:
     key = jax.random.key(1)
     server = jax.jit(method.init)(key, frozen)
     task = jax.tree.map(jnp.asarray, make_tasks(CLASSES, TASKS)[1])
-    sent = method.broadcast(RoundContext(frozen, task, np.int32(0), np.bool_(False)), server)
+    sent = method.broadcast(RoundContext.on_host(frozen, task, 0, False), server)
     info = ClientInfo(jnp.int32(0), jnp.int32(ROWS), jnp.full(CLASSES, ROWS // CLASSES), jnp.int32(0))
     context = ClientContext(frozen, sent.payload, sent.cached, task, info)
     state = method.init_client(key, server)

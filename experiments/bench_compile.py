@@ -36,7 +36,8 @@ def compiled(method: str) -> None:
         start = time.process_time()
         lowered = program.lower()
         traced = time.process_time()
-        memory = lowered.compile().memory_analysis().temp_size_in_bytes
+        analysis: Any = lowered.compile().memory_analysis()
+        memory = analysis.temp_size_in_bytes
         found = traced - start, time.process_time() - traced
         total = [before + new for before, new in zip(total, found, strict=True)]
         shown = " | ".join(f"{each:.2f}" for each in found)

@@ -25,7 +25,7 @@ from peers.machine import best
 
 from fcljax import config
 from fcljax.data.partition import count_matrix, dirichlet
-from fcljax.data.store import client_indices
+from fcljax.data.store import ClientIndices
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
 from fcljax.federated.engine import Lanes, RoundInputs, init_clients, make_engine, run_round
@@ -109,7 +109,7 @@ def skewed(rows: int, clients: int, beta: float, seed: int = 0) -> tuple[np.ndar
     """Labels of 10 balanced classes and who holds them, Dirichlet(beta)."""
     label = np.repeat(np.arange(CLASSES), rows // CLASSES)
     parts = dirichlet(label, clients, beta, np.random.RandomState(seed), min_size=0)
-    return label, ClientPartition(*client_indices(parts, label, TASK), count_matrix(label, parts, CLASSES))
+    return label, ClientPartition(*ClientIndices.of(parts), count_matrix(label, parts, CLASSES))
 
 
 def timed_round(
@@ -171,7 +171,7 @@ def packed() -> None:
     program = method.rounds[0].program
     step = jax.jit(program.phases[0].step)
     start = jax.jit(program.start)
-    info = ClientInfo(np.int32(0), np.int32(1), np.zeros(CLASSES, np.int32), np.int32(0))
+    info = ClientInfo.example(CLASSES)
     total = jax.jit(lambda mean, params, weight: jax.tree.map(lambda m, p: m + weight * p, mean, params))
 
     def dispatched():
@@ -204,7 +204,7 @@ def packed() -> None:
 
 
 def _batch(image, label, mask):
-    return Batch(image, label.astype(np.int32), mask, np.zeros(BATCH, np.int32))
+    return Batch(image, label.astype(np.int32), mask, jnp.zeros(BATCH, jnp.int32))
 
 
 def lanes() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from fcljax import config
 from fcljax.data.augment import input_pipeline
-from fcljax.data.store import Split, client_indices
+from fcljax.data.store import ClientIndices, Split
 from fcljax.data.streaming import Host
 from fcljax.data.tasks import make_tasks
 from fcljax.federated.check import Example
@@ -120,7 +120,7 @@ def make_round(split: Split):
     method = make_method(config.resolve(settings), sizes, network_of(loaded))
     (task,) = make_tasks(CLASSES, 1)
     parts = np.array_split(np.random.default_rng(0).permutation(len(label)), CLIENTS)
-    rows, offset = client_indices(parts, label, task)
+    rows, offset = ClientIndices.of(parts)
     present = np.stack([np.bincount(label[part], minlength=CLASSES) for part in parts]).astype(np.int32)
     partition = ClientPartition(rows, offset, present)
     lanes = Lanes()

@@ -21,6 +21,8 @@ LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 def main(page: str, axe: str) -> int:
     """Print what was measured."""
     times = []
+    errors = []
+    requests = []
     for _ in range(OPENED):
         with chromium.opened(page) as opened:
             times.append(opened.evaluate(f"new Promise(r => setTimeout(() => r({LOADED}), 50))"))

@@ -525,7 +525,7 @@ def of_flax() -> Iterator[Case]:
     """Files of flax with the names of Google's ViTs; their values are those of timm's ViT."""
     model = randomised(vit(num_classes=0))
     tree = google_names(model)
-    flat = traverse_util.flatten_dict({"params": tree}, sep="/")
+    flat: dict[str, Any] = traverse_util.flatten_dict({"params": tree}, sep="/")
 
     def msgpack(folder: Path) -> Path:
         (folder / "vit.msgpack").write_bytes(serialization.msgpack_serialize({"params": tree}))

@@ -53,9 +53,9 @@ def shares(exp: Experiment, masks: list[float]) -> Iterator[tuple[float | None, 
     seen = frozen(exp.frozen, exp.test, test)
     for hidden in (None, *masks):
         compute = frozen if hidden is None else rebuilt_features(exp, hidden)
-        kept = unit(compute(exp.frozen, exp.train, train))
+        kept = unit(jnp.asarray(compute(exp.frozen, exp.train, train)))
         means = jnp.stack([kept[scenario.train_label[train] == one].mean(axis=0) for one in classes])
-        nearest = classes[np.asarray(cosine(seen, means)).argmax(axis=1)]
+        nearest = classes[np.asarray(cosine(jnp.asarray(seen), means)).argmax(axis=1)]
         yield hidden, float(np.mean(nearest == scenario.test_label[test]))
 
 

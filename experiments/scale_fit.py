@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,11 +56,11 @@ def main(
                 _compare(method, wanted, seed, Path(folder), path)
 
 
-def _compare(method: str, scales: list[str], seed: int, folder: Path, path: Path) -> None:
+def _compare(method: str, scales: list[Any], seed: int, folder: Path, path: Path) -> None:
     """Make the runs of a method with a seed, and add their lines."""
     made: dict[str, _Player] = {}
     for scale in scales:
-        found = {"method": method, "scale": scale, "seed": seed}
+        found: dict[str, Any] = {"method": method, "scale": scale, "seed": seed}
         began = time.time()
         try:
             fidelity = {} if scale == "fit" else {"fidelity": "intended"}

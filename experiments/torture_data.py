@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,7 +188,7 @@ def _shards(rng: random.Random, classes: int, shuffled: bool) -> list[_Shard]:
     return shards
 
 
-def _written(rng: random.Random, table: object, names: list[str] | None, twice: bool) -> tuple[bytes, str]:
+def _written(rng: random.Random, table: Any, names: list[str] | None, twice: bool) -> tuple[bytes, str]:
     """A table as a file, and the end of its name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -386,7 +386,7 @@ def _npz(rng: random.Random) -> Data:
     image = rng.choice(list(READ_ARRAYS))
     label = rng.choice(list(ARRAY_LABELS))
     wrong = rng.choice(("", "", "image", "label", "key", "ways", "file"))
-    arrays = {}
+    arrays: dict[str, Any] = {}
     truth = {}
     first = 0
     odd = rng.choice(("train", "test"))

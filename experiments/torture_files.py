@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from torture_common import Outcome, called, one_line
@@ -94,7 +95,7 @@ def checkpoints(rng: random.Random, folder: Path, _: Path) -> Outcome:
     snapshots = []
     for i in range(2):
         server, clients = draw.normal(size=(2, 50, 7)).astype(np.float32)
-        state = runs.State({"w": server, "n": np.int32(i)}, clients, np.zeros(2, np.uint32))
+        state = runs.State({"w": server, "n": np.int32(i)}, clients, cast(Any, np.zeros(2, np.uint32)))
         snapshots.append(runs.Snapshot(8 + i, state, {"accuracy": [i / 7]}))
     with runs.open_checkpoints(folder / "checkpoints", 2) as manager:
         for each in snapshots:
@@ -121,7 +122,8 @@ def kept(rng: random.Random, folder: Path, _: Path) -> Outcome:
     import fcljax.runs.checkpoint as runs
     from fcljax.types import ReplayBuffer
 
-    written = ReplayBuffer(np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(2), np.ones(2, bool))
+    arrays: Any = (np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(2), np.ones(2, bool))
+    written = ReplayBuffer(*arrays)
     folder.mkdir()
     digest = runs.save_task(folder, 0, written)
     (file,) = folder.iterdir()
@@ -159,7 +161,10 @@ def weights(rng: random.Random, folder: Path, _: Path) -> Outcome:
     sys.path.append(str(ROOT / "tests"))
     from torch_files import save_zip
 
-    arrays = {"a.weight": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(5, np.float32)}
+    arrays: dict[str, Any] = {
+        "a.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "b": np.ones(5, np.float32),
+    }
     folder.mkdir()
     suffix = rng.choice((".pth", ".pth", ".npz", ".safetensors"))
     file = folder / f"w{suffix}"
@@ -168,16 +173,18 @@ def weights(rng: random.Random, folder: Path, _: Path) -> Outcome:
     elif suffix == ".npz":
         np.savez(file, **arrays)
     else:
-        save_file(arrays, file, {"note": "1"})
+        save_file(arrays, str(file), {"note": "1"})
     what = damaged(rng, file)[0]
     if not file.exists():
         return Outcome("survived", what)
     try:
-        found, _ = read_tensors(file)
+        found = read_tensors(file)[0]
     except InputError as error:
         return Outcome("survived" if "\n" not in str(error) else "other", f"{what}: {error}")
     size = sum(each.nbytes for each in found.values())
-    same = suffix == ".safetensors" or all(np.array_equal(found.get(n), a) for n, a in arrays.items())
+    same = suffix == ".safetensors" or all(
+        n in found and np.array_equal(found[n], a) for n, a in arrays.items()
+    )
     return Outcome("survived" if same and size <= 10_000 else "different", f"{what}: {list(found)}")
 
 

@@ -22,7 +22,7 @@ def bad_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
     return _tried(rng.choice(GENERATORS)(rng), folder)
 
 
-def data_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
+def data_input(rng: random.Random, folder: Path, *_rest: object) -> Outcome:
     """One of the generated data sets, right or wrong, in an empty folder."""
     data = rng.choice(torture_data.GENERATORS)(rng)
     arguments = ["data", "prepare", data.name, "--data-dir", "cache"]
@@ -157,7 +157,7 @@ COMMANDS = ("run", "check", "list", "compare", "data", "convert", "embed", "pret
 RUN_OUT = ["run", "linear", "--out", "new"]
 
 
-def _npz(**arrays: np.ndarray) -> bytes:
+def _npz(**arrays: Any) -> bytes:
     stream = io.BytesIO()
     np.savez(stream, **arrays)
     return stream.getvalue()

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torture_common import PATIENCE, Outcome
@@ -98,7 +98,7 @@ def _inputs(folder: Path) -> tuple[Path, Path]:
     weights = folder / "network.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     label = {"y_train": np.arange(64) % 4, "y_test": np.arange(16) % 4}
-    image = {
+    image: dict[str, Any] = {
         f"x{name[1:]}": draw.integers(0, 256, (len(y), 16, 16, 3), np.uint8) for name, y in label.items()
     }
     np.savez(data, **image, **label)

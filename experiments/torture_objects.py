@@ -101,7 +101,7 @@ def _simulate(**given: Any) -> Any:
     import fcljax
 
     x = np.linspace(-1, 1, 72, dtype=np.float32).reshape(24, 3)
-    usual = {"x": x, "y": x[:, 0], "owner": np.repeat([0, 1, 2], 8), "rounds": 1}
+    usual: dict[str, Any] = {"x": x, "y": x[:, 0], "owner": np.repeat([0, 1, 2], 8), "rounds": 1}
     usual |= {"model": jnp.zeros(3), "loss": lambda w, x, y: (x @ w - y) ** 2, "optimiser": optax.sgd(0.1)}
     merged = usual | given
     local = {name: merged.pop(name) for name in ("epochs", "batch_size") if name in merged}
@@ -343,7 +343,7 @@ def _clients(rng: random.Random, folder: Path) -> Call:
     """A JSON file of clients, right or with one strange value."""
     from fcljax import read_clients
 
-    users = {f"u{k}": {"x": [[k, i] for i in range(3)], "y": [k] * 3} for k in range(3)}
+    users: dict[str, Any] = {f"u{k}": {"x": [[k, i] for i in range(3)], "y": [k] * 3} for k in range(3)}
     leaf = rng.random() < 0.5
     content: dict[str, Any] = users
     if leaf:
@@ -351,7 +351,7 @@ def _clients(rng: random.Random, folder: Path) -> Call:
     right = rng.random() < 0.2
     kind = "right"
     if not right:
-        container = rng.choice((content, users, users["u1"], users["u1"]["x"], users["u1"]["y"]))
+        container: Any = rng.choice((content, users, users["u1"], users["u1"]["x"], users["u1"]["y"]))
         places = range(len(container)) if isinstance(container, list) else list(container)
         place = rng.choice(list(places))
         strange = [value for value in STRANGE if value != container[place]]

@@ -76,7 +76,8 @@ class Forked:
 
     def poll(self, seconds: float = 0.0) -> int | None:
         """The exit code, or minus the signal, as soon as it has ended; None: not within so many seconds."""
-        if self.returncode is None and select.select([self.programs.parent.stdout], [], [], seconds)[0]:
+        output: Any = self.programs.parent.stdout  # a pipe
+        if self.returncode is None and select.select([output], [], [], seconds)[0]:
             self.returncode = self.programs.answer()
         return self.returncode
 

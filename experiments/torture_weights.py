@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from flax import serialization, traverse_util
@@ -104,7 +105,7 @@ def _other_kind(rng: random.Random, tensors: Tensors) -> Tensors:
 WRONG = (_missing, _misshaped, _not_finite, _whole_numbers, _unexpected, _two, _none, _other_kind)
 
 
-def _npz(tensors: Tensors) -> bytes:
+def _npz(tensors: dict[str, Any]) -> bytes:
     stream = io.BytesIO()
     np.savez(stream, **tensors)
     return stream.getvalue()

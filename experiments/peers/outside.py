@@ -124,7 +124,7 @@ def export(folder: Path, work: Dense, game: Game) -> None:
     """Write a workload for a process that knows nothing of fcljax."""
     rows = np.concatenate([rows_of(game.partition, client) for client in range(len(work.rows))])
     image, label = (np.asarray(each)[rows] for each in game.data)
-    weights = {name: np.asarray(x) for name, x in weights_of(game).items()}
+    weights: dict[str, Any] = {name: np.asarray(x) for name, x in weights_of(game).items()}
     offset = np.concatenate([[0], np.cumsum(work.rows)])
     np.savez(folder / "work.npz", _image=image, _label=label, _offset=offset, **weights)
     training = {"batch": work.batch, "epochs": work.epochs, "rate": work.rate}
