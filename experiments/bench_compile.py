@@ -8,6 +8,7 @@ a row per program and one per method, with the memory of the program's temporari
 
 import argparse
 import time
+from typing import Any
 
 import jax
 from peers.machine import processor
