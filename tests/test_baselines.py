@@ -183,7 +183,7 @@ def test_fisher_information_is_positive_and_limited_and_belongs_to_who_has_rows(
             assert max(leaf.max() for leaf in leaves) <= 1e-4 * (1 + 1e-6)
         # client 1 has no rows
         assert all(np.all(np.asarray(leaf[1]) == 0) for leaf in jax.tree.leaves(states.fisher))
-        assert states.known.tolist() == [True, False, True, True]
+        assert states.measured.tolist() == [True, False, True, True]
     (after_a_round,) = history("ewc")[2][1]
     jax.tree.map(np.testing.assert_array_equal, after_a_round, history("ewc")[1][1][0])
 

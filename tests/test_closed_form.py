@@ -33,7 +33,7 @@ from fcljax.federated import communication
 from fcljax.federated.schedule import ClientPartition
 from fcljax.methods import fedranpac as ranpac
 from fcljax.methods.afcl import AFCLOptions, afcl, recursion
-from fcljax.methods.fedranpac import FedRanPACOptions, choose_ridge, fedranpac, held_apart, held_out_error
+from fcljax.methods.fedranpac import FedRanPACOptions, choose_ridge, fedranpac, held_out_error, is_held_out
 from fcljax.parts.ridge import add_examples, no_moments
 
 FEATURES = IMAGE.reshape(len(IMAGE), -1)[:, :WIDTH]
@@ -150,7 +150,7 @@ def projected(server, rows):
 
 def errors_of(server, rows):
     """The squared error of every ridge on the examples apart, example by example."""
-    apart = np.asarray(held_apart(jnp.asarray(rows)))
+    apart = np.asarray(is_held_out(jnp.asarray(rows)))
     fit, other = rows[~apart], rows[apart]
     assert len(other) > 3
 
@@ -192,7 +192,7 @@ def test_the_squared_error_comes_from_sums_alone():
     h, label = jnp.asarray(FEATURES[:20], jnp.float32), jnp.asarray(LABEL[:20])
     apart = jnp.arange(20) % 3 == 0
     empty = no_moments(WIDTH, SIZES.classes)
-    split = {"fit": add_examples(empty, h, label, ~apart), "apart": add_examples(empty, h, label, apart)}
+    split = {"fit": add_examples(empty, h, label, ~apart), "held_out": add_examples(empty, h, label, apart)}
     keep = np.asarray(~apart)
     weights = ridge_of(FEATURES[:20][keep], ONE_HOT[:20][keep], 0.1)
     expected = ((ONE_HOT[:20][~keep] - FEATURES[:20][~keep] @ weights) ** 2).sum()
@@ -203,8 +203,8 @@ def test_a_ridge_that_leaves_the_matrix_singular_is_never_chosen():
     """One example with two equal features: without a ridge there is no solution."""
     empty = no_moments(2, 2)
     one = add_examples(empty, jnp.ones((1, 2)), jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
-    assert np.isfinite(float(choose_ridge({"fit": one, "apart": one})))
-    assert not np.isfinite(float(held_out_error({"fit": one, "apart": one}, jnp.float32(-2.0))))
+    assert np.isfinite(float(choose_ridge({"fit": one, "held_out": one})))
+    assert not np.isfinite(float(held_out_error({"fit": one, "held_out": one}, jnp.float32(-2.0))))
 
 
 def test_a_first_session_trains_the_network_in_the_first_task_alone():

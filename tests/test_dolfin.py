@@ -24,7 +24,7 @@ from micro import (
 
 from fcljax.errors import InputError
 from fcljax.methods.dolfin import (
-    LENGTH,
+    ROW_LENGTH,
     DolfinOptions,
     extend_directions,
     new_directions,
@@ -75,7 +75,7 @@ def test_a_new_task_reads_directions_of_its_own():
     old, new = (jnp.asarray(gram_of(2, seed), jnp.float32) for seed in (0, 1))
     memory = extend_directions(jnp.zeros((D, D)), old, jnp.float32(0.9999))
     a = new_directions(memory, new, 2)
-    np.testing.assert_allclose(a @ a.T, LENGTH**2 * np.eye(2), atol=1e-5)
+    np.testing.assert_allclose(a @ a.T, ROW_LENGTH**2 * np.eye(2), atol=1e-5)
     np.testing.assert_allclose(a @ memory, 0, atol=1e-5)
     seen = float(jnp.linalg.norm(a @ old) / jnp.linalg.norm(a @ new))
     assert seen < 0.02 < float(jnp.linalg.norm(new_directions(jnp.zeros((D, D)), new, 2) @ old))
@@ -133,7 +133,7 @@ def test_a_does_not_train_and_is_the_leading_directions_of_everybody_s_inputs(se
     x = inputs_of(0).astype(np.float64)
     expected = np.linalg.svd(x.T @ x)[0][:, :3]
     a = np.asarray(servers[-1].params.adapter.a_q)[0, 0]
-    np.testing.assert_allclose(a.T @ a, LENGTH**2 * expected @ expected.T, atol=1e-4)
+    np.testing.assert_allclose(a.T @ a, ROW_LENGTH**2 * expected @ expected.T, atol=1e-4)
     np.testing.assert_array_equal(servers[1].params.adapter.a_q[0], servers[0].params.adapter.a_q[0])
     assert np.abs(servers[-1].params.adapter.b_v[0]).max() > 0
 

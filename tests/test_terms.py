@@ -250,12 +250,12 @@ def test_fisher_information_is_the_mean_of_squared_gradients_of_examples_up_to_i
     reached = [bool(jnp.any(leaf == limit)) for leaf in jax.tree.leaves(kept.fisher)]
     assert any(reached) == (limit == 1e-2)
     jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, head)
-    assert bool(kept.known)
+    assert bool(kept.measured)
 
 
 def test_microbatches_bound_how_many_gradients_there_are_at_a_time_and_change_nothing(monkeypatch):
     def measured(most):
-        monkeypatch.setattr(module, "GRADIENTS", most)
+        monkeypatch.setattr(module, "GRADIENT_SCALARS", most)
         method = with_rules(elastic_of(7.0, 9.0))
         server = fresh(method)
         return end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))

@@ -1,15 +1,17 @@
-"""CFeD: continual federated learning with distillation (Ma et al., IJCAI 2022), as its release trains it and
-HePCo compares with it (specification A17).
+"""CFeD: continual federated learning with distillation (Ma et al., IJCAI 2022), as its release
+trains it and HePCo compares with it.
 
 Every client has unlabelled images of a surrogate data set.
 
     learners    train on the task by cross-entropy
-    reviewers   (a share of the clients, from the second task on) do not learn the task but keep to the model
-                that it began with, on their shard of the surrogate images
-    server      averages both; if asked, it pulls the average to the clients' models on surrogate images
+    reviewers   (a share of the clients, from the second task on) do not learn the task: they
+                distil the model that it began with on their shard of the surrogate images
+    server      averages both; optionally it distils the clients' models into the average on
+                surrogate images
 
-The release draws learners and reviewers independently and lets a reviewer go over its shard. Here a client is
-one of the two, drawn anew in every round, and a reviewer takes as many steps as on its own examples.
+The release draws learners and reviewers independently, and a reviewer passes over its shard.
+Here a client is one of the two, drawn anew in every round, and a reviewer takes as many steps
+as on its own examples.
 """
 
 import dataclasses
@@ -24,20 +26,12 @@ from fcljax.errors import InputError
 from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
+from fcljax.parts import task_start
 from fcljax.parts.client import ClientRule, ClientStep, OfEachClient
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss, replaced_loss
 from fcljax.parts.optimise import optimise
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.parts.task_start import (
-    Start,
-    began_with,
-    distil_start,
-    no_start,
-    send_start_of_task,
-    unlabelled,
-    valid_parameters,
-)
 from fcljax.types import Frozen, LearningRate, Method, Task, Weighted
 
 
@@ -69,16 +63,19 @@ PRESETS = {
 
 
 def cfed(options: CFeDOptions, run: Run) -> Method:
-    """CFeD as a method, on any adapter."""
-    rules = (send_start_of_task(), roles(options.reviewer_share, run.sizes.clients))
+    """Compose CFeD on any adapter."""
+    server_rules = [
+        task_start.send_start_of_task(),
+        roles(options.reviewer_share, run.sizes.clients),
+    ]
     if options.server_steps:
-        rules += (server_distillation(options),)
+        server_rules.append(server_distillation(options))
     return federate(
         run,
         linear_learner(run),
         loss=replaced_loss(),
         client_rules=(learn_or_review(options, run.sizes.clients),),
-        server_rules=rules,
+        server_rules=tuple(server_rules),
         learning_rate=epoch_schedule(options, run),
     )
 
@@ -87,20 +84,22 @@ def cfed(options: CFeDOptions, run: Run) -> Method:
 
 
 def roles(share: float, clients: int) -> ServerRule:
-    """Which clients review in the next round: a share of them, drawn anew after every round, and nobody in
-    the first task."""
+    """Draw the clients that review in the next round, and send who they are.
+
+    Args:
+      share: of the clients; no client reviews in the first task.
+      clients: K.
+    """
     count = round(share * clients)
 
-    def init(params: Params, trainable: Params) -> Bool[Array, " K"]:
-        del params, trainable
+    def init(_params: Params, _trainable: Params) -> Bool[Array, " K"]:
         return jnp.zeros(clients, bool)
 
-    def update(round: ServerRound, params: Params, drawn: Bool[Array, " K"]) -> ServerUpdate:
-        del drawn
+    def update(round: ServerRound, params: Params, _reviews: Bool[Array, " K"]) -> ServerUpdate:
         return ServerUpdate(params, jax.random.permutation(round.key, clients) < count)
 
-    def sends(task: Task, drawn: Bool[Array, " K"]) -> Bool[Array, " K"]:
-        return drawn & (task.index > 0)
+    def sends(task: Task, reviews: Bool[Array, " K"]) -> Bool[Array, " K"]:
+        return reviews & (task.index > 0)
 
     return ServerRule("roles", update, init, sends)
 
@@ -109,11 +108,10 @@ def roles(share: float, clients: int) -> ServerRule:
 
 
 def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
-    """The whole loss: cross-entropy of a learner, or a reviewer's distillation of old classes."""
+    """Add the whole loss: a learner's cross-entropy, or a reviewer's distillation."""
     learn = cross_entropy_loss(options.local_classes)
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
         # only one of them is computed where clients train one by one
         return jax.lax.cond(
@@ -126,23 +124,28 @@ def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
 
 
 def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, ""]:
-    """Distillation from the model that the task began with, on as many of the client's surrogate images as
-    the batch has examples."""
+    """Return the distillation loss towards the model that the task began with.
+
+    It is taken on as many of the client's surrogate images as the batch has examples.
+    """
     image = surrogate(step.context.frozen)
-    first, last = shard(step.context.client.id, clients, len(image))
-    chosen = jax.random.randint(step.key, step.batch.mask.shape, first, last)
-    return distil_start(step, image[chosen] / 255, temperature)
+    start, end = shard(step.context.client.id, clients, len(image))
+    index = jax.random.randint(step.key, step.batch.mask.shape, start, end)
+    return task_start.distil_start(step, image[index] / 255, temperature)
 
 
 def shard(client: Int[Array, ""], clients: int, images: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The first and one after the last of a client's surrogate images: equal shards of all of them, which
-    overlap if there are fewer images than clients."""
-    first = client * images // clients
-    return first, jnp.maximum((client + 1) * images // clients, first + 1)
+    """Return the range [start, end) of a client's surrogate images.
+
+    Shards are equal. They overlap if there are fewer images than clients.
+    """
+    start = client * images // clients
+    end = (client + 1) * images // clients
+    return start, jnp.maximum(end, start + 1)
 
 
 def surrogate(frozen: Frozen) -> UInt8[Array, "S *shape"]:
-    """The surrogate images.
+    """Return the surrogate images.
 
     Raises:
       InputError: if there are none.
@@ -156,48 +159,54 @@ def surrogate(frozen: Frozen) -> UInt8[Array, "S *shape"]:
 
 
 def server_distillation(options: CFeDOptions) -> ServerRule:
-    """The averaged model distils the clients' models, and from the second task on also the one that the task
-    began with: each teacher on surrogate images of its own."""
+    """Distil the clients' models into the averaged one, each on surrogate images of its own.
 
-    def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
+    From the second task on the model that the task began with is a teacher too.
+    """
+
+    def update(round: ServerRound, params: Params, start: task_start.Start) -> ServerUpdate:
         task = round.task
-        start = began_with(round, start)
+        start = task_start.began_with(round, start)
         mean = round.learner.trainable(params, task)
 
-        def stack(many: Array, one: Array) -> Array:
-            return jnp.concatenate([many, one[None]])
+        def append(clients: Array, start: Array) -> Array:
+            return jnp.concatenate([clients, start[None]])
 
-        before = start.trainable._replace(extra={})
+        client_models = task_start.valid_parameters(round, mean)
+        start_model = start.trainable._replace(extra={})
         teachers = Ensemble(
-            jax.tree.map(stack, valid_parameters(round, mean), before),
+            jax.tree.map(append, client_models, start_model),
             jnp.append(round.valid, task.index > 0),
         )
         steps = jnp.where(jnp.any(round.valid), options.server_steps, 0)
         trainable, loss = _distil(options, round, params, teachers, steps)
         return ServerUpdate(round.learner.merge(params, task, trainable), start, {"loss": loss})
 
-    return ServerRule("distillation", update, no_start, reports=(OfEachClient("trainable"),))
+    reports = (OfEachClient("trainable"),)
+    return ServerRule("distillation", update, task_start.no_start, reports=reports)
 
 
 class Ensemble(NamedTuple):
-    """J models that the averaged one distils."""
+    """J models that are distilled into the averaged one."""
 
     trainable: Params
     """Leaves [J, ...]."""
     valid: Bool[Array, " J"]
+    """Which of them count."""
 
 
 def _distil(
     options: CFeDOptions, round: ServerRound, params: Params, teachers: Ensemble, steps: Int[Array, ""]
 ) -> tuple[Params, Weighted]:
-    """So many steps of Adam on the trainable parameters, and the mean loss."""
+    """Take `steps` steps of Adam on the trainable parameters; return them and the mean loss."""
     image = surrogate(round.frozen)
     count = len(teachers.valid)
     shape = (count, -(-options.server_batch // count))
 
     def loss(trainable: Params, i: Array) -> Float[Array, ""]:
-        chosen = image[jax.random.randint(jax.random.fold_in(round.key, i), shape, 0, len(image))]
-        return teachers_loss(options, round, params, teachers, chosen, trainable)
+        key = jax.random.fold_in(round.key, i)
+        batch = image[jax.random.randint(key, shape, 0, len(image))]
+        return teachers_loss(options, round, params, teachers, batch, trainable)
 
     start = round.learner.trainable(params, round.task)
     return optimise(loss, start, optax.adam(options.server_lr), steps)
@@ -211,19 +220,27 @@ def teachers_loss(
     image: UInt8[Array, "J images *shape"],
     trainable: Params,
 ) -> Float[Array, ""]:
-    """Distillation of the seen classes from each teacher on its own images; the mean over the images of valid
-    teachers."""
+    """Return the distillation loss of the seen classes, the mean over valid teachers' images.
+
+    Args:
+      options: weight and temperature.
+      round: of the server.
+      params: the averaged model.
+      teachers: J models.
+      image: the images of each teacher, grey levels 0..255.
+      trainable: the student.
+    """
     learner = round.learner
     task = round.task
 
     def logits(trainable: Params, image: Array) -> Float[Array, "images C"]:
-        batch = unlabelled(learner, image / 255)
+        batch = task_start.unlabelled(learner, image / 255)
         return learner.forward(round.frozen, params, trainable, batch, task, False).logits
 
     # one teacher after the other: their activations are not needed together
     target = jax.lax.map(lambda one: logits(*one), (teachers.trainable, image))
     student = logits(trainable, image.reshape(-1, *image.shape[2:]))
-    used = jnp.repeat(teachers.valid, image.shape[1])
-    heat = options.distill_temperature
-    loss = distillation(student, target.reshape(student.shape), task.seen, used, heat)
+    target = target.reshape(student.shape)
+    counts = jnp.repeat(teachers.valid, image.shape[1])
+    loss = distillation(student, target, task.seen, counts, options.distill_temperature)
     return options.distill_weight * loss

@@ -1,21 +1,24 @@
 """DOLFIN: orthogonal LoRA with a dual gradient projection memory (arXiv 2510.13567).
 
-    task start  clients send the Gram matrices G of what the pairs read, and the server adds them up
-                A_t <- the first r left singular vectors of (I - P) G, transposed: directions of the new
-                       task's inputs outside those of earlier tasks, which P projects onto
-                P   <- P + the next directions of G, until P explains the share epsilon_t of G     (DualGPM)
-    client      trains B_t and the classifier, on the network with the pairs of all tasks so far
+    task start  clients send the Gram matrices G of the pairs' inputs, and the server adds them
+                A_t <- the first r left singular vectors of (I - P) G, transposed: directions
+                       of the new task's inputs outside those of earlier tasks, onto which P
+                       projects
+                P   <- P + the next directions of G, until P explains the share epsilon_t
+                       of G                                                      (DualGPM)
+    client      trains B_t and the classifier on the network with the pairs of all tasks so far
     server      averages B_t and the classifier
 
-A gradient of W is a sum of outer products with inputs. As the rows of A_t are orthogonal to earlier inputs,
-B_t A_t x = 0 for these, whatever B_t: the new task changes nothing of what earlier ones compute, up to the
-share 1 - epsilon that P leaves out. All clients share A_t, so the mean of B_t is the mean of their updates.
+A gradient of W is a sum of outer products with inputs. As the rows of A_t are orthogonal to
+earlier inputs x, B_t A_t x = 0 whatever B_t: the new task does not change what earlier ones
+compute, up to the share 1 - epsilon that P leaves out. All clients share A_t, so the mean of
+B_t is the mean of their updates.
 
-P takes a task's inputs in before the task trains: one upload of G serves both. In the first block the inputs
-are the same afterwards; deeper ones move with the pairs before them.
+P learns a task's inputs before the task trains, so that one upload of G serves both. In the
+first block the inputs are the same afterwards; in deeper ones they move with the pairs before.
 
-DualGPM (InfLoRA, CVPR 2024) keeps a basis of P, or of its complement where that has fewer columns. The two
-differ in memory alone; here it is P itself, at a fixed shape.
+DualGPM (InfLoRA, CVPR 2024) keeps a basis of P, or of its complement where that has fewer
+columns. The two differ in memory alone; here it is P itself, at a fixed shape.
 """
 
 import dataclasses
@@ -38,8 +41,8 @@ from fcljax.settings import Preset
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Matrices = Float[Array, "blocks D D"]
-NOTHING = 1e-6  # singular values below this share of the Gram matrix's norm are rounding
-LENGTH = 3**-0.5  # of A's rows: that of the usual uniform draw (InfLoRA's release)
+ROUNDING = 1e-6  # singular values below this share of the Gram matrix's norm are rounding
+ROW_LENGTH = 3**-0.5  # of A: that of the usual uniform draw (InfLoRA's release)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ PRESETS = {"intended": Preset(DolfinOptions(), adapters=(_LORA,))}
 
 
 def dolfin(options: DolfinOptions, run: Run) -> Method:
-    """DOLFIN as a method."""
+    """Compose DOLFIN."""
     return federate(
         run,
         sends_b_alone(linear_learner(run)),
@@ -69,31 +72,31 @@ def dolfin(options: DolfinOptions, run: Run) -> Method:
 
 
 def sends_b_alone(model: Learner) -> Learner:
-    """The learner whose clients do not send A, which all of them share."""
+    """Return the learner whose clients do not send A, which all of them share."""
 
-    def sends(trainable: Params, task: Task) -> Params:
-        del task
+    def sends(trainable: Params, _task: Task) -> Params:
         return trainable._replace(adapter=trainable.adapter._replace(a_q=(), a_v=()))
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
-        own: Lora = model.trainable(params, task).adapter
-        pair = trainable.adapter._replace(a_q=own.a_q, a_v=own.a_v)
+        shared: Lora = model.trainable(params, task).adapter
+        pair = trainable.adapter._replace(a_q=shared.a_q, a_v=shared.a_v)
         return model.merge(params, task, trainable._replace(adapter=pair))
 
     return model._replace(sends=sends, merge=merge)
 
 
 def put_back_a(context: ClientContext, trainable: Params) -> Params:
-    """A does not train; it is put back after every step, also against weight decay."""
+    """Put A back after a step: it does not train, nor decay."""
     shared: Lora = context.payload.trainable.adapter
-    return trainable._replace(adapter=trainable.adapter._replace(a_q=shared.a_q, a_v=shared.a_v))
+    pair = trainable.adapter._replace(a_q=shared.a_q, a_v=shared.a_v)
+    return trainable._replace(adapter=pair)
 
 
 # ---- the inputs of a task ----------------------------------------------------------------------------------
 
 
 def input_grams() -> Report:
-    """The sum of x x^T over all tokens x that a block's pairs read."""
+    """Report the sum of x x^T over all tokens x that a block's pairs read."""
 
     def init(context: ClientContext) -> Matrices:
         blocks, _, width = context.payload.trainable.adapter.a_q.shape
@@ -106,19 +109,17 @@ def input_grams() -> Report:
     return Report("input_grams", init, add, merge="sum", possible=possible_gram)
 
 
-def possible_gram(context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
-    """No product is larger than the sums of squares allow (Cauchy and Schwarz)."""
-    del context
+def possible_gram(_context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
+    """Check that no product is larger than the sums of squares allow (Cauchy and Schwarz)."""
     squares = jnp.diagonal(gram, 0, 1, 2)
     root = jnp.sqrt(jnp.maximum(squares, 0)) * (1 + 1e-3)  # up to rounding
     return jnp.all(squares >= 0) & jnp.all(jnp.abs(gram) <= root[:, :, None] * root[:, None, :])
 
 
 def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
-    """A of the task that begins, and the memory P [blocks, D, D] of what all tasks so far read."""
+    """Choose A of the task that begins, and extend the memory P [blocks, D, D] by its inputs."""
 
-    def init(params: Params, trainable: Params) -> Matrices:
-        del trainable
+    def init(params: Params, _trainable: Params) -> Matrices:
         tasks, blocks, _, width = params.adapter.a_q.shape
         if tasks != run.sizes.tasks:
             raise InputError("lora_pairs: 'one' has no pair for a new task's inputs; nearest: 'task'")
@@ -126,48 +127,53 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, memory: Matrices) -> ServerUpdate:
         gram = round.reports["input_grams"]
-        number = round.task.index
+        task = round.task.index
         pairs: Lora = params.adapter
-        a = jax.vmap(lambda p, g: new_directions(p, g, pairs.a_q.shape[2]))(memory, gram)
-        new = pairs._replace(a_q=pairs.a_q.at[number].set(a), a_v=pairs.a_v.at[number].set(a))
-        epsilon = threshold(options, number, run.sizes.tasks)
+        rank = pairs.a_q.shape[2]
+        a = jax.vmap(lambda p, g: new_directions(p, g, rank))(memory, gram)
+        pairs = pairs._replace(a_q=pairs.a_q.at[task].set(a), a_v=pairs.a_v.at[task].set(a))
+        epsilon = threshold(options, task, run.sizes.tasks)
         memory = jax.vmap(lambda p, g: extend_directions(p, g, epsilon))(memory, gram)
+        # the trace of a projection is the number of its directions
         used = jnp.mean(jnp.trace(memory, axis1=1, axis2=2)) / memory.shape[1]
         metrics = {"used": Weighted(used, jnp.float32(1))}
-        return ServerUpdate(params._replace(adapter=new), memory, metrics)
+        return ServerUpdate(params._replace(adapter=pairs), memory, metrics)
 
     return ServerRule("memory", update, init, reports=(input_grams(),), when="task_start")
 
 
 def threshold(options: DolfinOptions, task: Int[Array, ""], tasks: int) -> Float[Array, ""]:
-    """epsilon_t, which grows linearly over the tasks."""
-    return options.memory_first + (options.memory_last - options.memory_first) * task / tasks
+    """Return epsilon_t, which grows linearly over the tasks."""
+    growth = options.memory_last - options.memory_first
+    return options.memory_first + growth * task / tasks
 
 
 def outside(memory: Float[Array, "D D"], gram: Float[Array, "D D"]) -> tuple[Array, Array]:
-    """Left singular vectors [D, D] and singular values [D] of (I - P) G."""
-    left, values, _ = jnp.linalg.svd(gram - exact_matmul(memory, gram))
-    return left, values
+    """Return the left singular vectors [D, D] and singular values [D] of (I - P) G."""
+    vectors, values, _ = jnp.linalg.svd(gram - exact_matmul(memory, gram))
+    return vectors, values
 
 
 def new_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], rank: int
 ) -> Float[Array, "rank D"]:
-    """A_t; rows of 0 where the memory leaves fewer directions than the rank."""
-    left, values = outside(memory, gram)
-    real = values[:rank] > NOTHING * jnp.linalg.norm(gram)
-    return LENGTH * jnp.where(real[:, None], left[:, :rank].T, 0.0)
+    """Return A_t, with rows of 0 where the memory leaves fewer directions than the rank."""
+    vectors, values = outside(memory, gram)
+    exists = values[:rank] > ROUNDING * jnp.linalg.norm(gram)
+    return ROW_LENGTH * jnp.where(exists[:, None], vectors[:, :rank].T, 0.0)
 
 
 def extend_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], epsilon: Float[Array, ""]
 ) -> Float[Array, "D D"]:
-    """P with the fewest directions of (I - P) G that make it explain the share epsilon of G's squares."""
-    left, values = outside(memory, gram)
+    """Return P with the fewest directions of (I - P) G that explain the share epsilon of |G|^2."""
+    vectors, values = outside(memory, gram)
     total = jnp.maximum(jnp.sum(gram**2), jnp.finfo(gram.dtype).tiny)
     energy = values**2 / total
-    explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy  # before each direction joins
-    joins = (explained < epsilon) & (values > NOTHING * jnp.sqrt(total))
-    new = memory + exact_matmul(jnp.where(joins, left, 0.0), left.T)
-    values, vectors = jnp.linalg.eigh((new + new.T) / 2)  # a projection up to rounding: made one again
+    # the share that P explains before it is extended by each direction
+    explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy
+    is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
+    extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
+    # a projection up to rounding: its eigenvalues become exactly 0 and 1
+    values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
     return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

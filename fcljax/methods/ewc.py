@@ -1,18 +1,21 @@
 """EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017), after TARGET's release (ICCV 2023).
 
-    client    trains on   L_ce + lambda / 2 sum_i F_i (w_i - w*_i)^2                             (eq. 3)
-    task end  each client measures F, the diagonal of the Fisher information, on its own N examples under the
-              global model:   F_i = 1/N sum_n (d log p(y_n | x_n, w) / d w_i)^2
+    client    trains on  L_ce + lambda / 2 sum_i F_i (w_i - w*_i)^2                  (eq. 3)
+    task end  each client measures F, the diagonal of the Fisher information, on its N
+              examples under the global model:
+                  F_i = 1/N sum_n (d log p(y_n | x_n, w) / d w_i)^2
               averages it with that of earlier tasks, and keeps the model as w*
     server    averages
 
-The penalty acts on parameters that train in every task. Those of which each task has its own, such as
-CODA-Prompt's components, are frozen when the task is over and cannot be lost: a new task's are free.
+The penalty acts on parameters that train in every task. Those of which each task has its own,
+such as CODA-Prompt's components, are frozen when the task is over and cannot be lost: a new
+task's are free.
 
-The release measures F and takes w* after every local training, under the client's own model
-(`fisher_measured` = round). It squares the gradient of a batch's mean loss (`fisher_gradients` = batches), so
-that the batch size decides how large F is. It evaluates the penalty on the global network and not on the
-weights that train, so that it has no gradient; here it acts on the latter.
+The release measures F and takes w* after every local training, under the client's model
+(`fisher_measured` = round). It squares the gradient of a batch's mean loss
+(`fisher_gradients` = batches), so that the batch size decides how large F is. It evaluates the
+penalty on the global network and not on the weights that train, so that it has no gradient;
+here it acts on the latter.
 """
 
 import dataclasses
@@ -59,21 +62,21 @@ PRESETS = {
 
 
 class Anchor(NamedTuple):
-    """What a client knows of the tasks that it had examples of, without what `Learner.lasting` leaves out."""
+    """What a client keeps of earlier tasks: parameters of `Learner.lasting` only."""
 
     trainable: Params
-    """w*: the parameters after the last of them, or after the client's last round."""
+    """w*: the parameters after the client's latest task, or after its latest round."""
     fisher: Params
     """F: how much each parameter matters; 0 before it is measured."""
-    known: Bool[Array, ""]
-    """Whether it was measured."""
+    measured: Bool[Array, ""]
+    """Whether F was measured."""
 
 
 class Measuring(NamedTuple):
     """A client that measures a new Fisher information."""
 
     anchor: Anchor
-    """The one so far."""
+    """The one of earlier tasks."""
     squares: Params
     """Sums of squared gradients."""
     batches: Float[Array, ""]
@@ -81,14 +84,14 @@ class Measuring(NamedTuple):
 
 
 def ewc(options: EWCOptions, run: Run) -> Method:
-    """EWC+FL as a method."""
+    """Compose EWC+FL."""
     model = linear_learner(run)
     rule = elastic(options, model, run.training.batch_size)
     return federate(run, model, loss=cross_entropy_loss(), client_rules=(rule,))
 
 
 def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRule:
-    """lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3), from the second task on.
+    """Add lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3) from the second task on.
 
     Args:
       options: lambda, the limit of F, and how F is measured.
@@ -96,82 +99,90 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
       batch_size: of the pass that measures F; it does not matter unless `fisher_gradients` is batches.
     """
     every_round = options.fisher_measured == "round"
-    square = (
-        add_squared_gradients if options.fisher_gradients == "examples" else add_squared_gradient_of_batch
-    )
+    add_squares = add_squared_gradients
+    if options.fisher_gradients == "batches":
+        add_squares = add_squared_gradient_of_batch
 
     def penalty(step: ClientStep, anchor: Anchor) -> Float[Array, ""]:
-        def pull(fisher: Array, now: Array, then: Array) -> Array:
-            return jnp.sum(fisher * (now - then) ** 2)
+        def of_leaf(fisher: Array, w: Array, w_star: Array) -> Array:
+            return jnp.sum(fisher * (w - w_star) ** 2)
 
-        now = matching(step.trainable, anchor.fisher)
-        pulls = jax.tree.leaves(jax.tree.map(pull, anchor.fisher, now, anchor.trainable))
-        later = jnp.any(step.context.task.old)
-        return jnp.where(later, options.ewc_weight / 2 * sum(pulls, jnp.zeros(())), 0.0)
+        lasting = matching(step.trainable, anchor.fisher)
+        by_leaf = jax.tree.map(of_leaf, anchor.fisher, lasting, anchor.trainable)
+        value = options.ewc_weight / 2 * sum(jax.tree.leaves(by_leaf), jnp.zeros(()))
+        has_old_classes = jnp.any(step.context.task.old)
+        return jnp.where(has_old_classes, value, 0.0)
 
     def penalty_in_round(step: ClientStep, measuring: Measuring) -> Float[Array, ""]:
         return penalty(step, measuring.anchor)
 
-    def no_anchor(key: PRNGKeyArray, trainable: Params) -> Anchor:
-        del key
+    def no_anchor(_key: PRNGKeyArray, trainable: Params) -> Anchor:
         lasting = learner.lasting(trainable)
         return Anchor(lasting, jax.tree.map(jnp.zeros_like, lasting), jnp.bool_(False))
 
-    def measure(step: ClientStep, found: Measuring) -> Measuring:
-        task = step.context.task
-        return square(step, found, task.seen if every_round else task.current)
+    def measure(step: ClientStep, measuring: Measuring) -> Measuring:
+        classes = step.context.task.current
+        if every_round:
+            classes = step.context.task.seen
+        return add_squares(step, measuring, classes)
 
-    def keep(context: ClientContext, found: Measuring, trainable: Params, anchor: Anchor) -> Anchor:
+    def new_anchor(context: ClientContext, measuring: Measuring, trainable: Params, anchor: Anchor) -> Anchor:
         def mean(squares: Array) -> Array:
-            return jnp.minimum(squares / jnp.maximum(found.batches, 1), options.fisher_limit)
+            return jnp.minimum(squares / jnp.maximum(measuring.batches, 1), options.fisher_limit)
 
-        fisher = jax.tree.map(mean, found.squares)
+        fisher = jax.tree.map(mean, measuring.squares)
         return consolidate(context, anchor, trainable, fisher, new_rows_whole=every_round)
 
     if every_round:
         after = ClientPass("after_training", View(1, batch_size), measure)
-        return ClientRule("ewc", penalty_in_round, no_anchor, nothing_measured, (after,), keep)
+        return ClientRule("ewc", penalty_in_round, no_anchor, start_measuring, (after,), new_anchor)
     view = View(1, batch_size, shuffle=False, augment=False)
-    at_end = ClientPass("task_end", view, measure, nothing_measured, keep)
+    at_end = ClientPass("task_end", view, measure, start_measuring, new_anchor)
     return ClientRule("ewc", penalty, no_anchor, passes=(at_end,))
 
 
-def nothing_measured(context: ClientContext, anchor: Anchor, key: PRNGKeyArray) -> Measuring:
-    """Before the first batch."""
-    del context, key
+def start_measuring(_context: ClientContext, anchor: Anchor, _key: PRNGKeyArray) -> Measuring:
+    """Return the sums before the first batch."""
     return Measuring(anchor, jax.tree.map(jnp.zeros_like, anchor.fisher), jnp.zeros(()))
 
 
 # ---- squared gradients -------------------------------------------------------------------------------------
 
-GRADIENTS = 2**24
-"""Parameters of all gradients that a device holds at a time (64 MiB in float32), if one has not more."""
+GRADIENT_SCALARS = 2**24
+"""Scalars of all gradients that a device holds at a time (64 MiB in float32), or one gradient."""
 
 
-def add_squared_gradients(step: ClientStep, found: Measuring, classes: Bool[Array, " C"]) -> Measuring:
-    """Adds the squared gradients of the examples of a batch, in microbatches that bound the memory.
+def add_squared_gradients(step: ClientStep, measuring: Measuring, classes: Bool[Array, " C"]) -> Measuring:
+    """Add the squared gradients of a batch's examples, in microbatches that bound the memory.
 
     Args:
       step: a batch of a client.
-      found: the sums so far.
+      measuring: the sums so far.
       classes: those that compete.
     """
-    start = nothing_measured(step.context, found.anchor, step.key)
+    zero = start_measuring(step.context, measuring.anchor, step.key)
 
-    def of_one(batch: Batch) -> Measuring:
-        return add_squared_gradient(step._replace(batch=batch), start, classes)
+    def of_example(batch: Batch) -> Measuring:
+        return add_squared_gradient(step._replace(batch=batch), zero, classes)
 
-    def add_piece(total: Measuring, batches: Batch) -> tuple[Measuring, None]:
-        each = jax.vmap(of_one)(batches)
-        squares = jax.tree.map(lambda so_far, new: so_far + jnp.sum(new, axis=0), total.squares, each.squares)
-        return Measuring(total.anchor, squares, total.batches + jnp.sum(each.batches)), None
+    def add_microbatch(total: Measuring, batches: Batch) -> tuple[Measuring, None]:
+        by_example = jax.vmap(of_example)(batches)
 
-    size = sum(x.size for x in jax.tree.leaves(step.trainable))
-    return jax.lax.scan(add_piece, found, microbatches(step.batch, max(1, GRADIENTS // max(1, size))))[0]
+        def add(total: Array, squares: Array) -> Array:
+            return total + jnp.sum(squares, axis=0)
+
+        squares = jax.tree.map(add, total.squares, by_example.squares)
+        count = total.batches + jnp.sum(by_example.batches)
+        return Measuring(total.anchor, squares, count), None
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(step.trainable))
+    batches = microbatches(step.batch, max(1, GRADIENT_SCALARS // max(1, size)))
+    total, _ = jax.lax.scan(add_microbatch, measuring, batches)
+    return total
 
 
 def microbatches(batch: Batch, most: int) -> Batch:
-    """A batch as batches of one example.
+    """Divide a batch into microbatches of batches of one example.
 
     Args:
       batch: leaves [B, ...].
@@ -182,87 +193,97 @@ def microbatches(batch: Batch, most: int) -> Batch:
     """
     count = len(batch.mask)
     pieces = -(-count // most)
-    each = -(-count // pieces)
+    size = -(-count // pieces)
 
-    def divided(x: Array) -> Array:
-        filled = jnp.pad(x, [(0, pieces * each - count)] + [(0, 0)] * (x.ndim - 1))
-        return filled.reshape(pieces, each, 1, *x.shape[1:])
+    def divide(leaf: Array) -> Array:
+        padding = [(0, pieces * size - count)] + [(0, 0)] * (leaf.ndim - 1)
+        return jnp.pad(leaf, padding).reshape(pieces, size, 1, *leaf.shape[1:])
 
-    return jax.tree.map(divided, batch._replace(keys=None))  # nothing is drawn in a pass
+    # a pass that measures draws nothing, so keys need not be divided
+    return jax.tree.map(divide, batch._replace(keys=None))
 
 
 def add_squared_gradient(
-    step: ClientStep, found: Measuring, classes: Bool[Array, " C"] | None = None
+    step: ClientStep, measuring: Measuring, classes: Bool[Array, " C"] | None = None
 ) -> Measuring:
-    """Adds the squared gradient of each example of a batch: g_n^2, g_n = d log p(y_n | x_n, w) / d w.
+    """Add g_n^2 of each example of a batch, g_n = d log p(y_n | x_n, w) / d w.
 
-    Each gradient costs a backward pass over the whole batch; `add_squared_gradients` passes batches of one.
+    Each gradient costs a backward pass over the whole batch, so `add_squared_gradients` passes
+    batches of one example.
 
     Args:
       step: a batch of a client.
-      found: the sums so far.
+      measuring: the sums so far.
       classes: those that compete; None: the task's.
     """
     batch = step.batch
-    competing = step.context.task.current if classes is None else classes
+    if classes is None:
+        classes = step.context.task.current
 
-    def loss(trainable: Params, chosen: Bool[Array, " B"]) -> Float[Array, ""]:
-        return cross_entropy(step.forward(trainable).logits, batch.label, competing, chosen)
+    def loss(trainable: Params, mask: Bool[Array, " B"]) -> Float[Array, ""]:
+        return cross_entropy(step.forward(trainable).logits, batch.label, classes, mask)
 
-    one_by_one = jnp.diag(batch.mask)  # row n chooses example n; padding chooses none
-    gradients = jax.vmap(jax.grad(loss), (None, 0))(step.trainable, one_by_one)
+    # row n of the masks has example n alone, or none if n is padding
+    masks = jnp.diag(batch.mask)
+    gradients = jax.vmap(jax.grad(loss), (None, 0))(step.trainable, masks)
 
     def add(total: Array, gradient: Array) -> Array:
         return total + jnp.sum(gradient**2, axis=0)
 
-    squares = jax.tree.map(add, found.squares, matching(gradients, found.squares))
-    return Measuring(found.anchor, squares, found.batches + jnp.sum(batch.mask))
+    lasting = matching(gradients, measuring.squares)
+    squares = jax.tree.map(add, measuring.squares, lasting)
+    return Measuring(measuring.anchor, squares, measuring.batches + jnp.sum(batch.mask))
 
 
 def add_squared_gradient_of_batch(
-    step: ClientStep, found: Measuring, classes: Bool[Array, " C"]
+    step: ClientStep, measuring: Measuring, classes: Bool[Array, " C"]
 ) -> Measuring:
-    """Adds the squared gradient of a batch's mean loss, as in training, which is what the release does."""
+    """Add the squared gradient of a batch's mean loss, as in training (release)."""
 
     def loss(trainable: Params) -> Float[Array, ""]:
         logits = step.forward(trainable, train=True).logits
         return cross_entropy(logits, step.batch.label, classes, step.batch.mask)
 
-    gradient = matching(jax.grad(loss)(step.trainable), found.squares)
-    squares = jax.tree.map(lambda total, g: total + g**2, found.squares, gradient)
-    return Measuring(found.anchor, squares, found.batches + 1)
+    gradient = matching(jax.grad(loss)(step.trainable), measuring.squares)
+    squares = jax.tree.map(lambda total, g: total + g**2, measuring.squares, gradient)
+    return Measuring(measuring.anchor, squares, measuring.batches + 1)
 
 
 # ---- the anchor --------------------------------------------------------------------------------------------
 
 
 def consolidate(
-    context: ClientContext, anchor: Anchor, trainable: Params, fisher: Params, new_rows_whole: bool = False
+    context: ClientContext,
+    anchor: Anchor,
+    trainable: Params,
+    fisher: Params,
+    new_rows_whole: bool = False,
 ) -> Anchor:
-    """The anchor after a measurement: w* <- w and F <- a F + (1 - a) F_new, a the share of old classes in the
-    task.
+    """Return the anchor after a measurement: w* <- w and F <- a F + (1 - a) F_new.
 
-    A client whose first task it is has nothing old to keep; for it a = 0.
+    a is the share of old classes among those seen; it is 0 in a client's first task.
 
     Args:
       context: of the client.
-      anchor: the one so far.
+      anchor: the one of earlier tasks.
       trainable: w.
       fisher: F_new.
-      new_rows_whole: as in TARGET's release, which mixes the rows of classes that F had before: rows of the
-        classifier that were never measured take F_new as it is.
+      new_rows_whole: whether rows of the classifier that were never measured take F_new as it
+        is (TARGET's release).
     """
-    old = jnp.sum(context.task.old)
-    seen = jnp.sum(context.task.seen)
-    share = jnp.where(anchor.known, old / seen, 0.0)
-    mixed = jax.tree.map(lambda f, new: share * f + (1 - share) * new, anchor.fisher, fisher)
+    old_share = jnp.sum(context.task.old) / jnp.sum(context.task.seen)
+    a = jnp.where(anchor.measured, old_share, 0.0)
+    mixed = jax.tree.map(lambda f, new: a * f + (1 - a) * new, anchor.fisher, fisher)
 
-    def new_classes_whole(before: Array, after: Array, new: Array) -> Array:
-        """Leaves [..., C]."""
-        measured = jnp.any(before > 0, axis=tuple(range(before.ndim - 1)))
-        return jnp.where(measured, after, new)
+    def keep_new_classes(
+        old: Float[Array, "*rows C"], mixed: Float[Array, "*rows C"], new: Float[Array, "*rows C"]
+    ) -> Float[Array, "*rows C"]:
+        was_measured = jnp.any(old > 0, axis=tuple(range(old.ndim - 1)))
+        return jnp.where(was_measured, mixed, new)
 
     if new_rows_whole:
-        parts = anchor.fisher.classifier, mixed.classifier, fisher.classifier
-        mixed = mixed._replace(classifier=jax.tree.map(new_classes_whole, *parts))
+        classifier = jax.tree.map(
+            keep_new_classes, anchor.fisher.classifier, mixed.classifier, fisher.classifier
+        )
+        mixed = mixed._replace(classifier=classifier)
     return Anchor(matching(trainable, mixed), mixed, jnp.bool_(True))

@@ -1,12 +1,13 @@
 """Fed-TaLoRA: one LoRA pair for all tasks, calibrated after aggregation (arXiv 2505.12318).
 
     client    trains one pair B, A, which all tasks share, and the classifier
-    server    averages both factors and the classifier, and adds what this average misses to the weights:
+    server    averages both factors and the classifier, and adds what this misses to a
+              residual of the weights:
                   R <- R + sum_k p_k B_k A_k - (sum_k p_k B_k) (sum_k p_k A_k)
 
-The mean of products is not the product of means. With the residual R the network computes, for every input,
-what the mean of the clients' updates would: W_0 + R + B A = W_0 + R_old + sum_k p_k B_k A_k. The pair itself
-goes on with a rank of r. R has D^2 parameters for each matrix and is sent to clients in every round.
+The mean of products is not the product of means. With the residual R the network computes what
+the mean of the clients' updates would: W_0 + R + B A = W_0 + R_old + sum_k p_k B_k A_k. The pair
+keeps its rank r. R has D^2 parameters for each matrix and is sent to clients in every round.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one
 
 
 class Residual(NamedTuple):
-    """What is added to the weights of queries and values."""
+    """R, which is added to the weights of queries and values."""
 
     query: Float[Array, "blocks D D"]
     value: Float[Array, "blocks D D"]
@@ -44,9 +45,8 @@ class Calibrated(NamedTuple):
     residual: Residual
 
 
-def fed_talora(options: NoOptions, run: Run) -> Method:
-    """Fed-TaLoRA as a method."""
-    del options
+def fed_talora(_options: NoOptions, run: Run) -> Method:
+    """Compose Fed-TaLoRA."""
     run = run._replace(adapter=calibrated(run.adapter))
     return federate(
         run,
@@ -61,13 +61,13 @@ def fed_talora(options: NoOptions, run: Run) -> Method:
 
 
 def calibrated(lora: Adapter) -> Adapter:
-    """LoRA on weights to which the residual was added."""
+    """Return LoRA on weights to which the residual is added."""
 
     def init(key: PRNGKeyArray, frozen: PyTree) -> Calibrated:
         pairs: Lora = lora.init(key, frozen)
         _, blocks, _, width = pairs.a_q.shape
-        nothing = jnp.zeros((blocks, width, width))
-        return Calibrated(pairs, Residual(nothing, nothing))
+        zeros = jnp.zeros((blocks, width, width))
+        return Calibrated(pairs, Residual(zeros, zeros))
 
     def trainable(params: Calibrated, task: Task) -> Calibrated:
         return params._replace(pairs=lora.trainable(params.pairs, task))
@@ -78,8 +78,7 @@ def calibrated(lora: Adapter) -> Adapter:
     def cached(params: Calibrated) -> PyTree:
         return lora.cached(params.pairs)
 
-    def counted(trainable: Calibrated, task: Task) -> Lora:
-        del task
+    def counted(trainable: Calibrated, _task: Task) -> Lora:
         return trainable.pairs
 
     def inject(
@@ -90,8 +89,10 @@ def calibrated(lora: Adapter) -> Adapter:
         train: bool,
         mask: Bool[Array, " batch"],
     ) -> Injection:
-        pairs = cached.pairs if isinstance(cached, Calibrated) else cached
         assert lora.inject is not None
+        pairs = cached
+        if isinstance(cached, Calibrated):  # in evaluation: the parameters of all tasks
+            pairs = cached.pairs
         injection: Injection = lora.inject(pairs, trainable.pairs, query, task, train, mask)
         residual = jax.lax.stop_gradient(trainable.residual)
         updates = {block: with_residual(pair, residual, block) for block, pair in injection.lora.items()}
@@ -103,48 +104,49 @@ def calibrated(lora: Adapter) -> Adapter:
 
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
-    """A block's update B A + R, as a pair whose rank is larger by D."""
-    same = jnp.eye(pair.a_q.shape[1])
+    """Return a block's update B A + R as a pair whose rank is larger by D: [B, R] [A; I]."""
+    identity = jnp.eye(pair.a_q.shape[1])
     return Lora(
-        jnp.concatenate([pair.a_q, same]),
+        jnp.concatenate([pair.a_q, identity]),
         jnp.concatenate([pair.b_q, residual.query[block]], axis=1),
-        jnp.concatenate([pair.a_v, same]),
+        jnp.concatenate([pair.a_v, identity]),
         jnp.concatenate([pair.b_v, residual.value[block]], axis=1),
     )
 
 
 def sends_pair_alone(model: Learner) -> Learner:
-    """The learner whose clients do not send the residual back."""
+    """Return the learner whose clients do not send the residual back."""
 
-    def sends(trainable: Params, task: Task) -> Params:
-        del task
+    def sends(trainable: Params, _task: Task) -> Params:
         return trainable._replace(adapter=trainable.adapter.pairs)
 
     return model._replace(sends=sends)
 
 
 def put_back_residual(context: ClientContext, trainable: Params) -> Params:
-    """The residual does not train, also against weight decay."""
-    sent: Calibrated = context.payload.trainable.adapter
-    return trainable._replace(adapter=trainable.adapter._replace(residual=sent.residual))
+    """Put the residual back after a step: it does not train, nor decay."""
+    received: Calibrated = context.payload.trainable.adapter
+    adapter = trainable.adapter._replace(residual=received.residual)
+    return trainable._replace(adapter=adapter)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
 
 
 def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-    """The mean pair, and the residual with what it misses."""
+    """Merge the pairs to their mean, and add what it misses to the residual."""
     pairs: Lora = round.reports["adapter"]
     old: Calibrated = round.learner.adapter.trainable(params.adapter, round.task)
     mean: Lora = weighted_mean(pairs, round.weights, round.valid)
-    missing = Residual(
+    difference = Residual(
         missed(pairs.a_q, pairs.b_q, mean.a_q, mean.b_q, round.weights, round.valid),
         missed(pairs.a_v, pairs.b_v, mean.a_v, mean.b_v, round.weights, round.valid),
     )
-    new = Calibrated(mean, jax.tree.map(jnp.add, old.residual, missing))
-    somebody = jnp.sum(jnp.where(round.valid, round.weights, 0.0)) > 0
-    kept = jax.tree.map(lambda new, old: jnp.where(somebody, new, old), new, old)
-    adapter = round.learner.adapter.merge(params.adapter, round.task, kept)
+    new = Calibrated(mean, jax.tree.map(jnp.add, old.residual, difference))
+    # without a valid upload the adapter stays as it was
+    any_upload = jnp.sum(jnp.where(round.valid, round.weights, 0.0)) > 0
+    merged = jax.tree.map(lambda new, old: jnp.where(any_upload, new, old), new, old)
+    adapter = round.learner.adapter.merge(params.adapter, round.task, merged)
     return ServerUpdate(params._replace(adapter=adapter), state)
 
 
@@ -156,8 +158,10 @@ def missed(
     weights: Float[Array, " P"],
     valid: Bool[Array, " P"],
 ) -> Float[Array, "blocks D D"]:
-    """sum_k p_k B_k A_k - mean_b mean_a; of clients that are not valid nothing is read."""
-    share = jnp.where(valid, weights, 0.0)
-    share = share / jnp.maximum(jnp.sum(share), jnp.finfo(share.dtype).tiny)
-    a, b = (jnp.where(valid[:, None, None, None], x, 0.0) for x in (a, b))
-    return exact_einsum("k,kmdr,kmre->mde", share, b, a) - exact_matmul(mean_b, mean_a)
+    """Return sum_k p_k B_k A_k - mean_b mean_a over the valid clients."""
+    p = jnp.where(valid, weights, 0.0)
+    p = p / jnp.maximum(jnp.sum(p), jnp.finfo(p.dtype).tiny)
+    # an upload that is not valid may be NaN, which a weight of 0 would not remove
+    a = jnp.where(valid[:, None, None, None], a, 0.0)
+    b = jnp.where(valid[:, None, None, None], b, 0.0)
+    return exact_einsum("k,kmdr,kmre->mde", p, b, a) - exact_matmul(mean_b, mean_a)

@@ -1,14 +1,14 @@
 """FedProto: clients agree on class prototypes (Tan et al., AAAI 2022, arXiv 2105.00243).
 
-    client    trains on   L_ce + lambda L_R,   L_R the distance of its features from the global prototypes
-              of their classes                                                                 (eq. 7, 8)
-              sends, for each class of the task, the sum of its features and its number of examples
-    server    C_j <- the mean over clients of their mean features of class j                   (eq. 6)
+    client    trains on  L_ce + lambda L_R,  where L_R is the distance of its features from
+              the global prototypes of their classes                            (eq. 7, 8)
+              sends the sum of its features and its number of examples of each class
+    server    C_j <- the mean over clients of their mean features of class j       (eq. 6)
 
-In the paper nothing but prototypes travels, and each client has a model of its own. A global model is what
-Class-IL accuracy asks for: here clients also send what trains, which the server averages, as LoRM's authors
-do where they compare with FedProto. A class has no global prototype before its first round is over, and then
-adds nothing to the loss.
+In the paper only prototypes travel, and each client has a personal model. Class-IL accuracy
+asks for a global model: here clients also send what trains, which the server averages, as
+LoRM's authors do where they compare with FedProto. A class has no global prototype before its
+first round is over; until then it adds nothing to the loss.
 """
 
 import dataclasses
@@ -63,45 +63,44 @@ class Classified(NamedTuple):
     inner: PyTree
     """Of the linear classifier, which trains."""
     prototypes: Prototypes
-    """Global ones of all classes [C]."""
+    """The global prototypes of all classes [C]."""
 
 
 def fedproto(options: FedProtoOptions, run: Run) -> Method:
-    """FedProto as a method."""
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
+    """Compose FedProto."""
+    classifier = linear_on(run.adapter, run.network.width, run.sizes.classes)
     if options.proto_predict == "nearest":
-        head = with_prototypes(head, run.network.width, run.sizes.classes)
+        classifier = with_prototypes(classifier, run.network.width, run.sizes.classes)
     return federate(
         run,
-        learner(run.network, run.adapter, head),
+        learner(run.network, run.adapter, classifier),
         loss=cross_entropy_loss(),
         client_rules=(near_prototypes(options),),
         server_rules=(global_prototypes(options, run),),
     )
 
 
-def with_prototypes(head: Classifier, width: int, classes: int) -> Classifier:
-    """Trains `head` and predicts the class of the nearest global prototype (algorithm 1, inference).
+def with_prototypes(inner: Classifier, width: int, classes: int) -> Classifier:
+    """Train `inner`, and predict the class of the nearest global prototype (algorithm 1).
 
     Args:
-      head: what trains.
+      inner: the classifier that trains.
       width: of the features.
       classes: C.
     """
 
-    def first(key: PRNGKeyArray, inner: PyTree) -> Classified:
-        del key
-        return Classified(inner, no_prototypes(width, classes))
+    def init(_key: PRNGKeyArray, inner_params: PyTree) -> Classified:
+        return Classified(inner_params, no_prototypes(width, classes))
 
     def predict(params: Classified, feature: Array, task: Task) -> Array:
         vector, present = params.prototypes
         return distance_logits(distances(feature, vector, "squared"), task.seen & present)
 
-    return computed(classes, first, predict, head)
+    return computed(classes, init, predict, inner)
 
 
 def no_prototypes(width: int, classes: int) -> Prototypes:
-    """Prototypes of no class yet."""
+    """Return zeros [C, width] that mark no class as present."""
     return Prototypes(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
 
 
@@ -109,45 +108,51 @@ def no_prototypes(width: int, classes: int) -> Prototypes:
 
 
 def near_prototypes(options: FedProtoOptions) -> ClientRule:
-    """lambda L_R (eq. 7)."""
-    distance = {"examples": distance_of_examples, "means": distance_of_means}[options.proto_distance]
+    """Add lambda L_R (eq. 7), which keeps features near the prototypes of their classes."""
+    distance = distance_of_means
+    if options.proto_distance == "examples":
+        distance = distance_of_examples
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         return options.proto_weight * distance(step, step.context.payload.sent[NAME])
 
     return ClientRule("fedproto", loss)
 
 
-def distance_of_examples(step: ClientStep, known: Prototypes) -> Float[Array, ""]:
-    """Mean over examples and coordinates of (f(x) - C_y)^2 (release); 0 for classes without a prototype."""
+def distance_of_examples(step: ClientStep, prototypes: Prototypes) -> Float[Array, ""]:
+    """Return the mean over examples and coordinates of (f(x) - C_y)^2 (release).
+
+    Examples whose class has no prototype add 0.
+    """
     label = step.batch.label
     mask = step.batch.mask
-    far = jnp.mean((step.output.feature - known.vector[label]) ** 2, axis=-1)
-    return masked_sum(far, mask & known.present[label]) / jnp.maximum(jnp.sum(mask), 1)
+    squared = jnp.mean((step.output.feature - prototypes.vector[label]) ** 2, axis=-1)
+    has_prototype = mask & prototypes.present[label]
+    return masked_sum(squared, has_prototype) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def distance_of_means(step: ClientStep, known: Prototypes) -> Float[Array, ""]:
-    """Sum over the batch's classes of ||mean of f(x) - C_j|| (eq. 8)."""
-    every: Int[Array, " C"] = jnp.arange(len(known.present))
-    sums, examples = sum_by_class(step.output.feature, step.batch.label, every, step.batch.mask)
-    mean, here = class_means(sums, examples)
-    squared = jnp.sum((mean - known.vector) ** 2, axis=-1)
-    counts = here & known.present & (squared > 0)  # the root has no gradient at 0
+def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, ""]:
+    """Return the sum over the batch's classes of ||mean of f(x) - C_j|| (eq. 8)."""
+    batch = step.batch
+    classes: Int[Array, " C"] = jnp.arange(len(prototypes.present))
+    sums, examples = sum_by_class(step.output.feature, batch.label, classes, batch.mask)
+    mean, in_batch = class_means(sums, examples)
+    squared = jnp.sum((mean - prototypes.vector) ** 2, axis=-1)
+    # the root has no gradient at 0, so a distance of 0 is left out
+    counts = in_batch & prototypes.present & (squared > 0)
     return jnp.sum(jnp.where(counts, jnp.sqrt(jnp.where(counts, squared, 1.0)), 0.0))
 
 
 def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
-    """C_{i,j} of the task's classes j (eq. 3), as sums that the server can add, after training."""
+    """Report C_{i,j} of the task's classes j (eq. 3) after training, as sums that add up."""
 
-    def init(context: ClientContext) -> Sums:
-        del context
+    def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)
 
-    def finalize(end: ClientEnd, total: Sums) -> Sums:
-        del end
+    def finalize(_end: ClientEnd, total: Sums) -> Sums:
         if options.proto_mean == "examples":
             return total
+        # clients count equally: each adds its mean, as one example
         mean, present = class_means(*total)
         return Sums(mean, present.astype(jnp.float32))
 
@@ -159,28 +164,36 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
 
 
 def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:
-    """The global prototypes of all classes; those of classes that nobody had stay as they were (eq. 6)."""
+    """Keep and send the global prototypes (eq. 6); classes without reports keep theirs."""
 
-    def init(params: Params, trainable: Params) -> Prototypes:
-        del params, trainable
+    def init(_params: Params, _trainable: Params) -> Prototypes:
         return no_prototypes(run.network.width, run.sizes.classes)
 
-    def sends(task: Task, known: Prototypes) -> Prototypes:
-        del task
-        return known
+    def sends(_task: Task, prototypes: Prototypes) -> Prototypes:
+        return prototypes
 
-    def update(round: ServerRound, params: Params, known: Prototypes) -> ServerUpdate:
+    def update(round: ServerRound, params: Params, prototypes: Prototypes) -> ServerUpdate:
         sums: Sums = round.reports["class_sums"]
-        known = replace_present(known, Prototypes(*class_means(*sums)), round.task)
+        reported = Prototypes(*class_means(*sums))
+        prototypes = replace_present(prototypes, reported, round.task)
         if options.proto_predict == "nearest":
-            params = params._replace(classifier=params.classifier._replace(prototypes=known))
-        return ServerUpdate(params, known)
+            classifier = params.classifier._replace(prototypes=prototypes)
+            params = params._replace(classifier=classifier)
+        return ServerUpdate(params, prototypes)
 
     return ServerRule(NAME, update, init, sends, (local_prototypes(options, run),))
 
 
-def replace_present(known: Prototypes, new: Prototypes, task: Task) -> Prototypes:
-    """All prototypes with the new ones of the task's classes [Ct] that somebody had examples of."""
-    place = jnp.where((task.classes >= 0) & new.present, task.classes, len(known.present))
-    vector = known.vector.at[place].set(new.vector, mode="drop")
-    return Prototypes(vector, known.present.at[place].set(True, mode="drop"))
+def replace_present(prototypes: Prototypes, reported: Prototypes, task: Task) -> Prototypes:
+    """Return the prototypes of all classes with those that were reported of this task.
+
+    Args:
+      prototypes: of all classes [C].
+      reported: of the task's classes [Ct]; those that are not present change nothing.
+      task: says which classes these are.
+    """
+    changes = (task.classes >= 0) & reported.present
+    # an index beyond the last class is dropped
+    index = jnp.where(changes, task.classes, len(prototypes.present))
+    vector = prototypes.vector.at[index].set(reported.vector, mode="drop")
+    return Prototypes(vector, prototypes.present.at[index].set(True, mode="drop"))

@@ -1,19 +1,21 @@
 """FedRAN: accurate and resource-efficient federated continual learning (arXiv 2606.11480).
 
-    once per task   each client projects its features f at random,  h = relu(f^T P),  and sends of its Gram
-                    matrix  G_k = sum h h^T  the r largest directions,  F_k = U_k S_k^(1/2),  and the sums
-                    Q_k = sum h y^T:  M r + M C parameters in place of M^2 + M C
-                    the server merges  F_t <- [F_1, F_2, ...]  over clients, then  F <- [F, F_t]  over tasks,
-                    each to its largest directions:
+    once per task   each client projects its features f at random,  h = relu(f^T P)
+                    sends the r largest directions  F_k = U_k S_k^(1/2)  of its Gram matrix
+                    G_k = sum h h^T,  and  Q_k = sum h y^T:
+                    M r + M C parameters in place of M^2 + M C
+                    the server merges  F_t <- [F_1, F_2, ...]  over clients, then
+                    F <- [F, F_t]  over tasks, each to its largest directions:
                         [...] = Z R  (QR),   R = U S V^T  (SVD),   F <- Z U S
                     and solves  W = (F F^T + lambda I)^-1 Q
-    few labels      clients send the class sums of their labelled examples first, the server sends the means
-                    back, and each example without a label takes the class of the nearest mean
+    few labels      clients first send the class sums of their labelled examples, the server
+                    sends the means back, and each example without a label takes the class
+                    of the nearest mean
     prediction      the largest entry of relu(f^T P)^T W
 
-`[A, B] [A, B]^T = A A^T + B B^T`, so that what is merged approximates the sum of all Gram matrices. With r as
-large as the number of a client's examples, and as many directions at the server as all of them span, nothing
-is lost: the classifier is FedRanPAC's with a fixed ridge.
+[A, B] [A, B]^T = A A^T + B B^T, so the merged factor approximates the sum of all Gram
+matrices. With r as large as the number of a client's examples, and as many directions at the
+server as all of them span, nothing is lost: the classifier is FedRanPAC's with a fixed ridge.
 """
 
 import dataclasses
@@ -38,12 +40,10 @@ from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Method, Task, Weighted
 
-# Keys of what is drawn once: whose labels are known, and where iterations start
-LABELS = 1
-SKETCH = 2
-# Of the subspace iteration, and its directions beyond those that are wanted
-ITERATIONS = 4
-MORE = 10
+LABELS = 1  # key of the draw of the examples whose labels are known
+SKETCH = 2  # key of the first basis of the subspace iteration
+ITERATIONS = 4  # of the subspace iteration
+OVERSAMPLING = 10  # its directions beyond the requested rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,58 +70,64 @@ class FedRANOptions:
 
 
 class Summary(NamedTuple):
-    """What is known of the Gram matrix of some examples, and their class sums."""
+    """A low-rank factor of the Gram matrix of some examples, and their class sums."""
 
     factor: Float[Array, "M r"]
     """F, with F F^T near the Gram matrix."""
     products: Float[Array, "M C"]
     """Sum of h y^T."""
     examples: Float[Array, ""]
-    """How many."""
+    """Their number."""
     trace: Float[Array, ""]
     """Of the whole Gram matrix: the sum of |h|^2."""
 
 
 def fedran(options: FedRANOptions, run: Run) -> Method:
-    """FedRAN as a method; nothing trains."""
+    """Compose FedRAN; nothing trains."""
     width = run.network.width
     classes = run.sizes.classes
-    rules = (low_rank_ridge(options, run),)
+    server_rules = (low_rank_ridge(options, run),)
     if options.labelled == 1 or not options.pseudo_labels:
-        head = on_projection(width, options.projection, classes)
+        classifier = on_projection(width, options.projection, classes)
     else:
-        rules = (labelled_means(options, run), *rules)
+        # the means of labelled examples travel as the classifier's trainable parameters
         sums = empty_sums(classes, width)
-        head = on_projection(width, options.projection, classes, statistics=sums)
-        head = head._replace(trainable=prototypes_of_task)
-    return federate(run, learner(run.network, run.adapter, head), server_rules=rules)
+        classifier = on_projection(width, options.projection, classes, statistics=sums)
+        classifier = classifier._replace(trainable=prototypes_of_task)
+        server_rules = (labelled_means(options, run), *server_rules)
+    model = learner(run.network, run.adapter, classifier)
+    return federate(run, model, server_rules=server_rules)
 
 
 # ---- the client --------------------------------------------------------------------------------------------
 
 
 def gram_report(options: FedRANOptions, run: Run) -> Report:
-    """A client's `Summary`: from its projected features where no client has more examples than M, else from
-    its Gram matrix."""
+    """Report a client's `Summary`.
+
+    It is made from the client's projected features where no client has more examples than M,
+    else from its Gram matrix.
+    """
     width = options.projection
     classes = run.sizes.classes
-    examples = run.sizes.examples
-    few = 0 < examples <= width
+    most_examples = run.sizes.examples
 
     def init(_context: ClientContext) -> Moments | Examples:
-        return no_examples(examples, width, classes) if few else no_moments(width, classes)
+        if 0 < most_examples <= width:
+            return no_examples(most_examples, width, classes)
+        return no_moments(width, classes)
 
     def add(step: ClientStep, total: Moments | Examples) -> Moments | Examples:
         batch = step.batch
         prototypes = step.context.payload.trainable.classifier
         h = project(step.output.feature, step.context.cached.classifier.projection)
-        known = has_label(batch.index, options.labelled)
+        labelled = has_label(batch.index, options.labelled)
         label = batch.label
-        mask = batch.mask & known
+        mask = batch.mask & labelled
         if prototypes:
-            guess, any_class = pseudo_label(step.output.feature, prototypes, step.context.task)
-            label = jnp.where(known, batch.label, guess)
-            mask = batch.mask & (known | any_class)
+            nearest, any_class = pseudo_label(step.output.feature, prototypes, step.context.task)
+            label = jnp.where(labelled, batch.label, nearest)
+            mask = batch.mask & (labelled | any_class)
         if isinstance(total, Examples):
             return keep_examples(total, h, label, mask)
         return add_examples(total, h, label, mask)
@@ -135,136 +141,164 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
 
 
 class Examples(NamedTuple):
-    """The examples of a client with fewer of them than features: n M numbers in place of M^2."""
+    """A client's projected features themselves, n M scalars in place of M^2."""
 
     h: Float[Array, "n M"]
-    """Projected features, in the order in which they came; zeros after the last one."""
+    """Projected features in the order of the batches; zeros after the last one."""
     products: Float[Array, "M C"]
     """Sum of h y^T."""
     count: Int[Array, ""]
-    """How many there are."""
+    """Number of examples so far."""
 
 
 def no_examples(count: int, width: int, classes: int) -> Examples:
-    """Room for so many examples."""
+    """Return empty buffers for `count` examples."""
     return Examples(jnp.zeros((count, width)), jnp.zeros((width, classes)), jnp.int32(0))
 
 
 def keep_examples(
     total: Examples, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Examples:
-    """The examples with those of a batch that the mask counts."""
-    nowhere = len(total.h)
-    place = jnp.where(mask, total.count + jnp.cumsum(mask) - 1, nowhere)
+    """Append the examples of a batch that are in the mask."""
+    # an index beyond the buffer is dropped
+    position = jnp.where(mask, total.count + jnp.cumsum(mask) - 1, len(total.h))
     y = jax.nn.one_hot(label, total.products.shape[1]) * mask[:, None]
     products = total.products + exact_matmul(jnp.where(mask[:, None], h, 0.0).T, y)
-    return Examples(total.h.at[place].set(h, mode="drop"), products, total.count + jnp.sum(mask))
+    buffer = total.h.at[position].set(h, mode="drop")
+    return Examples(buffer, products, total.count + jnp.sum(mask))
 
 
 def summary_of_examples(total: Examples, rank: int) -> Summary:
-    """The largest directions of H^T H = V S V^T by the thin decomposition  H H^T = U S U^T,  since
-    V S^(1/2) = H^T U,  and the sums as they are."""
+    """Return the largest directions of H^T H, and the class sums as they are.
+
+    They come from the small matrix  H H^T = U S U^T:  with  H^T H = V S V^T,
+    V S^(1/2) = H^T U.
+    """
     _, vectors = jnp.linalg.eigh(exact_matmul(total.h, total.h.T))
-    largest = vectors[:, ::-1][:, :rank]  # eigenvalues rise
+    largest = vectors[:, ::-1][:, :rank]  # eigenvalues ascend
     factor = exact_matmul(total.h.T, largest)
     factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
-    # `Sizes.examples` promises room for all of them; an upload with less is not finite, so it is left out
+    # `Sizes.examples` promises that the buffer holds all examples. If it does not, the upload
+    # is made non-finite, so that the server leaves it out
     factor = jnp.where(total.count <= len(total.h), factor, jnp.nan)
-    return Summary(factor, total.products, total.count.astype(jnp.float32), jnp.sum(total.h**2))
+    trace = jnp.sum(total.h**2)
+    return Summary(factor, total.products, total.count.astype(jnp.float32), trace)
 
 
 def has_label(index: Int[Array, " batch"], share: float) -> Bool[Array, " batch"]:
-    """Whose label is known; it does not depend on the partition."""
-    return chosen_by_index(index, share, jax.random.key(LABELS)) if share < 1 else index == index
+    """Choose the examples whose label is known; the partition does not matter."""
+    if share == 1:
+        return jnp.ones_like(index, bool)
+    return chosen_by_index(index, share, jax.random.key(LABELS))
 
 
 def summary_of(moments: Moments, rank: int) -> Summary:
-    """The largest directions of a Gram matrix, and the sums as they are."""
+    """Return the largest directions of a Gram matrix, and the class sums as they are."""
     factor = largest_directions(moments.gram, rank)
     return Summary(factor, moments.products, moments.examples, jnp.trace(moments.gram))
 
 
 def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M r"]:
-    """U S^(1/2) of the largest eigenvalues S, by subspace iteration: exact where the matrix has no more
-    directions, else up to directions whose eigenvalues are nearly equal."""
+    """Return U S^(1/2) of the largest eigenvalues S, by subspace iteration.
+
+    The result is exact where the matrix has no more directions, else up to directions whose
+    eigenvalues are nearly equal.
+    """
     width = len(gram)
-    start = jax.random.normal(jax.random.key(SKETCH), (width, min(rank + MORE, width)))
+    directions = min(rank + OVERSAMPLING, width)
+    start = jax.random.normal(jax.random.key(SKETCH), (width, directions))
 
     def iterate(_: Array, basis: Array) -> Array:
         return jnp.linalg.qr(exact_matmul(gram, basis))[0]
 
     basis = jax.lax.fori_loop(0, ITERATIONS, iterate, jnp.linalg.qr(start)[0])
+    # the eigenvectors within the subspace
     values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, exact_matmul(gram, basis)))
     factor = exact_matmul(basis, vectors) * jnp.sqrt(jnp.maximum(values, 0))
-    factor = factor[:, ::-1][:, :rank]  # eigenvalues rise
+    factor = factor[:, ::-1][:, :rank]  # eigenvalues ascend
     return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
 
 
-def possible_summary(context: ClientContext, sent: Summary) -> Bool[Array, ""]:
-    """Whether these can be the sums of a client with so many examples: no direction has more than the trace,
-    and by Cauchy and Schwarz no sum over a class more than its examples allow."""
-    most = sent.trace * (1 + 1e-3)  # up to rounding
-    known = jnp.sum(sent.factor**2) <= most
-    bound = jnp.sum(sent.products**2) <= most * jnp.maximum(sent.examples, 0)
-    return known & bound & possible_counts(sent.examples[None], context.client.examples)
+def possible_summary(context: ClientContext, reported: Summary) -> Bool[Array, ""]:
+    """Check whether a client with so many examples can have reported this.
+
+    |F|^2 is at most the trace of the Gram matrix, and by Cauchy and Schwarz |Q|^2 at most the
+    trace times the number of examples.
+    """
+    trace = reported.trace * (1 + 1e-3)  # up to rounding
+    factor_fits = jnp.sum(reported.factor**2) <= trace
+    sums_fit = jnp.sum(reported.products**2) <= trace * jnp.maximum(reported.examples, 0)
+    examples_fit = possible_counts(reported.examples[None], context.client.examples)
+    return factor_fits & sums_fit & examples_fit
 
 
 # ---- the server --------------------------------------------------------------------------------------------
 
 
 def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
-    """The server's summary of all tasks, and the classifier from it."""
+    """Keep the summary of all tasks, and solve the classifier from it."""
     width = options.projection
     rank = min(options.server_rank, options.projection)
 
-    def init(params: Params, trainable: Params) -> Summary:
-        del params, trainable
-        return Summary(
-            jnp.zeros((width, rank)), jnp.zeros((width, run.sizes.classes)), jnp.zeros(()), jnp.zeros(())
-        )
+    def init(_params: Params, _trainable: Params) -> Summary:
+        factor = jnp.zeros((width, rank))
+        products = jnp.zeros((width, run.sizes.classes))
+        return Summary(factor, products, jnp.zeros(()), jnp.zeros(()))
 
     def update(round: ServerRound, params: Params, total: Summary) -> ServerUpdate:
-        of_task = over_clients(round.reports["summary"], round.valid, rank)
+        of_task = merge_clients(round.reports["summary"], round.valid, rank)
         total = add_task(total, of_task)
-        head: Projected = params.classifier
+        # lambda in units of the mean eigenvalue of the Gram matrix
         ridge = options.ridge * total.trace / width
         weights = solve_low_rank(total.factor, total.products, ridge)
-        kept = jnp.sum(total.factor**2) / jnp.maximum(total.trace, jnp.finfo(jnp.float32).tiny)
-        metrics = {"explained": Weighted(kept, jnp.float32(1))}
-        return ServerUpdate(params._replace(classifier=head._replace(weights=weights)), total, metrics)
+        classifier: Projected = params.classifier._replace(weights=weights)
+        trace = jnp.maximum(total.trace, jnp.finfo(jnp.float32).tiny)
+        explained = jnp.sum(total.factor**2) / trace
+        metrics = {"explained": Weighted(explained, jnp.float32(1))}
+        return ServerUpdate(params._replace(classifier=classifier), total, metrics)
 
-    return ServerRule("fedran", update, init, reports=(gram_report(options, run),), when="task_start")
+    report = gram_report(options, run)
+    return ServerRule("fedran", update, init, reports=(report,), when="task_start")
 
 
-def over_clients(sent: Summary, valid: Bool[Array, " P"], rank: int) -> Summary:
-    """The summary of a task's examples from those of clients [P, ...]."""
+def merge_clients(reported: Summary, valid: Bool[Array, " P"], rank: int) -> Summary:
+    """Return the summary of a task's examples from those of its clients [P, ...]."""
 
-    def counted(leaf: Array) -> Array:
+    def zero_invalid(leaf: Array) -> Array:
         return jnp.where(valid.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0)
 
-    sent = jax.tree.map(counted, sent)
-    side_by_side = sent.factor.transpose(1, 0, 2).reshape(sent.factor.shape[1], -1)
-    return Summary(merge_directions(side_by_side, rank), *(jnp.sum(leaf, axis=0) for leaf in sent[1:]))
+    reported = jax.tree.map(zero_invalid, reported)
+    width = reported.factor.shape[1]
+    side_by_side = reported.factor.transpose(1, 0, 2).reshape(width, -1)
+    sums = (jnp.sum(leaf, axis=0) for leaf in reported[1:])
+    return Summary(merge_directions(side_by_side, rank), *sums)
 
 
 def add_task(total: Summary, task: Summary) -> Summary:
-    """The summary of all tasks so far."""
-    both = jnp.concatenate([total.factor, task.factor], axis=1)
-    factor = merge_directions(both, total.factor.shape[1])
-    return Summary(factor, *(old + new for old, new in zip(total[1:], task[1:], strict=True)))
+    """Return the summary of all tasks, this one included."""
+    side_by_side = jnp.concatenate([total.factor, task.factor], axis=1)
+    factor = merge_directions(side_by_side, total.factor.shape[1])
+    sums = (old + new for old, new in zip(total[1:], task[1:], strict=True))
+    return Summary(factor, *sums)
 
 
 def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M least"]:
-    """F of the largest directions of [F_1, F_2, ...], by a QR decomposition and the SVD of its R."""
-    basis, triangle = jnp.linalg.qr(columns)
-    left, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
-    return exact_matmul(basis, left[:, :rank]) * values[:rank]
+    """Return F of the largest directions of [F_1, F_2, ...].
+
+    [...] = Z R,  R = U S V^T,  F = Z U S
+    """
+    z, r = jnp.linalg.qr(columns)
+    u, s, _ = jnp.linalg.svd(r, full_matrices=False)
+    return exact_matmul(z, u[:, :rank]) * s[:rank]
 
 
 def solve_low_rank(
     factor: Float[Array, "M r"], products: Float[Array, "M C"], ridge: Float[Array, ""]
 ) -> Float[Array, "M C"]:
-    """(F F^T + ridge I)^-1 Q, by a matrix of r x r (Woodbury); 0 before any example."""
+    """Return (F F^T + ridge I)^-1 Q by Woodbury's identity; 0 before any example.
+
+    It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T) / ridge.
+    """
     ridge = jnp.maximum(ridge, jnp.finfo(jnp.float32).tiny)
     inner = solve_ridge(exact_matmul(factor.T, factor), exact_matmul(factor.T, products), ridge)
     return (products - exact_matmul(factor, inner)) / ridge
@@ -274,42 +308,45 @@ def solve_low_rank(
 
 
 def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
-    """The class sums of labelled examples, before anything is pseudo-labelled."""
+    """Merge the class sums of labelled examples, before any example is pseudo-labelled."""
 
-    def init(context: ClientContext) -> Sums:
-        del context
+    def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)
 
     def add(step: ClientStep, total: Sums) -> Sums:
-        known = step.batch.mask & has_label(step.batch.index, options.labelled)
-        return add_batch(total, step.output.feature, step.batch._replace(mask=known), step.context.task)
+        labelled = has_label(step.batch.index, options.labelled)
+        batch = step.batch._replace(mask=step.batch.mask & labelled)
+        return add_batch(total, step.output.feature, batch, step.context.task)
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        head: Projected = params.classifier
-        sums = add_classes(head.statistics, round.reports["labelled_sums"], round.task)
-        return ServerUpdate(params._replace(classifier=head._replace(statistics=sums)), state)
+        classifier: Projected = params.classifier
+        reported = round.reports["labelled_sums"]
+        sums = add_classes(classifier.statistics, reported, round.task)
+        classifier = classifier._replace(statistics=sums)
+        return ServerUpdate(params._replace(classifier=classifier), state)
 
     report = Report("labelled_sums", init, add, merge="sum", possible=possible_sums)
     return ServerRule("prototypes", update, reports=(report,), when="task_start")
 
 
 def prototypes_of_task(params: Projected, task: Task) -> Sums:
-    """What the server sends: the sums of the task's classes [Ct], of all clients' labelled examples."""
-    place = jnp.maximum(task.classes, 0)
-    real = task.classes >= 0
+    """Return what the server sends: the labelled sums of the task's classes [Ct]."""
     sums: Sums = params.statistics
-    feature = jnp.where(real[:, None], sums.feature[place], 0.0)
-    return Sums(feature, jnp.where(real, sums.examples[place], 0.0))
+    is_class = task.classes >= 0  # and no padding
+    index = jnp.maximum(task.classes, 0)
+    feature = jnp.where(is_class[:, None], sums.feature[index], 0.0)
+    return Sums(feature, jnp.where(is_class, sums.examples[index], 0.0))
 
 
 def pseudo_label(
     feature: Float[Array, "batch D"], sums: Sums, task: Task
 ) -> tuple[Int[Array, " batch"], Bool[Array, ""]]:
-    """The task's class whose prototype, the mean of labelled examples, has the smallest angle.
+    """Assign each feature to the task's class whose mean has the smallest angle to it.
 
     Returns:
-      The labels, and whether any class has a prototype.
+      The labels, and whether any class has a mean of labelled examples.
     """
     means, present = class_means(sums.feature, sums.examples)
-    likeness = jnp.where(present, cosine(feature, means), -jnp.inf)
-    return jnp.maximum(task.classes[jnp.argmax(likeness, axis=1)], 0), jnp.any(present)
+    similarity = jnp.where(present, cosine(feature, means), -jnp.inf)
+    nearest = task.classes[jnp.argmax(similarity, axis=1)]
+    return jnp.maximum(nearest, 0), jnp.any(present)

@@ -1,15 +1,19 @@
 """FedRanPAC: RanPAC (McDonnell et al., NeurIPS 2023, arXiv 2307.02251) in a federation.
 
-    first session   an adapter that trains does so in the first task, by FedAvg; then it is frozen
-    once per task   each client projects its features f at random,  h = relu(f^T P),  and sends the sums
-                    G_k = sum h h^T  and  Q_k = sum h y^T  (algorithm 1), those of every fifth example apart
-                    the server adds them to those of all clients and tasks, chooses the ridge whose classifier
-                    has the least squared error on the examples apart, and solves  W = (G + lambda I)^-1 Q
+    first session   an adapter that trains does so in the first task, by FedAvg; then it is
+                    frozen
+    once per task   each client projects its features f at random,  h = relu(f^T P),  and
+                    sends the sums  G_k = sum h h^T  and  Q_k = sum h y^T  (algorithm 1);
+                    every fifth example is held out and has sums of its own
+                    the server adds them to those of all clients and tasks, chooses the ridge
+                    whose classifier has the least squared error on the held-out examples,
+                    and solves  W = (G + lambda I)^-1 Q
     prediction      the largest entry of relu(f^T P)^T W
 
-The projection makes features of different classes less correlated; it is drawn once and never trains. A mean
-squared error needs nothing but the sums of the examples apart, since
-|y - W^T h|^2 = |y|^2 - 2 <W, h y^T> + <W, h h^T W>: no client sends an example or plays a second round.
+The projection makes features of different classes less correlated; it is drawn once and never
+trains. A squared error needs only the sums of the held-out examples, since
+|y - W^T h|^2 = |y|^2 - 2 <W, h y^T> + <W, h h^T W>: no client sends an example or plays a
+second round.
 """
 
 import dataclasses
@@ -59,20 +63,26 @@ PRESETS = {
 }
 
 
-Split = dict[str, Moments]  # "fit": of four fifths of the examples; "apart": of those that choose the ridge
+# "fit": of four fifths of the examples; "held_out": of those that choose the ridge, if any do
+Split = dict[str, Moments]
 
 
 def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
-    """FedRanPAC as a method."""
-    trains = not run.adapter.plain
-    inner = linear(run.network.width, run.sizes.classes) if trains else None
-    head = on_projection(run.network.width, options.projection, run.sizes.classes, inner)
+    """Compose FedRanPAC."""
+    width = run.network.width
+    classes = run.sizes.classes
+    server_rules = (ridge_regression(options, run),)
+    if run.adapter.plain:  # nothing trains
+        classifier = on_projection(width, options.projection, classes, None)
+        model = learner(run.network, run.adapter, classifier)
+        return federate(run, model, server_rules=server_rules)
+    classifier = on_projection(width, options.projection, classes, linear(width, classes))
     return federate(
         run,
-        learner(run.network, run.adapter, head),
-        loss=cross_entropy_loss() if trains else None,
-        client_rules=(first_task_only("first_session"),) if trains else (),
-        server_rules=(ridge_regression(options, run),),
+        learner(run.network, run.adapter, classifier),
+        loss=cross_entropy_loss(),
+        client_rules=(first_task_only("first_session"),),
+        server_rules=server_rules,
     )
 
 
@@ -80,58 +90,75 @@ def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
 
 
 def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
-    """The server's sums over tasks, and the classifier from them."""
+    """Keep the sums over tasks, and solve the classifier from them."""
     width = options.projection
     classes = run.sizes.classes
-    chosen = options.ridge_choice != "fixed"
+    chooses = options.ridge_choice != "fixed"
 
-    def empty(*context: object) -> Split:
-        del context
-        names = ("fit", "apart") if chosen else ("fit",)
-        return {name: no_moments(width, classes) for name in names}
+    def no_examples(*_arguments: object) -> Split:
+        split = {"fit": no_moments(width, classes)}
+        if chooses:
+            split["held_out"] = no_moments(width, classes)
+        return split
 
     def add(step: ClientStep, total: Split) -> Split:
         batch = step.batch
         h = project(step.output.feature, step.context.cached.classifier.projection)
-        apart = held_apart(batch.index) if chosen else jnp.zeros_like(batch.mask)
-        masks = {"fit": batch.mask & ~apart, "apart": batch.mask & apart}
-        return {name: add_examples(sums, h, batch.label, masks[name]) for name, sums in total.items()}
+        if not chooses:
+            return {"fit": add_examples(total["fit"], h, batch.label, batch.mask)}
+        held_out = is_held_out(batch.index)
+        return {
+            "fit": add_examples(total["fit"], h, batch.label, batch.mask & ~held_out),
+            "held_out": add_examples(total["held_out"], h, batch.label, batch.mask & held_out),
+        }
 
     def update(round: ServerRound, params: Params, total: Split) -> ServerUpdate:
-        arrived: Split = round.reports["split"]
-        total = jax.tree.map(jnp.add, total, arrived)
+        reported: Split = round.reports["split"]
+        total = jax.tree.map(jnp.add, total, reported)
         ridge = jnp.float32(options.ridge)
-        if chosen:
-            ridge = choose_ridge(total if options.ridge_choice == "all" else arrived)
-        every: Moments = jax.tree.map(lambda *sums: sum(sums), *total.values())
-        head = params.classifier._replace(weights=solve_ridge(every.gram, every.products, ridge))
+        if options.ridge_choice == "all":
+            ridge = choose_ridge(total)
+        if options.ridge_choice == "task":
+            ridge = choose_ridge(reported)
+        moments = total["fit"]
+        if chooses:  # the classifier is solved from all examples
+            moments = jax.tree.map(jnp.add, total["fit"], total["held_out"])
+        weights = solve_ridge(moments.gram, moments.products, ridge)
+        classifier = params.classifier._replace(weights=weights)
         metrics = {"ridge": Weighted(ridge, jnp.float32(1))}
-        return ServerUpdate(params._replace(classifier=head), total, metrics)
+        return ServerUpdate(params._replace(classifier=classifier), total, metrics)
 
-    def possible(context: ClientContext, sent: Split) -> Bool[Array, ""]:
-        together = sum(moments.examples for moments in sent.values())
-        alone = [possible_moments(context, moments) for moments in sent.values()]
-        return jnp.all(jnp.stack(alone)) & (together <= context.client.examples)
+    def possible(context: ClientContext, reported: Split) -> Bool[Array, ""]:
+        examples = sum(moments.examples for moments in reported.values())
+        parts = [possible_moments(context, moments) for moments in reported.values()]
+        return jnp.all(jnp.stack(parts)) & (examples <= context.client.examples)
 
-    report = Report("split", empty, add, merge="sum", possible=possible)
-    # the first task's sums are those of the network that it ends with
-    when = "task_start" if run.adapter.plain else "task_end"
-    return ServerRule("ranpac", update, empty, reports=(report,), when=when)
+    report = Report("split", no_examples, add, merge="sum", possible=possible)
+    # the first task's sums are those of the network that its training ends with
+    when = "task_end"
+    if run.adapter.plain:
+        when = "task_start"
+    return ServerRule("ranpac", update, no_examples, reports=(report,), when=when)
 
 
-def held_apart(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:
-    """Every fifth example at random, by its index in the training set: whoever holds it, it is the same."""
+def is_held_out(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:
+    """Choose a fifth of the examples by their indices in the training set.
+
+    The choice does not depend on the partition.
+    """
     return chosen_by_index(index, 0.2, jax.random.key(SPLIT))
 
 
 def choose_ridge(split: Split) -> Float[Array, ""]:
-    """The ridge of `RIDGES` whose classifier has the least squared error on the examples apart."""
+    """Return the ridge of `RIDGES` whose classifier has the least held-out squared error."""
     errors = jax.lax.map(lambda ridge: held_out_error(split, ridge), RIDGES)
     return RIDGES[jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))]
 
 
 def held_out_error(split: Split, ridge: Float[Array, ""]) -> Float[Array, ""]:
-    """Sum of |y - W^T h|^2 over the examples apart, W solved from the others."""
+    """Return the sum of |y - W^T h|^2 over held-out examples, W solved from the others."""
     weights = solve_ridge(split["fit"].gram, split["fit"].products, ridge)
-    explained = jnp.sum(weights * (exact_matmul(split["apart"].gram, weights) - 2 * split["apart"].products))
-    return split["apart"].examples + explained
+    held_out = split["held_out"]
+    # |y|^2 = 1 for each example; the other summands are -2 <W, Q> + <W, G W>
+    reduction = exact_matmul(held_out.gram, weights) - 2 * held_out.products
+    return held_out.examples + jnp.sum(weights * reduction)

@@ -1,17 +1,18 @@
 """FedRecon: federated reconnaissance by a prototypical network (Hendryx et al. 2021).
 
-    once per task   each client embeds its examples and sends, for each class, the sum of the embeddings and
-                    the number of examples
-                    the server's prototypes are the means over all examples ever sent, so that a class that is
-                    met again, by any client in any task, is refined
+    once per task   each client embeds its examples and sends, for each class, the sum of the
+                    embeddings and the number of examples
+                    the server's prototypes are the means over all examples of all tasks, so
+                    that a class that occurs again, at any client, is refined
     prediction      the nearest prototype by Euclidean distance
 
-With a frozen embedding (the adapter `linear`, the default) this is FedNCM with `classifier` nearest, whose
-sums are the paper's online averages: both papers have the same method there, and the same numbers. What
-FedRecon adds is how its embedding comes to be: by training on base classes, in episodes (prototypical
-networks, Snell et al. 2017). The paper does that beforehand and centrally. Here the adapter `full` does it in
-the first task, in whose rounds clients train by episodes and the server averages; then the embedding is
-frozen. Later tasks still play their rounds, in which nothing changes but by the rounding of means.
+With a frozen embedding (the adapter `linear`, the default) this is FedNCM with `classifier`
+nearest, whose sums are the paper's online averages: the two methods are the same there, and so
+are their results. FedRecon adds how the embedding is trained: on base classes, in episodes
+(prototypical networks, Snell et al. 2017). The paper does that in advance and centrally. Here
+the adapter `full` does it in the first task, in whose rounds clients train by episodes and the
+server averages; then the embedding is frozen. Later tasks still play their rounds, which change
+nothing but the rounding of means.
 """
 
 import dataclasses
@@ -43,20 +44,24 @@ class FedReconOptions:
 
 
 def fedrecon(options: FedReconOptions, run: Run) -> Method:
-    """FedRecon as a method; with an adapter that trains, it does so in the first task."""
-    trains = not run.adapter.plain
-    # the first task's prototypes are those of the embedding that it ends with
-    method = federate(
-        run,
-        learner(run.network, run.adapter, nearest_mean(run.network.width, run.sizes.classes)),
-        loss=replaced_loss() if trains else None,
-        client_rules=(episodes(),) if trains else (),
-        server_rules=(merge_prototypes(run, "task_end" if trains else "task_start"),),
-    )
+    """Compose FedRecon; an adapter that trains does so in the first task."""
+    classifier = nearest_mean(run.network.width, run.sizes.classes)
+    model = learner(run.network, run.adapter, classifier)
+    if run.adapter.plain:
+        method = federate(run, model, server_rules=(merge_prototypes(run, "task_start"),))
+    else:
+        # the first task's prototypes are those of the embedding that its training ends with
+        method = federate(
+            run,
+            model,
+            loss=replaced_loss(),
+            client_rules=(episodes(),),
+            server_rules=(merge_prototypes(run, "task_end"),),
+        )
     if options.evaluated == "server":
         return method
 
-    def predict_client(round_context: RoundContext, server, state, batch: Batch) -> Array:
+    def predict_client(round_context: RoundContext, server, _state, batch: Batch) -> Array:
         return method.predict(round_context, server, batch)
 
     return method._replace(predict_client=predict_client, personal=True)
@@ -66,27 +71,28 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
 
 
 def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
-    """Sums of embeddings of all classes are sent, since clients' tasks may have different ones, and added to
-    those of all tasks before: the running means of all examples ever sent.
+    """Add the clients' sums of embeddings to those of earlier tasks: running means.
 
-    Embeddings are those of evaluation: batch normalisation by the running statistics.
+    Clients report all classes, since their tasks may have different ones. Embeddings are those
+    of evaluation, with batch normalisation by the running statistics.
     """
     classes = run.sizes.classes
     width = run.network.width
 
-    def init(context: ClientContext) -> Sums:
-        del context
+    def init(_context: ClientContext) -> Sums:
         return empty_sums(classes, width)
 
     def add(step: ClientStep, total: Sums) -> Sums:
         feature = step.forward(step.trainable, train=False).feature
         batch = step.batch
-        more, examples = sum_by_class(feature, batch.label, jnp.arange(classes), batch.mask)
-        return Sums(total.feature + more, total.examples + examples)
+        all_classes = jnp.arange(classes)
+        summed, examples = sum_by_class(feature, batch.label, all_classes, batch.mask)
+        return Sums(total.feature + summed, total.examples + examples)
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums = jax.tree.map(jnp.add, params.classifier.sums, round.reports["embeddings"])
-        return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
+        classifier = params.classifier._replace(sums=sums)
+        return ServerUpdate(params._replace(classifier=classifier), state)
 
     report = Report("embeddings", init, add, merge="sum", possible=possible_sums)
     return ServerRule("prototypes", update, reports=(report,), when=when)
@@ -96,10 +102,9 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
 
 
 def episodes() -> ClientRule:
-    """In the first task every batch is an episode (`episode_loss`); later nothing changes."""
+    """Train on an episode per batch (`episode_loss`) in the first task only."""
 
-    def loss(step: ClientStep, memory: tuple) -> Float[Array, ""]:
-        del memory
+    def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         batch = step.batch
         task = step.context.task
         value = episode_loss(step.output.feature, batch.label, task.classes, batch.mask)
@@ -114,16 +119,18 @@ def episode_loss(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Prototypical networks' loss (Snell et al. 2017, algorithm 1) on one batch.
+    """Return the loss of prototypical networks on one batch (Snell et al. 2017, algorithm 1).
 
-    Every other example supports its class's prototype, the rest are queries, and their negative squared
-    distances to the prototypes are the logits. Queries of classes without support do not count.
+    Every second example supports its class's prototype, the others are queries, and their
+    negative squared distances to the prototypes are the logits. Queries of classes without
+    support do not count.
 
-    Batches come in a new order in every epoch, so that an episode's halves are random; its classes and the
-    examples of each are those of the batch, where the paper draws a fixed number of both.
+    Each epoch has a new order of examples, so that an episode's halves are random. Its classes
+    and the examples of each are those of the batch; the paper draws a fixed number of both.
     """
-    support = jnp.arange(len(label)) % 2 == 0
-    prototypes, present = class_means(*sum_by_class(feature, label, classes, mask & support))
-    place = jnp.argmax(label[:, None] == classes, axis=1)
-    queries = mask & ~support & present[place]
-    return dce_loss(distances(feature, prototypes, "squared"), place, present, queries)
+    is_support = jnp.arange(len(label)) % 2 == 0
+    sums, examples = sum_by_class(feature, label, classes, mask & is_support)
+    prototypes, present = class_means(sums, examples)
+    position = jnp.argmax(label[:, None] == classes, axis=1)
+    is_query = mask & ~is_support & present[position]
+    return dce_loss(distances(feature, prototypes, "squared"), position, present, is_query)
