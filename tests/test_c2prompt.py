@@ -106,7 +106,7 @@ def test_compensation_prompts_move_features_to_their_class_once_in_a_task_and_st
     state, moments = method.init_client(KEY, server), sent(method, server)["moments"]
     batches = [BATCHES[0]] * 20
     upload, first = client_round(method, server, TASK, batches, state, id_=0)
-    start = np.asarray(C.first_prompts(first[0].prompt.shape))
+    start = np.asarray(C.initial_prompts(first[0].prompt.shape))
     before, after = (misfit_of(x, BATCHES[0], moments) for x in (start, first[0].prompt))
     assert after < 0.7 * before
     assert first[0].task == 0
@@ -124,7 +124,7 @@ def test_a_step_of_the_compensation_descends_l_c():
     server = begun(method)
     found, batch = sent(method, server)["moments"], BATCHES[2]
     _, (state, _) = client_round(method, server, TASK, [batch], id_=2)
-    start = np.asarray(C.first_prompts(state.prompt.shape), np.float64)
+    start = np.asarray(C.initial_prompts(state.prompt.shape), np.float64)
     gradient = np.zeros_like(start)
     for index in np.ndindex(start.shape):
         by = np.zeros_like(start)

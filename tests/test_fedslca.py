@@ -13,7 +13,7 @@ from test_fedrecon import PIXELS, batch_of, run_of
 from fcljax.data.tasks import make_tasks
 from fcljax.federated import communication
 from fcljax.methods.fedslca import (
-    SPREAD,
+    EXTRA_VARIANCE,
     FedSLCAOptions,
     Gaussians,
     align_classifier,
@@ -45,7 +45,7 @@ def test_covariances_merged_over_clients_are_those_of_the_pooled_examples(name):
     for label in range(SIZES.classes):
         mine = FEATURES[label == LABEL]
         np.testing.assert_allclose(known.mean[label], mine.mean(0), atol=1e-6)
-        spread = np.asarray(known.root[label] @ known.root[label].T) - SPREAD * np.eye(4)
+        spread = np.asarray(known.root[label] @ known.root[label].T) - EXTRA_VARIANCE * np.eye(4)
         np.testing.assert_allclose(spread, np.cov(mine.T), atol=1e-5)
     assert known.task.tolist() == [0, 0, 0, 1, 1]
     check_heads(method, [each[0] for each in history])
@@ -55,7 +55,7 @@ def check_heads(method, servers):
     """The first task is not aligned; the second predicts with a copy and leaves what trains as it is."""
     first, middle, last = (each.params.classifier for each in (servers[1], servers[2], servers[3]))
     same = lambda a, b: bool(jnp.all(a.kernel == b.kernel))
-    assert (int(first.after), int(middle.after), int(last.after)) == (0, 0, 1)
+    assert (int(first.task), int(middle.task), int(last.task)) == (0, 0, 1)
     assert same(first.aligned, first.inner) and not same(last.aligned, last.inner)
     rows, images = np.arange(20), batch_of(np.arange(20))
     for server, head in ((servers[2], middle.inner), (servers[3], last.aligned)):

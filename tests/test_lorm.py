@@ -27,7 +27,7 @@ from micro import (
 from fcljax.adapters.lora import LoraOptions, lora
 from fcljax.methods.lorm import (
     Grams,
-    Moved,
+    WeightedChange,
     apply_gram,
     divide_by_gram,
     inner_gram,
@@ -216,7 +216,9 @@ def test_products_that_no_examples_can_have_are_not_believed():
 
     def possible(head, pairs=pairs):
         return bool(
-            possible_grams(context, Moved(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing))
+            possible_grams(
+                context, WeightedChange(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing)
+            )
         )
 
     assert possible(head) and not possible(head, -pairs)

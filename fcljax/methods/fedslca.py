@@ -1,15 +1,17 @@
 """FedSLCA: SLCA (Zhang et al., ICCV 2023, arXiv 2303.05118) in a federation, a baseline of FPPL's tables.
 
-    client     trains the whole network slowly (1e-4) and the classifier faster (1e-2): the slow learner
+    client     trains the whole network slowly (1e-4) and the classifier faster (1e-2): the slow
+               learner
     server     averages
-    task end   clients send, for each class of the task, the sums of their features and of the features' outer
-               products under the final model; added up they are the mean and the covariance of all examples
-    server     from the second task on, aligns a copy of the classifier on features drawn from the Gaussians
-               of all classes so far, by cross-entropy on normalised logits; the copy predicts, and the next
-               task goes on with the classifier that clients trained
+    task end   clients send, for each class of the task, the sums of their features and of the
+               features' outer products under the final model, which give the mean and the
+               covariance of all examples
+    server     from the second task on, aligns a copy of the classifier on features drawn from
+               the Gaussians of all classes so far, by cross-entropy on normalised logits; the
+               copy predicts, and the next task continues from the clients' classifier
 
-SLCA is a method for one learner, and FPPL's FedSLCA was not released: that the server aligns, and that sums
-travel, are ours. The parameters that travel are those of FPPL's table I.
+SLCA is a method for one learner, and FPPL's FedSLCA was not released: that the server aligns,
+and that sums travel, is our choice. The parameters that travel are those of FPPL's table I.
 """
 
 import dataclasses
@@ -33,8 +35,8 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task
 
-SHRUNK = 0.1  # how much the first class's mean is shrunk when many tasks have followed (release)
-SPREAD = 1e-4  # is added to every variance (release)
+SHRINKAGE = 0.1  # of the first task's means when many tasks have followed (release)
+EXTRA_VARIANCE = 1e-4  # is added to every variance (release)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +64,11 @@ class Aligned(NamedTuple):
     """The parameters of the classifier."""
 
     inner: Head
-    """What clients train."""
+    """The one that clients train."""
     aligned: Head
-    """What the server made of it at the end of task `after`."""
-    after: Int[Array, ""]
+    """The server's aligned copy."""
+    task: Int[Array, ""]
+    """The task at whose end it was aligned; -1: none yet."""
 
 
 class ClassSums(NamedTuple):
@@ -78,7 +81,7 @@ class ClassSums(NamedTuple):
 
 
 class Gaussians(NamedTuple):
-    """What the server knows of the features of every class."""
+    """The distribution of the features of every class, as the server knows it."""
 
     mean: Float[Array, "C D"]
     root: Float[Array, "C D D"]
@@ -86,115 +89,128 @@ class Gaussians(NamedTuple):
     task: Int[Array, " C"]
     """The task of each class."""
     present: Bool[Array, " C"]
-    """Whether anybody had examples of it."""
+    """Classes of which there were examples."""
 
 
 def fedslca(options: FedSLCAOptions, run: Run) -> Method:
-    """FedSLCA as a method."""
-    head = linear_on(run.adapter, run.network.width, run.sizes.classes)
-    model = learner(run.network, run.adapter, aligned_classifier(head, run.sizes.classes))
-    return federate(run, model, loss=cross_entropy_loss(), server_rules=(alignment(options, run),))
+    """Compose FedSLCA."""
+    classes = run.sizes.classes
+    inner = linear_on(run.adapter, run.network.width, classes)
+    model = learner(run.network, run.adapter, aligned_classifier(inner, classes))
+    server_rules = (alignment(options, run),)
+    return federate(run, model, loss=cross_entropy_loss(), server_rules=server_rules)
 
 
-def aligned_classifier(head: Classifier, classes: int) -> Classifier:
-    """Trains `head` and predicts with the aligned copy, once its task is over."""
+def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
+    """Train `inner`, and predict with the aligned copy once the task is over."""
 
-    def first(key: PRNGKeyArray, inner: Head) -> Aligned:
-        del key
-        return Aligned(inner, inner, jnp.int32(-1))
+    def init(_key: PRNGKeyArray, head: Head) -> Aligned:
+        return Aligned(head, head, jnp.int32(-1))
 
     def predict(params: Aligned, feature: Array, task: Task) -> Array:
-        over = params.after == task.index
-        return jnp.where(over, apply_head(params.aligned, feature), apply_head(params.inner, feature))
+        is_over = params.task == task.index
+        aligned = apply_head(params.aligned, feature)
+        return jnp.where(is_over, aligned, apply_head(params.inner, feature))
 
-    return computed(classes, first, predict, head)
+    return computed(classes, init, predict, inner)
 
 
 # ---- class statistics --------------------------------------------------------------------------------------
 
 
 def statistics(width: int, classes: int) -> Report:
-    """Sums of features and of their outer products of the task's classes, under the final model.
+    """Report sums of features and of their outer products by class, under the final model.
 
     Args:
       width: D.
       classes: Ct.
     """
 
-    def init(context: ClientContext) -> ClassSums:
-        del context
+    def init(_context: ClientContext) -> ClassSums:
         outer = jnp.zeros((classes, width, width))
         return ClassSums(jnp.zeros((classes, width)), outer, jnp.zeros(classes, jnp.int32))
 
     def add(step: ClientStep, total: ClassSums) -> ClassSums:
         x = step.forward(step.trainable, train=False).feature
         batch = step.batch
-        own = step.context.task.classes
-        feature, examples = sum_by_class(x, batch.label, own, batch.mask)
+        task_classes = step.context.task.classes
+        feature, examples = sum_by_class(x, batch.label, task_classes, batch.mask)
 
         def outer(label: Array) -> Float[Array, "D D"]:
-            mine = jnp.where((batch.mask & (batch.label == label))[:, None], x, 0.0)
-            return exact_matmul(mine.T, mine)
+            in_class = batch.mask & (batch.label == label)
+            x_of_class = jnp.where(in_class[:, None], x, 0.0)
+            return exact_matmul(x_of_class.T, x_of_class)
 
-        more = ClassSums(feature, jax.vmap(outer)(own), examples.astype(jnp.int32))
-        return jax.tree.map(jnp.add, total, more)
+        outer_sums = jax.vmap(outer)(task_classes)
+        sums = ClassSums(feature, outer_sums, examples.astype(jnp.int32))
+        return jax.tree.map(jnp.add, total, sums)
 
     return Report("statistics", init, add, merge="sum", possible=possible_statistics)
 
 
-def possible_statistics(context: ClientContext, sent: ClassSums) -> Bool[Array, ""]:
-    """Whether these can be sums over the examples of such a client: numbers of examples that it has, and
-    |sum of x|^2 <= n sum of |x|^2 in each class."""
-    n = sent.examples.astype(jnp.float32)
-    square = jnp.trace(sent.outer, axis1=1, axis2=2)
-    length = jnp.sum(sent.feature**2, axis=1)
-    far = jnp.all(length <= n * jnp.maximum(square, 0) * (1 + 1e-3))  # up to rounding
-    return far & possible_counts(sent.examples, context.client.examples)
+def possible_statistics(context: ClientContext, reported: ClassSums) -> Bool[Array, ""]:
+    """Check that these can be sums over the client's examples.
+
+    The numbers of examples fit the client, and |sum x|^2 <= n sum |x|^2 in each class.
+    """
+    n = reported.examples.astype(jnp.float32)
+    sum_of_squares = jnp.trace(reported.outer, axis1=1, axis2=2)
+    square_of_sum = jnp.sum(reported.feature**2, axis=1)
+    most = n * jnp.maximum(sum_of_squares, 0) * (1 + 1e-3)  # up to rounding
+    counts_fit = possible_counts(reported.examples, context.client.examples)
+    return jnp.all(square_of_sum <= most) & counts_fit
 
 
 def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "Ct D D"]]:
-    """Means and unbiased covariances of classes from the sums of all clients: of the pooled examples."""
+    """Return means and unbiased covariances of classes over all clients' examples."""
     n = sums.examples.astype(jnp.float32)[:, None]
     mean = sums.feature / jnp.maximum(n, 1)
     scatter = sums.outer - n[..., None] * mean[:, :, None] * mean[:, None, :]
     return mean, scatter / jnp.maximum(n[..., None] - 1, 1)
 
 
-def merge_gaussians(known: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
-    """The Gaussians of all classes with those of the task's; padding classes are dropped."""
+def merge_gaussians(gaussians: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
+    """Return the Gaussians of all classes with those of the task's classes."""
     mean, covariance = gaussians_of(sums)
-    values, vectors = jnp.linalg.eigh(covariance)  # rounding may leave values just below 0
-    root = vectors * jnp.sqrt(jnp.maximum(values, 0.0) + SPREAD)[:, None, :]
-    number = jnp.full(len(task.classes), task.index)
-    place = jnp.where(task.classes >= 0, task.classes, len(known.task))
-    new = Gaussians(mean, root, number, sums.examples > 0)
-    return jax.tree.map(lambda old, own: old.at[place].set(own, mode="drop"), known, new)
+    # C = V S V^T has the root V S^(1/2); rounding may leave values just below 0
+    values, vectors = jnp.linalg.eigh(covariance)
+    root = vectors * jnp.sqrt(jnp.maximum(values, 0.0) + EXTRA_VARIANCE)[:, None, :]
+    task_index = jnp.full(len(task.classes), task.index)
+    of_task = Gaussians(mean, root, task_index, sums.examples > 0)
+    # padding has an index beyond the last class, which is dropped
+    index = jnp.where(task.classes >= 0, task.classes, len(gaussians.task))
+    return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop"), gaussians, of_task)
 
 
 # ---- classifier alignment ----------------------------------------------------------------------------------
 
 
 def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
-    """The Gaussians of all classes, and the aligned copy of the classifier."""
+    """Keep the Gaussians of all classes, and align a copy of the classifier."""
     width = run.network.width
     classes = run.sizes.classes
 
-    def init(params: Params, trainable: Params) -> Gaussians:
-        del params, trainable
-        root = jnp.zeros((classes, width, width))
-        nobody = jnp.zeros(classes, bool)
-        return Gaussians(jnp.zeros((classes, width)), root, jnp.zeros(classes, jnp.int32), nobody)
+    def init(_params: Params, _trainable: Params) -> Gaussians:
+        return Gaussians(
+            mean=jnp.zeros((classes, width)),
+            root=jnp.zeros((classes, width, width)),
+            task=jnp.zeros(classes, jnp.int32),
+            present=jnp.zeros(classes, bool),
+        )
 
-    def update(round: ServerRound, params: Params, known: Gaussians) -> ServerUpdate:
-        known = merge_gaussians(known, round.reports["statistics"], round.task)
+    def update(round: ServerRound, params: Params, gaussians: Gaussians) -> ServerUpdate:
+        gaussians = merge_gaussians(gaussians, round.reports["statistics"], round.task)
         head = params.classifier.inner
-        number = round.task.index
+        task = round.task.index
 
-        def aligned() -> Head:
-            return align_classifier(options, head, known, number, run.sizes.tasks, round.key)
+        def align() -> Head:
+            tasks = run.sizes.tasks
+            return align_classifier(options, head, gaussians, task, tasks, round.key)
 
-        new = jax.lax.cond(number > 0, aligned, lambda: head)
-        return ServerUpdate(params._replace(classifier=Aligned(head, new, number)), known)
+        # in the first task the classifier needs no alignment
+        aligned = jax.lax.cond(task > 0, align, lambda: head)
+        classifier = Aligned(head, aligned, task)
+        return ServerUpdate(params._replace(classifier=classifier), gaussians)
 
     report = statistics(width, run.sizes.task_classes)
     return ServerRule("alignment", update, init, reports=(report,), when="task_end")
@@ -203,66 +219,82 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
 def align_classifier(
     options: FedSLCAOptions,
     head: Head,
-    known: Gaussians,
+    gaussians: Gaussians,
     task: Int[Array, ""],
     tasks: int,
     key: PRNGKeyArray,
 ) -> Head:
-    """The classifier after some epochs over features of all classes so far, drawn anew in each epoch."""
+    """Return the classifier after some epochs over features drawn from all classes so far.
+
+    Args:
+      options: epochs, learning rate, temperature.
+      head: the clients' classifier.
+      gaussians: of all classes.
+      task: number of the task, for the shrinkage of old means.
+      tasks: T.
+      key: features are drawn anew in each epoch.
+    """
     size = options.align_samples
-    seen = jnp.sum(known.present)
-    descent = optax.chain(optax.add_decayed_weights(options.align_decay), optax.trace(0.9))
+    steps = jnp.sum(gaussians.present)  # a batch has as many features as a class
+    optimiser = optax.chain(optax.add_decayed_weights(options.align_decay), optax.trace(0.9))
 
     def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
-        features, labels = draw_features(known, task, size, jax.random.fold_in(key, number))
+        epoch_key = jax.random.fold_in(key, number)
+        features, labels = draw_features(gaussians, task, size, epoch_key)
         rate = options.align_lr * (1 + jnp.cos(jnp.pi * number / options.align_epochs)) / 2
 
         def step(i: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
             head, state = carry
-            x, y = (jax.lax.dynamic_slice_in_dim(each, i * size, size) for each in (features, labels))
+            x = jax.lax.dynamic_slice_in_dim(features, i * size, size)
+            y = jax.lax.dynamic_slice_in_dim(labels, i * size, size)
 
             def loss(head: Head) -> Float[Array, ""]:
-                logits = normalised(apply_head(head, x), known, tasks, options.logit_norm)
+                logits = normalised(apply_head(head, x), gaussians, tasks, options.logit_norm)
                 return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
 
-            direction, state = descent.update(jax.grad(loss)(head), state, head)
-            return jax.tree.map(lambda w, by: w - rate * by, head, direction), state
+            direction, state = optimiser.update(jax.grad(loss)(head), state, head)
+            return jax.tree.map(lambda w, d: w - rate * d, head, direction), state
 
-        return jax.lax.fori_loop(0, seen, step, carry)
+        return jax.lax.fori_loop(0, steps, step, carry)
 
-    head, _ = jax.lax.fori_loop(0, options.align_epochs, epoch, (head, descent.init(head)))
+    start = (head, optimiser.init(head))
+    head, _ = jax.lax.fori_loop(0, options.align_epochs, epoch, start)
     return head
 
 
 def draw_features(
-    known: Gaussians, task: Int[Array, ""], size: int, key: PRNGKeyArray
+    gaussians: Gaussians, task: Int[Array, ""], size: int, key: PRNGKeyArray
 ) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
-    """`size` features of every class, shuffled, those of classes that nobody had at the end.
+    """Draw `size` features of every class, shuffled; classes without examples come last.
 
-    As in the release the means of old classes are shrunk: in task T those of task t by 1 - SHRUNK + SHRUNK
-    (t + 1) / (T + 1).
+    As in the release the means of old classes are shrunk: in task T those of task t by
+    1 - SHRINKAGE + SHRINKAGE (t + 1) / (T + 1).
     """
-    classes, width = known.mean.shape
-    normal, order = jax.random.split(key)
-    shrink = 1 - SHRUNK + SHRUNK * (known.task + 1) / (task + 1)
-    noise = jax.random.normal(normal, (classes, size, width))
-    drawn = (shrink[:, None] * known.mean)[:, None] + exact_einsum("cnd,ced->cne", noise, known.root)
+    classes, width = gaussians.mean.shape
+    noise_key, order_key = jax.random.split(key)
+    shrink = 1 - SHRINKAGE + SHRINKAGE * (gaussians.task + 1) / (task + 1)
+    mean = shrink[:, None] * gaussians.mean
+    noise = jax.random.normal(noise_key, (classes, size, width))
+    feature = mean[:, None] + exact_einsum("cnd,ced->cne", noise, gaussians.root)
     label = jnp.repeat(jnp.arange(classes), size)
-    shuffled = jnp.argsort(jax.random.uniform(order, label.shape) + 2.0 * ~known.present[label])
-    return drawn.reshape(-1, width)[shuffled], label[shuffled]
+    draws = jax.random.uniform(order_key, label.shape) + 2.0 * ~gaussians.present[label]
+    order = jnp.argsort(draws)
+    return feature.reshape(-1, width)[order], label[order]
 
 
 def normalised(
-    logits: Float[Array, "batch C"], known: Gaussians, tasks: int, temperature: float
+    logits: Float[Array, "batch C"], gaussians: Gaussians, tasks: int, temperature: float
 ) -> Float[Array, "batch C"]:
-    """Logits divided by their length and a temperature.
+    """Return logits divided by their length and a temperature.
 
-    The length is the mean over the tasks so far of the length of each task's logits, as in SLCA's release.
-    Classes that nobody had are left out.
+    The length is the mean over the tasks so far of the length of each task's logits, as in
+    SLCA's release. Classes without examples get the lowest finite value.
     """
-    member = jax.nn.one_hot(known.task, tasks) * known.present[:, None]
-    exists = jnp.any(member > 0, axis=0)
-    squares = jnp.maximum(exact_matmul(logits**2, member), 1e-14)  # whose root has a gradient
-    length = jnp.sum(jnp.where(exists, jnp.sqrt(squares), 0.0), -1) / jnp.maximum(jnp.sum(exists), 1)
-    unit = logits / (temperature * length[:, None])
-    return jnp.where(known.present, unit, jnp.finfo(logits.dtype).min)
+    member = jax.nn.one_hot(gaussians.task, tasks) * gaussians.present[:, None]
+    has_classes = jnp.any(member > 0, axis=0)
+    # at 0 the root would have no gradient
+    squares = jnp.maximum(exact_matmul(logits**2, member), 1e-14)
+    lengths = jnp.where(has_classes, jnp.sqrt(squares), 0.0)
+    mean_length = jnp.sum(lengths, -1) / jnp.maximum(jnp.sum(has_classes), 1)
+    scaled = logits / (temperature * mean_length[:, None])
+    return jnp.where(gaussians.present, scaled, jnp.finfo(logits.dtype).min)

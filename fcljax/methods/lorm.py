@@ -1,21 +1,24 @@
 """LoRM: closed-form merging of LoRA (Salami et al., ICLR 2025, arXiv 2410.17961).
 
-    round      all clients train one factor of the task's LoRA pair and share the other: B in the first round
-               of a task, then A, B, ... in turn; and the classifier W
-    client i   sends its factor times the Gram matrix G_i = X_i X_i^T of what the pair reads
-    server     merges so that the pair's responses are those of the clients' pairs, in least squares:
+    round      all clients train one factor of the task's LoRA pair and share the other (B in
+               the first round of a task, then A, B, ... in turn), and the classifier W
+    client i   sends its factor times the Gram matrix G_i = X_i X_i^T of the pair's inputs
+    server     merges in least squares, so that the pair responds like the clients' pairs:
                    A shared    B = (sum_i B_i A G_i A^T) (A (sum_i G_i) A^T)^+
                    B shared    A = (sum_i A_i G_i) (sum_i G_i)^+
-               and the classifier in the same way with the Gram matrix of features (RegMean)
-    task end   the same between tasks, G_t over all clients:   dW = (sum_t B_t A_t G_t) (sum_t G_t)^+
+               and the classifier likewise, with the Gram matrix of features (RegMean)
+    task end   the same between tasks, with G_t over all clients:
+                   dW = (sum_t B_t A_t G_t) (sum_t G_t)^+
 
-With both factors free there are infinitely many solutions, so one trains at a time. Clients train a pair
-alone on the pre-trained network, and never with those of earlier tasks. Of the Gram matrices of the pairs'
-inputs only the diagonals are used, as in the release: D parameters travel for each block and not D^2.
+With both factors free there are infinitely many solutions, so one trains at a time. Clients
+train a pair alone on the pre-trained network, never with those of earlier tasks. Of the Gram
+matrices of the pairs' inputs only the diagonals are used, as in the release: D parameters
+travel for each block and not D^2.
 
-Clients send how far they moved times G_i, and the server adds it up: the same solution, but what no client
-has an input for stays what was shared, where the pseudo-inverse makes it 0. The merged update is a sum of
-pairs with other factors A_t G_t (sum_s G_s)^+: the adapter's sum of products, without a dense matrix.
+Clients send their change times G_i, and the server adds these up. The solution is the same,
+but directions in which no client has inputs stay as they were, where the pseudo-inverse makes
+them 0. The merged update is a sum of pairs with the factors A_t G_t (sum_s G_s)^+: the
+adapter's sum of products, without a dense matrix.
 """
 
 import dataclasses
@@ -61,13 +64,13 @@ class Grams(NamedTuple):
     """Sums over examples."""
 
     pairs: Float[Array, "blocks *gram"]
-    """Of x x^T over all tokens, x what a block's pairs read; or its diagonal."""
+    """Of x x^T over all tokens x that a block's pairs read; or its diagonal."""
     head: Float[Array, "D D"]
     """Of f f^T over features f."""
 
 
-class Moved(NamedTuple):
-    """What a client sends: how far it moved what trains, times the Gram matrix of what this acts on."""
+class WeightedChange(NamedTuple):
+    """A client's change of what trains, times the Gram matrix of the inputs on which it acts."""
 
     grams: Grams
     query: Float[Array, "blocks rank D"]
@@ -78,17 +81,17 @@ class Moved(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What the server keeps of all tasks."""
+    """What the server keeps of all tasks so far."""
 
     query: Float[Array, "tasks blocks rank D"]
-    """A_t G_t; 0 for tasks to come."""
+    """A_t G_t; 0 for later tasks."""
     value: Float[Array, "tasks blocks rank D"]
     gram: Float[Array, "blocks *gram"]
     """sum_t G_t."""
 
 
 def lorm(options: LoRMOptions, run: Run) -> Method:
-    """LoRM as a method."""
+    """Compose LoRM."""
     method = federate(
         run,
         merged_by_responses(linear_learner(run)),
@@ -100,23 +103,29 @@ def lorm(options: LoRMOptions, run: Run) -> Method:
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Lora:
-    """What clients cache once a task is over, for counting: A of all tasks, which the end of a task merges
-    anew, and B of the task itself."""
-    of_task = pair_of(server.params.adapter, round_context.task.index)
-    return server.params.adapter._replace(b_q=of_task.b_q, b_v=of_task.b_v)
+    """Return what clients get when a task is over, for counting.
+
+    It is A of all tasks, which the end of a task merges anew, and B of the task itself.
+    """
+    task_pair = pair_of(server.params.adapter, round_context.task.index)
+    return server.params.adapter._replace(b_q=task_pair.b_q, b_v=task_pair.b_v)
 
 
 def merged_by_responses(model: Learner) -> Learner:
-    """The learner whose pair and classifier a server rule merges: only the classifier's bias is averaged."""
+    """Return the learner of which only the classifier's bias is averaged.
 
-    def sends(trainable: Params, task: Task) -> Params:
-        del task
-        return trainable._replace(adapter=(), classifier=trainable.classifier._replace(kernel=()))
+    A server rule merges its pair and the classifier's kernel.
+    """
+
+    def sends(trainable: Params, _task: Task) -> Params:
+        bias = trainable.classifier._replace(kernel=())
+        return trainable._replace(adapter=(), classifier=bias)
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
-        own = model.trainable(params, task)
-        head = trainable.classifier._replace(kernel=own.classifier.kernel)
-        return model.merge(params, task, trainable._replace(adapter=own.adapter, classifier=head))
+        current = model.trainable(params, task)
+        head = trainable.classifier._replace(kernel=current.classifier.kernel)
+        trainable = trainable._replace(adapter=current.adapter, classifier=head)
+        return model.merge(params, task, trainable)
 
     return model._replace(sends=sends, merge=merge)
 
@@ -125,34 +134,51 @@ def merged_by_responses(model: Learner) -> Learner:
 
 
 def trains_b(round_: Array) -> Bool[Array, ""]:
-    """B trains in the rounds 0, 2, ... of a task, A in the others."""
+    """Return whether B trains: in the rounds 0, 2, ... of a task; A in the others."""
     return round_ % 2 == 0
 
 
 def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
-    """The factor that does not train is put back after every step."""
+    """Put the factor that does not train back after every step."""
     shared: Lora = context.payload.trainable.adapter
-    b = trains_b(context.client.round)
-    pairs = zip(("a_q", "b_q", "a_v", "b_v"), trainable.adapter, shared, strict=True)
-    kept = [jnp.where(b == name.startswith("b"), new, old) for name, new, old in pairs]
-    return trainable._replace(adapter=Lora(*kept))
+    pair: Lora = trainable.adapter
+    b_trains = trains_b(context.client.round)
+
+    def projected(trains: Array, trained: Array, shared: Array) -> Array:
+        return jnp.where(trains, trained, shared)
+
+    pair = Lora(
+        a_q=projected(~b_trains, pair.a_q, shared.a_q),
+        b_q=projected(b_trains, pair.b_q, shared.b_q),
+        a_v=projected(~b_trains, pair.a_v, shared.a_v),
+        b_v=projected(b_trains, pair.b_v, shared.b_v),
+    )
+    return trainable._replace(adapter=pair)
 
 
 def no_pair_grams(options: LoRMOptions, context: ClientContext) -> Float[Array, "blocks *gram"]:
-    """Gram matrices of the pairs' inputs over no examples yet."""
+    """Return Gram matrices of the pairs' inputs over no examples yet."""
     blocks, _, width = context.payload.trainable.adapter.a_q.shape
-    return jnp.zeros((blocks, width) if options.pair_gram == "diagonal" else (blocks, width, width))
+    return jnp.zeros((blocks, *_gram_shape(options, width)))
+
+
+def _gram_shape(options: LoRMOptions, width: int) -> tuple[int, ...]:
+    """Return the shape of what is kept of a Gram matrix of inputs."""
+    if options.pair_gram == "diagonal":
+        return (width,)
+    return (width, width)
 
 
 def pair_grams(options: LoRMOptions, step: ClientStep, blocks: int) -> Float[Array, "blocks *gram"]:
-    """The same over a batch: of every token x, x x^T or its diagonal."""
+    """Return the sums of x x^T, or of its diagonal, over the tokens x of a batch."""
     x = inputs_of_pairs(step, blocks)
-    return exact_einsum("mnd,mnd->md" if options.pair_gram == "diagonal" else "mnd,mne->mde", x, x)
+    if options.pair_gram == "diagonal":
+        return exact_einsum("mnd,mnd->md", x, x)
+    return exact_einsum("mnd,mne->mde", x, x)
 
 
 def responses(options: LoRMOptions, run: Run) -> Report:
-    """The Gram matrices of the client's examples in a pass after training, and what `moved_by` makes of
-    them."""
+    """Report `weighted_change`, by the Gram matrices of the client's examples after training."""
     width = run.network.width
 
     def init(context: ClientContext) -> Grams:
@@ -160,150 +186,171 @@ def responses(options: LoRMOptions, run: Run) -> Report:
 
     def add(step: ClientStep, total: Grams) -> Grams:
         feature = jnp.where(step.batch.mask[:, None], step.output.feature, 0.0)
+        pairs = pair_grams(options, step, len(total.pairs))
         head = off_diagonal(feature, options.head_gram)
-        return Grams(total.pairs + pair_grams(options, step, len(total.pairs)), total.head + head)
+        return Grams(total.pairs + pairs, total.head + head)
 
     view = View(1, run.training.batch_size, shuffle=False)
-    return Report("responses", init, add, moved_by, view, "sum", possible=possible_grams)
+    return Report("responses", init, add, weighted_change, view, "sum", possible=possible_grams)
 
 
 def task_grams(options: LoRMOptions, run: Run) -> Report:
-    """The Gram matrices of the pairs' inputs under the merged pair, at a task's end."""
-
-    def add(step: ClientStep, total: Array) -> Array:
-        return total + pair_grams(options, step, len(total))
+    """Report the Gram matrices of the pairs' inputs under the merged pair, at a task's end."""
 
     def init(context: ClientContext) -> Array:
         return no_pair_grams(options, context)
+
+    def add(step: ClientStep, total: Array) -> Array:
+        return total + pair_grams(options, step, len(total))
 
     view = View(1, run.training.batch_size, shuffle=False)
     return Report("task_grams", init, add, view=view, merge="sum", possible=possible_squares)
 
 
 def off_diagonal(feature: Float[Array, "batch D"], factor: float) -> Float[Array, "D D"]:
-    """F^T F with a factor off its diagonal (RegMean)."""
+    """Return F^T F with a factor off its diagonal (RegMean)."""
     gram = exact_matmul(feature.T, feature)
     return factor * gram + (1 - factor) * jnp.diag(jnp.diag(gram))
 
 
-def moved_by(end: ClientEnd, grams: Grams) -> Moved:
-    """What the client sends after training."""
-    sent: Params = end.context.payload.trainable
-    b = trains_b(end.context.client.round)
-    shared = sent.adapter
-    own = end.trainable.adapter
+def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
+    """Return what the client sends after training: its change times its Gram matrices."""
+    received: Params = end.context.payload.trainable
+    trained = end.trainable
+    b_trains = trains_b(end.context.client.round)
 
-    def times_gram(a: Array, a_i: Array, b_: Array, b_i: Array) -> Float[Array, "blocks rank D"]:
-        of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b_).mT)
-        return jnp.where(b, of_b, apply_gram(a_i - a, grams.pairs))
+    def times_gram(a: Array, a_i: Array, b: Array, b_i: Array) -> Float[Array, "blocks rank D"]:
+        change_of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b).mT)
+        change_of_a = apply_gram(a_i - a, grams.pairs)
+        return jnp.where(b_trains, change_of_b, change_of_a)
 
-    query = times_gram(shared.a_q, own.a_q, shared.b_q, own.b_q)
-    value = times_gram(shared.a_v, own.a_v, shared.b_v, own.b_v)
-    kernel = exact_matmul(grams.head, end.trainable.classifier.kernel - sent.classifier.kernel)
-    return Moved(grams, query, value, kernel)
-
-
-def possible_grams(context: ClientContext, sent: Moved) -> Bool[Array, ""]:
-    """Sums of squares are not negative, and bound the products off the diagonal (Cauchy and Schwarz)."""
-    root = jnp.sqrt(jnp.maximum(jnp.diagonal(sent.grams.head), 0)) * (1 + 1e-3)  # up to rounding
-    bounded = jnp.all(jnp.abs(sent.grams.head) <= root[:, None] * root)
-    return bounded & possible_squares(context, sent.grams.pairs)
+    old: Lora = received.adapter
+    new: Lora = trained.adapter
+    query = times_gram(old.a_q, new.a_q, old.b_q, new.b_q)
+    value = times_gram(old.a_v, new.a_v, old.b_v, new.b_v)
+    kernel_change = trained.classifier.kernel - received.classifier.kernel
+    return WeightedChange(grams, query, value, exact_matmul(grams.head, kernel_change))
 
 
-def possible_squares(context: ClientContext, grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
-    """Sums of squares are not negative."""
-    del context
-    return jnp.all((grams if grams.ndim == 2 else jnp.diagonal(grams, 0, 1, 2)) >= 0)
+def possible_grams(context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
+    """Check that the Gram matrices of a report can be such (Cauchy and Schwarz).
+
+    Sums of squares are not negative, and bound the products off the diagonal.
+    """
+    head = change.grams.head
+    root = jnp.sqrt(jnp.maximum(jnp.diagonal(head), 0)) * (1 + 1e-3)  # up to rounding
+    bounded = jnp.all(jnp.abs(head) <= root[:, None] * root)
+    return bounded & possible_squares(context, change.grams.pairs)
+
+
+def possible_squares(_context: ClientContext, grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
+    """Check that no sum of squares is negative."""
+    squares = grams
+    if grams.ndim == 3:
+        squares = jnp.diagonal(grams, 0, 1, 2)
+    return jnp.all(squares >= 0)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
 
 
 def apply_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:
-    """A G, with G [*m, D] or [*m, D, D]."""
-    return a * gram[..., None, :] if gram.ndim < a.ndim else exact_matmul(a, gram)
+    """Return A G, with G [*m, D] (its diagonal) or [*m, D, D]."""
+    if gram.ndim < a.ndim:
+        return a * gram[..., None, :]
+    return exact_matmul(a, gram)
 
 
 def inner_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank rank"]:
-    """A G A^T."""
+    """Return A G A^T."""
     return exact_matmul(apply_gram(a, gram), a.mT)
 
 
 def inverse_of(gram: Float[Array, "*m n n"]) -> Float[Array, "*m n n"]:
-    """The pseudo-inverse of a symmetric matrix; eigenvalues within rounding of 0 count as 0."""
+    """Return the pseudo-inverse of a symmetric matrix; eigenvalues near 0 count as 0."""
     return jnp.linalg.pinv(gram, rtol=1e-6, hermitian=True)
 
 
 def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:
-    """A G^+."""
+    """Return A G^+, with G [*m, D] (its diagonal) or [*m, D, D]."""
     if gram.ndim == a.ndim:
         return exact_matmul(a, inverse_of(gram))
     positive = gram > 0
-    return a * jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)[..., None, :]
+    inverse = jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)
+    return a * inverse[..., None, :]
 
 
 def merge_factor(
-    a: Float[Array, "blocks rank D"], b: Float[Array, "blocks D rank"], moved: Array, gram: Gram, b_: Array
+    a: Float[Array, "blocks rank D"],
+    b: Float[Array, "blocks D rank"],
+    change: Float[Array, "blocks rank D"],
+    gram: Gram,
+    b_trains: Bool[Array, ""],
 ) -> tuple[Array, Array]:
-    """(A, B) after a round.
+    """Return (A, B) after a round.
 
     Args:
-      a, b: what clients were sent.
-      moved: the sum over clients of what they sent, [blocks, rank, D].
+      a: A before the round.
+      b: B before the round.
+      change: the sum of the clients' changes times their Gram matrices.
       gram: the sum of G_i.
-      b_: whether B trained.
+      b_trains: whether B trained, and not A.
     """
-    new_b = b + exact_matmul(inverse_of(inner_gram(a, gram)), moved).mT
-    return jnp.where(b_, a, a + divide_by_gram(moved, gram)), jnp.where(b_, new_b, b)
+    new_a = a + divide_by_gram(change, gram)
+    new_b = b + exact_matmul(inverse_of(inner_gram(a, gram)), change).mT
+    return jnp.where(b_trains, a, new_a), jnp.where(b_trains, new_b, b)
 
 
 def match_responses(options: LoRMOptions, run: Run) -> ServerRule:
-    """The pair and the classifier after a round (section 3)."""
+    """Merge the pair and the classifier after a round (section 3)."""
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
-        sums: Moved = round.reports["responses"]
+        change: WeightedChange = round.reports["responses"]
+        grams = change.grams
         pair = pair_of(params.adapter, round.task.index)
-        b = trains_b(round.index)
-        a_q, b_q = merge_factor(pair.a_q, pair.b_q, sums.query, sums.grams.pairs, b)
-        a_v, b_v = merge_factor(pair.a_v, pair.b_v, sums.value, sums.grams.pairs, b)
+        b_trains = trains_b(round.index)
+        a_q, b_q = merge_factor(pair.a_q, pair.b_q, change.query, grams.pairs, b_trains)
+        a_v, b_v = merge_factor(pair.a_v, pair.b_v, change.value, grams.pairs, b_trains)
+        pair = Lora(a_q, b_q, a_v, b_v)
+        adapter = round.learner.adapter.merge(params.adapter, round.task, pair)
         head: Head = params.classifier
-        kernel = head.kernel + exact_matmul(inverse_of(sums.grams.head), sums.kernel)
-        adapter = round.learner.adapter.merge(params.adapter, round.task, Lora(a_q, b_q, a_v, b_v))
-        return ServerUpdate(params._replace(adapter=adapter, classifier=head._replace(kernel=kernel)), state)
+        kernel = head.kernel + exact_matmul(inverse_of(grams.head), change.kernel)
+        head = head._replace(kernel=kernel)
+        return ServerUpdate(params._replace(adapter=adapter, classifier=head), state)
 
     return ServerRule("match", update, reports=(responses(options, run),))
 
 
 def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
-    """The pairs of all tasks so far as one update of the network, at a task's end (section 3)."""
+    """Merge the pairs of all tasks so far to one update, at a task's end (section 3)."""
 
-    def init(params: Params, trainable: Params) -> Merged:
-        del trainable
+    def init(params: Params, _trainable: Params) -> Merged:
         tasks, blocks, _, width = params.adapter.a_q.shape
         if tasks != run.sizes.tasks:
             raise InputError("lora_pairs: 'one' leaves nothing to merge over tasks; nearest: 'task'")
-        size = (width,) if options.pair_gram == "diagonal" else (width, width)
-        nothing = jnp.zeros_like(params.adapter.a_q)
-        return Merged(nothing, nothing, jnp.zeros((blocks, *size)))
+        zeros = jnp.zeros_like(params.adapter.a_q)
+        return Merged(zeros, zeros, jnp.zeros((blocks, *_gram_shape(options, width))))
 
     def update(round: ServerRound, params: Params, state: Merged) -> ServerUpdate:
-        number = round.task.index
+        task = round.task.index
         gram = round.reports["task_grams"]
-        pair: Lora = pair_of(params.adapter, number)
-        query = state.query.at[number].set(apply_gram(pair.a_q, gram))
-        value = state.value.at[number].set(apply_gram(pair.a_v, gram))
+        pairs: Lora = params.adapter
+        pair: Lora = pair_of(pairs, task)
+        query = state.query.at[task].set(apply_gram(pair.a_q, gram))
+        value = state.value.at[task].set(apply_gram(pair.a_v, gram))
         state = Merged(query, value, state.gram + gram)
-        a_q, a_v = (over_tasks(weighted, state.gram) for weighted in (query, value))
-        past = jnp.arange(run.sizes.tasks)[:, None, None, None] <= number
-        new = params.adapter._replace(
-            a_q=jnp.where(past, a_q, params.adapter.a_q), a_v=jnp.where(past, a_v, params.adapter.a_v)
+        # pairs of later tasks stay as they are
+        has_ended = jnp.arange(run.sizes.tasks)[:, None, None, None] <= task
+        pairs = pairs._replace(
+            a_q=jnp.where(has_ended, over_tasks(query, state.gram), pairs.a_q),
+            a_v=jnp.where(has_ended, over_tasks(value, state.gram), pairs.a_v),
         )
-        return ServerUpdate(params._replace(adapter=new), state)
+        return ServerUpdate(params._replace(adapter=pairs), state)
 
     report = task_grams(options, run)
     return ServerRule("match_tasks", update, init, reports=(report,), when="task_end")
 
 
 def over_tasks(weighted: Float[Array, "tasks blocks rank D"], gram: PyTree) -> Array:
-    """A_t G_t (sum_s G_s)^+ of every task t; B_t with these is the merged update."""
+    """Return A_t G_t (sum_s G_s)^+ of each task t; with B_t they are the merged update."""
     return jax.vmap(lambda a: divide_by_gram(a, gram))(weighted)
