@@ -215,11 +215,8 @@ def test_products_that_no_examples_can_have_are_not_believed():
     context = ClientContext(Frozen({}), None, None, STREAM[0], info_of(SIZES.classes))
 
     def possible(head, pairs=pairs):
-        return bool(
-            possible_grams(
-                context, WeightedChange(Grams(pairs, jnp.asarray(head)), nothing, nothing, nothing)
-            )
-        )
+        grams = Grams(pairs, jnp.asarray(head))
+        return bool(possible_grams(context, WeightedChange(grams, nothing, nothing, nothing)))
 
     assert possible(head) and not possible(head, -pairs)
     assert possible(head, pairs.at[0, 1].set(0.0))  # of an input that is 0 for every example
