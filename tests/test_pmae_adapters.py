@@ -195,7 +195,7 @@ def test_the_bug_is_an_option_and_mixes_up_the_tasks_prefixes_alone():
     )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])
-    np.testing.assert_array_equal(right[1].value[0], part.own[0, 0, 1])
+    np.testing.assert_array_equal(right[1].value[0], part.task_prefix[0, 0, 1])
     same(wrong[0], right[0])  # the release takes shared prefixes by index, without a reshape
     np.testing.assert_array_equal(wrong[1].value[0], right[1].key[0])  # keys for both
     np.testing.assert_array_equal(wrong[1].key[3], right[1].value[3])  # values for both
@@ -211,7 +211,7 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
         trainable = adapter.trainable(params, task)
         return adapter.inject(params, trainable, queries, task, train, mask).prefix[1].key[:, 0, 0]
 
-    own = params.own[:, 0, 0, 0, 0]
+    own = params.task_prefix[:, 0, 0, 0, 0]
     np.testing.assert_allclose(of(True, EVERY), own[jnp.array([1, 1, 1, 1])])
     three = jnp.array([False, True, True, True])
     np.testing.assert_allclose(of(False, three), own[jnp.array([1, 1, 1, 1])])
@@ -221,7 +221,7 @@ def test_training_uses_the_tasks_prefix_and_evaluation_that_of_the_nearest_key()
     adapter = adapter_of("dualprompt", **DUAL, dual_eval_batchwise=True, dual_candidates="all")
     np.testing.assert_allclose(of(False, three, OLD), own[jnp.array([1, 1, 1, 1])])
     # prefixes of other tasks have no gradient, and cannot have one: they do not travel
-    assert part.own.shape == params.own.shape[1:]
+    assert part.task_prefix.shape == params.task_prefix.shape[1:]
     # each image by itself, but in the release
     adapter = adapter_of("dualprompt", **DUAL)
     np.testing.assert_allclose(of(False, EVERY), own[jnp.array([0, 0, 1, 1])])
@@ -250,7 +250,7 @@ def test_a_prefix_starts_as_the_one_before_up_to_the_releases_limit(limit, last)
     params = adapter.init(KEY, None)
     for index in (0, 1, 9, 10, 19):
         opened = adapter.open_task(params, OLD._replace(index=jnp.int32(index)))
-        copied = bool((opened.own[index] == params.own[index - 1]).all()) if index else False
+        copied = bool((opened.task_prefix[index] == params.task_prefix[index - 1]).all()) if index else False
         assert copied == (0 < index <= last)
         same(opened.key, params.key)
 

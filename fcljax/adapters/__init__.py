@@ -67,7 +67,7 @@ ADAPTERS: dict[str, AdapterEntry] = {
 
 
 def find_adapter(name: str) -> AdapterEntry:
-    """The entry of an adapter with its code.
+    """Return the entry of an adapter with its code.
 
     Raises:
       InputError: for an unknown name.

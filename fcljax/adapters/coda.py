@@ -1,10 +1,10 @@
-"""CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend to it (Smith et al.,
-CVPR 2023), as in pMAE's release (specification 6.3).
+"""CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend to it
+(Smith et al., CVPR 2023), as in pMAE's release.
 
-Every task has its own components: a prompt P, a key K and an attention vector A each. The weight of a
-component is the cosine of (query times A) and K, without a softmax. Components of the current task train,
-those of earlier tasks are constant, those of later tasks are not used. Half of a prompt's tokens become keys,
-half values.
+Each task has its own components: a prompt P, a key K and an attention vector A each. The weight
+of a component is the cosine of (query times A) and K, without a softmax. Components of the
+current task train, those of earlier tasks are constant, those of later tasks are not used. Half
+of a prompt's tokens become keys, half values.
 """
 
 import dataclasses
@@ -55,8 +55,10 @@ PRESETS = {
 
 
 class Components(NamedTuple):
-    """Prompts, keys and attention vectors of n components of each task; what trains are those of the current
-    task, without the axis of tasks."""
+    """Prompts, keys and attention vectors of n components of each task.
+
+    The trainable ones are those of the current task, without the axis of tasks.
+    """
 
     prompt: Float[Array, "*tasks blocks n length width"]
     key: Float[Array, "*tasks blocks n width"]
@@ -67,7 +69,7 @@ Cached: TypeAlias = Components | tuple[()]  # empty where clients send all compo
 
 
 def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
-    """CODA-Prompt's adapter.
+    """Return CODA-Prompt's adapter.
 
     Args:
       options: resolved, no None.
@@ -85,27 +87,33 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         )
     check_even("coda_length", options.coda_length)
     slots = Slots(Components._fields, whole=options.coda_upload == "all")
-    each = options.coda_components // sizes.tasks
+    task_components = options.coda_components // sizes.tasks
 
-    def init(key: PRNGKeyArray, frozen) -> Components:
-        """Normal values of every task, which Gram-Schmidt turns into its first values."""
-        del frozen
-        shape = (sizes.tasks, options.coda_blocks, each)
-        keys = jax.random.split(key, 3)
-        prompt = jax.random.normal(keys[0], (*shape, options.coda_length, network.width))
-        return Components(prompt, *(jax.random.normal(k, (*shape, network.width)) for k in keys[1:]))
+    def init(key: PRNGKeyArray, _frozen) -> Components:
+        # normal draws for each task, which Gram-Schmidt makes orthogonal when the task begins
+        shape = (sizes.tasks, options.coda_blocks, task_components)
+        prompt_key, key_key, attention_key = jax.random.split(key, 3)
+        return Components(
+            jax.random.normal(prompt_key, (*shape, options.coda_length, network.width)),
+            jax.random.normal(key_key, (*shape, network.width)),
+            jax.random.normal(attention_key, (*shape, network.width)),
+        )
 
     def open_task(params: Components, task: Task) -> Components:
-        return jax.tree.map(lambda x: orthogonal_start(x, task.index), params)
+        return jax.tree.map(lambda rows: orthogonal_start(rows, task.index), params)
 
     def cached(params: Components) -> Cached:
-        return () if slots.whole else params
+        if slots.whole:
+            return ()
+        return params
 
     def all_components(
         cached: Cached, trainable: Components, task: Task, constant: bool = True
     ) -> Components:
-        past = trainable if slots.whole or not isinstance(cached, Components) else cached
-        return with_current(past, slots.counted(trainable, task), task, constant)
+        params = trainable  # where clients send all of them
+        if isinstance(cached, Components) and not slots.whole:
+            params = cached
+        return with_current(params, slots.counted(trainable, task), task, constant)
 
     def prompt(
         cached: Cached, trainable: Components, query: Array, task: Task, constant: bool = True
@@ -113,56 +121,62 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         return combined(all_components(cached, trainable, task, constant), query, task)
 
     def inject(
-        cached: Cached, trainable: Components, query: Array, task: Task, train: bool, mask: Array
+        cached: Cached, trainable: Components, query: Array, task: Task, train: bool, _mask: Array
     ) -> Injection:
-        del mask
         # a server that trains as in evaluation trains all components that it has (release)
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
     def loss(
-        cached: Cached, trainable: Components, query: Array, task: Task, mask: Array
+        cached: Cached, trainable: Components, _query: Array, task: Task, _mask: Array
     ) -> Float[Array, ""]:
-        del query, mask
-        every = all_components(cached, trainable, task)
-        distances = [apart_from_orthonormal(x, task.index) for x in every]
+        components = all_components(cached, trainable, task)
+        distances = [distance_from_orthonormal(rows, task.index) for rows in components]
         return options.coda_orthogonality * sum(distances, jnp.zeros(()))
 
     adapter = Adapter(
-        init,
+        init=init,
         trainable=slots.trainable,
         merge=slots.merge,
         inject=inject,
         prompt=prompt,
-        loss=loss if options.coda_orthogonality else None,
         queries=True,
         counted=slots.counted,
         lasting=slots.lasting,
         cached=cached,
     )
-    return adapter._replace(open_task=open_task) if options.coda_gram_schmidt else adapter
+    if options.coda_orthogonality:
+        adapter = adapter._replace(loss=loss)
+    if options.coda_gram_schmidt:
+        adapter = adapter._replace(open_task=open_task)
+    return adapter
 
 
-def with_current(params: Components, own: Components, task: Task, constant: bool) -> Components:
-    """All components, those of the current task from `own`; the others are `constant` or get a gradient."""
+def with_current(params: Components, current: Components, task: Task, constant: bool) -> Components:
+    """Return the components of all tasks, with `current` in place of this task's.
 
-    def merged(every: Array, mine: Array) -> Array:
-        is_current = (jnp.arange(len(every)) == task.index).reshape(-1, *[1] * (every.ndim - 1))
-        return jnp.where(is_current, mine, jax.lax.stop_gradient(every) if constant else every)
+    The others are `constant`, or get a gradient.
+    """
 
-    return jax.tree.map(merged, params, own)
+    def merge(leaf: Array, current_leaf: Array) -> Array:
+        is_current = jnp.arange(len(leaf)) == task.index
+        if constant:
+            leaf = jax.lax.stop_gradient(leaf)
+        return jnp.where(is_current.reshape(-1, *[1] * (leaf.ndim - 1)), current_leaf, leaf)
+
+    return jax.tree.map(merge, params, current)
 
 
 def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
-    """sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
+    """Return sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
     weight = jnp.where(seen, matches(params, query), 0.0)
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
 
 
 def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
-    """The weight cos(q * A_k, K_k) of each component for each image."""
+    """Return the weight cos(q * A_k, K_k) of each component for each image."""
     axes = tuple(range(1, params.key.ndim))
     attended = unit(jnp.expand_dims(query, axes) * params.attention, EPSILON)
     return jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
@@ -171,36 +185,39 @@ def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Arr
 def orthogonal_start(
     rows: Float[Array, "tasks blocks n *shape"], task: Array
 ) -> Float[Array, "tasks blocks n *shape"]:
-    """The task's rows by Gram-Schmidt, one after the other: each draw minus its projections on all rows
-    before it, those of earlier tasks included, as a vector of length 1."""
-    tasks, blocks, each = rows.shape[:3]
-    flat = jnp.moveaxis(rows.reshape(tasks, blocks, each, -1), 1, 0).reshape(blocks, tasks * each, -1)
+    """Return all rows with the task's made orthonormal by Gram-Schmidt, one after the other.
 
-    def of_block(flat: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-        def one(i: Array, flat: Array) -> Array:
-            row = task * each + i
-            return flat.at[row].set(rejected(flat, row))
+    A row loses its projections on all rows before it, those of earlier tasks included, and is
+    scaled to length 1.
+    """
+    tasks, blocks, n = rows.shape[:3]
+    matrices = jnp.moveaxis(rows.reshape(tasks, blocks, n, -1), 1, 0)
+    matrices = matrices.reshape(blocks, tasks * n, -1)
 
-        return jax.lax.fori_loop(0, each, one, flat)
+    def of_block(matrix: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+        def step(i: Array, matrix: Array) -> Array:
+            row = task * n + i
+            return matrix.at[row].set(orthogonal_row(matrix, row))
 
-    done = jax.vmap(of_block)(flat).reshape(blocks, tasks, each, -1)
-    return jnp.moveaxis(done, 0, 1).reshape(rows.shape)
+        return jax.lax.fori_loop(0, n, step, matrix)
+
+    matrices = jax.vmap(of_block)(matrices).reshape(blocks, tasks, n, -1)
+    return jnp.moveaxis(matrices, 0, 1).reshape(rows.shape)
 
 
-def rejected(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " width"]:
-    """A row minus its projections on all rows before it, as a vector of length 1."""
-    before = jnp.arange(len(rows)) < index
-    share = jnp.where(
-        before, exact_matmul(rows, rows[index]) / jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON), 0.0
-    )
-    row = rows[index] - exact_matmul(share, rows)
+def orthogonal_row(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " width"]:
+    """Return a row minus its projections on all rows before it, scaled to length 1."""
+    squares = jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON)
+    projections = exact_matmul(rows, rows[index]) / squares
+    is_before = jnp.arange(len(rows)) < index
+    row = rows[index] - exact_matmul(jnp.where(is_before, projections, 0.0), rows)
     return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
 
 
-def apart_from_orthonormal(x: Float[Array, "tasks blocks n *shape"], task: Array) -> Float[Array, ""]:
-    """The mean square of X X^T - I over the rows of the tasks seen so far, summed over the blocks."""
-    tasks, blocks, each = x.shape[:3]
-    rows = jnp.moveaxis(x, 1, 0).reshape(blocks, tasks * each, -1)
-    seen = jnp.repeat(jnp.arange(tasks) <= task, each)
-    apart = exact_einsum("bnd,bmd->bnm", rows, rows) - jnp.eye(tasks * each)
-    return jnp.sum(apart**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2
+def distance_from_orthonormal(rows: Float[Array, "tasks blocks n *shape"], task: Array) -> Float[Array, ""]:
+    """Return the mean square of X X^T - I over the rows X of the tasks seen, summed over blocks."""
+    tasks, blocks, n = rows.shape[:3]
+    matrices = jnp.moveaxis(rows, 1, 0).reshape(blocks, tasks * n, -1)
+    seen = jnp.repeat(jnp.arange(tasks) <= task, n)
+    difference = exact_einsum("bnd,bmd->bnm", matrices, matrices) - jnp.eye(tasks * n)
+    return jnp.sum(difference**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2

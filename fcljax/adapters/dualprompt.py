@@ -1,11 +1,11 @@
-"""DualPrompt: prefixes that all tasks share, and one prefix per task (Wang et al., ECCV 2022), as in pMAE's
-release (specification 6.2).
+"""DualPrompt: prefixes that all tasks share, and one prefix per task (Wang et al., ECCV 2022), as
+in pMAE's release.
 
-The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after them. Training uses
-the current task's E. Evaluation, and a server that trains, use the E whose key is nearest to the image, as in
-the paper; in the release the one that is nearest to most images of the batch, where padding has no vote. A
-client that was sent the current task's E alone uses it also where it reads its examples as in evaluation, to
-choose exemplars for example.
+The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after them.
+Training uses the current task's E. Evaluation, and a server that trains, use the E whose key is
+nearest to the image, as in the paper; in the release the one that is nearest to most images of
+the batch, where padding has no vote. A client that received the current task's E alone uses it
+also where it reads its examples as in evaluation, to choose exemplars for example.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from fcljax.adapters.l2p import choose_prompts, pull, uniform
+from fcljax.adapters.l2p import choose_prompts, key_similarity, uniform
 from fcljax.adapters.slots import Slots
 from fcljax.models.heads import cosine, mask_logits
 from fcljax.models.vit import Injection, Prefix, check_blocks
@@ -71,11 +71,15 @@ BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")  # options by which pred
 
 
 class DualPrompts(NamedTuple):
-    """Prefixes as keys and values of each block, and the tasks' keys; what trains has `own` and `key` of the
-    current task, [blocks, 2, length, width] and [width]."""
+    """Prefixes, as keys and values of each block, and the tasks' keys.
+
+    The trainable ones have the current task's `task_prefix` and `key`, without the axis of tasks.
+    """
 
     shared: Float[Array, "blocks 2 length width"]
-    own: Float[Array, "tasks blocks 2 length width"] | Float[Array, "blocks 2 length width"]
+    """G."""
+    task_prefix: Float[Array, "tasks blocks 2 length width"] | Float[Array, "blocks 2 length width"]
+    """E."""
     key: Float[Array, "tasks width"] | Float[Array, " width"]
 
 
@@ -83,7 +87,7 @@ Cached: TypeAlias = DualPrompts | tuple[()]  # the server's parameters, or a cli
 
 
 def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Adapter:
-    """DualPrompt's adapter.
+    """Return DualPrompt's adapter.
 
     Args:
       options: of the prefixes and their choice.
@@ -94,56 +98,63 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
       InputError: for more blocks with prefixes than the network has.
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
-    slots = Slots(("own", "key"), whole=options.dual_upload == "all")
-    copies = options.dual_transfer or sizes.tasks  # tasks whose prefixes may start as copies
+    slots = Slots(("task_prefix", "key"), whole=options.dual_upload == "all")
+    transfers_before = options.dual_transfer or sizes.tasks  # the first task without transfer
 
-    def init(key: PRNGKeyArray, frozen) -> DualPrompts:
-        del frozen
+    def init(key: PRNGKeyArray, _frozen) -> DualPrompts:
         return uniform_prompts(key, options, sizes.tasks, network.width)
 
     def open_task(params: DualPrompts, task: Task) -> DualPrompts:
-        """A task's prefix starts as the one before; keys never do."""
-        copied = (task.index > 0) & (task.index < copies)
-        start = jnp.where(copied, params.own[jnp.maximum(task.index - 1, 0)], params.own[task.index])
-        return params._replace(own=params.own.at[task.index].set(start))
+        # a task's prefix starts as the previous one; its key never does
+        prefixes = params.task_prefix
+        previous = prefixes[jnp.maximum(task.index - 1, 0)]
+        is_copied = (task.index > 0) & (task.index < transfers_before)
+        start = jnp.where(is_copied, previous, prefixes[task.index])
+        return params._replace(task_prefix=prefixes.at[task.index].set(start))
 
     def prefixes(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
-        """A task's prefix for every image."""
-        has_all = slots.whole or isinstance(cached, DualPrompts)
-        if train or not has_all:
-            own = slots.counted(trainable, task).own
-            return jnp.broadcast_to(own, (len(query), *own.shape))
-        every = slots.merge(cached, task, trainable) if isinstance(cached, DualPrompts) else trainable
-        seen = (jnp.arange(sizes.tasks) <= task.index) | (options.dual_candidates == "all")
-        score = mask_logits(cosine(query, every.key), seen)
-        return every.own[choose_prompts(score, mask, 1, options.dual_eval_batchwise)[:, 0]]
+        """Return a task's prefix for each image."""
+        has_all_tasks = slots.whole or isinstance(cached, DualPrompts)
+        if train or not has_all_tasks:
+            current = slots.counted(trainable, task).task_prefix
+            return jnp.broadcast_to(current, (len(query), *current.shape))
+        params = trainable
+        if isinstance(cached, DualPrompts):
+            params = slots.merge(cached, task, trainable)
+        candidates = (jnp.arange(sizes.tasks) <= task.index) | (options.dual_candidates == "all")
+        score = mask_logits(cosine(query, params.key), candidates)
+        index = choose_prompts(score, mask, 1, options.dual_eval_batchwise)[:, 0]
+        return params.task_prefix[index]
 
     def inject(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Injection:
-        own = prefixes(cached, trainable, query, task, train, mask)
+        task_prefix = prefixes(cached, trainable, query, task, train, mask)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
-        of_task = jnp.unstack(own, axis=1)
+        task_blocks = jnp.unstack(task_prefix, axis=1)
         if options.dual_reshape_bug:
-            of_task = [mixed_up(both, mask) for both in of_task]
-        blocks = [*jnp.unstack(shared, axis=1), *of_task]
-        return Injection(prefix={i: Prefix(*jnp.unstack(both, axis=1)) for i, both in enumerate(blocks)})
+            task_blocks = [mixed_up(block, mask) for block in task_blocks]
+        blocks = [*jnp.unstack(shared, axis=1), *task_blocks]
+        keys_and_values = [Prefix(*jnp.unstack(block, axis=1)) for block in blocks]
+        return Injection(prefix=dict(enumerate(keys_and_values)))
 
-    def prompt(cached: Cached, trainable: DualPrompts, query: Array, task: Task) -> Float[Array, "b n width"]:
-        no_padding = jnp.ones(len(query), bool)  # latents that a server drew
-        own = prefixes(cached, trainable, query, task, False, no_padding)
+    def prompt(
+        cached: Cached, trainable: DualPrompts, query: Array, task: Task
+    ) -> Float[Array, "batch n width"]:
+        no_padding = jnp.ones(len(query), bool)  # queries are latents that a server drew
+        task_prefix = prefixes(cached, trainable, query, task, False, no_padding)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
-        flat = [x.reshape(len(query), -1, network.width) for x in (shared, own)]
-        return jnp.concatenate(flat, axis=1)
+        tokens = [prefix.reshape(len(query), -1, network.width) for prefix in (shared, task_prefix)]
+        return jnp.concatenate(tokens, axis=1)
 
     def loss(
-        cached: Cached, trainable: DualPrompts, query: Array, task: Task, mask: Array
+        _cached: Cached, trainable: DualPrompts, query: Array, task: Task, mask: Array
     ) -> Float[Array, ""]:
-        del cached
-        first = jnp.zeros((len(query), 1), jnp.int32)
-        return -options.dual_key_weight * pull(slots.counted(trainable, task).key[None], query, first, mask)
+        key = slots.counted(trainable, task).key[None]
+        only_key = jnp.zeros((len(query), 1), jnp.int32)
+        return -options.dual_key_weight * key_similarity(key, query, only_key, mask)
 
     return Adapter(
         init,
@@ -162,7 +173,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
 
 
 def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, width: int) -> DualPrompts:
-    """Prefixes and keys of all tasks, uniform in [-1, 1]."""
+    """Return initial prefixes and keys of all tasks, uniform in [-1, 1]."""
     shapes = (
         (options.dual_shared_blocks, 2, options.dual_shared_length, width),
         (tasks, options.dual_blocks, 2, options.dual_length, width),
@@ -172,12 +183,16 @@ def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, w
 
 
 def mixed_up(
-    both: Float[Array, "batch 2 length width"], mask: Bool[Array, " batch"]
+    prefix: Float[Array, "batch 2 length width"], mask: Bool[Array, " batch"]
 ) -> Float[Array, "batch 2 length width"]:
-    """What the release's reshape makes of a batch's keys and values: it lists the keys of all images, then
-    their values, and gives them out in pairs. Padding follows the batch's examples and is no part of it."""
+    """Return what the release's reshape makes of a batch's keys and values.
+
+    It lists the keys of all images, then their values, and assigns them in pairs. Padding
+    follows the batch's examples and takes no part in it.
+    """
     examples = jnp.sum(mask)
-    position = 2 * jnp.arange(len(both))[:, None] + jnp.arange(2)  # of the pair (image, half)
+    # position of half h (0: key, 1: value) of an image in the list
+    position = 2 * jnp.arange(len(prefix))[:, None] + jnp.arange(2)
     half, image = jnp.divmod(position, jnp.maximum(examples, 1))
-    mixed = both[image.clip(0, len(both) - 1), half.clip(0, 1)]
-    return jnp.where(mask[:, None, None, None], mixed, both)
+    mixed = prefix[image.clip(0, len(prefix) - 1), half.clip(0, 1)]
+    return jnp.where(mask[:, None, None, None], mixed, prefix)

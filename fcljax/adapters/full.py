@@ -19,14 +19,15 @@ class FullOptions:
     """Learning rate of the network."""
 
 
-def full(options: FullOptions, sizes: Sizes, network: Network) -> Adapter:
-    """All weights of the network, in float32: a step of 1e-5 would be lost in bfloat16."""
-    del sizes
+def full(options: FullOptions, _sizes: Sizes, network: Network) -> Adapter:
+    """Return the adapter that trains all weights of the network."""
 
-    def init(key: PRNGKeyArray, frozen: Frozen) -> PyTree:
-        del key
-        weights = network.split(frozen.network)[0] if network.split else frozen.network
-        return jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+    def init(_key: PRNGKeyArray, frozen: Frozen) -> PyTree:
+        weights = frozen.network
+        if network.split:  # running statistics do not train
+            weights, _ = network.split(frozen.network)
+        # a step of 1e-5 would be lost in bfloat16
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
 
     def network_of(trainable: PyTree) -> PyTree:
         return trainable

@@ -1,11 +1,12 @@
-"""L2P: prompts of a pool are chosen by their keys and go through the whole network (Wang et al., CVPR 2022),
-as in pMAE's release (specification 6.1).
+"""L2P: prompts of a pool are chosen by their keys and go through the whole network (Wang et al.,
+CVPR 2022), as in pMAE's release.
 
-The prompts are between class token and patches, all with the class token's position embedding; the classifier
-reads the mean of their outputs. An image chooses the prompts with the nearest keys by itself, as in the
-paper, or with its batch, as in the release: every image votes for its nearest keys, and all images get the
-prompts with the most votes. By default batches vote in training alone, so that a prediction does not depend
-on the images beside it. Padding has no vote. A server that trains chooses as in evaluation.
+The prompts stand between class token and patches, all with the class token's position embedding;
+the classifier reads the mean of their outputs. An image chooses the prompts with the nearest keys
+by itself, as in the paper, or with its batch, as in the release: each image votes for its nearest
+keys, and all images get the prompts with the most votes. By default batches vote in training
+alone, so that a prediction does not depend on the images beside it. Padding has no vote. A server
+that trains chooses as in evaluation.
 """
 
 import dataclasses
@@ -54,61 +55,57 @@ class KeyedPrompts(NamedTuple):
     key: Float[Array, "size width"]
 
 
-def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
-    """L2P's adapter.
-
-    Args:
-      options: of the pool.
-      sizes: not read: the pool is the same for all tasks.
-      network: a ViT.
+def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
+    """Return L2P's adapter for a ViT; its pool is the same for all tasks.
 
     Raises:
       InputError: for a choice of more prompts than there are.
     """
-    del sizes
     if options.l2p_top_k > options.l2p_size:
         raise InputError(
             f"l2p_top_k: {options.l2p_top_k} of a pool of {options.l2p_size}; nearest: {options.l2p_size}"
         )
 
-    def init(key: PRNGKeyArray, frozen) -> KeyedPrompts:
-        """Uniform in [-1, 1], keys too."""
-        del frozen
+    def init(key: PRNGKeyArray, _frozen) -> KeyedPrompts:
         size = options.l2p_size
-        width = network.width
-        shapes = ((size, options.l2p_length, width), (size, width))
-        return KeyedPrompts(*map(uniform, jax.random.split(key), shapes))
+        prompt_key, key_key = jax.random.split(key)
+        prompt = uniform(prompt_key, (size, options.l2p_length, network.width))
+        return KeyedPrompts(prompt, uniform(key_key, (size, network.width)))
 
-    def chosen(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch chosen"]:
-        batchwise = options.l2p_train_batchwise if train else options.l2p_eval_batchwise
-        return choose_prompts(cosine(query, trainable.key), mask, options.l2p_top_k, batchwise)
+    def choose(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch top_k"]:
+        batchwise = options.l2p_eval_batchwise
+        if train:
+            batchwise = options.l2p_train_batchwise
+        score = cosine(query, trainable.key)
+        return choose_prompts(score, mask, options.l2p_top_k, batchwise)
 
     def tokens(
         trainable: KeyedPrompts, query: Array, train: bool, mask: Array
     ) -> Float[Array, "batch tokens width"]:
-        prompts = trainable.prompt[chosen(trainable, query, train, mask)]
+        prompts = trainable.prompt[choose(trainable, query, train, mask)]
         return prompts.reshape(len(query), -1, network.width)
 
     def prompt(
-        cached, trainable: KeyedPrompts, query: Array, task: Task
+        _cached, trainable: KeyedPrompts, query: Array, _task: Task
     ) -> Float[Array, "batch tokens width"]:
-        del cached, task
-        no_padding = jnp.ones(len(query), bool)  # latents that a server drew
+        no_padding = jnp.ones(len(query), bool)  # queries are latents that a server drew
         return tokens(trainable, query, False, no_padding)
 
     def inject(
-        cached, trainable: KeyedPrompts, query: Array, task: Task, train: bool, mask: Array
+        _cached, trainable: KeyedPrompts, query: Array, _task: Task, train: bool, mask: Array
     ) -> Injection:
-        del cached, task
         return Injection(tokens=tokens(trainable, query, train, mask))
 
     def loss(
-        cached: tuple, trainable: KeyedPrompts, query: Array, task: Task, mask: Array
+        _cached: tuple, trainable: KeyedPrompts, query: Array, _task: Task, mask: Array
     ) -> Float[Array, ""]:
-        del cached, task
-        nearest = chosen(trainable, query, True, mask)
-        return -options.l2p_key_weight * pull(trainable.key, query, nearest, mask)
+        index = choose(trainable, query, True, mask)
+        similarity = key_similarity(trainable.key, query, index, mask)
+        return -options.l2p_key_weight * similarity
 
+    batchwise = ()
+    if options.l2p_eval_batchwise:
+        batchwise = ("l2p_eval_batchwise",)
     return Adapter(
         init,
         inject=inject,
@@ -117,17 +114,17 @@ def l2p(options: L2POptions, sizes: Sizes, network: Network) -> Adapter:
         feature=mean_of_prompts,
         truncated=True,
         queries=True,
-        batchwise=("l2p_eval_batchwise",) if options.l2p_eval_batchwise else (),
+        batchwise=batchwise,
     )
 
 
 def uniform(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """First values of prompts and keys, uniform in [-1, 1]."""
+    """Return initial values of prompts or keys, uniform in [-1, 1]."""
     return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
 
 def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
-    """The feature: the mean over the prompts' outputs."""
+    """Return the feature that the classifier reads: the mean over the prompts' outputs."""
     if features.prompts is None:
         raise InputError("l2p: the network gives back no injected tokens; it works on a vision transformer")
     return features.prompts.mean(axis=1)
@@ -136,21 +133,24 @@ def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
 def choose_prompts(
     score: Float[Array, "batch size"], mask: Bool[Array, " batch"], count: int, batchwise: bool
 ) -> Int[Array, "batch count"]:
-    """The prompts of each image: those with the highest scores, or those with the most votes of the batch.
-    Among prompts with equally many votes the one with the lower index wins."""
+    """Choose the prompts with the highest scores, or those with the most votes of the batch.
+
+    Among prompts with equally many votes the one with the lower index wins.
+    """
     nearest = jax.lax.top_k(score, count)[1]
     if not batchwise:
         return nearest
-    votes = jnp.sum(jax.nn.one_hot(nearest, score.shape[1]) * mask[:, None, None], axis=(0, 1))
+    ballots = jax.nn.one_hot(nearest, score.shape[1]) * mask[:, None, None]
+    votes = jnp.sum(ballots, axis=(0, 1))
     return jnp.broadcast_to(jax.lax.top_k(votes, count)[1], nearest.shape)
 
 
-def pull(
+def key_similarity(
     key: Float[Array, "size width"],
     query: Float[Array, "batch width"],
-    chosen: Int[Array, "batch count"],
+    index: Int[Array, "batch count"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """The sum of the cosines of a query and its chosen keys, its mean over the examples in the mask."""
-    near = jnp.take_along_axis(cosine(query, key), chosen, axis=1)
-    return reduce_rows(jnp.sum(near, axis=1), mask, jnp.sum(mask), "mean")
+    """Return the sum of the cosines of a query and its chosen keys, the mean over examples."""
+    similarity = jnp.take_along_axis(cosine(query, key), index, axis=1)
+    return reduce_rows(jnp.sum(similarity, axis=1), mask, jnp.sum(mask), "mean")

@@ -11,7 +11,9 @@ class LinearOptions:
     """The adapter `linear` has no options."""
 
 
-def linear(options: LinearOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Nothing trains inside the network; its features are cached wherever images are deterministic."""
-    del options, sizes, network
+def linear(_options: LinearOptions, _sizes: Sizes, _network: Network) -> Adapter:
+    """Return the adapter that trains nothing inside the network.
+
+    Features of the frozen network are cached wherever images are deterministic.
+    """
     return Adapter(init=lambda key, frozen: ())

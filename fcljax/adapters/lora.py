@@ -1,8 +1,9 @@
-"""A low-rank pair per task in a ViT's first blocks, and how the pairs of several tasks are combined.
+"""A low-rank pair per task in a ViT's first blocks, and the combination of several tasks' pairs
+(PILoRA, section 4.1).
 
-PILoRA, section 4.1. The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the
-pair of one task has leaves [blocks, ...]. A task is an index that may be traced: pairs of earlier tasks are
-constants, pairs of later ones count as 0.
+The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of
+one task has leaves [blocks, ...]. A task is an index that may be traced: pairs of earlier tasks
+are constants, pairs of later ones count as 0.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ LoraRule = Literal["sum", "current", "products", "first"]
 def init_pairs(
     key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform"
 ) -> Lora:
-    """All tasks' pairs: B = 0, A uniform in +-1/sqrt(width) (release) or normal (paper).
+    """Return new pairs of all tasks: B = 0, A uniform in +-1/sqrt(width) (release) or normal.
 
-    The paper states no standard deviation; it is that of the uniform draw.
+    The paper's normal distribution has no stated standard deviation; here it is that of the
+    uniform draw.
 
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
@@ -41,54 +43,64 @@ def init_pairs(
             return bound / 3**0.5 * jax.random.normal(key, shape)
         return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
-    query, value = jax.random.split(key)
+    query_key, value_key = jax.random.split(key)
     zeros = jnp.zeros((tasks, blocks, width, rank))
-    return Lora(draw(query), zeros, draw(value), zeros)
+    return Lora(draw(query_key), zeros, draw(value_key), zeros)
 
 
 def pair_of(pairs: Lora, task: ArrayLike) -> Lora:
-    """The pair of one task, leaves [blocks, ...]."""
+    """Return the pair of one task, leaves [blocks, ...]."""
     return jax.tree.map(lambda leaf: leaf[task], pairs)
 
 
 def merge_pair(pairs: Lora, task: ArrayLike, pair: Lora) -> Lora:
-    """All pairs, with that of one task replaced."""
+    """Return all pairs with that of one task replaced."""
     return jax.tree.map(lambda leaf, new: leaf.at[task].set(new), pairs, pair)
 
 
 def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
-    """The pair that stands for tasks 0..task; that of `task` is `current`, which alone gets a gradient.
+    """Return the one pair that stands for tasks 0 to t, of which task t's alone gets a gradient.
 
     Args:
-      pairs: leaves [tasks, blocks, ...]; not read by the rule "current", which may have ().
-      current: the pair of the task, leaves [blocks, ...].
+      pairs: leaves [tasks, blocks, ...]; may be () for the rule "current".
+      current: the pair of task t, leaves [blocks, ...].
       task: t.
-      rule: "sum" is the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6). "current" is B_t A_t alone
-        (the release's clients). "products" is sum_i B_i A_i, as one pair of rank tasks * rank (PILoRA eq. 5).
-        "first" is B_0 A_0 (the model that the release evaluates).
+      rule: sum: the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6); current: B_t A_t
+        alone (the release's clients); products: sum_i B_i A_i, as one pair of rank
+        tasks * rank (PILoRA eq. 5); first: B_0 A_0 (the model that the release evaluates).
 
     Returns:
-      Leaves [blocks, R, width] and [blocks, width, R], R the rank, or tasks * rank for "products".
+      Leaves [blocks, R, width] and [blocks, width, R] for a rank R.
     """
     if rule == "current":
         return current
-    slots = jax.tree.map(lambda old, new: _until(old, new, task), pairs, current)
+    slots: Lora = jax.tree.map(lambda old, new: _up_to(old, new, task), pairs, current)
     if rule == "products":
-        along_rank = ("t m r d -> m (t r) d", "t m d r -> m d (t r)")
-        return Lora(*(rearrange(leaf, along_rank[i % 2]) for i, leaf in enumerate(slots)))
-    return jax.tree.map(lambda leaf: leaf[0] if rule == "first" else jnp.sum(leaf, axis=0), slots)
+        # side by side along the rank, [B_0, B_1, ..] [A_0; A_1; ..] is the sum of products
+        return Lora(
+            a_q=rearrange(slots.a_q, "t m r d -> m (t r) d"),
+            b_q=rearrange(slots.b_q, "t m d r -> m d (t r)"),
+            a_v=rearrange(slots.a_v, "t m r d -> m (t r) d"),
+            b_v=rearrange(slots.b_v, "t m d r -> m d (t r)"),
+        )
+    if rule == "first":
+        return pair_of(slots, 0)
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), slots)
 
 
 def lora_injection(pair: Lora) -> Injection:
-    """Block m gets the low-rank updates [m, ...] of the pair."""
-    return Injection(lora={block: pair_of(pair, block) for block in range(pair.a_q.shape[0])})
+    """Return the injection in which block m has the low-rank updates [m, ...] of the pair."""
+    blocks = pair.a_q.shape[0]
+    return Injection(lora={block: pair_of(pair, block) for block in range(blocks)})
 
 
-def _until(
-    old: Float[Array, "tasks *rest"], new: Float[Array, "*rest"], task: ArrayLike
+def _up_to(
+    old: Float[Array, "tasks *rest"], current: Float[Array, "*rest"], task: ArrayLike
 ) -> Float[Array, "tasks *rest"]:
-    index = jnp.arange(old.shape[0]).reshape(-1, *[1] * new.ndim)
-    return jnp.where(index == task, new, jnp.where(index < task, jax.lax.stop_gradient(old), 0.0))
+    """Return a leaf with the current task's values, constant earlier ones and 0 for later tasks."""
+    index = jnp.arange(old.shape[0]).reshape(-1, *[1] * current.ndim)
+    earlier = jnp.where(index < task, jax.lax.stop_gradient(old), 0.0)
+    return jnp.where(index == task, current, earlier)
 
 
 # ---- the adapter -------------------------------------------------------------------------------------------
@@ -115,7 +127,7 @@ class LoraOptions:
 
 
 def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Low-rank updates of queries and values: one pair for the whole stream, or one per task (PILoRA, 4.1).
+    """Return the adapter of low-rank updates of queries and values (PILoRA, section 4.1).
 
     Args:
       options: resolved, no None.
@@ -126,16 +138,17 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
       InputError: for more blocks with pairs than the network has.
     """
     check_blocks("lora_blocks", options.lora_blocks, network)
-    one = options.lora_pairs == "one"
-    local = options.local_lora
-    evaluated = options.global_lora
+    one_pair = options.lora_pairs == "one"
 
     def index(task: Task) -> ArrayLike:
-        return 0 if one else task.index
+        if one_pair:
+            return 0
+        return task.index
 
-    def init(key: PRNGKeyArray, frozen) -> Lora:
-        del frozen
-        tasks = 1 if one else sizes.tasks
+    def init(key: PRNGKeyArray, _frozen) -> Lora:
+        tasks = sizes.tasks
+        if one_pair:
+            tasks = 1
         blocks = options.lora_blocks
         rank = options.lora_rank
         return init_pairs(key, tasks, blocks, rank, network.width, options.lora_init)
@@ -147,19 +160,28 @@ def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
         return merge_pair(params, index(task), trainable)
 
     def cached(params: Lora) -> Lora | tuple[()]:
-        """Where the current pair acts alone the orthogonality loss reads the A of earlier pairs, and no B."""
-        if one:
+        if one_pair:
             return ()
-        # pyrefly: ignore[bad-argument-type]  # None is what clients do not need
-        return params._replace(b_q=None, b_v=None) if local == "current" else params
+        if options.local_lora == "current":
+            # earlier pairs do not act in the network; an orthogonality loss reads only their A
+            # pyrefly: ignore[bad-argument-type]  # None is what clients do not need
+            return params._replace(b_q=None, b_v=None)
+        return params
 
-    def inject(cached: Lora | tuple[()], trainable: Lora, query, task: Task, train: bool, mask) -> Injection:
-        del query, mask
-        rule = "current" if one else local if train else evaluated
+    def inject(
+        cached: Lora | tuple[()], trainable: Lora, _query, task: Task, train: bool, _mask
+    ) -> Injection:
+        rule = options.global_lora
+        if train:
+            rule = options.local_lora
+        if one_pair:
+            rule = "current"
         return lora_injection(summed(cached, trainable, index(task), rule))
 
     def lasting(trainable: Lora) -> Lora | tuple[()]:
-        return trainable if one else ()
+        if one_pair:
+            return trainable
+        return ()
 
     return Adapter(
         init,

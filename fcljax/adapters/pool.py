@@ -1,8 +1,8 @@
-"""A weighted pool of prefix prompts (HePCo, section 4.1): every image's prompt is the sum of all prompts of
-the pool, each times the cosine of its key and the image's un-prompted features.
+"""A weighted pool of prefix prompts (HePCo, section 4.1): an image's prompt is the sum of all
+prompts of the pool, each times the cosine of its key and the image's un-prompted features.
 
-The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes keys, half values, of
-its block's attention; they bypass the block's own projection (prefix tuning).
+The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes keys of its
+block's attention and half values; they bypass the block's projection (prefix tuning).
 """
 
 import dataclasses
@@ -41,41 +41,31 @@ class Pool(NamedTuple):
     key: Float[Array, "blocks size width"]
 
 
-def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
-    """HePCo's adapter.
-
-    Args:
-      options: of the pool.
-      sizes: not read: the pool is the same for all tasks.
-      network: a ViT.
+def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
+    """Return HePCo's adapter for a ViT; its pool is the same for all tasks.
 
     Raises:
       InputError: for more blocks with prompts than the network has, or an odd length.
     """
-    del sizes
     check_blocks("pool_blocks", options.pool_blocks, network)
     check_even("pool_length", options.pool_length)
 
-    def init(key: PRNGKeyArray, frozen) -> Pool:
-        """Uniform in [0, 1), keys too, as in the release."""
-        del frozen
-        first, second = jax.random.split(key)
+    def init(key: PRNGKeyArray, _frozen) -> Pool:
+        # prompts and keys are uniform in [0, 1), as in the release
+        prompt_key, key_key = jax.random.split(key)
         shape = (options.pool_blocks, options.pool_size)
-        prompt = jax.random.uniform(first, (*shape, options.pool_length, network.width))
-        return Pool(prompt, jax.random.uniform(second, (*shape, network.width)))
+        prompt = jax.random.uniform(prompt_key, (*shape, options.pool_length, network.width))
+        return Pool(prompt, jax.random.uniform(key_key, (*shape, network.width)))
 
     def prompt(
-        cached, trainable: Pool, query: Array, task: Task
+        _cached, trainable: Pool, query: Array, _task: Task
     ) -> Float[Array, "batch blocks length width"]:
-        del cached, task
         return weighted_prompts(trainable, query)
 
-    def inject(cached, trainable: Pool, query: Array, task: Task, train: bool, mask: Array) -> Injection:
-        del cached, task, train, mask
+    def inject(_cached, trainable: Pool, query: Array, _task: Task, _train: bool, _mask: Array) -> Injection:
         return prefix_injection(weighted_prompts(trainable, query))
 
-    def mixture(cached, trainable: Pool, query: Array, task: Task) -> Mixture:
-        del cached, task
+    def mixture(_cached, trainable: Pool, query: Array, _task: Task) -> Mixture:
         basis = trainable.prompt.reshape(*trainable.prompt.shape[:2], -1)
         return Mixture(jnp.moveaxis(weights(trainable, query), 0, 1), basis)
 
@@ -83,7 +73,7 @@ def pool(options: PoolOptions, sizes: Sizes, network: Network) -> Adapter:
 
 
 def weights(pool: Pool, query: Float[Array, "batch width"]) -> Float[Array, "blocks batch size"]:
-    """cos(q, K_lm) of every prompt, for each block."""
+    """Return cos(q, K_lm) of each prompt m, for each block l."""
     query = unit(query, eps=1e-12)
     keys = unit(pool.key, eps=1e-12)
     return jax.lax.map(lambda key: exact_matmul(query, key.T), keys)
@@ -92,19 +82,17 @@ def weights(pool: Pool, query: Float[Array, "batch width"]) -> Float[Array, "blo
 def weighted_prompts(
     pool: Pool, query: Float[Array, "batch width"]
 ) -> Float[Array, "batch blocks length width"]:
-    """rho_l(q) = sum_m cos(q, K_lm) P_lm (HePCo, section 4.1).
-
-    One matrix product per block: on CPU five of them take a fifth of the time of a batched one. In a loop
-    they are compiled once.
-    """
+    """Return rho_l(q) = sum_m cos(q, K_lm) P_lm (HePCo, section 4.1)."""
     blocks, size, length, _ = pool.prompt.shape
     basis = pool.prompt.reshape(blocks, size, -1)
-    prompts = jax.lax.map(lambda each: exact_matmul(*each), (weights(pool, query), basis))
+    # one matrix product per block: on a CPU five of them take a fifth of the time of a batched
+    # one, and a loop compiles it once
+    prompts = jax.lax.map(lambda block: exact_matmul(*block), (weights(pool, query), basis))
     return rearrange(prompts, "l b (t d) -> b l t d", t=length)
 
 
 def check_even(field: str, length: int) -> None:
-    """Check that a prompt can be cut into keys and values, as `prefix_injection` does.
+    """Check that a prompt can be divided into keys and values (`prefix_injection`).
 
     Raises:
       InputError: for an odd length.
@@ -116,7 +104,8 @@ def check_even(field: str, length: int) -> None:
 
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
-    """The first half of each block's tokens as keys, the second half as values."""
-    # the gradient of `unstack` joins those of the parts; that of indexing adds up as many padded arrays
+    """Return the injection with half of each block's tokens as keys, the other as values."""
+    # the gradient of `unstack` joins those of the parts; that of indexing adds padded arrays
     blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))
-    return Injection(prefix={i: Prefix(*jnp.unstack(halves)) for i, halves in enumerate(blocks)})
+    prefixes = [Prefix(*jnp.unstack(keys_and_values)) for keys_and_values in blocks]
+    return Injection(prefix=dict(enumerate(prefixes)))

@@ -1,6 +1,5 @@
-"""Task prompts that are fused per image by a gate on the un-prompted features.
-
-FPPL, section III-B; release `prompt.py`, `linears.py`.
+"""Task prompts that a gate on the un-prompted features fuses for each image (FPPL, section III-B;
+release `prompt.py`, `linears.py`).
 """
 
 import dataclasses
@@ -21,33 +20,43 @@ from fcljax.types import Network, Sizes, Task
 class Gate(NamedTuple):
     """The coslinear gate g_psi."""
 
-    psi: Float[Array, "tasks width"]  # a direction per task
-    sigma: Float[Array, ""] | None  # a scale; None, as in the paper, is 1
+    psi: Float[Array, "tasks width"]
+    """A direction per task."""
+    sigma: Float[Array, ""] | None
+    """A scale; None, as in the paper: 1."""
 
 
 def init_prompts(
     key: PRNGKeyArray, tasks: int, blocks: int, length: int, width: int
 ) -> Float[Array, "tasks blocks length width"]:
-    """All tasks' prompts, uniform in [-1, 1]. The release's pool of 4 times 5 flattens to length 20 too."""
+    """Return new prompts of all tasks, uniform in [-1, 1].
+
+    The release's pool of 4 prompts of 5 tokens flattens to length 20 too.
+    """
     return jax.random.uniform(key, (tasks, blocks, length, width), minval=-1.0, maxval=1.0)
 
 
 def init_gate(key: PRNGKeyArray, tasks: int, width: int, learnable_scale: bool) -> Gate:
-    """psi uniform in +-1/sqrt(width), sigma 1."""
+    """Return a new gate: psi uniform in +-1/sqrt(width), sigma 1."""
     bound = width**-0.5
     psi = jax.random.uniform(key, (tasks, width), minval=-bound, maxval=bound)
-    return Gate(psi, jnp.ones(()) if learnable_scale else None)
+    if learnable_scale:
+        return Gate(psi, jnp.ones(()))
+    return Gate(psi, None)
 
 
 def gate_weights(
     gate: Gate, query: Float[Array, "batch width"], seen: Bool[Array, " tasks"], soft: bool = True
 ) -> Float[Array, "batch tasks"]:
-    """Fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q, psi_t), exactly 0 for unseen tasks.
+    """Return the fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q, psi_t).
 
-    With soft False (the ablation without fusion) the best task gets weight 1, and the gate no gradient.
+    Weights of unseen tasks are exactly 0. With soft False (the ablation without fusion) the
+    best task has weight 1, and the gate gets no gradient.
     """
     score = cosine(query, gate.psi, eps=1e-12)
-    score = mask_logits(score if gate.sigma is None else gate.sigma * score, seen)
+    if gate.sigma is not None:
+        score = gate.sigma * score
+    score = mask_logits(score, seen)
     if not soft:
         return jax.nn.one_hot(jnp.argmax(score, axis=-1), score.shape[-1])
     return jax.nn.softmax(score)
@@ -59,19 +68,19 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), that of `task` taken from `current`.
+    """Return the fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), with `current` as P[task].
 
     The other prompts are constants, so only `current` gets a gradient.
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
-    pool = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
+    prompts = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
     # block by block: in the gradient of all at once a CPU writes each image's prompts four times
-    blocks = [exact_einsum("tld,bt->bld", pool[:, block], weights) for block in range(pool.shape[1])]
-    return jnp.stack(blocks, axis=1)
+    fused = [exact_einsum("tld,bt->bld", prompts[:, block], weights) for block in range(prompts.shape[1])]
+    return jnp.stack(fused, axis=1)
 
 
 def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Injection:
-    """Block m gets its own fresh prompts, whose outputs are dropped after the block."""
+    """Return the injection in which each block has its prompts, dropped after the block."""
     return Injection(prompt=dict(enumerate(jnp.unstack(fused, axis=1))))
 
 
@@ -109,7 +118,7 @@ class Prompts(NamedTuple):
 
 
 class CachedPrompts(NamedTuple):
-    """What clients cache: all prompts. They receive the gate, which trains."""
+    """The prompts of all tasks, as clients cache them. The gate trains and is received."""
 
     prompt: Float[Array, "tasks blocks length width"]
 
@@ -118,7 +127,7 @@ Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]  # the server's paramete
 
 
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
-    """FPPL's adapter: a prompt per task, fused for every image by a gate on its query (eq. 1, 2).
+    """Return FPPL's adapter: a prompt per task, fused by a gate on an image's query (eq. 1, 2).
 
     With `prompt_upload` = "all" clients send all prompts, as in the release; only the current one trains.
 
@@ -133,26 +142,32 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     check_blocks("prompt_blocks", options.prompt_blocks, network)
     slots = Slots(("prompt",), whole=options.prompt_upload == "all")
 
-    def init(key: PRNGKeyArray, frozen) -> Prompts:
-        del frozen
+    def init(key: PRNGKeyArray, _frozen) -> Prompts:
         keys = jax.random.split(key)
-        width = network.width
-        prompt = init_prompts(keys[0], sizes.tasks, options.prompt_blocks, options.prompt_length, width)
-        return Prompts(prompt, init_gate(keys[1], sizes.tasks, width, options.gate_scale == "learnable"))
+        prompt = init_prompts(
+            keys[0], sizes.tasks, options.prompt_blocks, options.prompt_length, network.width
+        )
+        learnable_scale = options.gate_scale == "learnable"
+        gate = init_gate(keys[1], sizes.tasks, network.width, learnable_scale)
+        return Prompts(prompt, gate)
 
     def cached(params: Prompts) -> Cached:
-        return () if slots.whole else CachedPrompts(params.prompt)
+        if slots.whole:
+            return ()
+        return CachedPrompts(params.prompt)
 
     def prompt(cached: Cached, trainable: Prompts, query: Array, task: Task) -> Array:
         seen = jnp.arange(sizes.tasks) <= task.index
         weights = gate_weights(trainable.gate, query, seen, not options.wo_fusion)
-        past = cached if isinstance(cached, Prompts | CachedPrompts) and not slots.whole else trainable
-        return fuse(weights, past.prompt, slots.counted(trainable, task).prompt, task.index)
+        all_prompts = trainable  # where clients send all of them
+        if isinstance(cached, Prompts | CachedPrompts) and not slots.whole:
+            all_prompts = cached
+        current = slots.counted(trainable, task).prompt
+        return fuse(weights, all_prompts.prompt, current, task.index)
 
     def inject(
-        cached: Cached, trainable: Prompts, query: Array, task: Task, train: bool, mask: Array
+        cached: Cached, trainable: Prompts, query: Array, task: Task, _train: bool, _mask: Array
     ) -> Injection:
-        del train, mask
         return prompt_injection(prompt(cached, trainable, query, task))
 
     return Adapter(
@@ -170,6 +185,6 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
 
 
 def _transfer(params: Prompts, task: Task) -> Prompts:
-    """Prompt transfer: p_t starts from p_{t-1}."""
+    """Start p_t from p_{t-1} (prompt transfer)."""
     previous = params.prompt[jnp.maximum(task.index - 1, 0)]
     return params._replace(prompt=params.prompt.at[task.index].set(previous))

@@ -9,23 +9,30 @@ from fcljax.types import Task
 class Slots(NamedTuple):
     """How a NamedTuple of parameters is split by task."""
 
-    fields: Sequence[str]  # those with an axis of tasks in front; the others train in all tasks
-    whole: bool = False  # whether clients send all slots, as some releases do, or the current one
+    fields: Sequence[str]
+    """Fields whose leaves have an axis of tasks in front; the others train in all tasks."""
+    whole: bool = False
+    """Whether clients send all slots, as some releases do, or the current one."""
 
     def current(self, params: Any, task: Task) -> Any:
-        """The parameters with the current task's slots, without the axis of tasks."""
-        return params._replace(**{field: getattr(params, field)[task.index] for field in self.fields})
+        """Return the parameters with the current task's slots, without the axis of tasks."""
+        slots = {field: getattr(params, field)[task.index] for field in self.fields}
+        return params._replace(**slots)
 
     def trainable(self, params: Any, task: Task) -> Any:
-        """What clients receive and send."""
-        return params if self.whole else self.current(params, task)
+        """Return what clients receive and send."""
+        if self.whole:
+            return params
+        return self.current(params, task)
 
     def counted(self, trainable: Any, task: Task) -> Any:
-        """What of it trains."""
-        return self.current(trainable, task) if self.whole else trainable
+        """Return the part of the trainable parameters that trains in this task."""
+        if self.whole:
+            return self.current(trainable, task)
+        return trainable
 
     def merge(self, params: Any, task: Task, trainable: Any) -> Any:
-        """The parameters of all tasks after training."""
+        """Return the parameters of all tasks after training."""
         if self.whole:
             return trainable
         merged = {
@@ -35,5 +42,5 @@ class Slots(NamedTuple):
         return trainable._replace(**merged)
 
     def lasting(self, trainable: Any) -> Any:
-        """What of it trains in all tasks; () in place of each field with slots."""
+        """Return what trains in all tasks, with () in place of each field with slots."""
         return trainable._replace(**dict.fromkeys(self.fields, ()))

@@ -1,7 +1,8 @@
-"""Deep visual prompts: separate tokens in every block, the same for all images and tasks (Jia et al., ECCV
-2022; the discriminative prompts of pMAE, section IV-A, specification 1.4).
+"""Deep visual prompts: separate tokens in every block, the same for all images and tasks (Jia
+et al., ECCV 2022; the discriminative prompts of pMAE, section IV-A).
 
-They join a block's input and are dropped after it. They do not depend on the image, so there is no query.
+They join a block's input and are dropped after it. They do not depend on the image, so there is
+no query.
 """
 
 import dataclasses
@@ -29,34 +30,24 @@ class VPTOptions:
 Prompts = Float[Array, "blocks length width"]
 
 
-def vpt(options: VPTOptions, sizes: Sizes, network: Network) -> Adapter:
-    """The adapter of deep visual prompts.
-
-    Args:
-      options: of the prompts.
-      sizes: not read: the prompts are the same for all tasks.
-      network: a ViT.
+def vpt(options: VPTOptions, _sizes: Sizes, network: Network) -> Adapter:
+    """Return the adapter of deep visual prompts in a ViT.
 
     Raises:
       InputError: for more blocks with prompts than the network has.
     """
-    del sizes
     check_blocks("vpt_blocks", options.vpt_blocks, network)
     shape = (options.vpt_blocks, options.vpt_length, network.width)
 
-    def init(key: PRNGKeyArray, frozen) -> Prompts:
-        """Uniform in [-1, 1]."""
-        del frozen
+    def init(key: PRNGKeyArray, _frozen) -> Prompts:
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
-    def inject(cached, trainable: Prompts, query, task: Task, train: bool, mask: Array) -> Injection:
-        del cached, query, task, train, mask
+    def inject(_cached, trainable: Prompts, _query, _task: Task, _train: bool, _mask: Array) -> Injection:
         return prompt_injection(trainable[None])
 
     def prompt(
-        cached, trainable: Prompts, query: Array, task: Task
+        _cached, trainable: Prompts, query: Array, _task: Task
     ) -> Float[Array, "batch blocks length width"]:
-        del cached, task
         return jnp.broadcast_to(trainable, (len(query), *shape))
 
     return Adapter(init, inject=inject, prompt=prompt)
