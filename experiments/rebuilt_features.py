@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from fcljax.commands import running
 from fcljax.data.store import Split
-from fcljax.methods.pmae import autoencoder_of, rebuilt
+from fcljax.methods.pmae import autoencoder_of, reconstructed
 from fcljax.models.heads import cosine, unit
 from fcljax.models.mae import random_mask, unpatchify
 from fcljax.pixels import between
@@ -73,7 +73,7 @@ def rebuilt_features(exp: Experiment, hidden: float) -> Callable:
     def feature(frozen: Frozen, images: tuple[Array, Array]) -> Array:
         image, keys = images
         masking = random_mask(keys, len(image), pair.patches, hidden)
-        patches = rebuilt(pair, frozen, between(network, pair, image), masking, None)
+        patches = reconstructed(pair, frozen, between(network, pair, image), masking, None)
         image = between(pair, network, unpatchify(patches, pair.patch))
         return network.apply(frozen.network, image, None, False)[0].cls
 

@@ -20,7 +20,7 @@ from fcljax.federated import communication
 from fcljax.federated.engine import RoundInputs, run_round
 from fcljax.federated.server_replay import make_replayer, replay_on_server
 from fcljax.methods import pmae
-from fcljax.methods.pmae import Drawn, PmaeOptions, Restore, draw_examples, in_order, restore_plan
+from fcljax.methods.pmae import PmaeOptions, Restore, Sample, draw_examples, in_order, restore_plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -241,7 +241,7 @@ def test_the_prompt_learns_to_rebuild():
     image = between(NETWORK, PAIR, DATA.image)
     masking = random_mask(KEY, len(image), 4, 0.5)
     error = lambda prompt: float(
-        reconstruction_loss(pmae.rebuilt(PAIR, FROZEN, image, masking, prompt), image, masking.masked)
+        reconstruction_loss(pmae.reconstructed(PAIR, FROZEN, image, masking, prompt), image, masking.masked)
     )
     assert error(prompt_of(last)) < 0.99 * error(prompt_of(first))
 
@@ -277,7 +277,7 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
     """The choice from one batch after the other; `latent` is the row's number."""
     place = (3, wanted)
     none = Restore(jnp.zeros((*place, 1, 1)), jnp.zeros((*place, 2), jnp.int32), jnp.zeros(place, bool))
-    state = Drawn(none, jnp.full(place, -1.0), jnp.zeros(place, jnp.int32))
+    state = Sample(none, jnp.full(place, -1.0), jnp.zeros(place, jnp.int32))
     for lot, row in zip(lots, rows, strict=True):
         count = len(row)
         label = jnp.zeros(count, jnp.int32) if labels is None else jnp.array(labels)

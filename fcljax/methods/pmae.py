@@ -1,18 +1,21 @@
-"""pMAE: prompting of masked autoencoders for federated continual learning (He et al. 2024, arXiv 2411.01916).
+"""pMAE: prompting of masked autoencoders for federated continual learning (He et al. 2024, arXiv
+2411.01916).
 
 A masked autoencoder is frozen. One round of task t (Algorithm 1):
 
-    client    trains discriminative prompts and a classifier on whole images, and a reconstructive prompt for
-              the decoder by rebuilding images of which three quarters are hidden                (sec. IV-B)
-              sends them, with what restores u images of each class: the encoder's tokens of their
-              visible patches                                                                    (sec. IV-C)
-    server    averages; restores images from these tokens with the prompt of their task, and trains prompts
-              and classifier on them: on those of the current task, and when a task ends on those of all
-              tasks, which it keeps                                                              (sec. IV-D)
+    client    trains discriminative prompts and a classifier on whole images, and a
+              reconstructive prompt for the decoder by reconstructing images of which three
+              quarters are hidden                                              (sec. IV-B)
+              sends them, with the encoder's tokens of the visible patches of u images of
+              each class, from which the server can restore the images         (sec. IV-C)
+    server    averages; restores images from these tokens with the prompt of their task, and
+              trains prompts and classifier on them: on those of the current task, and when a
+              task ends on those of all tasks, whose tokens it keeps           (sec. IV-D)
 
-The discriminative side may be any adapter; pMAE's own is `vpt`. What the server keeps of earlier tasks lies
-on the host (federated/server_replay.py), and images are restored a batch at a time and not kept. Where the
-paper and the authors' code differ, an option says which one is meant; the presets are the readings.
+The discriminative side may be any adapter; pMAE's is `vpt`. The tokens of earlier tasks lie on
+the host (federated/server_replay.py), and images are restored a batch at a time and not kept.
+Where the paper and the authors' code differ, an option says which one is meant; the presets are
+the readings.
 """
 
 import dataclasses
@@ -26,8 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import within
-from fcljax.models.heads import correct, cross_entropy
-from fcljax.models.mae import Masking, hidden_pixels, random_mask, reconstruction_loss, unpatchify
+from fcljax.models import heads, mae
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
@@ -44,6 +46,7 @@ from fcljax.types import (
     Frozen,
     LearningRate,
     Method,
+    Metrics,
     Network,
     Reconstruction,
     ReplayBatch,
@@ -100,27 +103,31 @@ PRESETS = {
 
 
 def pmae(options: PmaeOptions, run: Run) -> Method:
-    """pMAE as a method, on any adapter.
+    """Compose pMAE on any adapter.
 
     Raises:
       InputError: for a network without a decoder.
     """
-    pair = autoencoder_of(run.network)
+    autoencoder = autoencoder_of(run.network)
     learner = linear_learner(run)
-    keeping = keep_tokens(options, run, pair)
-    starting = (start_at_class_means(run, weights_at_means),) if options.headtune else ()
+    client_rules = ()
+    if not options.wo_recon_prompt:
+        client_rules = (reconstruction(options, autoencoder),)
+    server_rules = [keep_tokens(options, run, autoencoder)]
+    if options.headtune:
+        server_rules.append(start_at_class_means(run, weights_at_means))
     return federate(
         run,
         learner,
         loss=cross_entropy_loss(),
-        client_rules=() if options.wo_recon_prompt else (reconstruction(options, pair),),
-        server_rules=(keeping, *starting),
+        client_rules=client_rules,
+        server_rules=tuple(server_rules),
         server_replay=train_on_restored(options, learner),
     )
 
 
 def autoencoder_of(network: Network) -> Autoencoder:
-    """The network's masked autoencoder.
+    """Return the network's masked autoencoder.
 
     Raises:
       InputError: if it has none.
@@ -136,58 +143,72 @@ def autoencoder_of(network: Network) -> Autoencoder:
 # ---- client: reconstruction (section IV-B) -----------------------------------------------------------------
 
 
-def reconstruction(options: PmaeOptions, pair: Autoencoder) -> ClientRule:
-    """lambda times the mean squared error of hidden patches, under the reconstructive prompt, which trains
-    and travels. No other parameter has a gradient of it: the encoder sees no prompts."""
+def reconstruction(options: PmaeOptions, autoencoder: Autoencoder) -> ClientRule:
+    """Add lambda times the mean squared error of hidden patches, and train its prompt.
+
+    The reconstructive prompt is a parameter of this rule and travels. No other parameter gets
+    a gradient of the loss: the encoder reads no prompts.
+    """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        image = between(step.learner.network, pair, step.batch.image)
-        masking = random_mask(example_keys(step, 0), len(image), pair.patches, options.mask_ratio)
+        image = between(step.learner.network, autoencoder, step.batch.image)
+        masking = masks_of(options, step, autoencoder)
         prompt = step.trainable.extra[RECONSTRUCTION]
-        patches = rebuilt(pair, step.context.frozen, image, masking, prompt)
-        return options.recon_weight * reconstruction_loss(patches, image, masking.masked, step.batch.mask)
+        patches = reconstructed(autoencoder, step.context.frozen, image, masking, prompt)
+        error = mae.reconstruction_loss(patches, image, masking.masked, step.batch.mask)
+        return options.recon_weight * error
 
-    def prompt(key: PRNGKeyArray) -> Float[Array, "length width"]:
-        return jax.random.uniform(key, (options.recon_length, pair.width), minval=-1.0, maxval=1.0)
+    def init_prompt(key: PRNGKeyArray) -> Float[Array, "length width"]:
+        shape = (options.recon_length, autoencoder.width)
+        return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
 
-    return ClientRule(RECONSTRUCTION, loss, parameters=prompt)
+    return ClientRule(RECONSTRUCTION, loss, parameters=init_prompt)
+
+
+def masks_of(options: PmaeOptions, step: ClientStep, autoencoder: Autoencoder) -> mae.Masking:
+    """Draw the patches of each example that are hidden."""
+    keys = example_keys(step, 0)
+    return mae.random_mask(keys, len(keys), autoencoder.patches, options.mask_ratio)
 
 
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
-    """A key for each example of the batch: draws belong to the example, not to the client that holds it."""
+    """Return a key for each example, which does not depend on the client that holds it."""
     keys = step.batch.keys
     assert keys is not None
     return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
 
 
-def rebuilt(
-    pair: Autoencoder,
+def reconstructed(
+    autoencoder: Autoencoder,
     frozen: Frozen,
     image: Float[Array, "batch h w 3"],
-    masking: Masking,
+    masking: mae.Masking,
     prompt: Float[Array, "..."] | None,
 ) -> Float[Array, "batch patches pixels"]:
-    """All patches of images of which the encoder sees some, in the pair's own range of pixels; visible
-    patches are not pasted back."""
-    latent = pair.encode(frozen.network, image, masking.keep)
-    return pair.decode(frozen.decoder, latent, masking.restore, prompt)
+    """Reconstruct all patches from the visible ones, in the autoencoder's range of pixels.
+
+    Visible patches are reconstructed too, and not pasted back.
+    """
+    latent = autoencoder.encode(frozen.network, image, masking.keep)
+    return autoencoder.decode(frozen.decoder, latent, masking.restore, prompt)
 
 
 # ---- client: tokens that restore images (section IV-C) -----------------------------------------------------
 
 
 class Restore(NamedTuple):
-    """What restores images, u of each of the task's classes."""
+    """Tokens that restore images, u of each of the task's classes."""
 
     latent: Float[Array, "*clients Ct u tokens width"]
     """The encoder's tokens of the visible patches."""
     order: Int[Array, "*clients Ct u patches"]
-    """Where the patches belong."""
+    """The positions of the patches in the image."""
     present: Bool[Array, "*clients Ct u"]
+    """Entries that hold an image."""
 
 
-class Drawn(NamedTuple):
-    """The choice so far: the examples with the highest priorities of each class."""
+class Sample(NamedTuple):
+    """The examples of each class with the highest priorities so far."""
 
     restore: Restore
     priority: Float[Array, "Ct u"]
@@ -196,128 +217,159 @@ class Drawn(NamedTuple):
     """Id of the training example."""
 
 
-def restore_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> Report:
-    """u random examples of each class, or all if there are fewer, encoded without prompts under a random
-    mask, in a pass over the client's images without augmentation (specification 3.4)."""
+def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Report:
+    """Report tokens of u random examples of each class, or of all if there are fewer.
 
-    def init(_context: ClientContext) -> Drawn:
-        restore = no_restore(options, run.sizes, run.network, pair)
+    They are encoded without prompts under a random mask, in a pass over the client's images
+    without augmentation.
+    """
+
+    def init(_context: ClientContext) -> Sample:
+        restore = no_restore(options, run.sizes, run.network, autoencoder)
         shape = restore.present.shape
-        return Drawn(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
+        return Sample(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
 
-    def offer(step: ClientStep, drawn: Drawn) -> Drawn:
+    def offer(step: ClientStep, sample: Sample) -> Sample:
         batch = step.batch
-        image = between(step.learner.network, pair, batch.image)
-        masking = random_mask(example_keys(step, 0), len(image), pair.patches, options.mask_ratio)
-        latent = pair.encode(step.context.frozen.network, image, masking.keep)
+        image = between(step.learner.network, autoencoder, batch.image)
+        masking = masks_of(options, step, autoencoder)
+        latent = autoencoder.encode(step.context.frozen.network, image, masking.keep)
+        offered = Restore(latent, masking.restore, batch.mask)
         priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
-        more = Restore(latent, masking.restore, batch.mask)
-        return draw_examples(drawn, step.context.task, more, priority, batch)
+        return draw_examples(sample, step.context.task, offered, priority, batch)
 
-    def finalize(_end: ClientEnd, drawn: Drawn) -> Restore:
-        return in_order(drawn)
+    def finalize(_end: ClientEnd, sample: Sample) -> Restore:
+        return in_order(sample)
 
-    # the server merges none of it, so that any aggregation rule is followed
+    # the server merges nothing of it, so that the run may choose any aggregation rule
     view = pass_over(run.training.batch_size)
     return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
 
 
-def possible_tokens(context: ClientContext, sent: Restore) -> Bool[Array, ""]:
-    """Whether there are no more images than the client has examples, with patches in places that exist."""
-    images = jnp.sum(sent.present) <= context.client.examples
-    return images & within(sent.order, 0, sent.order.shape[-1] - 1)
+def possible_tokens(context: ClientContext, reported: Restore) -> Bool[Array, ""]:
+    """Check that a client reports no more images than it has, with existing patch positions."""
+    images_fit = jnp.sum(reported.present) <= context.client.examples
+    return images_fit & within(reported.order, 0, reported.order.shape[-1] - 1)
 
 
-def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, pair: Autoencoder) -> Restore:
-    """Places for u images of each of a task's classes, none of them taken."""
-    kept = int(pair.patches * (1 - options.mask_ratio))
-    place = (sizes.task_classes, options.restore_images)
-    latent = jnp.zeros((*place, 1 + kept, network.width))
-    return Restore(latent, jnp.zeros((*place, pair.patches), jnp.int32), jnp.zeros(place, bool))
+def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, autoencoder: Autoencoder) -> Restore:
+    """Return empty entries for u images of each of a task's classes."""
+    patches = autoencoder.patches
+    visible = int(patches * (1 - options.mask_ratio))
+    shape = (sizes.task_classes, options.restore_images)
+    latent = jnp.zeros((*shape, 1 + visible, network.width))  # the class token comes first
+    order = jnp.zeros((*shape, patches), jnp.int32)
+    return Restore(latent, order, jnp.zeros(shape, bool))
 
 
 def draw_examples(
-    drawn: Drawn, task: Task, more: Restore, priority: Float[Array, " batch"], batch: Batch
-) -> Drawn:
-    """The examples with the highest priorities of each class, of those so far and a batch [batch, ...]."""
-    classes, u = drawn.priority.shape
-    mine = (task.classes[:, None] == batch.label) & more.present
-    diagonal = jnp.eye(classes, dtype=bool)[:, :, None]
-    own = jnp.where(diagonal, drawn.priority, -1.0).reshape(classes, classes * u)
-    every = jnp.concatenate([own, jnp.where(mine, priority, -1.0)], axis=1)  # [Ct, Ct * u + batch]
-    best, chosen = jax.lax.top_k(every, u)
+    sample: Sample, task: Task, offered: Restore, priority: Float[Array, " batch"], batch: Batch
+) -> Sample:
+    """Return the examples of each class with the highest priorities, of a sample and a batch.
+
+    Args:
+      sample: [Ct, u, ...].
+      task: says which classes these are.
+      offered: of the batch, [batch, ...].
+      priority: of the batch's examples, in [0, 1).
+      batch: labels and ids of the examples.
+    """
+    classes, u = sample.priority.shape
+    # candidates of all classes stand in one row, those of other classes with priority -1
+    same_class = jnp.eye(classes, dtype=bool)[:, :, None]
+    sampled = jnp.where(same_class, sample.priority, -1.0).reshape(classes, classes * u)
+    has_label = (task.classes[:, None] == batch.label) & offered.present
+    candidates = jnp.concatenate([sampled, jnp.where(has_label, priority, -1.0)], axis=1)
+    highest, index = jax.lax.top_k(candidates, u)
 
     def pick(old: Array, new: Array) -> Array:
-        return jnp.concatenate([old.reshape(classes * u, *old.shape[2:]), new])[chosen]
+        return jnp.concatenate([old.reshape(classes * u, *old.shape[2:]), new])[index]
 
-    restore = Restore(*map(pick, drawn.restore, more))
-    return Drawn(restore._replace(present=best >= 0), best, pick(drawn.index, batch.index))
+    restore = Restore(*map(pick, sample.restore, offered))
+    restore = restore._replace(present=highest >= 0)
+    return Sample(restore, highest, pick(sample.index, batch.index))
 
 
-def in_order(drawn: Drawn) -> Restore:
-    """What was drawn; where there are no more examples than wanted, in the order of the data set. Places that
-    are not taken hold zeros."""
-    present = drawn.restore.present
-    full = jnp.all(present, axis=1, keepdims=True)
-    last = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(full, 0, jnp.where(present, drawn.index, last)), axis=1, stable=True)
+def in_order(sample: Sample) -> Restore:
+    """Return the sample, with zeros in empty entries.
 
-    def sort(x: Array) -> Array:
-        return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
+    A class whose examples are all in the sample has them in the order of the data set.
+    """
+    present = sample.restore.present
+    is_full = jnp.all(present, axis=1, keepdims=True)
+    empty_last = jnp.where(present, sample.index, jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(jnp.where(is_full, 0, empty_last), axis=1, stable=True)
 
-    taken = sort(present)
+    def sort(leaf: Array) -> Array:
+        index = order.reshape(*order.shape, *[1] * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1)
 
-    def keep(x: Array) -> Array:
-        return jnp.where(taken.reshape(*taken.shape, *[1] * (x.ndim - 2)), sort(x), 0)
+    sorted_present = sort(present)
 
-    return Restore(keep(drawn.restore.latent), keep(drawn.restore.order), taken)
+    def sort_or_zero(leaf: Array) -> Array:
+        mask = sorted_present.reshape(*sorted_present.shape, *[1] * (leaf.ndim - 2))
+        return jnp.where(mask, sort(leaf), 0)
+
+    latent = sort_or_zero(sample.restore.latent)
+    order = sort_or_zero(sample.restore.order)
+    return Restore(latent, order, sorted_present)
 
 
 # ---- server: the restore pool and its images (section IV-D) ------------------------------------------------
 
 
 class RestorePool(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps of its clients' tokens."""
 
     restore: Restore
-    """[K, Ct, u, ...]: each client's newest tokens of the current task."""
+    """Each client's newest tokens of the current task, [K, Ct, u, ...]."""
     task: Int[Array, ""]
     """The current task; -1: none yet."""
     prompt: Float[Array, "T length width"] | None
     """The reconstructive prompt that each task ended with; None without prompts."""
 
 
-def keep_tokens(options: PmaeOptions, run: Run, pair: Autoencoder) -> ServerRule:
-    """Keeps the clients' tokens, and the averaged reconstructive prompt as the task's."""
+def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> ServerRule:
+    """Keep the clients' tokens, and the averaged reconstructive prompt as the task's."""
     sizes = run.sizes
 
     def init(params: Params, _trainable: Params) -> RestorePool:
-        none = no_restore(options, sizes, run.network, pair)
-        every = jax.tree.map(lambda x: jnp.zeros((sizes.clients, *x.shape), x.dtype), none)
-        prompt = params.extra.get(RECONSTRUCTION)
-        prompts = None if prompt is None else jnp.zeros((sizes.tasks, *prompt.shape))
-        return RestorePool(every, jnp.int32(-1), prompts)
+        def of_all_clients(leaf: Array) -> Array:
+            return jnp.zeros((sizes.clients, *leaf.shape), leaf.dtype)
+
+        of_client = no_restore(options, sizes, run.network, autoencoder)
+        prompts = None
+        if RECONSTRUCTION in params.extra:
+            prompt = params.extra[RECONSTRUCTION]
+            prompts = jnp.zeros((sizes.tasks, *prompt.shape))
+        return RestorePool(jax.tree.map(of_all_clients, of_client), jnp.int32(-1), prompts)
 
     def update(round: ServerRound, params: Params, pool: RestorePool) -> ServerUpdate:
-        index = round.task.index
-        arrived = round.reports[RESTORE]
-        kept = pool.restore._replace(present=pool.restore.present & (pool.task == index))
+        task = round.task.index
+        reported: Restore = round.reports[RESTORE]
+        # tokens of the previous task have moved to the host
+        present = pool.restore.present & (pool.task == task)
+        restore = pool.restore._replace(present=present)
+        # an index beyond the last client is dropped
         client = jnp.where(round.valid, round.ids, sizes.clients)
-        kept = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), kept, arrived)
-        own = params.extra.get(RECONSTRUCTION)
+        restore = jax.tree.map(lambda old, new: old.at[client].set(new, mode="drop"), restore, reported)
         prompts = pool.prompt
-        prompts = None if own is None or prompts is None else prompts.at[index].set(own)
-        pool = RestorePool(kept, jnp.asarray(index, jnp.int32), prompts)
-        sent = jnp.sum(arrived.present & round.valid[:, None, None])
-        images = Weighted(sent.astype(jnp.float32), jnp.ones(()))
-        return ServerUpdate(params, pool, {"images": images})
+        if prompts is not None:
+            prompts = prompts.at[task].set(params.extra[RECONSTRUCTION])
+        pool = RestorePool(restore, jnp.asarray(task, jnp.int32), prompts)
+        images = jnp.sum(reported.present & round.valid[:, None, None])
+        metrics = {"images": Weighted(images.astype(jnp.float32), jnp.ones(()))}
+        return ServerUpdate(params, pool, metrics)
 
-    return ServerRule(RESTORE, update, init, reports=(restore_tokens(options, run, pair),))
+    reports = (restore_tokens(options, run, autoencoder),)
+    return ServerRule(RESTORE, update, init, reports=reports)
 
 
 def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
-    """The server's training on restored images, with an Adam that is new in every round: of adapter and
-    classifier, by cross-entropy over the classes of the images."""
+    """Train adapter and classifier on restored images, by cross-entropy over their classes.
+
+    Adam is new in every round.
+    """
     adam = optax.scale_by_adam()
 
     def start(round_context: RoundContext, server: ServerState) -> tuple[Params, optax.OptState]:
@@ -327,25 +379,27 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
     def step(
         round_context: RoundContext,
         server: ServerState,
-        local: tuple,
+        local: tuple[Params, optax.OptState],
         images: ReplayBatch,
         _key: PRNGKeyArray,
-    ):
+    ) -> tuple[tuple[Params, optax.OptState], Metrics]:
         trainable, optimiser = local
+        frozen = round_context.frozen
+        task = round_context.task
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 
-        def loss_of(trainable: Params):  # a server has all parameters, of which clients cache some
-            frozen = round_context.frozen
-            task = round_context.task
-            logits = learner.forward(frozen, server.params, trainable, batch, task, False).logits
-            return cross_entropy(logits, batch.label, images.classes, batch.mask), logits
+        def loss_of(trainable: Params) -> tuple[Array, Array]:
+            # the server has the parameters of all tasks, of which clients cache some
+            output = learner.forward(frozen, server.params, trainable, batch, task, False)
+            logits = output.logits
+            return heads.cross_entropy(logits, batch.label, images.classes, batch.mask), logits
 
         (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(trainable)
         direction, optimiser = adam.update(gradient, optimiser, trainable)
-        trainable = jax.tree.map(lambda x, by: x - options.tune_lr * by, trainable, direction)
+        trainable = jax.tree.map(lambda p, d: p - options.tune_lr * d, trainable, direction)
         count = jnp.sum(batch.mask).astype(jnp.float32)
-        right = correct(logits, batch.label, images.classes, batch.mask)
-        metrics = {"loss": Weighted(loss * count, count), "accuracy": Weighted(right, count)}
+        correct = heads.correct(logits, batch.label, images.classes, batch.mask)
+        metrics = {"loss": Weighted(loss * count, count), "accuracy": Weighted(correct, count)}
         return (trainable, optimiser), metrics
 
     def finish(round_context: RoundContext, server: ServerState, local: tuple) -> ServerState:
@@ -364,24 +418,24 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
 
 def pool_of(server: ServerState) -> RestorePool:
-    """The state of `keep_tokens`, the method's first server rule."""
+    """Return the state of `keep_tokens`, the method's first server rule."""
     return server.rules[0]
 
 
 class Stored(NamedTuple):
-    """What restores images, as the pool keeps it: [N, ...]."""
+    """Tokens that restore images, and the positions of their patches."""
 
     latent: Float[Array, "N tokens width"]
     order: Int[Array, "N patches"]
 
 
 def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBuffer:
-    """The current task's part of the pool, image by image."""
+    """Return the current task's part of the pool, image by image."""
     pool = pool_of(server)
     task = round_context.task
 
-    def flat(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[3:])
+    def flat(leaf: Float[Array, "K Ct u *shape"]) -> Float[Array, "K*Ct*u *shape"]:
+        return leaf.reshape(-1, *leaf.shape[3:])
 
     present = pool.restore.present & (pool.task == task.index)
     label = jnp.broadcast_to(task.classes[None, :, None], present.shape)
@@ -390,18 +444,27 @@ def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBu
 
 
 def restore_plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
-    """Whose images the server restores in a round of a task, and with whose prompt: in its last round those
-    of all tasks so far, else its own (Algorithm 1).
+    """Return (task of the images, task of the prompt) of all that the server restores in a round.
 
-    The release finds a task's uploads by the text of its number, so that those of tasks 10 to 19 are restored
-    with the prompt of task 1 too; `exact_task_match` off does that.
+    In the last round of a task these are all tasks so far, in other rounds the current one
+    (Algorithm 1). The release finds a task's uploads by the text of its number, so that those of
+    tasks 10 to 19 are also restored with the prompt of task 1; so does `exact_task_match` off.
     """
-    wanted = range(task + 1) if last and not options.wo_restore_pool else (task,)
+    prompt_tasks = (task,)
+    if last and not options.wo_restore_pool:
+        prompt_tasks = tuple(range(task + 1))
 
-    def matches(source: int, of: int) -> bool:
-        return source == of or (not options.exact_task_match and str(source).startswith(str(of)))
+    def matches(image_task: int, prompt_task: int) -> bool:
+        if options.exact_task_match:
+            return image_task == prompt_task
+        return str(image_task).startswith(str(prompt_task))
 
-    return tuple((source, of) for of in wanted for source in range(task + 1) if matches(source, of))
+    return tuple(
+        (image_task, prompt_task)
+        for prompt_task in prompt_tasks
+        for image_task in range(task + 1)
+        if matches(image_task, prompt_task)
+    )
 
 
 def restored_batch(
@@ -411,20 +474,24 @@ def restored_batch(
     pool: RestorePool,
     images: ReplayBatch,
 ) -> Batch:
-    """Images restored with the prompts of their tasks, as the classifier's input."""
-    pair = autoencoder_of(learner.network)
-    prompt = None if pool.prompt is None else pool.prompt[images.task]
-    image = restored(pair, round_context.frozen, images.examples, prompt)
+    """Restore images with the prompts of their tasks, as the classifier's input."""
+    autoencoder = autoencoder_of(learner.network)
+    prompt = None
+    if pool.prompt is not None:
+        prompt = pool.prompt[images.task]
+    image = restored(autoencoder, round_context.frozen, images.examples, prompt)
     if options.recon_denorm:
-        image = between(pair, learner.network, image)
-    return Batch(image, images.label, images.mask, jnp.zeros_like(images.label) - 1)
+        image = between(autoencoder, learner.network, image)
+    no_index = jnp.zeros_like(images.label) - 1  # they are no examples of the training set
+    return Batch(image, images.label, images.mask, no_index)
 
 
 def restored(
-    pair: Autoencoder, frozen: Frozen, stored: Stored, prompt: Float[Array, "..."] | None
+    autoencoder: Autoencoder, frozen: Frozen, stored: Stored, prompt: Float[Array, "..."] | None
 ) -> Float[Array, "batch h w 3"]:
-    """Images from what the pool keeps, in the pair's own range of pixels, neither clipped nor pasted."""
-    return unpatchify(pair.decode(frozen.decoder, stored.latent, stored.order, prompt), pair.patch)
+    """Restore images, in the autoencoder's range of pixels, neither clipped nor pasted."""
+    patches = autoencoder.decode(frozen.decoder, stored.latent, stored.order, prompt)
+    return mae.unpatchify(patches, autoencoder.patch)
 
 
 def reconstruct(
@@ -435,18 +502,29 @@ def reconstruct(
     image: Float[Array, "batch h w 3"],
     key: PRNGKeyArray,
 ) -> Reconstruction:
-    """What the server could rebuild of images (as the network reads them) if clients sent their tokens."""
-    pair = autoencoder_of(network)
-    frozen = round_context.frozen
-    own = between(network, pair, image)
-    masking = random_mask(key, len(image), pair.patches, options.mask_ratio)
+    """Return what the server could restore of images if clients sent their tokens.
+
+    Args:
+      options: mask ratio.
+      network: with an autoencoder.
+      round_context: for the frozen parameters.
+      server: its reconstructive prompt is the newest one.
+      image: as the network reads it.
+      key: of the masks.
+    """
+    autoencoder = autoencoder_of(network)
+    image = between(network, autoencoder, image)
+    masking = mae.random_mask(key, len(image), autoencoder.patches, options.mask_ratio)
 
     def pixels(prompt: Array | None) -> Float[Array, "batch h w 3"]:
-        return to_unit(pair, unpatchify(rebuilt(pair, frozen, own, masking, prompt), pair.patch))
+        patches = reconstructed(autoencoder, round_context.frozen, image, masking, prompt)
+        return to_unit(autoencoder, mae.unpatchify(patches, autoencoder.patch))
 
-    prompt = server.params.extra.get(RECONSTRUCTION)
-    plain = pixels(None)
-    original = to_unit(pair, own)
-    hidden = hidden_pixels(masking.masked, pair.patch)
-    masked = jnp.where(hidden, 0.5, original)
-    return Reconstruction(original, masked, plain, plain if prompt is None else pixels(prompt), hidden)
+    unprompted = pixels(None)
+    prompted = unprompted
+    if RECONSTRUCTION in server.params.extra:
+        prompted = pixels(server.params.extra[RECONSTRUCTION])
+    original = to_unit(autoencoder, image)
+    hidden = mae.hidden_pixels(masking.masked, autoencoder.patch)
+    grey = jnp.where(hidden, 0.5, original)
+    return Reconstruction(original, grey, unprompted, prompted, hidden)
