@@ -61,7 +61,7 @@ def known_of(learned, block=(0, 0, 0, -1, -1), now=(), later=()):
         exemplars = Exemplars(jnp.asarray(LABEL)[jnp.maximum(row, 0)], row, jnp.zeros(4))
         return Herded(exemplars, jnp.isin(jnp.arange(5), jnp.asarray(learned, int)))
 
-    return G.Known(jnp.float32(0.3), herded(now), herded(later), jnp.asarray(block), jnp.bool_(False))
+    return G.ClientMemory(jnp.float32(0.3), herded(now), herded(later), jnp.asarray(block), jnp.bool_(False))
 
 
 # ---- weights of rows: B12 and B' ---------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def loss_of(weights, logits, label, answers, known, old_task):
     """The loss of a batch, where an old model of a task (None: there is none) gives these answers."""
     task = SECOND if old_task is None else old_task
     index = jnp.int32(-1) if old_task is None else jnp.int32(old_task.index)
-    old = P.Old(Params((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
+    old = P.OldModel(Params((), ()), jax.tree.map(jnp.asarray, task)._replace(index=index))
     context = ClientContext(FROZEN, None, None, SECOND, info_of(5))
     says = learner_of(lambda *args: Output(jnp.asarray(answers), logits))
     step = step_of(says, context, Params((), ()), batch_of(label), Output(logits, logits))
@@ -219,8 +219,8 @@ def test_the_signal_is_a_rise_above_the_threshold(unit, rise):
 
 def test_a_client_that_notices_adopts_what_it_has_chosen():
     known = known_of([0], now=[0], later=[5, 10])
-    assert G.adopted(known, jnp.bool_(True)).now.exemplars.index.tolist() == [5, 10, -1, -1]
-    assert G.adopted(known, jnp.bool_(False)).now.exemplars.index.tolist() == [0, -1, -1, -1]
+    assert G.adopt_exemplars(known, jnp.bool_(True)).current.exemplars.index.tolist() == [5, 10, -1, -1]
+    assert G.adopt_exemplars(known, jnp.bool_(False)).current.exemplars.index.tolist() == [0, -1, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_client_that_sits_out_a_task_keeps_exemplars_of_the_one_before(entropy
     if entropy is not None:
         context = ClientContext(FROZEN, None, None, SECOND, info_of(5, 9))
         known = rule.on_end(context, work_of(known, entropy), Params((), ()), known)
-    exemplars = end_of(SECOND, known).later.exemplars
+    exemplars = end_of(SECOND, known).upcoming.exemplars
     assert sorted({*np.asarray(exemplars.label)[exemplars.index >= 0].tolist()}) == classes
 
 
@@ -336,7 +336,7 @@ def test_the_label_is_read_off_the_gradient_and_the_image_is_rebuilt(lenet):
     assert label_of(gradient).tolist() == label.tolist()
     options = options_of(match_steps=120, monitor_images=2)
     first = jax.tree.map(lambda leaf: leaf[0], gradient)
-    build = jax.jit(lambda key, y: P.rebuild(options, lenet, (8, 8), key, first, y))
+    build = jax.jit(lambda key, y: P.match_gradient(options, lenet, (8, 8), key, first, y))
     right, wrong = build(KEY, label[0]), build(KEY, jnp.int32(1))
     assert right.shape == (2, 8, 8, 3)
     apart = lambda found: float(jnp.mean((found[-1] - image[0]) ** 2))
@@ -421,14 +421,14 @@ def sent_of(labels):
     made = jax.jit(encode)(jnp.asarray((*labels, 0, 0, 0)[:3]))
     gradient = jax.tree.map(lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf]), made)
     there = jnp.asarray([[False] * 3, [i < len(labels) for i in range(3)]])
-    return P.Sent(gradient, there, jnp.array([9.0, 0.25]))
+    return P.Gradients(gradient, there, jnp.array([9.0, 0.25]))
 
 
 @functools.cache
 def proxy_of(reset):
     """A proxy's first state, and what it does after a merge, compiled."""
     options = options_of(match_steps=1, monitor_images=2, reset_best=reset)
-    judge = functools.partial(P.share_correct, options)
+    judge = functools.partial(P.accuracy, options)
     run = Run(SIZES, NETWORK, None, Training(1, 4, 0.1))
     rule = P.proxy_server(options, run, judge, Report(P.REPORT))
     state = rule.init(Params(jnp.int32(0), ()), Params(jnp.int32(0), ()))
@@ -456,7 +456,7 @@ class Server:
         round_context = round_context_of(jax.tree.map(jnp.asarray, task), round_)
         model = Params(jnp.int32(number), ())
         _, self.state, metrics = self.one(round_context, model, self.state, sent, KEY)
-        choice = self.state.choice
+        choice = self.state.models
         number = lambda old: int(old.trainable.adapter) if int(old.task.index) >= 0 else None
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
 
@@ -492,7 +492,7 @@ def test_the_radius_is_of_the_mean_variance_of_all_that_sent_whatever_classes_th
     """One client has an image of one class and a variance of 9, the other three and 1/4."""
     sent, server = sent_of((2, 2, 1)), Server()
     both = jax.tree.map(lambda leaf: jnp.stack([leaf[1], leaf[1]]), sent.gradient)
-    sent = sent._replace(gradient=both, there=jnp.array([[True, False, False], [True] * 3]))
+    sent = sent._replace(gradient=both, present=jnp.array([[True, False, False], [True] * 3]))
     round_context = round_context_of(jax.tree.map(jnp.asarray, FIRST), 0)
     _, state, metrics = server.one(round_context, Params(jnp.int32(1), ()), server.state, sent, KEY)
     assert float(state.radius) == pytest.approx(((9 + 0.25) / 2) ** 0.5)
@@ -500,9 +500,9 @@ def test_the_radius_is_of_the_mean_variance_of_all_that_sent_whatever_classes_th
 
 
 def test_clients_distil_the_best_of_all_when_their_task_changes_and_later_that_of_before():
-    one = lambda number: P.Old(Params(jnp.int32(number), ()), FIRST)
+    one = lambda number: P.OldModel(Params(jnp.int32(number), ()), FIRST)
     context = ClientContext(
-        FROZEN, type("Payload", (), {"sent": {"proxy": P.Choice(one(1), one(2))}}), None, SECOND, None
+        FROZEN, type("Payload", (), {"sent": {"proxy": P.BestModels(one(1), one(2))}}), None, SECOND, None
     )
     found = [int(G.old_model(context, jnp.bool_(changed)).trainable.adapter) for changed in (False, True)]
     assert found == [1, 2]
@@ -540,7 +540,7 @@ def test_lga_s_judge_is_silent_in_a_task_s_first_rounds():
 
     @jax.jit
     def judge(round_context, proxy):
-        return lga.around(options, 10, server_round_of(round_context, {}, KEY), model, proxy, KEY)
+        return lga.accuracy_around(options, 10, server_round_of(round_context, {}, KEY), model, proxy, KEY)
 
     task = jax.tree.map(jnp.asarray, FIRST)
     score = lambda round_: float(judge(round_context_of(task, jnp.int32(round_)), server.state))

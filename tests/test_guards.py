@@ -24,7 +24,7 @@ from fcljax.federated.engine import RoundReport
 from fcljax.methods import METHODS, fedslca, pmae
 from fcljax.methods.glfc import glfc
 from fcljax.methods.glfc.lenet import init_lenet
-from fcljax.methods.glfc.proxy import Sent
+from fcljax.methods.glfc.proxy import Gradients
 from fcljax.methods.hepco import hepco
 from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
@@ -266,7 +266,9 @@ def test_images_to_restore_have_patches_that_exist_and_are_no_more_than_the_exam
 def test_gradients_of_prototypes_are_of_probabilities_and_no_variance_is_negative():
     """The gradient of a bias is a probability minus 0 or 1."""
     network = init_lenet(jax.random.key(0), 8, 8, 3)
-    honest = Sent(network._replace(bias=jnp.array([[0.9, -1.0, 0.1]])), jnp.ones(1, bool), jnp.float32(0.5))
+    honest = Gradients(
+        network._replace(bias=jnp.array([[0.9, -1.0, 0.1]])), jnp.ones(1, bool), jnp.float32(0.5)
+    )
     assert glfc.possible_gradients(context(), honest)
     for bias in (1.1, -1.1, jnp.nan):
         gradient = honest.gradient._replace(bias=honest.gradient.bias.at[0, 0].set(bias))

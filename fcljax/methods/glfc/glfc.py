@@ -1,16 +1,16 @@
-"""GLFC: federated class-incremental learning (Dong et al., CVPR 2022), as its release has it (specification
-B4 to B10).
+"""GLFC: federated class-incremental learning (Dong et al., CVPR 2022), as in its release.
 
-    client    measures the entropy of the newest global model on its examples; where it has risen, the task
-              has changed, and the client adopts the exemplars of its last task                       (B4, B5)
-              trains on binary cross-entropy of the labels and of an old model's answers, each example
-              weighted by how far it is from its label relative to the other old or new ones          (B6, B7)
-              where its task has changed, sends gradients of perturbed prototype images                (B9)
-    server    averages; the proxy server (proxy.py) rebuilds the images, judges the merged model on them, and
-              sends the best models of this task and of the one before                                 (B10)
+    client    measures the entropy of the newest global model on its examples; where it has
+              risen, the task has changed, and the client adopts the exemplars of its last task
+              trains on binary cross-entropy of the labels and of an old model's outputs, each
+              example weighted by its gap to its label relative to the other old or new ones
+              where its task has changed, sends gradients of perturbed prototype images
+    server    averages; the proxy server (proxy.py) reconstructs the images, evaluates the
+              merged model on them, and sends the best models of this task and of the previous
 
-In the release a client chooses exemplars when it meets the next task, from examples of the one that is over.
-Here it chooses when a task is over, from the same examples under the same model, and adopts them later.
+In the release a client chooses exemplars when it meets the next task, from examples of the one
+that is over. Here it chooses when a task is over, from the same examples under the same model,
+and adopts them later.
 """
 
 import dataclasses
@@ -25,18 +25,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.lora import LoraOptions
 from fcljax.federated.claims import within
+from fcljax.methods.glfc import proxy
 from fcljax.methods.glfc.lenet import LeNet
-from fcljax.methods.glfc.proxy import (
-    REPORT,
-    Judge,
-    Old,
-    ProxyOptions,
-    Sent,
-    encode,
-    proxy_server,
-    share_correct,
-)
-from fcljax.models.heads import mask_logits, reduce_rows, sum_by_class, unit
+from fcljax.models import heads
+from fcljax.parts import replay as herding
 from fcljax.parts.client import (
     ClientEnd,
     ClientPass,
@@ -49,17 +41,6 @@ from fcljax.parts.client import (
 )
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, replaced_loss
-from fcljax.parts.replay import (
-    Budget,
-    Gathered,
-    Herded,
-    draw_union,
-    gather,
-    gather_from,
-    nothing_herded,
-    pass_over,
-    renew,
-)
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
 from fcljax.settings import Preset, RunConfig
@@ -68,12 +49,12 @@ from fcljax.types import Batch, ClientContext, Method, Task
 Schedule = Literal["constant", "steps", "released"]
 
 FLOOR = 1e-5  # added to probabilities under the logarithm (release)
-MILESTONES = (0.5, 0.75, 0.9)  # of a task's epochs, at each of which the rate is divided
+MILESTONES = (0.5, 0.75, 0.9)  # shares of a task's epochs after which the rate is divided
 DIVISOR = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class GLFCOptions(ProxyOptions):
+class GLFCOptions(proxy.ProxyOptions):
     """Options of GLFC."""
 
     memory_size: int = 200
@@ -114,17 +95,18 @@ PRESETS = {
 
 @runtime_checkable
 class Weigh(Protocol):
-    """Returns the weight of each example; `gap` is how far it is from its label."""
+    """Returns the weight of each example; `gap` is its distance from its label (`gap_of`)."""
 
     def __call__(
-        self, gap: Float[Array, " B"], batch: Batch, known: "Known", task: Task, /
+        self, gap: Float[Array, " B"], batch: Batch, state: "ClientMemory", task: Task, /
     ) -> Float[Array, " B"]: ...
 
 
 class LossWeights(NamedTuple):
-    """How a client's loss is put together."""
+    """The summands of a client's loss."""
 
     weigh: Weigh
+    """Weights of examples."""
     current: float = 0.5
     """Factor of the loss of labels, where there is an old model."""
     old: float = 0.5
@@ -136,30 +118,31 @@ class LossWeights(NamedTuple):
 
 
 def glfc(options: GLFCOptions, run: Run) -> Method:
-    """GLFC as a method."""
-    return compensated(options, run, LossWeights(by_group), functools.partial(share_correct, options))
+    """Compose GLFC."""
+    evaluate = functools.partial(proxy.accuracy, options)
+    return compensated(options, run, LossWeights(by_group), evaluate)
 
 
-def compensated(options: GLFCOptions, run: Run, weights: LossWeights, judge: Judge) -> Method:
-    """GLFC with its clients' loss weights and its proxy's judge to choose.
+def compensated(options: GLFCOptions, run: Run, weights: LossWeights, evaluate: proxy.Evaluate) -> Method:
+    """Compose GLFC with these loss weights at clients and this evaluation at the proxy.
 
     Raises:
       InputError: for sizes without `examples`.
     """
     learner = linear_learner(run)
-    proxy = proxy_server(options, run, judge, prototype_gradients(options, learner))
+    gradients = prototype_gradients(options, learner)
     return federate(
         run,
         learner,
         loss=replaced_loss("seen"),
         client_rules=(compensate(options, run, weights),),
-        server_rules=(proxy,),
+        server_rules=(proxy.proxy_server(options, run, evaluate, gradients),),
         learning_rate=task_schedule(options, run),
     )
 
 
 def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
-    """The learning rate over the epochs of a task (B8)."""
+    """Return the learning-rate factor over the epochs of a task."""
 
     def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
         return rate_factor(options.lr_schedule, run.training.epochs, round, rounds, epoch)
@@ -170,16 +153,17 @@ def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
 def rate_factor(
     schedule: Schedule, epochs: int, round_: Int[Array, ""], rounds: int, epoch: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """The factor on the learning rate in an epoch of a round (specification B8)."""
+    """Return the factor on the learning rate in an epoch of a round."""
     if schedule == "constant":
         return jnp.ones(())
-    reached = jnp.stack([jnp.int32(round(share * epochs * rounds)) for share in MILESTONES])
-    passed = epochs * round_ + epoch >= reached
+    milestones = [jnp.int32(round(share * epochs * rounds)) for share in MILESTONES]
+    milestone = jnp.stack(milestones)
+    is_passed = epochs * round_ + epoch >= milestone
     if schedule == "steps":
-        return DIVISOR ** -jnp.sum(passed).astype(jnp.float32)
-    # every round begins at the full rate, and only the step that falls into it is taken
-    mine = passed & (reached // epochs == round_)
-    power = jnp.max(jnp.where(mine, jnp.arange(1, len(MILESTONES) + 1), 0))
+        return DIVISOR ** -jnp.sum(is_passed).astype(jnp.float32)
+    # release: each round begins at the full rate, and only the steps of the round are taken
+    in_round = is_passed & (milestone // epochs == round_)
+    power = jnp.max(jnp.where(in_round, jnp.arange(1, len(MILESTONES) + 1), 0))
     return DIVISOR ** -power.astype(jnp.float32)
 
 
@@ -188,200 +172,236 @@ def rate_factor(
 NAME = "glfc"
 
 
-class Known(NamedTuple):
-    """What a client keeps."""
+class ClientMemory(NamedTuple):
+    """What a client keeps between rounds."""
 
     entropy: Float[Array, ""]
-    """Of its examples in its last round."""
-    now: Herded
+    """Mean entropy of its examples in its last round."""
+    current: herding.Herded
     """The exemplars that it uses."""
-    later: Herded
-    """Those that it will use once it finds its task changed."""
-    block: Int[Array, " C"]
+    upcoming: herding.Herded
+    """The exemplars that it will use once it finds its task changed."""
+    class_task: Int[Array, " C"]
     """The task in which it had each class; -1: none yet."""
-    resting: Bool[Array, ""]
-    """Whether it has not taken part since it chose `later`, and so has not looked for a change."""
+    was_absent: Bool[Array, ""]
+    """Whether it has not taken part since it chose `upcoming`, and so has not looked for a
+    change."""
 
 
 class FeatureSums(NamedTuple):
-    """Of the features of a client's examples, by class."""
+    """Sums over the features of a client's examples, by class."""
 
-    near: Float[Array, "Ct D"]
-    """Sums of features as vectors of length 1."""
+    unit: Float[Array, "Ct D"]
+    """Sums of features scaled to length 1."""
     feature: Float[Array, "Ct D"]
+    """Sums of features."""
     square: Float[Array, " Ct"]
     """Sums of squared lengths."""
     examples: Float[Array, " Ct"]
+    """Numbers of examples."""
 
 
 class LocalState(NamedTuple):
-    """A client at work."""
+    """A client in a round."""
 
-    known: Known
+    memory: ClientMemory
+    """From its last round."""
     entropy: Float[Array, ""]
     """The sum over `examples` examples."""
     examples: Float[Array, ""]
+    """Number of examples so far."""
     sums: FeatureSums
+    """Of the features after training."""
     image: Float[Array, "Ct h w 3"]
     """Of each class the image nearest to the class mean so far."""
     distance: Float[Array, " Ct"]
+    """Its squared distance from the class mean; inf: no image yet."""
 
 
 def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRule:
-    """All that clients do besides the steps of the optimiser.
+    """Compose all that clients do besides the steps of the optimiser.
 
     Args:
       options: of the method.
-      run: the run's.
-      weights: how the loss is put together.
+      run: for sizes and training.
+      weights: of the loss.
     """
     sizes = run.sizes
+    width = run.network.width
     batch_size = run.training.batch_size
-    budget = Budget(options.memory_size, "client", options.memory_repeats)
-    view = pass_over(batch_size)
+    budget = herding.Budget(options.memory_size, "client", options.memory_repeats)
 
-    def init(key: PRNGKeyArray, trainable: Params) -> Known:
-        del key, trainable
-        nothing = nothing_herded(budget, sizes)
+    def init(_key: PRNGKeyArray, _trainable: Params) -> ClientMemory:
+        no_exemplars = herding.nothing_herded(budget, sizes)
         no_task = jnp.full(sizes.classes, -1, jnp.int32)
-        return Known(jnp.zeros(()), nothing, nothing, no_task, jnp.bool_(False))
+        return ClientMemory(jnp.zeros(()), no_exemplars, no_exemplars, no_task, jnp.bool_(False))
 
-    def on_start(context: ClientContext, known: Known, key: PRNGKeyArray) -> LocalState:
-        del context, key
-        count = sizes.task_classes
-        width = run.network.width
+    def on_start(_context: ClientContext, memory: ClientMemory, _key: PRNGKeyArray) -> LocalState:
+        classes = sizes.task_classes
         zero = jnp.zeros(())
-        sums = FeatureSums(*(jnp.zeros(shape) for shape in ((count, width), (count, width), count, count)))
-        image = jnp.zeros((count, *run.network.image))
-        return LocalState(known, zero, zero, sums, image, jnp.full(count, jnp.inf))
+        sums = FeatureSums(
+            unit=jnp.zeros((classes, width)),
+            feature=jnp.zeros((classes, width)),
+            square=jnp.zeros(classes),
+            examples=jnp.zeros(classes),
+        )
+        image = jnp.zeros((classes, *run.network.image))
+        return LocalState(memory, zero, zero, sums, image, jnp.full(classes, jnp.inf))
 
-    def loss(step: ClientStep, work: LocalState) -> Float[Array, ""]:
-        changed = task_changed(options, work, step.context.task)
-        return weighted_loss(weights, step, adopted(work.known, changed), old_model(step.context, changed))
+    def loss(step: ClientStep, local: LocalState) -> Float[Array, ""]:
+        changed = task_changed(options, local, step.context.task)
+        memory = adopt_exemplars(local.memory, changed)
+        return weighted_loss(weights, step, memory, old_model(step.context, changed))
 
-    def stored(known: Known) -> Int[Array, " M"]:
-        return jnp.concatenate([known.now.exemplars.index, known.later.exemplars.index])
+    def stored(memory: ClientMemory) -> Int[Array, " M"]:
+        return jnp.concatenate([memory.current.exemplars.index, memory.upcoming.exemplars.index])
 
-    def choose(context: ClientContext, work: LocalState, key: PRNGKeyArray) -> Int[Array, " count"]:
-        changed = task_changed(options, work, context.task)
-        now = adopted(work.known, changed).now
-        chosen = draw_union(now.exemplars, context.task.old, batch_size, context.client.examples, key)
-        behind = jnp.where(changed, budget.size(sizes), 0)  # `stored` has both buffers end to end
-        return jnp.where(chosen >= 0, chosen + behind, -1)
+    def choose(context: ClientContext, local: LocalState, key: PRNGKeyArray) -> Int[Array, " count"]:
+        task = context.task
+        changed = task_changed(options, local, task)
+        exemplars = adopt_exemplars(local.memory, changed).current.exemplars
+        examples = context.client.examples
+        index = herding.draw_union(exemplars, task.old, batch_size, examples, key)
+        # `stored` has the buffer of the upcoming exemplars behind that of the current ones
+        offset = jnp.where(changed, budget.size(sizes), 0)
+        return jnp.where(index >= 0, index + offset, -1)
 
-    def on_end(context: ClientContext, work: LocalState, trainable: Params, known: Known) -> Known:
-        del trainable, known
-        kept = adopted(work.known, task_changed(options, work, context.task))
-        return kept._replace(entropy=mean_entropy(options, work, context.task), resting=jnp.bool_(False))
+    def on_end(
+        context: ClientContext, local: LocalState, _trainable: Params, _memory: ClientMemory
+    ) -> ClientMemory:
+        memory = adopt_exemplars(local.memory, task_changed(options, local, context.task))
+        entropy = mean_entropy(options, local, context.task)
+        return memory._replace(entropy=entropy, was_absent=jnp.bool_(False))
 
     def choose_exemplars(
-        context: ClientContext, gathered: Gathered, trainable: Params, known: Known
-    ) -> Known:
-        del trainable
-        # a client that sat out the whole task adopts now what it chose at the end of the one before: in the
+        context: ClientContext,
+        gathered: herding.Gathered,
+        _trainable: Params,
+        memory: ClientMemory,
+    ) -> ClientMemory:
+        # a client that was absent in the whole task adopts now what it chose before it: in the
         # release clients look for changes in every round, also those that do not train
-        known = adopted(known, known.resting)
-        later = renew(known.now, gathered, context.task, budget, sizes)
-        mine = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
-        block = jnp.where(mine, context.task.index, known.block)
-        return known._replace(later=later, block=block, resting=jnp.bool_(True))
+        memory = adopt_exemplars(memory, memory.was_absent)
+        upcoming = herding.renew(memory.current, gathered, context.task, budget, sizes)
+        has_class = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
+        class_task = jnp.where(has_class, context.task.index, memory.class_task)
+        return memory._replace(upcoming=upcoming, class_task=class_task, was_absent=jnp.bool_(True))
 
+    view = herding.pass_over(batch_size)
+    start_gathering = herding.gather_from(sizes, width)
     passes = (
         ClientPass("before_training", view, measure_entropy),
         ClientPass("after_training", view, if_changed(options, add_statistics)),
         ClientPass("after_training", view, if_changed(options, find_nearest)),
-        ClientPass("task_end", view, gather, gather_from(sizes, run.network.width), choose_exemplars),
+        ClientPass("task_end", view, herding.gather, start_gathering, choose_exemplars),
     )
     replay = Replay(batch_size, stored, choose)
     return ClientRule(NAME, loss, init, on_start, passes, on_end, replay=replay)
 
 
-def adopted(known: Known, changed: Bool[Array, ""]) -> Known:
-    """What a client keeps, once it knows whether its task has changed (B5)."""
+def adopt_exemplars(memory: ClientMemory, changed: Bool[Array, ""]) -> ClientMemory:
+    """Return the memory with the upcoming exemplars as current ones, if the task has changed."""
 
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(changed, new, old)
+    def pick(upcoming: Array, current: Array) -> Array:
+        return jnp.where(changed, upcoming, current)
 
-    return known._replace(now=jax.tree.map(pick, known.later, known.now))
-
-
-def if_changed(options: GLFCOptions, then: StepMemory) -> StepMemory:
-    """The step of a pass that only clients whose task has changed make."""
-
-    def step_if(step: ClientStep, work: LocalState) -> LocalState:
-        changed = task_changed(options, work, step.context.task)
-        return jax.lax.cond(changed, functools.partial(then, step), lambda work: work, work)
-
-    return step_if
+    return memory._replace(current=jax.tree.map(pick, memory.upcoming, memory.current))
 
 
-# ---- has the task changed? (B4) ----------------------------------------------------------------------------
+def if_changed(options: GLFCOptions, step_memory: StepMemory) -> StepMemory:
+    """Return the step of a pass that only clients whose task has changed take."""
+
+    def step_if_changed(step: ClientStep, local: LocalState) -> LocalState:
+        changed = task_changed(options, local, step.context.task)
+        take_step = functools.partial(step_memory, step)
+        return jax.lax.cond(changed, take_step, lambda local: local, local)
+
+    return step_if_changed
 
 
-def measure_entropy(step: ClientStep, work: LocalState) -> LocalState:
-    """Before training: the entropy of a batch under the model that was sent."""
+# ---- has the task changed? ---------------------------------------------------------------
+
+
+def measure_entropy(step: ClientStep, local: LocalState) -> LocalState:
+    """Add the entropy of a batch under the received model, before training."""
     logits = step.forward(step.trainable, train=False).logits
     mask = step.batch.mask
     entropy = jnp.where(mask, entropy_of(logits, step.context.task.seen), 0.0)
-    return work._replace(entropy=work.entropy + jnp.sum(entropy), examples=work.examples + jnp.sum(mask))
+    return local._replace(entropy=local.entropy + jnp.sum(entropy), examples=local.examples + jnp.sum(mask))
 
 
 def entropy_of(logits: Float[Array, "B C"], seen: Bool[Array, " C"]) -> Float[Array, " B"]:
-    """The entropy of a softmax over the seen classes, in nats."""
-    share = jax.nn.softmax(mask_logits(logits, seen))
-    return -jnp.sum(jnp.where(seen, share * jnp.log(share + FLOOR), 0.0), axis=-1)
+    """Return the entropy of a softmax over the seen classes, in nats."""
+    probability = jax.nn.softmax(heads.mask_logits(logits, seen))
+    summand = probability * jnp.log(probability + FLOOR)
+    return -jnp.sum(jnp.where(seen, summand, 0.0), axis=-1)
 
 
-def mean_entropy(options: GLFCOptions, work: LocalState, task: Task) -> Float[Array, ""]:
-    """Of a client's examples, in nats or as a share of a uniform guess's."""
-    mean = work.entropy / jnp.maximum(work.examples, 1)
+def mean_entropy(options: GLFCOptions, local: LocalState, task: Task) -> Float[Array, ""]:
+    """Return the mean over the client's examples, in nats or as a share of a uniform guess's."""
+    mean = local.entropy / jnp.maximum(local.examples, 1)
     if options.entropy_unit == "nats":
         return mean
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
 
-def task_changed(options: GLFCOptions, work: LocalState, task: Task) -> Bool[Array, ""]:
-    """Whether the entropy is higher than in the client's last round by more than the threshold."""
-    return mean_entropy(options, work, task) - work.known.entropy > options.entropy_rise
+def task_changed(options: GLFCOptions, local: LocalState, task: Task) -> Bool[Array, ""]:
+    """Return whether the entropy has risen by more than the threshold since the last round."""
+    rise = mean_entropy(options, local, task) - local.memory.entropy
+    return rise > options.entropy_rise
 
 
-# ---- the loss (B6, B7) -------------------------------------------------------------------------------------
+# ---- the loss ----------------------------------------------------------------------------
 
 
-def old_model(context: ClientContext, changed: Bool[Array, ""]) -> Old:
-    """Which model is distilled: the best of the task that is over, which is the best of all when the task has
-    just changed, and later the best from before the newest gradients."""
-    choice = context.payload.sent["proxy"]
-    return jax.tree.map(lambda a, b: jnp.where(changed, a, b), choice.current, choice.previous)
+def old_model(context: ClientContext, changed: Bool[Array, ""]) -> proxy.OldModel:
+    """Return the model that is distilled, the best one of the task that is over.
+
+    When the client's task has just changed, this is the proxy's best model so far; later it is
+    the best model from before the newest gradients.
+    """
+    best: proxy.BestModels = context.payload.sent["proxy"]
+    return jax.tree.map(
+        lambda current, previous: jnp.where(changed, current, previous), best.current, best.previous
+    )
 
 
-def weighted_loss(weights: LossWeights, step: ClientStep, known: Known, old: Old) -> Float[Array, ""]:
-    """The whole loss: binary cross-entropy of the labels, and of an old model's answers where there is one;
-    for classes that it does not know, its answers are the labels."""
+def weighted_loss(
+    weights: LossWeights, step: ClientStep, memory: ClientMemory, old: proxy.OldModel
+) -> Float[Array, ""]:
+    """Return the whole loss: cross-entropy of the labels, and of an old model's outputs.
+
+    Both are binary, one problem per class. For classes that the old model does not know, its
+    outputs are replaced by the labels. Without an old model the loss is that of the labels.
+    """
     context = step.context
     batch = step.batch
     logits = step.output.logits
-    label = jax.nn.one_hot(batch.label, logits.shape[-1])
-    weight = weights.weigh(gap_of(logits, batch.label), batch, known, context.task)
-    binary = functools.partial(weighted_binary_loss, logits, seen=context.task.seen, mask=batch.mask)
+    one_hot = jax.nn.one_hot(batch.label, logits.shape[-1])
+    weight = weights.weigh(gap_of(logits, batch.label), batch, memory, context.task)
+    seen = context.task.seen
+    binary_loss = functools.partial(weighted_binary_loss, logits, seen=seen, mask=batch.mask)
 
-    def with_answers() -> Float[Array, "B C"]:
-        forward = step.learner.forward
-        answers = forward(context.frozen, context.cached, old.trainable, batch, old.task, False).logits
-        return jnp.where(old.task.seen, jax.nn.sigmoid(answers), label)
+    def old_outputs() -> Float[Array, "B C"]:
+        output = step.learner.forward(context.frozen, context.cached, old.trainable, batch, old.task, False)
+        return jnp.where(old.task.seen, jax.nn.sigmoid(output.logits), one_hot)
 
-    there = old.task.index >= 0
+    has_old = old.task.index >= 0
     # the cond holds no gradient: libtpu 0.0.42 crashes on one that returns a rounded array twice
-    target = jax.lax.cond(there, with_answers, lambda: label)
-    own = weight if weights.weighs_old else jnp.ones_like(weight)
-    of_labels = jnp.where(there, weights.current, weights.alone) * binary(label, weight)
-    return of_labels + jnp.where(there, weights.old, 0.0) * binary(target, own)
+    old_target = jax.lax.cond(has_old, old_outputs, lambda: one_hot)
+    old_weight = jnp.ones_like(weight)
+    if weights.weighs_old:
+        old_weight = weight
+    label_factor = jnp.where(has_old, weights.current, weights.alone)
+    old_factor = jnp.where(has_old, weights.old, 0.0)
+    label_loss = label_factor * binary_loss(one_hot, weight)
+    return label_loss + old_factor * binary_loss(old_target, old_weight)
 
 
 def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array, " B"]:
-    """How far each example is from its label: |sigmoid(z_y) - 1|, without a gradient."""
-    own = jnp.take_along_axis(jax.lax.stop_gradient(logits), label[:, None], axis=-1)[:, 0]
-    return jnp.abs(jax.nn.sigmoid(own) - 1)
+    """Return |sigmoid(z_y) - 1|, the gap of each example to its label, without a gradient."""
+    z_y = jnp.take_along_axis(jax.lax.stop_gradient(logits), label[:, None], axis=-1)[:, 0]
+    return jnp.abs(jax.nn.sigmoid(z_y) - 1)
 
 
 def weighted_binary_loss(
@@ -391,95 +411,103 @@ def weighted_binary_loss(
     seen: Bool[Array, " C"],
     mask: Bool[Array, " B"],
 ) -> Float[Array, ""]:
-    """The mean, over the examples in the mask and the seen classes, of the weighted binary cross-entropy."""
-    each = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
-    return reduce_rows(weight * jnp.sum(each, axis=-1), mask, jnp.sum(mask) * jnp.sum(seen), "mean")
+    """Return the mean weighted binary cross-entropy over examples and seen classes."""
+    loss = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
+    count = jnp.sum(mask) * jnp.sum(seen)
+    return heads.reduce_rows(weight * jnp.sum(loss, axis=-1), mask, count, "mean")
 
 
-def by_group(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
-    """Gradient compensation: an example's gap over the mean gap of the old or of the new
-    examples, whichever it is; 1 for clients that have learned nothing."""
-    del task
-    learned = known.now.learned
-    old = learned[batch.label]
-    weight = jnp.where(old, over_mean(gap, old & batch.mask), over_mean(gap, ~old & batch.mask))
-    return jnp.where(jnp.any(learned), weight, 1.0)
+def by_group(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, _task: Task) -> Float[Array, " B"]:
+    """Return an example's gap over the mean gap of the old, or of the new examples.
+
+    This is gradient compensation. Weights are 1 for clients that have learned no class yet.
+    """
+    learned = memory.current.learned
+    is_old = learned[batch.label]
+    old_weight = over_mean(gap, is_old & batch.mask)
+    new_weight = over_mean(gap, ~is_old & batch.mask)
+    return jnp.where(jnp.any(learned), jnp.where(is_old, old_weight, new_weight), 1.0)
 
 
 def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array, " B"]:
-    """Gaps over the mean of a group's."""
+    """Return gaps divided by the mean gap of a group."""
     mean = jnp.sum(jnp.where(group, gap, 0.0)) / jnp.maximum(jnp.sum(group), 1)
     return gap / jnp.maximum(mean, jnp.finfo(gap.dtype).tiny)
 
 
-# ---- prototypes (B9) ---------------------------------------------------------------------------------------
+# ---- prototypes --------------------------------------------------------------------------
 
 
-def add_statistics(step: ClientStep, work: LocalState) -> LocalState:
-    """After training: adds the features of a batch by class, under the client's own model."""
+def add_statistics(step: ClientStep, local: LocalState) -> LocalState:
+    """Add the features of a batch by class, under the client's trained model."""
     batch = step.batch
-    classes = step.context.task.classes
-    own = work.sums
     feature = step.forward(step.trainable, train=False).feature
 
-    def add(values: Array) -> tuple[Array, Array]:
-        return sum_by_class(values, batch.label, classes, batch.mask)
+    def sum_by_class(values: Array) -> tuple[Array, Array]:
+        classes = step.context.task.classes
+        return heads.sum_by_class(values, batch.label, classes, batch.mask)
 
-    (near, examples) = add(unit(feature))
-    (plain, _) = add(feature)
-    (square, _) = add(jnp.sum(feature**2, axis=-1, keepdims=True))
-    new = FeatureSums(
-        own.near + near, own.feature + plain, own.square + square[:, 0], own.examples + examples
-    )
-    return work._replace(sums=new)
+    unit_sum, examples = sum_by_class(heads.unit(feature))
+    feature_sum, _ = sum_by_class(feature)
+    square_sum, _ = sum_by_class(jnp.sum(feature**2, axis=-1, keepdims=True))
+    batch_sums = FeatureSums(unit_sum, feature_sum, square_sum[:, 0], examples)
+    return local._replace(sums=jax.tree.map(jnp.add, local.sums, batch_sums))
 
 
-def find_nearest(step: ClientStep, work: LocalState) -> LocalState:
-    """In a second pass: of each class the image whose features are nearest to the class mean so far."""
+def find_nearest(step: ClientStep, local: LocalState) -> LocalState:
+    """Keep, for each class, the image whose features are nearest to the class mean so far."""
     batch = step.batch
-    mean = work.sums.near / jnp.maximum(work.sums.examples, 1)[:, None]
+    mean = local.sums.unit / jnp.maximum(local.sums.examples, 1)[:, None]
     feature = step.forward(step.trainable, train=False).feature
-    gap = jnp.sum((unit(feature) - mean[:, None]) ** 2, axis=-1)
-    mine = (batch.label == step.context.task.classes[:, None]) & batch.mask
-    gap = jnp.where(mine, gap, jnp.inf)
-    best = jnp.argmin(gap, axis=1)
-    least = jnp.min(gap, axis=1)
-    nearer = least < work.distance
-    image = jnp.where(nearer[:, None, None, None], batch.image[best], work.image)
-    return work._replace(image=image, distance=jnp.minimum(least, work.distance))
+    distance = jnp.sum((heads.unit(feature) - mean[:, None]) ** 2, axis=-1)
+    in_class = (batch.label == step.context.task.classes[:, None]) & batch.mask
+    distance = jnp.where(in_class, distance, jnp.inf)
+    nearest = jnp.argmin(distance, axis=1)
+    least = jnp.min(distance, axis=1)
+    is_nearer = least < local.distance
+    image = jnp.where(is_nearer[:, None, None, None], batch.image[nearest], local.image)
+    return local._replace(image=image, distance=jnp.minimum(least, local.distance))
 
 
 def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
-    """What clients send of their prototypes when their task has changed."""
+    """Report the gradients of a client's prototypes, if its task has changed."""
 
-    def finalize(end: ClientEnd, total: tuple) -> Sent:
-        del total
+    def finalize(end: ClientEnd, _total: tuple) -> proxy.Gradients:
         context = end.context
-        work = end.memories[NAME]
-        changed = task_changed(options, work, context.task)
-        encoded = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(encoded, work))
-        gradient = jax.lax.cond(changed, encoded, lambda work: none, work)
-        return Sent(gradient, changed & (work.sums.examples > 0), spread_of(work.sums))
+        local: LocalState = end.memories[NAME]
+        changed = task_changed(options, local, context.task)
+        encode = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
+        shapes = jax.eval_shape(encode, local)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        gradient = jax.lax.cond(changed, encode, lambda _local: zeros, local)
+        present = changed & (local.sums.examples > 0)
+        return proxy.Gradients(gradient, present, spread_of(local.sums))
 
-    # the proxy merges nothing, so that any aggregation rule is followed
-    return Report(REPORT, finalize=finalize, follows_rule=True, possible=possible_gradients)
+    # the proxy merges nothing, so that the run may choose any aggregation rule
+    return Report(proxy.REPORT, finalize=finalize, follows_rule=True, possible=possible_gradients)
 
 
-def possible_gradients(context: ClientContext, sent: Sent) -> Bool[Array, ""]:
-    """Whether variances are not negative, and the gradient of the classifier's bias, a probability minus 0 or
-    1, lies in [-1, 1]."""
-    del context
-    return within(sent.spread, 0, jnp.inf) & within(sent.gradient.bias, -1.001, 1.001)
+def possible_gradients(_context: ClientContext, reported: proxy.Gradients) -> Bool[Array, ""]:
+    """Check that no variance is negative, and that gradients of biases lie in [-1, 1].
+
+    A gradient of the classifier's bias is a probability minus 0 or 1.
+    """
+    return within(reported.spread, 0, jnp.inf) & within(reported.gradient.bias, -1.001, 1.001)
 
 
 def encoded_prototypes(
-    options: GLFCOptions, learner: Learner, context: ClientContext, trainable: Params, work: LocalState
+    options: GLFCOptions,
+    learner: Learner,
+    context: ClientContext,
+    trainable: Params,
+    local: LocalState,
 ) -> LeNet:
-    """The gradients of the task's prototypes, once they are perturbed."""
+    """Return the gradients of the task's perturbed prototypes."""
     label = jnp.maximum(context.task.classes, 0)
-    pixels = perturb(options, learner, context, trainable, to_unit(learner.network, work.image), label)
-    return encode(options, learner.network, len(context.task.seen), pixels, label)
+    pixels = to_unit(learner.network, local.image)
+    pixels = perturb(options, learner, context, trainable, pixels, label)
+    classes = len(context.task.seen)
+    return proxy.encode(options, learner.network, classes, pixels, label)
 
 
 def perturb(
@@ -490,28 +518,29 @@ def perturb(
     pixels: Float[Array, "Ct h w 3"],
     label: Int[Array, " Ct"],
 ) -> Float[Array, "Ct h w 3"]:
-    """Images after some steps of gradient descent on the client's own loss of them: each by itself."""
+    """Return images after some steps of gradient descent on the client's loss of each."""
     task = context.task
     target = jax.nn.one_hot(label, len(task.seen))
 
     def loss(pixels: Array) -> Float[Array, ""]:
         batch = unlabelled(learner, pixels)
         output = learner.forward(context.frozen, context.cached, trainable, batch, task, False)
-        one = jnp.ones(len(pixels))
-        return len(pixels) * weighted_binary_loss(output.logits, target, one, task.seen, batch.mask)
+        weight = jnp.ones(len(pixels))
+        mean = weighted_binary_loss(output.logits, target, weight, task.seen, batch.mask)
+        return len(pixels) * mean  # the sum: an image's gradient does not depend on the others
 
-    def step(i: Array, pixels: Array) -> Array:
-        del i
-        slope = jax.grad(loss)(pixels) + options.prototype_decay * pixels
-        return pixels - options.prototype_lr * slope
+    def step(_: Array, pixels: Array) -> Array:
+        gradient = jax.grad(loss)(pixels) + options.prototype_decay * pixels
+        return pixels - options.prototype_lr * gradient
 
     return jax.lax.fori_loop(0, options.prototype_steps, step, pixels)
 
 
 def spread_of(sums: FeatureSums) -> Float[Array, ""]:
-    """The mean variance of a feature's entries within a class, over the classes there are."""
+    """Return the mean variance of a feature's entries within a class, over present classes."""
     examples = jnp.maximum(sums.examples, 1)
-    there = sums.examples > 0
-    trace = sums.square / examples - jnp.sum((sums.feature / examples[:, None]) ** 2, axis=-1)
-    mean = jnp.sum(jnp.where(there, trace, 0.0)) / jnp.maximum(jnp.sum(there), 1)
-    return jnp.maximum(mean, 0.0) / sums.feature.shape[-1]
+    present = sums.examples > 0
+    mean = sums.feature / examples[:, None]
+    variance = sums.square / examples - jnp.sum(mean**2, axis=-1)  # over all entries together
+    mean_variance = jnp.sum(jnp.where(present, variance, 0.0)) / jnp.maximum(jnp.sum(present), 1)
+    return jnp.maximum(mean_variance, 0.0) / sums.feature.shape[-1]

@@ -1,7 +1,8 @@
-"""LGA, the successor of GLFC (Dong et al., TPAMI 2023), in what it does otherwise (specification B').
+"""LGA, the successor of GLFC (Dong et al., TPAMI 2023): what it does differently.
 
-A row's weight is balanced over all earlier tasks and not over old and new alone, the distillation is weighted
-too, and the proxy judges a model by features around those of the images that it rebuilds.
+An example's weight is balanced over all earlier tasks and not over old and new alone, the
+distillation is weighted too, and the proxy evaluates a model on features around those of the
+images that it reconstructs.
 """
 
 import dataclasses
@@ -11,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fcljax.methods.glfc import glfc
-from fcljax.methods.glfc.glfc import GLFCOptions, Known, LossWeights, compensated, over_mean
-from fcljax.methods.glfc.proxy import Proxy, over_used, shown
+from fcljax.methods.glfc import glfc, proxy
+from fcljax.methods.glfc.glfc import ClientMemory, GLFCOptions, LossWeights, over_mean
 from fcljax.models.products import exact_matmul
 from fcljax.options import option
 from fcljax.parts.federate import Run
@@ -22,13 +22,11 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.task_start import unlabelled
 from fcljax.types import Batch, Method, Task
 
-# Of a row's weight
-LEAST = 0.5
-MOST = 5.0
-NEAR = 0.1  # the squared length of a perturbation over that of its feature, at the most
-# Perturbations of each feature that count, and that are drawn
-PERTURBED = 5
-TRIED = 20
+LEAST_WEIGHT = 0.5  # of an example
+MOST_WEIGHT = 5.0
+NEAR = 0.1  # the squared length of a perturbation over that of its feature, at most
+PERTURBED = 5  # perturbations of each feature that count, at most
+DRAWN = 20  # perturbations of each feature that are drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,48 +50,63 @@ PRESETS["released"] = PRESETS["released"]._replace(
 
 
 def lga(options: LGAOptions, run: Run) -> Method:
-    """LGA as a method."""
+    """Compose LGA."""
     factor = options.loss_weight
     weights = LossWeights(by_tasks, factor, factor, factor, weighs_old=True)
-    return compensated(options, run, weights, functools.partial(around, options, run.sizes.rounds))
+    evaluate = functools.partial(accuracy_around, options, run.sizes.rounds)
+    return glfc.compensated(options, run, weights, evaluate)
 
 
-def by_tasks(gap: Float[Array, " B"], batch: Batch, known: Known, task: Task) -> Float[Array, " B"]:
-    """Category-balanced weights: gaps to the power t / (t + 1), over the mean of the new rows; and for every
-    earlier task over the mean of the rows that the client had learned by then, all of which add up."""
-    learned = known.now.learned
+def by_tasks(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, task: Task) -> Float[Array, " B"]:
+    """Return category-balanced weights.
+
+    Gaps are taken to the power t / (t + 1). A new example's weight is its gap over the mean gap
+    of the new ones. An old example's weight is a sum over earlier tasks: its gap over the mean
+    gap of the examples whose classes the client had learned by then.
+    """
+    learned = memory.current.learned
     index = task.index
     gap = jnp.where(index > 0, gap ** (index / (index + 1)), gap)
-    old = learned[batch.label]
-    weight = jnp.where(old, 0.0, over_mean(gap, ~old & batch.mask))
+    is_old = learned[batch.label]
+    weight = jnp.where(is_old, 0.0, over_mean(gap, ~is_old & batch.mask))
 
-    def add(block: Array, weight: Array) -> Array:
-        group = old & (known.block[batch.label] <= block)
+    def add_task(earlier: Array, weight: Array) -> Array:
+        group = is_old & (memory.class_task[batch.label] <= earlier)
         return weight + jnp.where(group, over_mean(gap, group & batch.mask), 0.0)
 
-    weight = jax.lax.fori_loop(0, index, add, weight)
-    return jnp.where(jnp.any(learned), jnp.clip(weight, LEAST, MOST), 1.0)
+    weight = jax.lax.fori_loop(0, index, add_task, weight)
+    clipped = jnp.clip(weight, LEAST_WEIGHT, MOST_WEIGHT)
+    return jnp.where(jnp.any(learned), clipped, 1.0)
 
 
-def around(
-    options: LGAOptions, rounds: int, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
+def accuracy_around(
+    options: LGAOptions,
+    rounds: int,
+    round: ServerRound,
+    params: Params,
+    state: proxy.Proxy,
+    key: PRNGKeyArray,
 ) -> Float[Array, ""]:
-    """LGA's judge: the accuracy on features around those of the images; 0 in a task's first rounds."""
-    view, draw = jax.random.split(key)
-    judge = functools.partial(_accuracy, options, round, params, proxy, view, draw)
-    return jax.lax.cond(round.index < options.quiet_share * rounds, lambda: jnp.zeros(()), judge)
+    """Return LGA's score: the accuracy on features around those of the images.
+
+    It is 0 in a task's first rounds.
+    """
+    view_key, noise_key = jax.random.split(key)
+    score = functools.partial(_accuracy, options, round, params, state, view_key, noise_key)
+    is_quiet = round.index < options.quiet_share * rounds
+    return jax.lax.cond(is_quiet, lambda: jnp.zeros(()), score)
 
 
 def _accuracy(
     options: LGAOptions,
     round: ServerRound,
     params: Params,
-    proxy: Proxy,
-    view: PRNGKeyArray,
-    draw: PRNGKeyArray,
+    state: proxy.Proxy,
+    view_key: PRNGKeyArray,
+    noise_key: PRNGKeyArray,
 ) -> Float[Array, ""]:
     learner = round.learner
-    monitor = proxy.monitor
+    monitor = state.monitor
     task = round.task
     trainable = learner.trainable(params, task)
 
@@ -101,25 +114,27 @@ def _accuracy(
         batch = unlabelled(learner, pixels)
         return learner.forward(round.frozen, params, trainable, batch, task, False).feature
 
-    image = shown(options, learner, monitor, view)
+    image = proxy.training_view(options, learner, monitor, view_key)
     feature = jax.lax.map(features, image.reshape(-1, *image.shape[2:]))
-    scale = class_variance(feature, monitor.label.reshape(-1), monitor.used.reshape(-1), len(task.seen)) ** 2
+    label = monitor.label.reshape(-1)
+    scale = class_variance(feature, label, monitor.used.reshape(-1), len(task.seen)) ** 2
 
-    def share(args: tuple) -> Array:
-        (mine, key), label = args
-        some, accepted = perturbed(mine, proxy.radius * scale[label], jax.random.wrap_key_data(key))
-        logits = learner.classifier.logits(params.classifier, trainable.classifier, some, task)
-        found = jnp.argmax(jnp.where(task.seen, logits, -jnp.inf), axis=-1)
-        return jnp.sum((found == label) & accepted) / jnp.maximum(jnp.sum(accepted), 1)
+    def of_entry(feature_and_key: tuple[Array, Array], label: Array) -> Float[Array, ""]:
+        feature, key_data = feature_and_key
+        key = jax.random.wrap_key_data(key_data)
+        sample, counts = perturbed(feature, state.radius * scale[label], key)
+        logits = learner.classifier.logits(params.classifier, trainable.classifier, sample, task)
+        prediction = jnp.argmax(jnp.where(task.seen, logits, -jnp.inf), axis=-1)
+        return jnp.sum((prediction == label) & counts) / jnp.maximum(jnp.sum(counts), 1)
 
-    keys = jax.random.key_data(jax.random.split(draw, len(feature)))
-    return over_used(share, (feature, keys), monitor)
+    keys = jax.random.key_data(jax.random.split(noise_key, len(feature)))
+    return proxy.mean_over_used(of_entry, (feature, keys), monitor)
 
 
 def class_variance(
     feature: Float[Array, "sets states D"], label: Array, used: Array, classes: int
 ) -> Float[Array, "classes D"]:
-    """The variance of each entry of a class's features, over all its used sets."""
+    """Return the variance of each entry of a class's features, over all its used sets."""
     member = jax.nn.one_hot(label, classes) * used[:, None]
     sets = jnp.maximum(jnp.sum(member, axis=0), 1)[:, None]
 
@@ -132,9 +147,11 @@ def class_variance(
 def perturbed(
     feature: Float[Array, "states D"], scale: Float[Array, " D"], key: PRNGKeyArray
 ) -> tuple[Float[Array, "some D"], Array]:
-    """Each feature with Gaussian noise of these deviations, several times, and which of them count: the first
-    few whose noise is short enough."""
-    noise = scale * jax.random.normal(key, (TRIED, *feature.shape))
-    short = jnp.sum(noise**2, axis=-1) <= NEAR * jnp.sum(feature**2, axis=-1)
-    accepted = short & (jnp.cumsum(short, axis=0) <= PERTURBED)
-    return (feature + noise).reshape(-1, feature.shape[-1]), accepted.reshape(-1)
+    """Return features with Gaussian noise of these standard deviations, and which of them count.
+
+    Of each feature the first `PERTURBED` count whose noise is short enough.
+    """
+    noise = scale * jax.random.normal(key, (DRAWN, *feature.shape))
+    is_short = jnp.sum(noise**2, axis=-1) <= NEAR * jnp.sum(feature**2, axis=-1)
+    counts = is_short & (jnp.cumsum(is_short, axis=0) <= PERTURBED)
+    return (feature + noise).reshape(-1, feature.shape[-1]), counts.reshape(-1)

@@ -1,8 +1,8 @@
-"""The proxy server of GLFC and LGA (specifications B9, B10 and B'), which chooses what clients distil.
+"""The proxy server of GLFC and LGA, which chooses the models that clients distil.
 
-When clients meet a new task they send gradients of prototype images. The proxy infers their labels, rebuilds
-the images by matching gradients, and from then on lets every merged model predict them: the best one so far
-goes down with the newest, and so does the best one from before the gradients came.
+When clients meet a new task they send gradients of prototype images. The proxy infers their
+labels, reconstructs the images by matching gradients, and from then on evaluates each merged
+model on them. It sends the best model so far, and the best one from before the gradients came.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import jitter
 from fcljax.types import Network, Task, Weighted
 
-REPORT = "gradients"  # the name of the clients' term, under which their gradients arrive
-LINE_SEARCH = 10  # evaluations of a step of L-BFGS at the most
+REPORT = "gradients"  # name of the clients' report
+LINE_SEARCH = 10  # evaluations in a step of L-BFGS, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class ProxyOptions:
-    """How prototypes travel, and how the proxy judges models."""
+    """Options of prototypes and of the proxy's evaluation."""
 
     prototype_steps: int = option(50, least=0)
     """Number of gradient steps that perturb a prototype."""
@@ -56,52 +56,59 @@ class ProxyOptions:
     or never."""
 
 
-class Sent(NamedTuple):
-    """What a client sends of its prototypes: a gradient for each of the task's classes, which of them there
-    are, and how far the features of its classes are spread (the mean variance of a number)."""
+class Gradients(NamedTuple):
+    """What a client reports of its prototypes."""
 
-    gradient: LeNet  # leaves [Ct, ...]
-    there: Bool[Array, "*clients Ct"]
+    gradient: LeNet
+    """Of each of the task's classes: leaves [Ct, ...]."""
+    present: Bool[Array, "*clients Ct"]
+    """Classes of which it has a prototype."""
     spread: Float[Array, "*clients"]
+    """The mean variance of an entry of its features within a class."""
 
 
-class Old(NamedTuple):
+class OldModel(NamedTuple):
     """A model that can be distilled."""
 
     trainable: Params
     task: Task
-    """In which it was merged; index -1: there is none."""
+    """The task in which it was merged; index -1: there is no model."""
 
 
-class Choice(NamedTuple):
-    """The best model from before the newest gradients came, and the best one since."""
+class BestModels(NamedTuple):
+    """The models that clients may distil."""
 
-    previous: Old
-    current: Old
+    previous: OldModel
+    """The best one from before the newest gradients."""
+    current: OldModel
+    """The best one since."""
 
 
 class Monitor(NamedTuple):
-    """The images that models are judged by, those of a client's class together, and their inferred labels."""
+    """The reconstructed images on which models are evaluated."""
 
     image: Float[Array, "clients Ct states h w 3"]
+    """Pixels in [0, 1]: some last states of each image."""
     label: Int[Array, "clients Ct"]
+    """Inferred labels."""
     used: Bool[Array, "clients Ct"]
+    """Entries that hold images."""
 
 
 class Proxy(NamedTuple):
     """What the proxy keeps."""
 
-    choice: Choice
+    models: BestModels
     monitor: Monitor
     best: Float[Array, ""]
     """The best score since its last reset."""
     radius: Float[Array, ""]
-    """The spread of features in the first task."""
+    """Standard deviation of features in the first task."""
 
 
 @runtime_checkable
-class Judge(Protocol):
-    """Returns the share of the proxy's images that a model predicts."""
+class Evaluate(Protocol):
+    """Returns the share of the proxy's images that a model predicts correctly."""
 
     def __call__(
         self, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray, /
@@ -112,13 +119,13 @@ class Judge(Protocol):
 
 
 def side_of(options: ProxyOptions, network: Network) -> tuple[int, int]:
-    """Height and width in which prototypes are sent."""
+    """Return the height and width at which prototypes are sent."""
     height, width, _ = network.image
     return min(height, options.gradient_side), min(width, options.gradient_side)
 
 
 def shared_lenet(options: ProxyOptions, network: Network, classes: int) -> LeNet:
-    """The network by whose gradients images are sent: from a key that everybody knows."""
+    """Return the network whose gradients encode images, from a key that all clients know."""
     return init_lenet(jax.random.key(0), *side_of(options, network), classes)
 
 
@@ -129,14 +136,14 @@ def encode(
     pixels: Float[Array, "Ct h w 3"],
     label: Int[Array, " Ct"],
 ) -> LeNet:
-    """The gradient of each image under the shared network."""
+    """Return the gradient of each image under the shared network."""
     params = shared_lenet(options, network, classes)
     small = resize(pixels, *side_of(options, network))
     return jax.vmap(gradient_of, (None, 0, 0))(params, small, jax.nn.one_hot(label, classes))
 
 
 def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Array, "n h2 w2 3"]:
-    """Images at another size, bilinear; the same where it is theirs."""
+    """Resize images bilinearly; images of this size are returned as they are."""
     if pixels.shape[1:3] == (height, width):
         return pixels
     return jax.image.resize(pixels, (len(pixels), height, width, 3), "bilinear")
@@ -145,114 +152,121 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
 # ---- the server rule ---------------------------------------------------------------------------------------
 
 
-def proxy_server(options: ProxyOptions, run: Run, judge: Judge, gradients: Report) -> ServerRule:
-    """After every merge: rebuild the images of gradients that came, judge the merged model, send the choice.
+def proxy_server(options: ProxyOptions, run: Run, evaluate: Evaluate, gradients: Report) -> ServerRule:
+    """Reconstruct images, evaluate the merged model on them, and send the best models.
 
     Args:
       options: of the method.
       run: for sizes and the network.
-      judge: how a model is judged.
-      gradients: what clients report.
+      evaluate: scores a model.
+      gradients: the clients' report.
     """
 
-    def init(params: Params, trainable: Params) -> Proxy:
-        del params
-        return _new(options, run, trainable)
+    def init(_params: Params, trainable: Params) -> Proxy:
+        return _new_proxy(options, run, trainable)
 
     def update(round: ServerRound, params: Params, proxy: Proxy) -> ServerUpdate:
-        sent = round.reports[REPORT]
-        (build, score_key) = jax.random.split(round.key)
-        there = sent.there & round.valid[:, None]
-        arrive = functools.partial(_arrive, options, run, round, sent, there, build)
-        arrived = jnp.any(there)
-        proxy = jax.lax.cond(arrived, arrive, lambda proxy: proxy, proxy)
-        second = (round.task.index == 1) & (round.index == 0)
-        reset = {"arrival": arrived, "second": second, "never": jnp.bool_(False)}
-        best = jnp.where(reset[options.reset_best], 0.0, proxy.best)
-        score = judge(round, params, proxy, score_key)
-        current = one_of(score >= best, _now(round, params), proxy.choice.current)
-        proxy = proxy._replace(choice=proxy.choice._replace(current=current), best=jnp.maximum(score, best))
-        senders = jnp.sum(jnp.any(there, axis=1)).astype(jnp.float32)
-        one = jnp.ones(())
-        metrics = {"score": Weighted(score, one), "senders": Weighted(senders, one)}
+        reported: Gradients = round.reports[REPORT]
+        keys = jax.random.split(round.key)
+        present = reported.present & round.valid[:, None]
+        any_gradient = jnp.any(present)
+        reconstruct = functools.partial(_with_new_images, options, run, round, reported, present, keys[0])
+        proxy = jax.lax.cond(any_gradient, reconstruct, lambda proxy: proxy, proxy)
+
+        resets = {
+            "arrival": any_gradient,
+            "second": (round.task.index == 1) & (round.index == 0),
+            "never": jnp.bool_(False),
+        }
+        best = jnp.where(resets[options.reset_best], 0.0, proxy.best)
+        score = evaluate(round, params, proxy, keys[1])
+        merged = _merged_model(round, params)
+        current = one_of(score >= best, merged, proxy.models.current)
+        models = proxy.models._replace(current=current)
+        proxy = proxy._replace(models=models, best=jnp.maximum(score, best))
+
+        senders = jnp.sum(jnp.any(present, axis=1)).astype(jnp.float32)
+        one_round = jnp.ones(())
+        metrics = {"score": Weighted(score, one_round), "senders": Weighted(senders, one_round)}
         return ServerUpdate(params, proxy, metrics)
 
-    def sends(task: Task, proxy: Proxy) -> Choice:
-        del task
-        return proxy.choice
+    def sends(_task: Task, proxy: Proxy) -> BestModels:
+        return proxy.models
 
     return ServerRule("proxy", update, init, sends, reports=(gradients,))
 
 
-def _new(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
-    """Before the first task. The radius is what LGA's release begins with."""
+def _new_proxy(options: ProxyOptions, run: Run, trainable: Params) -> Proxy:
+    """Return the state before the first task, with the radius of LGA's release."""
     sizes = run.sizes
-    classes = jnp.zeros(sizes.classes, bool)
-    no_task = Task(jnp.int32(-1), jnp.full(sizes.task_classes, -1, jnp.int32), classes, classes)
-    none = Old(trainable._replace(extra={}), no_task)
-    shape = sizes.clients, sizes.task_classes
+    no_classes = jnp.zeros(sizes.classes, bool)
+    task_classes = jnp.full(sizes.task_classes, -1, jnp.int32)
+    no_task = Task(jnp.int32(-1), task_classes, no_classes, no_classes)
+    no_model = OldModel(trainable._replace(extra={}), no_task)
+    shape = (sizes.clients, sizes.task_classes)
     image = jnp.zeros((*shape, options.monitor_images, *side_of(options, run.network), 3))
     monitor = Monitor(image, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-    return Proxy(Choice(none, none), monitor, jnp.zeros(()), jnp.float32(0.15))
+    return Proxy(BestModels(no_model, no_model), monitor, jnp.zeros(()), jnp.float32(0.15))
 
 
-def _now(round: ServerRound, params: Params) -> Old:
+def _merged_model(round: ServerRound, params: Params) -> OldModel:
     task = jax.tree.map(jnp.asarray, round.task)
-    index = task.index.astype(jnp.int32)
-    classes = task.classes.astype(jnp.int32)
-    trainable = round.learner.trainable(params, round.task)
-    return Old(trainable, task._replace(index=index, classes=classes))
+    task = task._replace(index=task.index.astype(jnp.int32), classes=task.classes.astype(jnp.int32))
+    return OldModel(round.learner.trainable(params, round.task), task)
 
 
-def _arrive(
+def _with_new_images(
     options: ProxyOptions,
     run: Run,
     round: ServerRound,
-    sent: Sent,
-    there: Bool[Array, "P Ct"],
+    reported: Gradients,
+    present: Bool[Array, "P Ct"],
     key: PRNGKeyArray,
     proxy: Proxy,
 ) -> Proxy:
-    """New images replace all others, and the best model so far becomes the one from before."""
-    keys = jax.random.split(key, len(there))
-    label = label_of(sent.gradient)
+    """Replace all images by new ones; the best model so far becomes the previous one."""
+    keys = jax.random.split(key, len(present))
+    label = label_of(reported.gradient)
     lenet = shared_lenet(options, run.network, run.sizes.classes)
-    rebuild_one = functools.partial(_rebuild_client, options, lenet, side_of(options, run.network))
-    image = jax.lax.map(lambda args: rebuild_one(*args), (keys, sent.gradient, label, there))
+    side = side_of(options, run.network)
+    of_client = functools.partial(_reconstruct_client, options, lenet, side)
+    arguments = (keys, reported.gradient, label, present)
+    image = jax.lax.map(lambda client: of_client(*client), arguments)
 
-    def put(every: Array, some: Array) -> Array:
-        return jnp.zeros_like(every).at[: len(some)].set(some)
+    def pad(buffer: Array, new: Array) -> Array:
+        return jnp.zeros_like(buffer).at[: len(new)].set(new)
 
-    monitor = jax.tree.map(put, proxy.monitor, Monitor(image, label, there))
-    clients = jnp.any(there, axis=1)
-    spread = jnp.sum(jnp.where(clients, sent.spread, 0.0)) / jnp.maximum(jnp.sum(clients), 1)
+    monitor = jax.tree.map(pad, proxy.monitor, Monitor(image, label, present))
+    senders = jnp.any(present, axis=1)
+    total = jnp.sum(jnp.where(senders, reported.spread, 0.0))
+    spread = total / jnp.maximum(jnp.sum(senders), 1)
     radius = jnp.where(round.task.index == 0, jnp.sqrt(spread), proxy.radius)
-    choice = Choice(proxy.choice.current, proxy.choice.current)
-    return proxy._replace(choice=choice, monitor=monitor, radius=radius)
+    models = BestModels(proxy.models.current, proxy.models.current)
+    return proxy._replace(models=models, monitor=monitor, radius=radius)
 
 
-def _rebuild_client(
+def _reconstruct_client(
     options: ProxyOptions,
     lenet: LeNet,
     side: tuple[int, int],
     key: PRNGKeyArray,
     gradient: LeNet,
     label: Int[Array, " Ct"],
-    there: Bool[Array, " Ct"],
+    present: Bool[Array, " Ct"],
 ) -> Float[Array, "Ct states h w 3"]:
-    """The images of one client's gradients; zeros where it sent none."""
-    states = options.monitor_images
-    nothing = jnp.zeros((states, *side, 3))
+    """Return the images of one client's gradients, zeros where it sent none."""
+    no_image = jnp.zeros((options.monitor_images, *side, 3))
 
-    def one(args: tuple) -> Array:
-        key, gradient, label, there = args
-        build = functools.partial(rebuild, options, lenet, side, key, gradient, label)
-        return jax.lax.cond(there, build, lambda: nothing)
+    def of_class(arguments: tuple) -> Float[Array, "states h w 3"]:
+        key, gradient, label, present = arguments
+        match = functools.partial(match_gradient, options, lenet, side, key, gradient, label)
+        return jax.lax.cond(present, match, lambda: no_image)
 
-    return jax.lax.map(one, (jax.random.split(key, len(there)), gradient, label, there))
+    keys = jax.random.split(key, len(present))
+    return jax.lax.map(of_class, (keys, gradient, label, present))
 
 
-def rebuild(
+def match_gradient(
     options: ProxyOptions,
     lenet: LeNet,
     side: tuple[int, int],
@@ -260,78 +274,99 @@ def rebuild(
     gradient: LeNet,
     label: Int[Array, ""],
 ) -> Float[Array, "states h w 3"]:
-    """The last states of an image whose gradient is brought to this one by L-BFGS (deep leakage from
-    gradients, Zhu et al. 2019; specification B10): pixels in [0, 1]."""
+    """Return the last states of an image whose gradient L-BFGS brings to this one.
+
+    This is deep leakage from gradients (Zhu et al. 2019).
+
+    Args:
+      options: steps, start and number of states.
+      lenet: the shared network.
+      side: height and width of the image.
+      key: of the start.
+      gradient: of an unknown image.
+      label: its class.
+
+    Returns:
+      Pixels in [0, 1].
+    """
     target = jax.nn.one_hot(label, gradient.bias.shape[-1])
 
-    def apart(image: Float[Array, "h w 3"]) -> Float[Array, ""]:
-        gap = jax.tree.map(jnp.subtract, gradient_of(lenet, image, target), gradient)
-        return optax.tree.norm(gap, squared=True)
+    def distance(image: Float[Array, "h w 3"]) -> Float[Array, ""]:
+        difference = jax.tree.map(jnp.subtract, gradient_of(lenet, image, target), gradient)
+        return optax.tree.norm(difference, squared=True)
 
-    noise = jax.random.normal(key, (*side, 3))
-    count = options.monitor_images
-    start = 0.5 + 0.1 * noise if options.match_start == "grey" else noise
+    start = jax.random.normal(key, (*side, 3))
+    if options.match_start == "grey":
+        start = 0.5 + 0.1 * start
+    states = options.monitor_images
     lbfgs = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(LINE_SEARCH))
 
     def step(i: Array, carry: tuple) -> tuple:
-        image, state, last = carry
-        value, slope = jax.value_and_grad(apart)(image)
-        move, state = lbfgs.update(slope, state, image, value=value, grad=slope, value_fn=apart)
-        image = optax.apply_updates(image, move)
-        return image, state, last.at[i % count].set(image)
+        image, optimiser, images = carry
+        value, gradient = jax.value_and_grad(distance)(image)
+        update, optimiser = lbfgs.update(
+            gradient, optimiser, image, value=value, grad=gradient, value_fn=distance
+        )
+        image = optax.apply_updates(image, update)
+        return image, optimiser, images.at[i % states].set(image)
 
-    first = start, lbfgs.init(start), jnp.broadcast_to(start, (count, *start.shape))
-    last = jax.lax.fori_loop(0, options.match_steps, step, first)[2]
-    return jnp.clip(last, 0.0, 1.0)
+    images = jnp.broadcast_to(start, (states, *start.shape))
+    carry = (start, lbfgs.init(start), images)
+    _, _, images = jax.lax.fori_loop(0, options.match_steps, step, carry)
+    return jnp.clip(images, 0.0, 1.0)
 
 
-# ---- judging a model ---------------------------------------------------------------------------------------
+# ---- evaluation of a model ---------------------------------------------------------------
 
 
-def shown(
+def training_view(
     options: ProxyOptions, learner: Learner, monitor: Monitor, key: PRNGKeyArray
 ) -> Float[Array, "clients Ct states h w 3"]:
-    """The images in the training view at the network's size, pixels in [0, 1]: cropped and mirrored."""
+    """Return the images cropped and mirrored at the network's size, pixels in [0, 1]."""
     height, width, _ = learner.network.image
-    flat = monitor.image.reshape(-1, *monitor.image.shape[3:])
-    moved = jitter(key, resize(flat, height, width), options.monitor_padding)
-    return moved.reshape(*monitor.image.shape[:3], height, width, 3)
+    image = monitor.image.reshape(-1, *monitor.image.shape[3:])
+    image = jitter(key, resize(image, height, width), options.monitor_padding)
+    return image.reshape(*monitor.image.shape[:3], height, width, 3)
 
 
-def share_correct(
+def accuracy(
     options: ProxyOptions, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
 ) -> Float[Array, ""]:
-    """GLFC's judge: the accuracy on the images among the seen classes; 0 if there are none."""
+    """Return GLFC's score: the accuracy on the images among the seen classes, 0 without any."""
     learner = round.learner
     task = round.task
     monitor = proxy.monitor
     trainable = learner.trainable(params, task)
 
-    def share(args: tuple) -> Array:
-        pixels, label = args
-        output = learner.forward(round.frozen, params, trainable, unlabelled(learner, pixels), task, False)
-        found = jnp.argmax(jnp.where(task.seen, output.logits, -jnp.inf), axis=-1)
-        return jnp.mean(found == label)
+    def of_entry(pixels: Float[Array, "states h w 3"], label: Array) -> Float[Array, ""]:
+        batch = unlabelled(learner, pixels)
+        output = learner.forward(round.frozen, params, trainable, batch, task, False)
+        prediction = jnp.argmax(jnp.where(task.seen, output.logits, -jnp.inf), axis=-1)
+        return jnp.mean(prediction == label)
 
-    image = shown(options, learner, monitor, key)
-    return over_used(share, image.reshape(-1, *image.shape[2:]), monitor)
+    image = training_view(options, learner, monitor, key)
+    return mean_over_used(of_entry, image.reshape(-1, *image.shape[2:]), monitor)
 
 
-def over_used(
-    share: Callable[[tuple], Float[Array, ""]], places: PyTree, monitor: Monitor
+def mean_over_used(
+    score: Callable[[PyTree, Array], Float[Array, ""]], entries: PyTree, monitor: Monitor
 ) -> Float[Array, ""]:
-    """The mean over the used places of share((what lies there, its label)); the others are not looked at.
+    """Return the mean score over the used entries; nothing is computed for the others.
 
     Args:
-      share: of what is right in a place.
-      places: leaves [clients * Ct, ...].
-      monitor: which places are used, and their labels.
+      score: score(entry, label).
+      entries: leaves [clients * Ct, ...].
+      monitor: which entries are used, and their labels.
     """
     used = monitor.used.reshape(-1)
 
-    def one(args: tuple) -> Array:
-        place, taken = args
-        return jax.lax.cond(taken, lambda: jnp.asarray(share(place), jnp.float32), lambda: jnp.zeros(()))
+    def of_entry(arguments: tuple) -> Float[Array, ""]:
+        entry, label, used = arguments
 
-    right = jax.lax.map(one, ((places, monitor.label.reshape(-1)), used))
-    return jnp.sum(right) / jnp.maximum(jnp.sum(used), 1)
+        def compute() -> Float[Array, ""]:
+            return jnp.asarray(score(entry, label), jnp.float32)
+
+        return jax.lax.cond(used, compute, lambda: jnp.zeros(()))
+
+    scores = jax.lax.map(of_entry, (entries, monitor.label.reshape(-1), used))
+    return jnp.sum(scores) / jnp.maximum(jnp.sum(used), 1)
