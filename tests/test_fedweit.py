@@ -38,9 +38,9 @@ from fcljax.federated.check import Example, check_method
 from fcljax.methods import fedavg
 from fcljax.methods.fedweit.decomposed import (
     Arrays,
-    Own,
+    ClientParams,
+    Composition,
     Received,
-    Shape,
     compose,
     decomposed,
     filled,
@@ -48,8 +48,8 @@ from fcljax.methods.fedweit.decomposed import (
     sparse,
 )
 from fcljax.methods.fedweit.fedweit import (
-    Before,
     FedWeITOptions,
+    FinishedTasks,
     Knowledge,
     fedweit,
     hand_out,
@@ -140,14 +140,14 @@ def test_blocks_done_at_once_have_the_values_that_each_array_has_by_itself(lead)
 def test_a_network_is_the_masked_base_plus_its_own_numbers_plus_what_it_attends_to():
     arrays = Arrays(jax.tree.structure([0, 0]), ((2, 2), ()))
     base, mask = jnp.array([1.0, 2, 3, 4, 5]), logit([0.5, 0.25, 0.2])
-    own = Own((), mask, jnp.array([0.0, 0, 0, 0.5, 1]), jnp.array([[1.0, 2], [-1, 0.5]]))
+    own = ClientParams((), mask, jnp.array([0.0, 0, 0, 0.5, 1]), jnp.array([[1.0, 2], [-1, 0.5]]))
     received = jnp.array([[1.0, 1, 1, 1, 1], [0, 1, 2, 3, 4]])
     theta = compose(arrays, base, own, received)
     by_hand = [0.5 + 1, 0.5 + 1 - 1, 1.5 + 1 - 2, 1 + 0.5 + 1 - 3, 1 + 1 + 2 + 2]
     np.testing.assert_allclose(theta, by_hand, rtol=1e-6)
 
 
-SHAPE = Shape(
+SHAPE = Composition(
     kb_samples=2, mask=0.5, adaptive=0.0, retroactive=True, prune_threshold=0.4, client_sparsity=0.0
 )
 
@@ -271,7 +271,7 @@ def test_with_masks_of_one_and_nothing_of_its_own_a_client_trains_as_fedavgs_doe
     def base_alone(direction, part):
         own = direction.classifier
         none = jax.tree.map(jnp.zeros_like, (own.mask, own.adaptive, own.attention))
-        return direction._replace(classifier=Own(own.head, *none))
+        return direction._replace(classifier=ClientParams(own.head, *none))
 
     off = dict(mask_start=1 - 1e-7, client_sparsity=0.0, sparse_weight=0.0, keep_weight=0.0)
     ours = weit(run_of(optax.stateless(base_alone)), **off)
@@ -313,7 +313,7 @@ def seen_of(adapter, own, index=1):
 
 
 def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
-    own = Own((), logit([0.5, 0.25]), jnp.array([[1.0, -2], [0.5, 0]]), jnp.zeros((2, 1)))
+    own = ClientParams((), logit([0.5, 0.25]), jnp.array([[1.0, -2], [0.5, 0]]), jnp.zeros((2, 1)))
     loss = lambda index, *weights: float(sparsity(*weights, True).loss(seen_of(jnp.zeros(2), own, index), ()))
     assert loss(0, 0.1, 0.0) == pytest.approx(0.1 * 3)
     assert loss(1, 0.1, 0.0) == pytest.approx(0.1 * 3.5)
@@ -334,8 +334,8 @@ def test_preservation_holds_the_networks_of_earlier_tasks_where_they_were(retroa
     rule = preservation(10.0, ONE, THREE_TASKS, retroactive)
     base, before = jnp.array([1.0, 2, 3, 4]), jnp.array([[0.5, 0.25], [1.0, 1.0], [1.0, 1.0]])
     adaptive = jnp.array([[1.0, 1, 1, 1], [9, 9, 9, 9], [9, 9, 9, 9]]) if retroactive else jnp.full(4, 9.0)
-    own = Own((), jnp.zeros(2), adaptive, ())
-    memory = Before(jnp.zeros(4), jnp.zeros((3, 4)) if retroactive else (), before)
+    own = ClientParams((), jnp.zeros(2), adaptive, ())
+    memory = FinishedTasks(jnp.zeros(4), jnp.zeros((3, 4)) if retroactive else (), before)
     value = lambda index: float(rule.loss(seen_of(base, own, index), memory))
     drift = np.array([0.5, 0.5, 1.5, 1.0]) + retroactive
     assert value(1) == pytest.approx(5 * (drift**2).sum())
@@ -404,9 +404,9 @@ def received_by_server(uploads):
 def test_each_array_leaves_out_its_outputs_with_the_smallest_masks():
     mask = jnp.array([0.3, -5, 0.1, -3, -4, -2])
     sent = sparse(TWO, jnp.arange(1.0, 10), mask, 0.4)
-    assert sent.sent.tolist() == [1, 0, 1, 1, 0, 1]
+    assert sent.is_sent.tolist() == [1, 0, 1, 1, 0, 1]
     assert sent.base.tolist() == [1, 0, 3, 4, 0, 6, 7, 0, 9]
-    assert sparse(TWO, jnp.arange(9.0), mask, 0.7).sent.tolist() == [1, 0, 0, 0, 0, 1]
+    assert sparse(TWO, jnp.arange(9.0), mask, 0.7).is_sent.tolist() == [1, 0, 0, 0, 0, 1]
 
 
 def test_a_merged_number_is_the_mean_of_those_who_sent_it():
@@ -464,11 +464,11 @@ EMPTY = Knowledge(jnp.zeros((2, 3, 3)), jnp.zeros((2, 3), bool))  # two tasks of
 
 def test_the_knowledge_base_has_what_each_client_sent_last_and_nothing_of_those_who_did_not():
     state = store_uploads(EMPTY, 0, arrived([1, 2, np.nan], [0, 2, 1], [True, True, False]))
-    assert state.adaptive[0, :, 0].tolist() == [1, 0, 2] and state.known[0].tolist() == [True, False, True]
+    assert state.adaptive[0, :, 0].tolist() == [1, 0, 2] and state.present[0].tolist() == [True, False, True]
     state = store_uploads(state, 1, arrived([3], [1], [True]))
     state = store_uploads(state, 0, arrived([4], [1], [True]))
     assert state.adaptive[:, :, 0].tolist() == [[1, 4, 2], [0, 3, 0]]
-    assert state.known.tolist() == [[True, True, True], [False, True, False]]
+    assert state.present.tolist() == [[True, True, True], [False, True, False]]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])

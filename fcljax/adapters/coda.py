@@ -69,12 +69,7 @@ Cached: TypeAlias = Components | tuple[()]  # empty where clients send all compo
 
 
 def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Return CODA-Prompt's adapter.
-
-    Args:
-      options: resolved, no None.
-      sizes: of the stream.
-      network: a ViT.
+    """Return CODA-Prompt's adapter for a ViT.
 
     Raises:
       InputError: for fewer components than tasks, an odd length, or more blocks than the network has.

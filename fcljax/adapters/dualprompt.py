@@ -87,12 +87,7 @@ Cached: TypeAlias = DualPrompts | tuple[()]  # the server's parameters, or a cli
 
 
 def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Return DualPrompt's adapter.
-
-    Args:
-      options: of the prefixes and their choice.
-      sizes: of the stream.
-      network: a ViT.
+    """Return DualPrompt's adapter for a ViT.
 
     Raises:
       InputError: for more blocks with prefixes than the network has.

@@ -129,10 +129,7 @@ class LoraOptions:
 def lora(options: LoraOptions, sizes: Sizes, network: Network) -> Adapter:
     """Return the adapter of low-rank updates of queries and values (PILoRA, section 4.1).
 
-    Args:
-      options: resolved, no None.
-      sizes: of the stream.
-      network: a ViT.
+    The network is a ViT.
 
     Raises:
       InputError: for more blocks with pairs than the network has.

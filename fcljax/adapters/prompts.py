@@ -131,10 +131,7 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
 
     With `prompt_upload` = "all" clients send all prompts, as in the release; only the current one trains.
 
-    Args:
-      options: resolved, no None.
-      sizes: of the stream.
-      network: a ViT.
+    The network is a ViT.
 
     Raises:
       InputError: for more blocks with prompts than the network has.

@@ -1,20 +1,20 @@
 """FedWeIT: weighted inter-client transfer (Yoon et al., ICML 2021).
 
-A client's network for task t is composed (decomposed.py) of a base B that all clients share, a mask m_t of
-it, sparse parameters A_t of its own, and attention to what other clients have learned:    (eq. 1)
+A client's network for task t is composed (decomposed.py) of a base B that all clients share, a
+mask m_t of it, sparse task-adaptive parameters A_t, and attention to those of other clients:
 
-    theta_t = B * m_t + A_t + sum_r alpha_r A^r
+    theta_t = B * m_t + A_t + sum_r alpha_r A^r                                     (eq. 1)
 
-    client     trains all of it on L_ce over the task's classes, and                           (eq. 2)
+    client     trains all of it on L_ce over the task's classes, and                (eq. 2)
                lambda_1 (sum_{i<=t} |A_i| + |m_t|)
                + lambda_2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2
-               with B' and A' those at the end of the task before; sends its base
+               with B' and A' from the end of the previous task; sends its base
     server     averages the bases
-    task end   clients send their pruned A_t to the server's knowledge base, from which every client is handed
-               some for the next task
+    task end   clients send their pruned A_t to the server's knowledge base, from which each
+               client receives some for the next task
 
-Clients are evaluated as themselves, with the newest base. Departures from the release, and what it does
-otherwise than the paper, are in docs/fidelity.md.
+Clients are evaluated with their personal models, on the newest base. Departures from the release,
+and its departures from the paper, are in docs/fidelity.md.
 """
 
 import dataclasses
@@ -30,7 +30,15 @@ from fcljax.adapters.full import FullOptions
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
-from fcljax.methods.fedweit.decomposed import Arrays, Own, Received, Shape, arrays_of, decomposed, pruned
+from fcljax.methods.fedweit.decomposed import (
+    Arrays,
+    ClientParams,
+    Composition,
+    Received,
+    arrays_of,
+    decomposed,
+    pruned,
+)
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
@@ -80,16 +88,17 @@ PRESETS = {
 
 
 def fedweit(options: FedWeITOptions, run: Run) -> Method:
-    """FedWeIT as a method.
+    """Compose FedWeIT.
 
     Raises:
-      InputError: for a rule that cannot merge bases of which clients send parts, or an adapter that has
-        parameters for each task.
+      InputError: for an aggregation rule that cannot merge bases of which clients send parts,
+        or an adapter that has parameters for each task.
     """
     _check_rule(options, run.aggregation)
-    plain = linear_learner(run)
+    inner = linear_learner(run)
+    arrays = arrays_of(inner, run.sizes)
     retroactive = options.retroactive
-    shape = Shape(
+    composition = Composition(
         options.kb_samples,
         options.mask_start,
         options.adaptive_start,
@@ -97,13 +106,14 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
         options.prune_threshold,
         options.client_sparsity,
     )
+    training = run.training._replace(optimiser=adapters_learning_rate(run))
     method = federate(
-        run._replace(training=run.training._replace(optimiser=adapters_learning_rate(run))),
-        decomposed(plain, run.sizes, shape),
+        run._replace(training=training),
+        decomposed(inner, run.sizes, composition),
         loss=cross_entropy_loss(),
         client_rules=(
             sparsity(options.sparse_weight, options.mask_weight, retroactive),
-            preservation(options.keep_weight, arrays_of(plain, run.sizes), run.sizes, retroactive),
+            preservation(options.keep_weight, arrays, run.sizes, retroactive),
             others_only(),
         ),
         server_rules=(knowledge_base(options, run.sizes),),
@@ -121,14 +131,18 @@ def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
 
 
 def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
-    """A trains at the learning rate of the adapter, to whose parameters it is added; masks and attention at
-    the run's."""
-    own_rate = run.adapter.rate
-    ratio = 1.0 if own_rate is None else own_rate / run.training.lr
+    """Train A at the learning rate of the adapter, to whose parameters it is added.
+
+    Masks and attention train at the run's.
+    """
+    ratio = 1.0
+    if run.adapter.rate is not None:
+        ratio = run.adapter.rate / run.training.lr
 
     def scale(direction: Any, _trainable: Any) -> Any:
-        own: Own = direction.classifier
-        return direction._replace(classifier=own._replace(adaptive=ratio * own.adaptive))
+        client: ClientParams = direction.classifier
+        client = client._replace(adaptive=ratio * client.adaptive)
+        return direction._replace(classifier=client)
 
     return optax.chain(run.training.optimiser, optax.stateless(scale))
 
@@ -137,8 +151,10 @@ def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
 
 
 def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> ClientRule:
-    """lambda_1 (sum_{i<=t} |A_i| + |m_t|) (eq. 2). The release takes masks before their sigmoid here, which
-    would pull them to 1/2, and gives that a weight of 0.
+    """Add lambda_1 (sum_{i<=t} |A_i| + |m_t|) (eq. 2).
+
+    The release takes masks before their sigmoid here, which would pull them to 1/2, and gives
+    that a weight of 0.
 
     Args:
       adaptive_weight: lambda_1 of A.
@@ -147,34 +163,36 @@ def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> C
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        own: Own = step.trainable.classifier
-        sizes = jnp.abs(own.adaptive)
+        client: ClientParams = step.trainable.classifier
+        adaptive = jnp.abs(client.adaptive)
         if retroactive:
-            sizes = jnp.where(_first(sizes, step.context.task.index + 1), sizes, 0.0)
-        return adaptive_weight * jnp.sum(sizes) + mask_weight * jnp.sum(jax.nn.sigmoid(own.mask))
+            started = _before(step.context.task.index + 1, adaptive)
+            adaptive = jnp.where(started, adaptive, 0.0)
+        mask = jax.nn.sigmoid(client.mask)
+        return adaptive_weight * jnp.sum(adaptive) + mask_weight * jnp.sum(mask)
 
     return ClientRule("sparsity", loss)
 
 
-def _first(values: Float[Array, "T _"], count: ArrayLike) -> Bool[Array, "T 1"]:
-    """The first so many tasks."""
-    return jnp.arange(len(values))[:, None] < count
+def _before(task: ArrayLike, values: Float[Array, "T _"]) -> Bool[Array, "T 1"]:
+    """Return which rows belong to tasks before this one."""
+    return jnp.arange(len(values))[:, None] < task
 
 
-class Before(NamedTuple):
-    """What a client knows of finished tasks."""
+class FinishedTasks(NamedTuple):
+    """What a client remembers of finished tasks."""
 
     base: Float[Array, " N"]
-    """B', after the client's last round of the last of them."""
+    """B', after the client's last round of the latest one."""
     adaptive: PyTree
-    """A', likewise; () where those of earlier tasks are fixed."""
+    """A', after that round too; () where the A of earlier tasks are fixed."""
     mask: Float[Array, "T M"]
     """After the sigmoid, of the tasks that the client has trained in; 0 elsewhere."""
 
 
 def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> ClientRule:
-    """lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved as in the release): the
-    networks of earlier tasks stay where they were, whatever the base does.
+    """Add lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved as in the
+    release), which keeps the networks of earlier tasks as they were while the base moves.
 
     Args:
       weight: lambda_2.
@@ -183,41 +201,50 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
       retroactive: whether the A of earlier tasks train.
     """
 
-    def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
-        own: Own = trainable.classifier
-        masks = jnp.zeros((sizes.tasks, *own.mask.shape))
-        return no_task_end(Before(trainable.adapter, own.adaptive if retroactive else (), masks))
+    def finished(trainable: Params, mask: Float[Array, "T M"]) -> FinishedTasks:
+        if retroactive:
+            return FinishedTasks(trainable.adapter, trainable.classifier.adaptive, mask)
+        return FinishedTasks(trainable.adapter, (), mask)
 
-    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> Before:
+    def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
+        no_masks = jnp.zeros((sizes.tasks, *trainable.classifier.mask.shape))
+        return no_task_end(finished(trainable, no_masks))
+
+    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> FinishedTasks:
         return of_task_before(state, context.task)
 
-    def loss(step: ClientStep, before: Before) -> Float[Array, ""]:
+    def loss(step: ClientStep, past: FinishedTasks) -> Float[Array, ""]:
         task = step.context.task.index
-        moved = step.trainable.adapter - before.base
-        old = jnp.where(_first(before.mask, task), before.mask, 0.0)
-        if not retroactive:  # the masks of all tasks at once: nothing has an axis T and N
-            return weight / 2 * jnp.sum(moved**2 * arrays.of_outputs(jnp.sum(old**2, axis=0)))
-        drift = moved * arrays.of_outputs(old) + step.trainable.classifier.adaptive - before.adaptive
-        return weight / 2 * jnp.sum(jnp.where(_first(drift, task), drift, 0.0) ** 2)
+        base_change = step.trainable.adapter - past.base  # B - B'
+        mask = jnp.where(_before(task, past.mask), past.mask, 0.0)
+        if not retroactive:
+            # the masks of all tasks are summed first, so that no array is [T, N]
+            squared_masks = arrays.of_outputs(jnp.sum(mask**2, axis=0))
+            return weight / 2 * jnp.sum(base_change**2 * squared_masks)
+        adaptive_after = step.trainable.classifier.adaptive
+        drift = base_change * arrays.of_outputs(mask) + adaptive_after - past.adaptive
+        return weight / 2 * jnp.sum(jnp.where(_before(task, drift), drift, 0.0) ** 2)
 
-    def on_end(context: ClientContext, before: Before, trainable: Params, _state: TaskEnd) -> TaskEnd:
-        own: Own = trainable.classifier
-        mask = before.mask.at[context.task.index].set(jax.nn.sigmoid(own.mask))
-        newest = Before(trainable.adapter, own.adaptive if retroactive else (), mask)
-        return after_round(before, newest, context.task)
+    def on_end(context: ClientContext, past: FinishedTasks, trainable: Params, _state: TaskEnd) -> TaskEnd:
+        task_mask = jax.nn.sigmoid(trainable.classifier.mask)
+        mask = past.mask.at[context.task.index].set(task_mask)
+        return after_round(past, finished(trainable, mask), context.task)
 
     return ClientRule("preservation", loss, init, on_start, on_end=on_end)
 
 
 def others_only() -> ClientRule:
-    """A client pays no attention to its own parameters when the server hands them out (eq. 1 sums over the
-    others; the release has no such exception)."""
+    """Keep a client's attention to its own A at 0, when it receives that from the server.
+
+    Eq. 1 sums over the other clients; the release has no such exception.
+    """
 
     def project(context: ClientContext, trainable: Params) -> Params:
-        own: Own = trainable.classifier
-        theirs = context.cached.adapter.client[context.task.index] != context.client.id
-        attention = jnp.where(theirs[:, None], own.attention, 0.0)
-        return trainable._replace(classifier=own._replace(attention=attention))
+        client: ClientParams = trainable.classifier
+        source = context.cached.adapter.client[context.task.index]
+        is_other = source != context.client.id
+        attention = jnp.where(is_other[:, None], client.attention, 0.0)
+        return trainable._replace(classifier=client._replace(attention=attention))
 
     return ClientRule("others_only", project=project)
 
@@ -229,27 +256,31 @@ class Knowledge(NamedTuple):
     """A of the last S finished tasks of all K clients."""
 
     adaptive: Float[Array, "S K N"]
-    known: Bool[Array, "S K"]
-    """Which there are."""
+    present: Bool[Array, "S K"]
+    """Which of them exist."""
 
 
 def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
-    """When a task is over every client with examples of it sends its pruned A, and the server draws which of
-    all that it holds it hands out for the next task: R at random, without repetition.
+    """Collect the clients' pruned A when a task is over, and draw some for the next task.
 
-    Metric: the share of nonzero parameters of A, which is what a sparse format would send.
+    Each client with examples of the task sends its A. The server draws R of all that it holds,
+    at random and without repetition; all clients receive the same.
+
+    Metric: the share of nonzero parameters of A, which a sparse format would send.
     """
 
     def init(_params: Params, trainable: Params) -> Knowledge:
         shape = (options.kb_tasks, sizes.clients)
         return Knowledge(jnp.zeros((*shape, len(trainable.adapter))), jnp.zeros(shape, bool))
 
-    def nothing_sent(context: ClientContext) -> Float[Array, " N"]:
+    def no_adaptive(context: ClientContext) -> Float[Array, " N"]:
         return jnp.zeros_like(context.payload.trainable.adapter)
 
+    # A does not depend on the batch: each step reports the same
     def sparse_adaptive(step: ClientStep, _total: Array) -> Float[Array, " N"]:
-        own: Own = step.trainable.classifier
-        adaptive = own.adaptive[step.context.task.index] if options.retroactive else own.adaptive
+        adaptive = step.trainable.classifier.adaptive
+        if options.retroactive:
+            adaptive = adaptive[step.context.task.index]
         return pruned(adaptive, options.prune_threshold)
 
     def update(round: ServerRound, params: Params, state: Knowledge) -> ServerUpdate:
@@ -259,41 +290,54 @@ def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
         params = params._replace(adapter=params.adapter._replace(received=received))
         return ServerUpdate(params, state, {"nonzero": _nonzero(round)})
 
-    # nothing is merged, so that any aggregation rule is followed
-    report = Report("adaptive", nothing_sent, sparse_adaptive, follows_rule=True)
+    # nothing is merged, so that the run may choose any aggregation rule
+    report = Report("adaptive", no_adaptive, sparse_adaptive, follows_rule=True)
     return ServerRule("knowledge", update, init, reports=(report,), when="task_end")
 
 
 def store_uploads(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Knowledge:
-    """The knowledge base with what arrived in place of what these clients sent S tasks ago."""
-    client = jnp.where(round.valid, round.ids, state.known.shape[1])
+    """Store the reports in place of what these clients sent S tasks ago."""
+    # an index beyond the last client is dropped
+    client = jnp.where(round.valid, round.ids, state.present.shape[1])
 
-    def put(every: Array, new: Array) -> Array:
-        return every.at[slot, client].set(new, mode="drop")
+    def store(buffer: Array, new: Array) -> Array:
+        return buffer.at[slot, client].set(new, mode="drop")
 
-    return Knowledge(put(state.adaptive, round.reports["adaptive"]), put(state.known, round.valid))
+    adaptive = store(state.adaptive, round.reports["adaptive"])
+    return Knowledge(adaptive, store(state.present, round.valid))
 
 
 def hand_out(state: Knowledge, received: Received, task: ArrayLike, key: PRNGKeyArray) -> Received:
-    """What was handed out, with R of all that is known for one task; after the last task nothing changes."""
-    known = state.known.reshape(-1)
+    """Draw R of the stored A for a task; after the last task nothing changes.
+
+    Args:
+      state: of the knowledge base.
+      received: of all tasks.
+      task: the one that receives them; an index beyond the last task is dropped.
+      key: of the draw.
+    """
+    present = state.present.reshape(-1)
     count = received.client.shape[1]
-    priority = jnp.where(known, jax.random.uniform(key, known.shape), -1.0)
+    priority = jnp.where(present, jax.random.uniform(key, present.shape), -1.0)
     order = jnp.argsort(-priority)[:count]
-    order = jnp.pad(order, (0, count - len(order)), constant_values=len(known))  # where R is more than all
-    real = known.at[order].get(mode="fill", fill_value=False)
-    chosen = state.adaptive.reshape(len(known), -1).at[order].get(mode="fill", fill_value=0.0)
-    client = jnp.where(real, order % state.known.shape[1], -1)
-    values = received.values.at[task].set(jnp.where(real[:, None], chosen, 0.0), mode="drop")
+    # where R exceeds what can be stored, the rest has an index that reads as absent
+    order = jnp.pad(order, (0, count - len(order)), constant_values=len(present))
+    exists = present.at[order].get(mode="fill", fill_value=False)
+    stored = state.adaptive.reshape(len(present), -1)
+    adaptive = stored.at[order].get(mode="fill", fill_value=0.0)
+    adaptive = jnp.where(exists[:, None], adaptive, 0.0)
+    client = jnp.where(exists, order % state.present.shape[1], -1)
+    values = received.values.at[task].set(adaptive, mode="drop")
     return Received(values, received.client.at[task].set(client, mode="drop"))
 
 
 def _nonzero(round: ServerRound) -> Weighted:
-    sent = jnp.where(round.valid[:, None], round.reports["adaptive"], 0.0)
-    count = jnp.sum(round.valid) * sent.shape[1]
-    return Weighted(jnp.sum(sent != 0).astype(jnp.float32), count.astype(jnp.float32))
+    adaptive = jnp.where(round.valid[:, None], round.reports["adaptive"], 0.0)
+    count = jnp.sum(round.valid) * adaptive.shape[1]
+    nonzero = jnp.sum(adaptive != 0)
+    return Weighted(nonzero.astype(jnp.float32), count.astype(jnp.float32))
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Float[Array, "R N"]:
-    """What every client is handed from the knowledge base when a task begins, for counting."""
+    """Return what clients receive from the knowledge base when a task begins, for counting."""
     return server.params.adapter.received.values[round_context.task.index]

@@ -1,7 +1,9 @@
-"""The small network by whose gradients GLFC's clients send images (Dong et al., CVPR 2022; specification B9).
+"""The small network whose gradients encode the images that GLFC's clients send (Dong et al., CVPR
+2022).
 
-Three 5x5 convolutions of 12 channels with sigmoids, of strides 2, 2 and 1, and a linear classifier; all
-values uniform in [-0.5, 0.5]. It is random, never trained and the same for everybody.
+Three 5x5 convolutions of 12 channels with sigmoids, of strides 2, 2 and 1, and a linear
+classifier; all values are uniform in [-0.5, 0.5]. It is random, never trained, and the same for
+all clients.
 """
 
 from typing import NamedTuple
@@ -32,7 +34,7 @@ class LeNet(NamedTuple):
 
 
 def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNet:
-    """A network for images of height x width x 3."""
+    """Return a network for images of height x width x 3."""
     for stride in STRIDES:
         height = -(-height // stride)
         width = -(-width // stride)
@@ -45,21 +47,20 @@ def init_lenet(key: PRNGKeyArray, height: int, width: int, classes: int) -> LeNe
         jnp.zeros((height * width * CHANNELS, classes)),
         jnp.zeros(classes),
     )
-    leaves, form = jax.tree.flatten(template)
-
-    most = max(leaf.size for leaf in leaves)
+    leaves, structure = jax.tree.flatten(template)
+    largest = max(leaf.size for leaf in leaves)
 
     def draw(key: PRNGKeyArray) -> Array:
-        return jax.random.uniform(key, (most,), minval=-BOUND, maxval=BOUND)
+        return jax.random.uniform(key, (largest,), minval=-BOUND, maxval=BOUND)
 
-    # as many for each leaf as the largest needs: a draw of another size takes another second to compile
-    drawn = jax.vmap(draw)(jax.random.split(key, len(leaves)))
-    values = [own[: leaf.size].reshape(leaf.shape) for own, leaf in zip(drawn, leaves, strict=True)]
-    return jax.tree.unflatten(form, values)
+    # one size of draws for all leaves: each further size would take a second to compile
+    draws = jax.vmap(draw)(jax.random.split(key, len(leaves)))
+    values = [values[: leaf.size].reshape(leaf.shape) for values, leaf in zip(draws, leaves, strict=True)]
+    return jax.tree.unflatten(structure, values)
 
 
 def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " classes"]:
-    """Logits of one image of pixels in [0, 1]."""
+    """Return the logits of one image of pixels in [0, 1]."""
     x = image
     for conv, stride in zip(params.convs, STRIDES, strict=True):
         x = jax.nn.sigmoid(_patches(x, stride) @ conv.kernel + conv.bias)
@@ -67,9 +68,11 @@ def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " c
 
 
 def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch"]:
-    """The 5x5 surroundings of every stride-th pixel, zeros outside: products of matrices have fast second
-    derivatives everywhere, which convolutions in a loop have not."""
-    (h, w, _) = x.shape
+    """Return the 5x5 patches around every stride-th pixel, with zeros outside.
+
+    Matrix products on them have fast second derivatives, which convolutions in a loop have not.
+    """
+    h, w, _ = x.shape
     edge = SIDE // 2
     padded = jnp.pad(x, ((edge, edge), (edge, edge), (0, 0)))
     rows = jnp.concatenate([padded[i : i + h : stride] for i in range(SIDE)], axis=-1)
@@ -77,7 +80,7 @@ def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch
 
 
 def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array, " classes"]) -> LeNet:
-    """The gradient of an image's cross-entropy: what a client sends of it."""
+    """Return the gradient of an image's cross-entropy, which a client sends."""
 
     def loss(params: LeNet) -> Float[Array, ""]:
         return -jnp.sum(target * jax.nn.log_softmax(apply_lenet(params, image)))
@@ -86,6 +89,9 @@ def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array
 
 
 def label_of(gradient: LeNet) -> Int[Array, "*lead"]:
-    """The class of the image that a gradient was made of: the classifier's inputs are positive, so that its
-    column alone has a negative sum (Zhao et al. 2020; specification B10)."""
+    """Return the class of the image that a gradient was computed from (Zhao et al. 2020).
+
+    The classifier's inputs are positive, so that only the column of this class has a negative
+    sum.
+    """
     return jnp.argmin(jnp.sum(gradient.kernel, axis=-2), axis=-1)
