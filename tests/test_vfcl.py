@@ -37,7 +37,7 @@ from fcljax.methods.vfcl.bayesian import bayesian, means
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
 from fcljax.methods.vfcl.posterior import Posterior, in_blocks, of_gaussian
 from fcljax.methods.vfcl.vfcl import (
-    OwnPrior,
+    ClientPrior,
     VFCLOptions,
     bounded_certainty,
     conflation,
@@ -197,7 +197,7 @@ def test_the_loss_of_two_draws_is_their_mean_with_the_priors():
     server = fresh(method)
     prior, *rest = method.init_client(KEY, server)
     own = of_task_before(prior, TASKS[0])
-    own = own._replace(adapter=shifted(own.adapter, 0.2), known=TASKS[0].seen, task=jnp.int32(0))
+    own = own._replace(adapter=shifted(own.adapter, 0.2), seen=TASKS[0].seen, task=jnp.int32(0))
     context = context_of(method, server, TASKS[1], info_of(SIZES.classes, 3), SCALE)
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), 0.4)
     rule, likelihood = two_priors(VFCLOptions(init_std=0.4), run_of()), cross_entropy_loss("seen")
@@ -226,7 +226,7 @@ def test_the_bodys_prior_is_the_mixture_of_what_was_sent_and_its_own_of_the_task
     context = context_of(method, server, TASKS[0], info_of(SIZES.classes, rows), SCALE)
     own = server.params._replace(adapter=shifted(server.params.adapter, 0.2))
     known = jnp.ones(SIZES.classes, bool)
-    prior = OwnPrior(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
+    prior = ClientPrior(shifted(own.adapter, -0.3), own.classifier, known, jnp.int32(task))
     rule = two_priors(options, run_of())
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, SIZES.classes)), sigma)
 
@@ -250,9 +250,9 @@ def test_a_client_keeps_its_posterior_of_a_tasks_last_round_and_no_other():
     state = method.init_client(KEY, server)
     before = lambda state, task: of_task_before(state[0], task)
     _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
-    assert before(early, TASKS[0]).task == -1 and not before(early, TASKS[0]).known.any()
+    assert before(early, TASKS[0]).task == -1 and not before(early, TASKS[0]).seen.any()
     _, late = client_round(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)
-    assert before(late, TASKS[1]).task == 0 and (before(late, TASKS[1]).known == TASKS[0].seen).all()
+    assert before(late, TASKS[1]).task == 0 and (before(late, TASKS[1]).seen == TASKS[0].seen).all()
     part = train(method, server, TASKS[0], OF_FIRST, early, round_=SIZES.rounds - 1)[1].trainable
     close(before(late, TASKS[1]).adapter, part.adapter)
     _, next_ = client_round(method, server, TASKS[1], BATCHES, late, round_=0)
@@ -266,7 +266,7 @@ def test_a_client_that_misses_a_tasks_last_round_keeps_the_posterior_that_it_had
     trained = train(method, server, TASKS[0], OF_FIRST, state)[1].trainable
     _, early = client_round(method, server, TASKS[0], OF_FIRST, state, round_=0)
     prior = of_task_before(early[0], TASKS[1])
-    assert prior.task == 0 and (prior.known == TASKS[0].seen).all()
+    assert prior.task == 0 and (prior.seen == TASKS[0].seen).all()
     close(prior.adapter, trained.adapter)
     close(prior.classifier, trained.classifier)
 

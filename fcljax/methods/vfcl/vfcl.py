@@ -1,13 +1,13 @@
-"""VFCL: variational federated continual learning (specification, from the paper; no code was released).
+"""VFCL: variational federated continual learning (from the paper; no code was released).
 
     client    has a Gaussian for each parameter of the network (bayesian.py) and trains them on
-              L_ce + lambda_p * s * (log q(w) - log p(w)),   w drawn from q                    (eq. 6, 9)
-              where p mixes two priors: the global posterior that it was sent, with share lambda_k, and its
-              own posterior at the end of the task before
-              keeps its classifier and running statistics to itself, and exemplars of earlier tasks
-    server    multiplies the clients' Gaussians: conflation                                    (eq. 10, 11)
+              L_ce + lambda_p * s * (log q(w) - log p(w)),   w drawn from q        (eq. 6, 9)
+              where p mixes two priors: the global posterior that it received, with weight
+              lambda_k, and its own posterior at the end of the previous task
+              keeps its classifier and running statistics, and exemplars of earlier tasks
+    server    multiplies the clients' Gaussians: conflation                      (eq. 10, 11)
 
-Clients are evaluated as themselves, on the classes that they have learned.
+Clients are evaluated with their personal models, on the classes that they have learned.
 """
 
 import dataclasses
@@ -23,18 +23,10 @@ from fcljax.adapters.full import FullOptions
 from fcljax.errors import InputError
 from fcljax.federated.aggregation import Aggregation
 from fcljax.federated.claims import within
+from fcljax.methods.vfcl import posterior
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.conflation import conflate_sums, precision_terms
-from fcljax.methods.vfcl.posterior import (
-    Flat,
-    Posterior,
-    flat,
-    in_blocks,
-    log_density,
-    log_mixture,
-    of_gaussian,
-    sum_all,
-)
+from fcljax.methods.vfcl.posterior import Flat, Posterior
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -46,7 +38,7 @@ from fcljax.types import Claim, ClientContext, Method, Upload
 
 KLScale = Literal["per_sample", "per_parameter", "none"]
 
-_RHO_OF_ONE = math.log(math.e - 1)  # softplus of it is 1
+_RHO_OF_ONE = math.log(math.e - 1)  # whose softplus is 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +79,24 @@ PRESETS = {
 
 
 def vfcl(options: VFCLOptions, run: Run) -> Method:
-    """VFCL as a method.
+    """Compose VFCL.
 
     Raises:
       InputError: for an aggregation rule that would merge in the place of conflation.
     """
-    rules = (two_priors(options, run),) if options.prior_weight else ()
+    client_rules = []
+    if options.prior_weight:
+        client_rules.append(two_priors(options, run))
     if options.exemplars:
         budget = Budget(options.exemplars)
-        rules += (herded(budget, run.sizes, run.network.width, run.training.batch_size),)
+        batch_size = run.training.batch_size
+        client_rules.append(herded(budget, run.sizes, run.network.width, batch_size))
+    inner = linear_learner(run)
     return federate(
         run._replace(aggregation=conflation(options, run.aggregation, run.sizes.classes)),
-        bayesian(linear_learner(run), options.init_std, options.mc_samples, options.mc_test_samples),
+        bayesian(inner, options.init_std, options.mc_samples, options.mc_test_samples),
         loss=cross_entropy_loss("seen"),
-        client_rules=rules,
+        client_rules=tuple(client_rules),
         personal=("classifier", "stats"),
     )
 
@@ -108,148 +104,203 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
 # ---- client: the two priors (eq. 6, 9) ---------------------------------------------------------------------
 
 
-class OwnPrior(NamedTuple):
-    """A client's own posterior after its last round of the task before."""
+class ClientPrior(NamedTuple):
+    """A client's posterior after its last round of the previous task."""
 
     adapter: Posterior
     classifier: Posterior
-    known: Bool[Array, " C"]
+    seen: Bool[Array, " C"]
     """Classes that existed by then."""
     task: Int[Array, ""]
-    """-1: there is none yet."""
+    """The previous task; -1: there is none."""
 
 
 def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
-    """lambda_p * s * (log q(w) - log p(w)), p the mixture of the global and the client's own posterior (eq. 6
-    and 9).
+    """Add lambda_p * s * (log q(w) - log p(w)) with the mixture prior p (eq. 6, 9).
 
-    A classifier has no global component: its prior is its own of the task before, or N(0, 1) for new classes
-    (specification 3.4). Classes that the client has not seen do not count. Where each task has parameters of
-    its own, the posterior of the task before says nothing of them, and the global prior stands in its place.
+    The classifier's prior has no global component: it is the client's posterior of the previous
+    task, or N(0, 1) for new classes. Classes that the client has not seen do not count. Where
+    each task has parameters of its own, the posterior of the previous task says nothing of them,
+    and the global prior stands in its place.
     """
 
     def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
-        nothing = jnp.zeros(run.sizes.classes, bool)
-        return no_task_end(OwnPrior(trainable.adapter, trainable.classifier, nothing, jnp.int32(-1)))
+        no_classes = jnp.zeros(run.sizes.classes, bool)
+        no_task = jnp.int32(-1)
+        prior = ClientPrior(trainable.adapter, trainable.classifier, no_classes, no_task)
+        return no_task_end(prior)
 
-    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> OwnPrior:
+    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> ClientPrior:
         return of_task_before(state, context.task)
 
-    def loss(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
-        share = jnp.where(prior.task < 0, 1.0, options.global_share)
-        sent: Posterior = step.context.payload.trainable.adapter
-        prior = prior._replace(adapter=of_this_task(run.adapter, sent, prior.adapter))
-        body = log_posterior_ratio(step, prior, share)
+    def loss(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
+        # in a client's first task there is the global prior alone
+        global_weight = jnp.where(prior.task < 0, 1.0, options.global_share)
+        global_posterior: Posterior = step.context.payload.trainable.adapter
+        adapter = of_this_task(run.adapter, global_posterior, prior.adapter)
+        prior = prior._replace(adapter=adapter)
+        adapter_ratio = log_posterior_ratio(step, prior, global_weight)
         scale = kl_scale(options.kl_scale, step)
-        return options.prior_weight * scale * (body + classifier_ratio(step, prior))
+        return options.prior_weight * scale * (adapter_ratio + classifier_ratio(step, prior))
 
-    def on_end(context: ClientContext, prior: OwnPrior, trainable: Params, _state: TaskEnd) -> TaskEnd:
+    def on_end(context: ClientContext, prior: ClientPrior, trainable: Params, _state: TaskEnd) -> TaskEnd:
         index = jnp.asarray(context.task.index, jnp.int32)
-        newest = OwnPrior(trainable.adapter, trainable.classifier, context.task.seen, index)
+        seen = context.task.seen
+        newest = ClientPrior(trainable.adapter, trainable.classifier, seen, index)
         return after_round(prior, newest, context.task)
 
     return ClientRule("priors", loss, init, on_start, on_end=on_end)
 
 
-def of_this_task(adapter: Adapter, sent: Posterior, own: Posterior) -> Posterior:
-    """A client's own posterior of the adapter at the end of the task before, with the global one where each
-    task has parameters of its own."""
-    if all_last(adapter, own.mean.params):
-        return own
+def of_this_task(adapter: Adapter, global_posterior: Posterior, previous: Posterior) -> Posterior:
+    """Return a client's posterior of the previous task for parameters that last over tasks.
 
-    def joined(sent: Flat, own: Flat) -> Flat:
-        return Flat.of(with_lasting(sent.params, adapter.lasting(own.params)))
+    Those of which each task has its own get the global posterior.
+    """
+    if all_last(adapter, previous.mean.params):
+        return previous
 
-    return Posterior(joined(sent.mean, own.mean), joined(sent.rho, own.rho))
+    def merge(global_flat: Flat, previous_flat: Flat) -> Flat:
+        lasting = adapter.lasting(previous_flat.params)
+        return Flat.of(with_lasting(global_flat.params, lasting))
 
-
-def log_posterior_ratio(step: ClientStep, prior: OwnPrior, share: Float[Array, ""]) -> Float[Array, ""]:
-    """log q(w) - log p(w) of the network's drawn parameters (eq. 6); `share` is lambda_k."""
-    # as one vector each: leaf by leaf a network of a hundred leaves takes minutes to compile
-    drawn, _ = ravel_pytree(step.drawn.adapter)
-    received = step.context.payload.trainable.adapter
-    mine, sent, own = map(flat, (step.trainable.adapter, received, prior.adapter))
-
-    def ratio(share: Array, drawn: Array, *numbers: Array) -> Array:
-        mine, sent, own = (Posterior(*numbers[i : i + 2]) for i in (0, 2, 4))
-        return log_density(drawn, mine) - log_mixture(drawn, sent, own, share)
-
-    return jnp.sum(in_blocks(ratio, share, drawn, *mine, *sent, *own))
+    mean = merge(global_posterior.mean, previous.mean)
+    return Posterior(mean, merge(global_posterior.rho, previous.rho))
 
 
-def classifier_ratio(step: ClientStep, prior: OwnPrior) -> Float[Array, ""]:
-    """The same of the classifier, over the classes that the client has seen: the last axis of every leaf."""
-    drawn = step.drawn.classifier
-    mine = step.trainable.classifier
-    seen = step.context.task.seen
+def log_posterior_ratio(
+    step: ClientStep, prior: ClientPrior, global_weight: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Return log q(w) - log p(w) of the adapter's drawn parameters w (eq. 6).
 
-    def known_or(new: float):
-        return lambda own: jnp.where(prior.known, own, new)
+    Args:
+      step: of the client, whose posterior is q.
+      prior: the client's component of the mixture p; the other one is what it received.
+      global_weight: lambda_k.
+    """
+    # as one vector each: leaf by leaf, a network of a hundred takes minutes to compile
+    w, _ = ravel_pytree(step.drawn.adapter)
+    q = posterior.flat(step.trainable.adapter)
+    global_prior = posterior.flat(step.context.payload.trainable.adapter)
+    client_prior = posterior.flat(prior.adapter)
 
-    of_new = Posterior(
-        jax.tree.map(known_or(0.0), prior.classifier.mean),
-        jax.tree.map(known_or(_RHO_OF_ONE), prior.classifier.rho),
+    def ratio(
+        global_weight: Array,
+        w: Array,
+        q_mean: Array,
+        q_rho: Array,
+        global_mean: Array,
+        global_rho: Array,
+        client_mean: Array,
+        client_rho: Array,
+    ) -> Array:
+        q = Posterior(q_mean, q_rho)
+        global_prior = Posterior(global_mean, global_rho)
+        client_prior = Posterior(client_mean, client_rho)
+        log_p = posterior.log_mixture(w, global_prior, client_prior, global_weight)
+        return posterior.log_density(w, q) - log_p
+
+    vectors = (w, *q, *global_prior, *client_prior)
+    return jnp.sum(posterior.in_blocks(ratio, global_weight, *vectors))
+
+
+def classifier_ratio(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
+    """Return log q(w) - log p(w) of the classifier, over the classes seen.
+
+    Classes are the last axis of each leaf.
+    """
+
+    def mean_or_zero(mean: Array) -> Array:
+        return jnp.where(prior.seen, mean, 0.0)
+
+    def rho_or_one(rho: Array) -> Array:
+        return jnp.where(prior.seen, rho, _RHO_OF_ONE)
+
+    def of_seen_classes(log_q: Array, log_p: Array) -> Array:
+        return jnp.where(step.context.task.seen, log_q - log_p, 0)
+
+    p = Posterior(
+        jax.tree.map(mean_or_zero, prior.classifier.mean),
+        jax.tree.map(rho_or_one, prior.classifier.rho),
     )
-
-    def counted(one: Array, other: Array) -> Array:
-        return jnp.where(seen, one - other, 0)
-
-    return sum_all(jax.tree.map(counted, log_density(drawn, mine), log_density(drawn, of_new)))
+    w = step.drawn.classifier
+    log_q = posterior.log_density(w, step.trainable.classifier)
+    log_p = posterior.log_density(w, p)
+    return posterior.sum_all(jax.tree.map(of_seen_classes, log_q, log_p))
 
 
 def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
-    """s: what the priors' loss is multiplied by (`VFCLOptions.kl_scale`)."""
+    """Return s, the factor of the priors' loss (`VFCLOptions.kl_scale`)."""
     if kind == "per_sample":
         return 1.0 / jnp.maximum(step.context.client.examples, 1)
-    trains = (step.drawn.adapter, step.drawn.classifier)
-    return 1.0 / sum(x.size for x in jax.tree.leaves(trains)) if kind == "per_parameter" else 1.0
+    if kind == "per_parameter":
+        parameters = (step.drawn.adapter, step.drawn.classifier)
+        return 1.0 / sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    return 1.0
 
 
 # ---- server: conflation (eq. 10, 11) -----------------------------------------------------------------------
 
 
-MOST_SHARPER = 10.0  # how much smaller a round of training may make a standard deviation
+MOST_SHARPER = 10.0  # factor by which a round may reduce a standard deviation, at most
 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
-    """Whether no standard deviation is 0 or less than a tenth of the one that was sent: precisions are
-    weights, which clients choose. An infinite one would become a precision of 0, which looks sound."""
-    trainable: Params = upload.gather.get("mean", upload.mean)
-    sent = context.payload.trainable.adapter.sigma
+    """Check that no standard deviation is infinite, 0 or less than a tenth of the received one.
 
-    def possible(mine: Array, sent: Array) -> Array:
-        number = jnp.finfo(jnp.float32)
-        return within(mine, jnp.maximum(sent / MOST_SHARPER, number.tiny), number.max)
-
-    return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(possible, trainable.adapter.sigma, sent))))
-
-
-def bounded_certainty(mine: Posterior, sent: Posterior, nats: Float[Array, ""]) -> PyTree:
-    """Standard deviations of which no client is more certain than its labels can make it.
-
-    n labels of C classes have at most n log C nats of information, and so has what they say of the weights
-    (mutual information). A posterior from them has on average at most so much less entropy than its prior:
-    the sum of log(sent / mine) over all weights that became more certain. Where it is more, all these
-    logarithms are shortened by the same factor; else the numbers keep their bits.
+    Precisions are weights, which clients choose. An infinite standard deviation would become a
+    precision of 0, which looks sound.
     """
-    gained = jax.tree.map(lambda m, s: jnp.maximum(jnp.log(s / m), 0), mine.sigma, sent.sigma)
-    share = nats / jnp.maximum(sum_all(gained), jnp.finfo(jnp.float32).tiny)
+    trainable: Params = upload.gather.get("mean", upload.mean)
+    received = context.payload.trainable.adapter.sigma
 
-    def bounded(mine: Array, sent: Array, gained: Array) -> Array:
-        return jnp.where((share < 1) & (gained > 0), sent * jnp.exp(-share * gained), mine)
+    def possible(sigma: Array, received: Array) -> Array:
+        float32 = jnp.finfo(jnp.float32)
+        least = jnp.maximum(received / MOST_SHARPER, float32.tiny)
+        return within(sigma, least, float32.max)
 
-    return jax.tree.map(bounded, mine.sigma, sent.sigma, gained)
+    checks = jax.tree.map(possible, trainable.adapter.sigma, received)
+    return jnp.all(jnp.stack(jax.tree.leaves(checks)))
+
+
+def bounded_certainty(client: Posterior, received: Posterior, nats: Float[Array, ""]) -> PyTree:
+    """Return standard deviations that are no more certain than the client's labels allow.
+
+    n labels of C classes have at most n log C nats of information, and so has what they say of
+    the parameters (mutual information). A posterior from them has on average at most so much
+    less entropy than its prior: the sum of log(received / client) over all parameters that
+    became more certain. Where this sum is larger, all these logarithms are reduced by the same
+    factor; else the standard deviations keep their bits.
+
+    Args:
+      client: the client's posterior.
+      received: the global posterior from which it trained.
+      nats: n log C.
+    """
+
+    def information(sigma: Array, received: Array) -> Array:
+        return jnp.maximum(jnp.log(received / sigma), 0)
+
+    gains = jax.tree.map(information, client.sigma, received.sigma)
+    total = posterior.sum_all(gains)
+    share = nats / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+    def bound(sigma: Array, received: Array, gain: Array) -> Array:
+        is_bounded = (share < 1) & (gain > 0)
+        return jnp.where(is_bounded, received * jnp.exp(-share * gain), sigma)
+
+    return jax.tree.map(bound, client.sigma, received.sigma, gains)
 
 
 def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggregation:
-    """How the clients' Gaussians become one: their product (eq. 11), or the run's rule on means and on rhos.
+    """Merge the clients' Gaussians to their product (eq. 11), or by the run's rule.
 
     Clients with smaller posterior variance receive more weight, within what their labels can say
-    (`bounded_certainty`). A client sends the two terms of its Gaussians that add up, so that conflation is a
-    sum in any order (conflation.py).
+    (`bounded_certainty`). A client sends the two terms of its Gaussians that add up, so that
+    conflation is a sum in any order (conflation.py). The run's rule merges means and rhos.
 
     Raises:
-      InputError: for another rule than the mean where conflation is asked for.
+      InputError: for another rule than the mean where conflation is chosen.
     """
     rule = rule._replace(possible=Claim("precision", possible_precision))
     if options.merge == "average":
@@ -263,13 +314,19 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
     def pre(trainable: Params, reference: Params, weight: Array) -> tuple[Params, Array]:
         nats = weight * math.log(classes)  # the weight is the number of examples
         sigma = bounded_certainty(trainable.adapter, reference.adapter, nats)
-        precision, mean = precision_terms(trainable.adapter.mean, sigma)
-        # the two terms travel in the places of mean and rho, so that what is sent keeps its shape
-        return trainable._replace(adapter=Posterior(mean, precision)), jnp.where(weight > 0, 1.0, 0.0)
+        precision, precision_mean = precision_terms(trainable.adapter.mean, sigma)
+        # the two terms travel in the places of mean and rho, so that the upload keeps its shape
+        terms = Posterior(precision_mean, precision)
+        return trainable._replace(adapter=terms), jnp.where(weight > 0, 1.0, 0.0)
 
-    def post(merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray):
-        factor = count if options.merge == "conflation" else 1.0  # from the clients' mean to their sum
-        mean, precision = jax.tree.map(lambda x: factor * x, merged.adapter)
-        return merged._replace(adapter=of_gaussian(*conflate_sums(precision, mean))), state
+    def post(
+        merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray
+    ) -> tuple[Params, tuple]:
+        factor = 1.0  # tempered: the mean of the clients' terms
+        if options.merge == "conflation":  # their sum
+            factor = count
+        precision_mean, precision = jax.tree.map(lambda leaf: factor * leaf, merged.adapter)
+        mean, sigma = conflate_sums(precision, precision_mean)
+        return merged._replace(adapter=posterior.of_gaussian(mean, sigma)), state
 
     return rule._replace(pre=pre, post=post)
