@@ -20,7 +20,7 @@ from fcljax.federated import communication
 from fcljax.federated.engine import RoundInputs, run_round
 from fcljax.federated.server_replay import make_replayer, replay_on_server
 from fcljax.methods import pmae
-from fcljax.methods.pmae import PmaeOptions, Restore, Sample, draw_examples, in_order, restore_plan
+from fcljax.methods.pmae import PmaeOptions, Restore, RestoreSample, draw_examples, in_order, restore_plan
 from fcljax.models.heads import cross_entropy
 from fcljax.models.mae import (
     DecoderConfig,
@@ -277,7 +277,7 @@ def drawn(lots, rows, labels=None, wanted=4, tasks=TASKS[0]):
     """The choice from one batch after the other; `latent` is the row's number."""
     place = (3, wanted)
     none = Restore(jnp.zeros((*place, 1, 1)), jnp.zeros((*place, 2), jnp.int32), jnp.zeros(place, bool))
-    state = Sample(none, jnp.full(place, -1.0), jnp.zeros(place, jnp.int32))
+    state = RestoreSample(none, jnp.full(place, -1.0), jnp.zeros(place, jnp.int32))
     for lot, row in zip(lots, rows, strict=True):
         count = len(row)
         label = jnp.zeros(count, jnp.int32) if labels is None else jnp.array(labels)

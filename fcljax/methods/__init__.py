@@ -1,6 +1,6 @@
-"""The methods by name: one table, written out. To add one, write its file and add its line.
+"""The methods by name: one table. To add a method, write its file and add its entry.
 
-The table is known without the code, and so without JAX: a method is loaded when it is asked for. A method
+The table needs none of the code, and so no JAX: a method is loaded when it is asked for. A method
 from outside the package is a file or module that holds a `MethodEntry` (`find_method`).
 """
 
@@ -23,8 +23,11 @@ Loaded = TypeVar("Loaded")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MethodEntry:
-    """How `fcljax run` makes a method. Methods of the package name their presets and function as
-    "MODULE:NAME" of `fcljax.methods`; `find_method` loads them."""
+    """How `fcljax run` makes a method.
+
+    Methods of the package name their presets and function as "MODULE:NAME" of `fcljax.methods`;
+    `find_method` loads them.
+    """
 
     summary: str
     """One line for `fcljax list`."""
@@ -49,9 +52,10 @@ class MethodEntry:
     """A short name for tables and pages; "": the name of `build`, or of the file."""
 
     def options(self, adapter: str) -> type:
-        """The dataclass of the method's options on an adapter."""
-        own = type(self.presets["intended"].options)
-        return own if adapter == self.adapter else self.elsewhere or own
+        """Return the dataclass of the method's options on an adapter."""
+        if adapter != self.adapter and self.elsewhere:
+            return self.elsewhere
+        return type(self.presets["intended"].options)
 
 
 _MEANS = "it sends sums over examples, which are added up"
@@ -360,8 +364,9 @@ OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none i
 
 
 def find_method(method: str | MethodEntry) -> MethodEntry:
-    """The entry of a method of the package, or of one from outside: FILE.py, FILE.py:NAME, MODULE:NAME or an
-    entry itself.
+    """Return the loaded entry of a method of the package or from outside.
+
+    A method from outside is FILE.py, FILE.py:NAME, MODULE:NAME or an entry itself.
 
     A method's file is a program: it is run when it is loaded.
 
@@ -386,7 +391,7 @@ def check_no_code(name: str, where: str, advice: str) -> None:
 
 
 def file_of(method: str | MethodEntry) -> Path | None:
-    """The file of a method from outside the package; None where a setting names none."""
+    """Return the file of a method from outside the package; None where there is none."""
     if isinstance(method, MethodEntry) or method in METHODS:
         return None
     place = method.partition(":")[0]
@@ -397,14 +402,14 @@ def file_of(method: str | MethodEntry) -> Path | None:
 
 
 def name_of(method: str | MethodEntry) -> str:
-    """What a method is called in settings: its name or file as it was given, or an entry's name."""
+    """Return a method's name in settings: the name or file as given, or an entry's name."""
     if isinstance(method, str):
         return method
     return method.name or getattr(method.build, "__name__", "own")
 
 
 def short_name(method: str | MethodEntry) -> str:
-    """What a method is called in tables and on pages: its entry's name, else its file's."""
+    """Return a method's name in tables and on pages: its entry's name, else its file's."""
     if method in METHODS:
         return str(method)
     place, _, attribute = name_of(method).partition(":")
@@ -413,10 +418,10 @@ def short_name(method: str | MethodEntry) -> str:
 
 @functools.cache
 def _loaded(entry: MethodEntry) -> MethodEntry:
-    """The entry with its code, and with presets where a dataclass of options is given."""
-    presets, build, elsewhere = (
-        load("fcljax.methods", part) for part in (entry.presets, entry.build, entry.elsewhere)
-    )
+    """Return the entry with its code, and with presets made of a dataclass of options."""
+    presets = load("fcljax.methods", entry.presets)
+    build = load("fcljax.methods", entry.build)
+    elsewhere = load("fcljax.methods", entry.elsewhere)
     if presets is None:
         presets = NoOptions
     if isinstance(presets, type):
@@ -449,11 +454,12 @@ def _check_options(options: type) -> None:
 @functools.cache
 def _from_outside(name: str) -> MethodEntry:
     place, _, attribute = name.partition(":")
-    if not (place.endswith(".py") or attribute):
+    if place.endswith(".py"):
+        module = _load_file(place)
+    elif attribute:
+        module = _load(name, functools.partial(importlib.import_module, place))
+    else:
         raise InputError(f"method: unknown value {name!r}; {nearest(name, METHODS)}")
-    module = (
-        _load_file(place) if place.endswith(".py") else _load(name, lambda: importlib.import_module(place))
-    )
     entry = getattr(module, attribute or OUTSIDE, None)
     if not isinstance(entry, MethodEntry):
         raise InputError(f"method: {name!r} has no MethodEntry by the name {attribute or OUTSIDE}")
@@ -463,7 +469,7 @@ def _from_outside(name: str) -> MethodEntry:
 def _load_file(place: str) -> ModuleType:
     if not Path(place).is_file():
         raise InputError(f"method: no file {place!r}")
-    name = str(Path(place).resolve())  # no module of the package or of another file has it
+    name = str(Path(place).resolve())  # a path, so that no other module has this name
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise InputError(f"method: {place!r} is not a Python file")
@@ -475,6 +481,6 @@ def _load_file(place: str) -> ModuleType:
 def _load(name: str, load: Callable[[], Loaded]) -> Loaded:
     try:
         return load()
-    except Exception as error:  # whatever a stranger's file raises while it is loaded
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"method: {name!r} cannot be loaded: {said}") from error
+    except Exception as error:  # a user's file may raise anything while it is loaded
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"method: {name!r} cannot be loaded: {message}") from error

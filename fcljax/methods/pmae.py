@@ -207,7 +207,7 @@ class Restore(NamedTuple):
     """Entries that hold an image."""
 
 
-class Sample(NamedTuple):
+class RestoreSample(NamedTuple):
     """The examples of each class with the highest priorities so far."""
 
     restore: Restore
@@ -224,12 +224,12 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
     without augmentation.
     """
 
-    def init(_context: ClientContext) -> Sample:
+    def init(_context: ClientContext) -> RestoreSample:
         restore = no_restore(options, run.sizes, run.network, autoencoder)
         shape = restore.present.shape
-        return Sample(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
+        return RestoreSample(restore, jnp.full(shape, -1.0), jnp.zeros(shape, jnp.int32))
 
-    def offer(step: ClientStep, sample: Sample) -> Sample:
+    def offer(step: ClientStep, sample: RestoreSample) -> RestoreSample:
         batch = step.batch
         image = between(step.learner.network, autoencoder, batch.image)
         masking = masks_of(options, step, autoencoder)
@@ -238,7 +238,7 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
         priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
         return draw_examples(sample, step.context.task, offered, priority, batch)
 
-    def finalize(_end: ClientEnd, sample: Sample) -> Restore:
+    def finalize(_end: ClientEnd, sample: RestoreSample) -> Restore:
         return in_order(sample)
 
     # the server merges nothing of it, so that the run may choose any aggregation rule
@@ -263,8 +263,8 @@ def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, autoencoder
 
 
 def draw_examples(
-    sample: Sample, task: Task, offered: Restore, priority: Float[Array, " batch"], batch: Batch
-) -> Sample:
+    sample: RestoreSample, task: Task, offered: Restore, priority: Float[Array, " batch"], batch: Batch
+) -> RestoreSample:
     """Return the examples of each class with the highest priorities, of a sample and a batch.
 
     Args:
@@ -287,10 +287,10 @@ def draw_examples(
 
     restore = Restore(*map(pick, sample.restore, offered))
     restore = restore._replace(present=highest >= 0)
-    return Sample(restore, highest, pick(sample.index, batch.index))
+    return RestoreSample(restore, highest, pick(sample.index, batch.index))
 
 
-def in_order(sample: Sample) -> Restore:
+def in_order(sample: RestoreSample) -> Restore:
     """Return the sample, with zeros in empty entries.
 
     A class whose examples are all in the sample has them in the order of the data set.
