@@ -1,5 +1,5 @@
-"""The adapters by name: what a method may train inside a network. The table is written out; the code of an
-adapter is loaded when it is asked for."""
+"""The adapters by name: what a method may train inside a network. The table is written
+out; the code of an adapter is loaded when it is asked for."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ class AdapterEntry(NamedTuple):
     summary: str
     """One line for `fcljax list`."""
     presets: Any
-    """Fidelity -> the adapter's options, or the dataclass of its options, whose defaults are the one preset.
-    A method's preset may say otherwise."""
+    """Fidelity -> the adapter's options, or the dataclass of its options, whose defaults
+    are the one preset. A method's preset may say otherwise."""
     build: Any
     """(options, sizes: `types.Sizes`, network: `types.Network`) -> `parts.learner.Adapter`."""
     attention: bool = True

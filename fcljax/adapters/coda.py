@@ -1,10 +1,10 @@
-"""CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend to it
-(Smith et al., CVPR 2023), as in pMAE's release.
+"""CODA-Prompt: an image's prefixes are a sum of components, weighted by how they attend
+to it (Smith et al., CVPR 2023), as in pMAE's release.
 
-Each task has its own components: a prompt P, a key K and an attention vector A each. The weight
-of a component is the cosine of (query times A) and K, without a softmax. Components of the
-current task train, those of earlier tasks are constant, those of later tasks are not used. Half
-of a prompt's tokens become keys, half values.
+Each task has its own components: a prompt P, a key K and an attention vector A each. The
+weight of a component is the cosine of (query times A) and K, without a softmax.
+Components of the current task train, those of earlier tasks are constant, those of later
+tasks are not used. Half of a prompt's tokens become keys, half values.
 """
 
 import dataclasses
@@ -182,8 +182,8 @@ def orthogonal_start(
 ) -> Float[Array, "tasks blocks n *shape"]:
     """Return all rows with the task's made orthonormal by Gram-Schmidt, one after the other.
 
-    A row loses its projections on all rows before it, those of earlier tasks included, and is
-    scaled to length 1.
+    A row loses its projections on all rows before it, those of earlier tasks included,
+    and is scaled to length 1.
     """
     tasks, blocks, n = rows.shape[:3]
     matrices = jnp.moveaxis(rows.reshape(tasks, blocks, n, -1), 1, 0)

@@ -1,11 +1,12 @@
-"""DualPrompt: prefixes that all tasks share, and one prefix per task (Wang et al., ECCV 2022), as
-in pMAE's release.
+"""DualPrompt: prefixes that all tasks share, and one prefix per task (Wang et al., ECCV
+2022), as in pMAE's release.
 
-The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after them.
-Training uses the current task's E. Evaluation, and a server that trains, use the E whose key is
-nearest to the image, as in the paper; in the release the one that is nearest to most images of
-the batch, where padding has no vote. A client that received the current task's E alone uses it
-also where it reads its examples as in evaluation, to choose exemplars for example.
+The shared prefixes (G) are in the first two blocks, those of tasks (E) in the three after
+them. Training uses the current task's E. Evaluation, and a server that trains, use the E
+whose key is nearest to the image, as in the paper; in the release the one that is nearest
+to most images of the batch, where padding has no vote. A client that received the current
+task's E alone uses it also where it reads its examples as in evaluation, to choose
+exemplars for example.
 """
 
 import dataclasses

@@ -1,12 +1,12 @@
-"""L2P: prompts of a pool are chosen by their keys and go through the whole network (Wang et al.,
-CVPR 2022), as in pMAE's release.
+"""L2P: prompts of a pool are chosen by their keys and go through the whole network (Wang
+et al., CVPR 2022), as in pMAE's release.
 
-The prompts stand between class token and patches, all with the class token's position embedding;
-the classifier reads the mean of their outputs. An image chooses the prompts with the nearest keys
-by itself, as in the paper, or with its batch, as in the release: each image votes for its nearest
-keys, and all images get the prompts with the most votes. By default batches vote in training
-alone, so that a prediction does not depend on the images beside it. Padding has no vote. A server
-that trains chooses as in evaluation.
+The prompts stand between class token and patches, all with the class token's position
+embedding; the classifier reads the mean of their outputs. An image chooses the prompts
+with the nearest keys by itself, as in the paper, or with its batch, as in the release:
+each image votes for its nearest keys, and all images get the prompts with the most votes.
+By default batches vote in training alone, so that a prediction does not depend on the
+images beside it. Padding has no vote. A server that trains chooses as in evaluation.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""No adapter: the network stays frozen and only the classifier on its features trains (linear probing)."""
+"""No adapter: the network stays frozen and only the classifier on its features trains
+(linear probing)."""
 
 import dataclasses
 

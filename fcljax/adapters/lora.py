@@ -1,9 +1,9 @@
-"""A low-rank pair per task in a ViT's first blocks, and the combination of several tasks' pairs
-(PILoRA, section 4.1).
+"""A low-rank pair per task in a ViT's first blocks, and the combination of several tasks'
+pairs (PILoRA, section 4.1).
 
-The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the pair of
-one task has leaves [blocks, ...]. A task is an index that may be traced: pairs of earlier tasks
-are constants, pairs of later ones count as 0.
+The pairs of all tasks are one `Lora` whose leaves have leading axes [tasks, blocks]; the
+pair of one task has leaves [blocks, ...]. A task is an index that may be traced: pairs of
+earlier tasks are constants, pairs of later ones count as 0.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ def init_pairs(
 ) -> Lora:
     """Return new pairs of all tasks: B = 0, A uniform in +-1/sqrt(width) (release) or normal.
 
-    The paper's normal distribution has no stated standard deviation; here it is that of the
-    uniform draw.
+    The paper's normal distribution has no stated standard deviation; here it is that of
+    the uniform draw.
 
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
@@ -65,9 +65,10 @@ def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRu
       pairs: leaves [tasks, blocks, ...]; may be () for the rule "current".
       current: the pair of task t, leaves [blocks, ...].
       task: t.
-      rule: sum: the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6); current: B_t A_t
-        alone (the release's clients); products: sum_i B_i A_i, as one pair of rank
-        tasks * rank (PILoRA eq. 5); first: B_0 A_0 (the model that the release evaluates).
+      rule: sum: the product of sums (sum_i B_i)(sum_i A_i) (PILoRA eq. 6); current:
+        B_t A_t alone (the release's clients); products: sum_i B_i A_i, as one pair
+        of rank tasks * rank (PILoRA eq. 5); first: B_0 A_0 (the model that the
+        release evaluates).
 
     Returns:
       Leaves [blocks, R, width] and [blocks, width, R] for a rank R.
@@ -103,7 +104,7 @@ def _up_to(
     return jnp.where(index == task, current, earlier)
 
 
-# ---- the adapter -------------------------------------------------------------------------------------------
+# ---- the adapter -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""A weighted pool of prefix prompts (HePCo, section 4.1): an image's prompt is the sum of all
-prompts of the pool, each times the cosine of its key and the image's un-prompted features.
+"""A weighted pool of prefix prompts (HePCo, section 4.1): an image's prompt is the sum
+of all prompts of the pool, each times the cosine of its key and the image's
+un-prompted features.
 
-The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes keys of its
-block's attention and half values; they bypass the block's projection (prefix tuning).
+The sum has no softmax and no top k: weights may be negative. Half of a prompt becomes
+keys of its block's attention and half values; they bypass the block's projection
+(prefix tuning).
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Task prompts that a gate on the un-prompted features fuses for each image (FPPL, section III-B;
-release `prompt.py`, `linears.py`).
+"""Task prompts that a gate on the un-prompted features fuses for each image (FPPL,
+section III-B; release `prompt.py`, `linears.py`).
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ def gate_weights(
 ) -> Float[Array, "batch tasks"]:
     """Return the fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q, psi_t).
 
-    Weights of unseen tasks are exactly 0. With soft False (the ablation without fusion) the
-    best task has weight 1, and the gate gets no gradient.
+    Weights of unseen tasks are exactly 0. With soft False (the ablation without fusion)
+    the best task has weight 1, and the gate gets no gradient.
     """
     score = cosine(query, gate.psi, eps=1e-12)
     if gate.sigma is not None:
@@ -84,7 +84,7 @@ def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Inject
     return Injection(prompt=dict(enumerate(jnp.unstack(fused, axis=1))))
 
 
-# ---- the adapter -------------------------------------------------------------------------------------------
+# ---- the adapter -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,10 @@ PRESETS = {
 
 
 class Prompts(NamedTuple):
-    """Prompts and their gate; what trains has the prompt of the current task, [blocks, length, width]."""
+    """Prompts and their gate.
+
+    The trainable prompt is that of the current task, [blocks, length, width].
+    """
 
     prompt: Float[Array, "tasks blocks length width"] | Float[Array, "blocks length width"]
     gate: Gate
@@ -129,7 +132,8 @@ Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]  # the server's paramete
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
     """Return FPPL's adapter: a prompt per task, fused by a gate on an image's query (eq. 1, 2).
 
-    With `prompt_upload` = "all" clients send all prompts, as in the release; only the current one trains.
+    With `prompt_upload` = "all" clients send all prompts, as in the release; only the
+    current one trains.
 
     The network is a ViT.
 

@@ -1,8 +1,8 @@
-"""Deep visual prompts: separate tokens in every block, the same for all images and tasks (Jia
-et al., ECCV 2022; the discriminative prompts of pMAE, section IV-A).
+"""Deep visual prompts: separate tokens in every block, the same for all images and tasks
+(Jia et al., ECCV 2022; the discriminative prompts of pMAE, section IV-A).
 
-They join a block's input and are dropped after it. They do not depend on the image, so there is
-no query.
+They join a block's input and are dropped after it. They do not depend on the image, so
+there is no query.
 """
 
 import dataclasses

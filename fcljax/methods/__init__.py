@@ -1,7 +1,8 @@
 """The methods by name: one table. To add a method, write its file and add its entry.
 
-The table needs none of the code, and so no JAX: a method is loaded when it is asked for. A method
-from outside the package is a file or module that holds a `MethodEntry` (`find_method`).
+The table needs none of the code, and so no JAX: a method is loaded when it is asked for.
+A method from outside the package is a file or module that holds a `MethodEntry`
+(`find_method`).
 """
 
 import dataclasses
@@ -25,15 +26,15 @@ Loaded = TypeVar("Loaded")
 class MethodEntry:
     """How `fcljax run` makes a method.
 
-    Methods of the package name their presets and function as "MODULE:NAME" of `fcljax.methods`;
-    `find_method` loads them.
+    Methods of the package name their presets and function as "MODULE:NAME" of
+    `fcljax.methods`; `find_method` loads them.
     """
 
     summary: str
     """One line for `fcljax list`."""
     presets: Any
-    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the one preset;
-    None: the method has no options."""
+    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the
+    one preset; None: the method has no options."""
     build: Any
     """(options, run: `parts.federate.Run`) -> `types.Method`."""
     adapter: str
@@ -371,7 +372,8 @@ def find_method(method: str | MethodEntry) -> MethodEntry:
     A method's file is a program: it is run when it is loaded.
 
     Raises:
-      InputError: for an unknown name, or a file or module that cannot be loaded or holds no MethodEntry.
+      InputError: for an unknown name, or a file or module that cannot be loaded or holds
+        no MethodEntry.
     """
     if isinstance(method, MethodEntry):
         return _loaded(method)

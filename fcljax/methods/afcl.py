@@ -7,10 +7,10 @@
     prediction      the largest entry of h^T W
 
 R starts as I / gamma, so that after any tasks of any clients in any order W is the ridge
-regression of all their examples together, argmin ||Y - H W||^2 + gamma ||W||^2. No gradient
-is taken, a task needs one round, and old examples are not needed again. Classes that are not
-known yet have columns of 0 in W and Q, which is the paper's splitting into known and unknown
-classes at a fixed shape.
+regression of all their examples together, argmin ||Y - H W||^2 + gamma ||W||^2. No
+gradient is taken, a task needs one round, and old examples are not needed again. Classes
+that are not known yet have columns of 0 in W and Q, which is the paper's splitting into
+known and unknown classes at a fixed shape.
 
 The server keeps R^-1 and not R: the recursion is the same, and nothing is inverted twice.
 """

@@ -14,9 +14,9 @@
     server          W = softmax(H H^T / tau) over the components of all clients,
                     P* = W P                                                        (CPA)
 
-L_kd is Powder's (Piao et al., ICML 2024): the logits of the task's wrong classes stay near
-those of the model that the round began with. Compensation prompts never leave the client, and
-evaluation needs none.
+L_kd is Powder's (Piao et al., ICML 2024): the logits of the task's wrong classes stay
+near those of the model that the round began with. Compensation prompts never leave the
+client, and evaluation needs none.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
     )
 
 
-# ---- the classes' distributions over all clients -----------------------------------------------------------
+# ---- the classes' distributions over all clients ---------------------------------------
 
 
 def global_moments(run: Run) -> ServerRule:
@@ -129,7 +129,7 @@ def global_moments(run: Run) -> ServerRule:
     return ServerRule(MOMENTS, update, init, sends, (report,), when="task_start")
 
 
-# ---- LCDC: local class distribution compensation -----------------------------------------------------------
+# ---- LCDC: local class distribution compensation ---------------------------------------
 
 
 class Compensation(NamedTuple):
@@ -245,7 +245,7 @@ def compensated_logits(step: ClientStep, prompt: Float[Array, "Ct length width"]
     return classifier.logits(cached.classifier, trainable.classifier, feature, task)
 
 
-# ---- the distillation --------------------------------------------------------------------------------------
+# ---- the distillation ------------------------------------------------------------------
 
 
 def keep_wrong_classes(weight: float, temperature: float) -> ClientRule:
@@ -275,7 +275,7 @@ def not_true_distance(
     return temperature**2 * heads.kl(teacher / temperature, student / temperature, wrong)
 
 
-# ---- CPA: class-aware prompt aggregation -------------------------------------------------------------------
+# ---- CPA: class-aware prompt aggregation -----------------------------------------------
 
 
 def affinity(run: Run) -> Report:
@@ -334,9 +334,9 @@ def mixing_weights(
     """Return how much of all clients' components each component of the server gets.
 
     W = softmax(H H^T / tau); then the rows of W that belong to the same component of
-    different clients are averaged by the clients' weights. The rows of H have length 1, as in
-    Powder's release, so that they say which classes a component matches and not how many
-    examples the client has.
+    different clients are averaged by the clients' weights. The rows of H have length 1,
+    as in Powder's release, so that they say which classes a component matches and not how
+    many examples the client has.
 
     Args:
       affinity: H of each client.

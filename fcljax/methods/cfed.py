@@ -1,5 +1,5 @@
-"""CFeD: continual federated learning with distillation (Ma et al., IJCAI 2022), as its release
-trains it and HePCo compares with it.
+"""CFeD: continual federated learning with distillation (Ma et al., IJCAI 2022), as its
+release trains it and HePCo compares with it.
 
 Every client has unlabelled images of a surrogate data set.
 
@@ -9,9 +9,9 @@ Every client has unlabelled images of a surrogate data set.
     server      averages both; optionally it distils the clients' models into the average on
                 surrogate images
 
-The release draws learners and reviewers independently, and a reviewer passes over its shard.
-Here a client is one of the two, drawn anew in every round, and a reviewer takes as many steps
-as on its own examples.
+The release draws learners and reviewers independently, and a reviewer passes over its
+shard. Here a client is one of the two, drawn anew in every round, and a reviewer takes as
+many steps as on its own examples.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def cfed(options: CFeDOptions, run: Run) -> Method:
     )
 
 
-# ---- who reviews -------------------------------------------------------------------------------------------
+# ---- who reviews -----------------------------------------------------------------------
 
 
 def roles(share: float, clients: int) -> ServerRule:
@@ -104,7 +104,7 @@ def roles(share: float, clients: int) -> ServerRule:
     return ServerRule("roles", update, init, sends)
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
 def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
@@ -155,7 +155,7 @@ def surrogate(frozen: Frozen) -> UInt8[Array, "S *shape"]:
     return frozen.surrogate
 
 
-# ---- server ------------------------------------------------------------------------------------------------
+# ---- server ----------------------------------------------------------------------------
 
 
 def server_distillation(options: CFeDOptions) -> ServerRule:

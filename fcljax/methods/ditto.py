@@ -5,10 +5,10 @@
               where w_t is the global model that it received                     (eq. 1)
     server    averages the global models
 
-The larger lambda, the nearer a personal model stays to the global one. Clients are evaluated
-with their personal models, which they keep over rounds and tasks (algorithm 1); the global
-model is FedAvg's. v has one meaning in all tasks, so adapters of which each task has its own
-parameters are refused.
+The larger lambda, the nearer a personal model stays to the global one. Clients are
+evaluated with their personal models, which they keep over rounds and tasks (algorithm 1);
+the global model is FedAvg's. v has one meaning in all tasks, so adapters of which each
+task has its own parameters are refused.
 """
 
 import dataclasses

@@ -9,13 +9,14 @@
     client      trains B_t and the classifier on the network with the pairs of all tasks so far
     server      averages B_t and the classifier
 
-A gradient of W is a sum of outer products with inputs. As the rows of A_t are orthogonal to
-earlier inputs x, B_t A_t x = 0 whatever B_t: the new task does not change what earlier ones
-compute, up to the share 1 - epsilon that P leaves out. All clients share A_t, so the mean of
-B_t is the mean of their updates.
+A gradient of W is a sum of outer products with inputs. As the rows of A_t are orthogonal
+to earlier inputs x, B_t A_t x = 0 whatever B_t: the new task does not change what earlier
+ones compute, up to the share 1 - epsilon that P leaves out. All clients share A_t, so the
+mean of B_t is the mean of their updates.
 
-P learns a task's inputs before the task trains, so that one upload of G serves both. In the
-first block the inputs are the same afterwards; in deeper ones they move with the pairs before.
+P learns a task's inputs before the task trains, so that one upload of G serves both.
+In the first block the inputs are the same afterwards; in deeper ones they move with
+the pairs before.
 
 DualGPM (InfLoRA, CVPR 2024) keeps a basis of P, or of its complement where that has fewer
 columns. The two differ in memory alone; here it is P itself, at a fixed shape.
@@ -92,7 +93,7 @@ def put_back_a(context: ClientContext, trainable: Params) -> Params:
     return trainable._replace(adapter=pair)
 
 
-# ---- the inputs of a task ----------------------------------------------------------------------------------
+# ---- the inputs of a task --------------------------------------------------------------
 
 
 def input_grams() -> Report:

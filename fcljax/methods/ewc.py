@@ -7,15 +7,15 @@
               averages it with that of earlier tasks, and keeps the model as w*
     server    averages
 
-The penalty acts on parameters that train in every task. Those of which each task has its own,
-such as CODA-Prompt's components, are frozen when the task is over and cannot be lost: a new
-task's are free.
+The penalty acts on parameters that train in every task. Those of which each task has its
+own, such as CODA-Prompt's components, are frozen when the task is over and cannot be
+lost: a new task's are free.
 
 The release measures F and takes w* after every local training, under the client's model
 (`fisher_measured` = round). It squares the gradient of a batch's mean loss
-(`fisher_gradients` = batches), so that the batch size decides how large F is. It evaluates the
-penalty on the global network and not on the weights that train, so that it has no gradient;
-here it acts on the latter.
+(`fisher_gradients` = batches), so that the batch size decides how large F is. It
+evaluates the penalty on the global network and not on the weights that train, so that it
+has no gradient; here it acts on the latter.
 """
 
 import dataclasses
@@ -146,7 +146,7 @@ def start_measuring(_context: ClientContext, anchor: Anchor, _key: PRNGKeyArray)
     return Measuring(anchor, jax.tree.map(jnp.zeros_like, anchor.fisher), jnp.zeros(()))
 
 
-# ---- squared gradients -------------------------------------------------------------------------------------
+# ---- squared gradients -----------------------------------------------------------------
 
 GRADIENT_SCALARS = 2**24
 """Scalars of all gradients that a device holds at a time (64 MiB in float32), or one gradient."""
@@ -208,8 +208,8 @@ def add_squared_gradient(
 ) -> Measuring:
     """Add g_n^2 of each example of a batch, g_n = d log p(y_n | x_n, w) / d w.
 
-    Each gradient costs a backward pass over the whole batch, so `add_squared_gradients` passes
-    batches of one example.
+    Each gradient costs a backward pass over the whole batch, so `add_squared_gradients`
+    passes batches of one example.
 
     Args:
       step: a batch of a client.
@@ -249,7 +249,7 @@ def add_squared_gradient_of_batch(
     return Measuring(measuring.anchor, squares, measuring.batches + 1)
 
 
-# ---- the anchor --------------------------------------------------------------------------------------------
+# ---- the anchor ------------------------------------------------------------------------
 
 
 def consolidate(
@@ -268,8 +268,8 @@ def consolidate(
       anchor: the one of earlier tasks.
       trainable: w.
       fisher: F_new.
-      new_rows_whole: whether rows of the classifier that were never measured take F_new as it
-        is (TARGET's release).
+      new_rows_whole: whether rows of the classifier that were never measured take F_new
+        as it is (TARGET's release).
     """
     old_share = jnp.sum(context.task.old) / jnp.sum(context.task.seen)
     a = jnp.where(anchor.measured, old_share, 0.0)

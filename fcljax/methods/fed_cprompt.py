@@ -6,8 +6,8 @@
               those of the model that the task began with
     server    averages, and sends that model too                  (parts/task_start.py)
 
-No code of the paper is public. This is the contrastive loss of HePCo's release, on logits and
-not on prompts, with its margin and weights; HePCo's text only says that there is one.
+No code of the paper is public. This is the contrastive loss of HePCo's release, on logits
+and not on prompts, with its margin and weights; HePCo's text only says that there is one.
 """
 
 import dataclasses

@@ -5,9 +5,10 @@
               residual of the weights:
                   R <- R + sum_k p_k B_k A_k - (sum_k p_k B_k) (sum_k p_k A_k)
 
-The mean of products is not the product of means. With the residual R the network computes what
-the mean of the clients' updates would: W_0 + R + B A = W_0 + R_old + sum_k p_k B_k A_k. The pair
-keeps its rank r. R has D^2 parameters for each matrix and is sent to clients in every round.
+The mean of products is not the product of means. With the residual R the network computes
+what the mean of the clients' updates would: W_0 + R + B A = W_0 + R_old + sum_k p_k B_k
+A_k. The pair keeps its rank r. R has D^2 parameters for each matrix and is sent to
+clients in every round.
 """
 
 from typing import NamedTuple
@@ -57,7 +58,7 @@ def fed_talora(_options: NoOptions, run: Run) -> Method:
     )
 
 
-# ---- the adapter and the client ----------------------------------------------------------------------------
+# ---- the adapter and the client --------------------------------------------------------
 
 
 def calibrated(lora: Adapter) -> Adapter:
@@ -130,7 +131,7 @@ def put_back_residual(context: ClientContext, trainable: Params) -> Params:
     return trainable._replace(adapter=adapter)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:

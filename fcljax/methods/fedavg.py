@@ -1,10 +1,10 @@
 """FedAvg: clients train and the server averages; nothing acts against forgetting (McMahan
 et al. 2017).
 
-`fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row): one
-prompt per task, which the untrained gate picks; as in the release, that gate travels and is
-counted. `linear`, `joint`, `l2p`, `dualprompt` and `coda-prompt` are FedAvg on other
-adapters.
+`fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row):
+one prompt per task, which the untrained gate picks; as in the release, that gate travels
+and is counted. `linear`, `joint`, `l2p`, `dualprompt` and `coda-prompt` are FedAvg on
+other adapters.
 """
 
 import dataclasses

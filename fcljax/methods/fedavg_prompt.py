@@ -1,7 +1,7 @@
 """FedAvg-Prompt (HePCo's first baseline): HePCo's clients, and a server that only averages.
 
-With one client that has everything it is the centralised prompting of HePCo's table 1; with
-`prox_weight` it is FedProx on prompts.
+With one client that has everything it is the centralised prompting of HePCo's table 1;
+with `prox_weight` it is FedProx on prompts.
 """
 
 from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule

@@ -4,9 +4,10 @@
     task end    each client sends sums of features and numbers of examples of the task's classes under the
                 final model; the class means classify
 
-Means of old classes are not computed again, since nobody has their data any more. With `classifier` =
-"linear" this is FedNCM after LoRA was tuned, the reading of that baseline in PILoRA's tables whose accuracy
-depends on the partition, as it does there; `fedncm` itself trains nothing.
+Means of old classes are not computed again, since nobody has their data any more. With
+`classifier` = "linear" this is FedNCM after LoRA was tuned, the reading of that baseline
+in PILoRA's tables whose accuracy depends on the partition, as it does there; `fedncm`
+itself trains nothing.
 """
 
 import dataclasses

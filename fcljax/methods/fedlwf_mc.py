@@ -1,5 +1,5 @@
-"""FedLwF.MC (a baseline of HePCo): learning without forgetting as binary problems (Rebuffi et
-al. 2017), for clients that keep nothing.
+"""FedLwF.MC (a baseline of HePCo): learning without forgetting as binary problems
+(Rebuffi et al. 2017), for clients that keep nothing.
 
     client    trains the whole network on one sigmoid per seen class. Targets are labels for
               the task's classes, and for old classes the probabilities of the model that

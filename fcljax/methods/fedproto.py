@@ -5,10 +5,10 @@
               sends the sum of its features and its number of examples of each class
     server    C_j <- the mean over clients of their mean features of class j       (eq. 6)
 
-In the paper only prototypes travel, and each client has a personal model. Class-IL accuracy
-asks for a global model: here clients also send what trains, which the server averages, as
-LoRM's authors do where they compare with FedProto. A class has no global prototype before its
-first round is over; until then it adds nothing to the loss.
+In the paper only prototypes travel, and each client has a personal model. Class-IL
+accuracy asks for a global model: here clients also send what trains, which the server
+averages, as LoRM's authors do where they compare with FedProto. A class has no global
+prototype before its first round is over; until then it adds nothing to the loss.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def no_prototypes(width: int, classes: int) -> Prototypes:
     return Prototypes(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
 
 
-# ---- the client --------------------------------------------------------------------------------------------
+# ---- the client ------------------------------------------------------------------------
 
 
 def near_prototypes(options: FedProtoOptions) -> ClientRule:
@@ -160,7 +160,7 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
     return Report("class_sums", init, add_features, finalize, view, "sum", possible=possible_sums)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:

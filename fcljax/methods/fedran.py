@@ -13,9 +13,10 @@
                     of the nearest mean
     prediction      the largest entry of relu(f^T P)^T W
 
-[A, B] [A, B]^T = A A^T + B B^T, so the merged factor approximates the sum of all Gram
-matrices. With r as large as the number of a client's examples, and as many directions at the
-server as all of them span, nothing is lost: the classifier is FedRanPAC's with a fixed ridge.
+[A, B] [A, B]^T = A A^T + B B^T, so the merged factor approximates the sum of all
+Gram matrices. With r as large as the number of a client's examples, and as many
+directions at the server as all of them span, nothing is lost: the classifier is
+FedRanPAC's with a fixed ridge.
 """
 
 import dataclasses
@@ -99,14 +100,14 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
     return federate(run, model, server_rules=server_rules)
 
 
-# ---- the client --------------------------------------------------------------------------------------------
+# ---- the client ------------------------------------------------------------------------
 
 
 def gram_report(options: FedRANOptions, run: Run) -> Report:
     """Report a client's `Summary`.
 
-    It is made from the client's projected features where no client has more examples than M,
-    else from its Gram matrix.
+    It is made from the client's projected features where no client has more examples than
+    M, else from its Gram matrix.
     """
     width = options.projection
     classes = run.sizes.classes
@@ -201,8 +202,8 @@ def summary_of(moments: Moments, rank: int) -> Summary:
 def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M r"]:
     """Return U S^(1/2) of the largest eigenvalues S, by subspace iteration.
 
-    The result is exact where the matrix has no more directions, else up to directions whose
-    eigenvalues are nearly equal.
+    The result is exact where the matrix has no more directions, else up to directions
+    whose eigenvalues are nearly equal.
     """
     width = len(gram)
     directions = min(rank + OVERSAMPLING, width)
@@ -222,8 +223,8 @@ def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M 
 def possible_summary(context: ClientContext, reported: Summary) -> Bool[Array, ""]:
     """Check whether a client with so many examples can have reported this.
 
-    |F|^2 is at most the trace of the Gram matrix, and by Cauchy and Schwarz |Q|^2 at most the
-    trace times the number of examples.
+    |F|^2 is at most the trace of the Gram matrix, and by Cauchy and Schwarz |Q|^2 at most
+    the trace times the number of examples.
     """
     trace = reported.trace * (1 + 1e-3)  # up to rounding
     factor_fits = jnp.sum(reported.factor**2) <= trace
@@ -232,7 +233,7 @@ def possible_summary(context: ClientContext, reported: Summary) -> Bool[Array, "
     return factor_fits & sums_fit & examples_fit
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
@@ -304,7 +305,7 @@ def solve_low_rank(
     return (products - exact_matmul(factor, inner)) / ridge
 
 
-# ---- few labels --------------------------------------------------------------------------------------------
+# ---- few labels ------------------------------------------------------------------------
 
 
 def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:

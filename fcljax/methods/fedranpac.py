@@ -10,10 +10,10 @@
                     and solves  W = (G + lambda I)^-1 Q
     prediction      the largest entry of relu(f^T P)^T W
 
-The projection makes features of different classes less correlated; it is drawn once and never
-trains. A squared error needs only the sums of the held-out examples, since
-|y - W^T h|^2 = |y|^2 - 2 <W, h y^T> + <W, h h^T W>: no client sends an example or plays a
-second round.
+The projection makes features of different classes less correlated; it is drawn once
+and never trains. A squared error needs only the sums of the held-out examples, since
+|y - W^T h|^2 = |y|^2 - 2 <W, h y^T> + <W, h h^T W>: no client sends an example or
+plays a second round.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
     )
 
 
-# ---- the sums and the ridge --------------------------------------------------------------------------------
+# ---- the sums and the ridge ------------------------------------------------------------
 
 
 def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:

@@ -6,13 +6,13 @@
                     that a class that occurs again, at any client, is refined
     prediction      the nearest prototype by Euclidean distance
 
-With a frozen embedding (the adapter `linear`, the default) this is FedNCM with `classifier`
-nearest, whose sums are the paper's online averages: the two methods are the same there, and so
-are their results. FedRecon adds how the embedding is trained: on base classes, in episodes
-(prototypical networks, Snell et al. 2017). The paper does that in advance and centrally. Here
-the adapter `full` does it in the first task, in whose rounds clients train by episodes and the
-server averages; then the embedding is frozen. Later tasks still play their rounds, which change
-nothing but the rounding of means.
+With a frozen embedding (the adapter `linear`, the default) this is FedNCM with
+`classifier` nearest, whose sums are the paper's online averages: the two methods are the
+same there, and so are their results. FedRecon adds how the embedding is trained: on base
+classes, in episodes (prototypical networks, Snell et al. 2017). The paper does that in
+advance and centrally. Here the adapter `full` does it in the first task, in whose rounds
+clients train by episodes and the server averages; then the embedding is frozen. Later
+tasks still play their rounds, which change nothing but the rounding of means.
 """
 
 import dataclasses
@@ -67,14 +67,14 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     return method._replace(predict_client=predict_client, personal=True)
 
 
-# ---- prototypes --------------------------------------------------------------------------------------------
+# ---- prototypes ------------------------------------------------------------------------
 
 
 def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
     """Add the clients' sums of embeddings to those of earlier tasks: running means.
 
-    Clients report all classes, since their tasks may have different ones. Embeddings are those
-    of evaluation, with batch normalisation by the running statistics.
+    Clients report all classes, since their tasks may have different ones. Embeddings are
+    those of evaluation, with batch normalisation by the running statistics.
     """
     classes = run.sizes.classes
     width = run.network.width
@@ -98,7 +98,7 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
     return ServerRule("prototypes", update, reports=(report,), when=when)
 
 
-# ---- training of the embedding -----------------------------------------------------------------------------
+# ---- training of the embedding ---------------------------------------------------------
 
 
 def episodes() -> ClientRule:
@@ -122,11 +122,12 @@ def episode_loss(
     """Return the loss of prototypical networks on one batch (Snell et al. 2017, algorithm 1).
 
     Every second example supports its class's prototype, the others are queries, and their
-    negative squared distances to the prototypes are the logits. Queries of classes without
-    support do not count.
+    negative squared distances to the prototypes are the logits. Queries of classes
+    without support do not count.
 
-    Each epoch has a new order of examples, so that an episode's halves are random. Its classes
-    and the examples of each are those of the batch; the paper draws a fixed number of both.
+    Each epoch has a new order of examples, so that an episode's halves are random. Its
+    classes and the examples of each are those of the batch; the paper draws a fixed
+    number of both.
     """
     is_support = jnp.arange(len(label)) % 2 == 0
     sums, examples = sum_by_class(feature, label, classes, mask & is_support)

@@ -1,4 +1,5 @@
-"""FedSLCA: SLCA (Zhang et al., ICCV 2023, arXiv 2303.05118) in a federation, a baseline of FPPL's tables.
+"""FedSLCA: SLCA (Zhang et al., ICCV 2023, arXiv 2303.05118) in a federation, a baseline
+of FPPL's tables.
 
     client     trains the whole network slowly (1e-4) and the classifier faster (1e-2): the slow
                learner
@@ -10,8 +11,9 @@
                the Gaussians of all classes so far, by cross-entropy on normalised logits; the
                copy predicts, and the next task continues from the clients' classifier
 
-SLCA is a method for one learner, and FPPL's FedSLCA was not released: that the server aligns,
-and that sums travel, is our choice. The parameters that travel are those of FPPL's table I.
+SLCA is a method for one learner, and FPPL's FedSLCA was not released: that the server
+aligns, and that sums travel, is our choice. The parameters that travel are those of
+FPPL's table I.
 """
 
 import dataclasses
@@ -115,7 +117,7 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
     return computed(classes, init, predict, inner)
 
 
-# ---- class statistics --------------------------------------------------------------------------------------
+# ---- class statistics ------------------------------------------------------------------
 
 
 def statistics(width: int, classes: int) -> Report:
@@ -182,7 +184,7 @@ def merge_gaussians(gaussians: Gaussians, sums: ClassSums, task: Task) -> Gaussi
     return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop"), gaussians, of_task)
 
 
-# ---- classifier alignment ----------------------------------------------------------------------------------
+# ---- classifier alignment --------------------------------------------------------------
 
 
 def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
@@ -287,8 +289,8 @@ def normalised(
 ) -> Float[Array, "batch C"]:
     """Return logits divided by their length and a temperature.
 
-    The length is the mean over the tasks so far of the length of each task's logits, as in
-    SLCA's release. Classes without examples get the lowest finite value.
+    The length is the mean over the tasks so far of the length of each task's logits, as
+    in SLCA's release. Classes without examples get the lowest finite value.
     """
     member = jax.nn.one_hot(gaussians.task, tasks) * gaussians.present[:, None]
     has_classes = jnp.any(member > 0, axis=0)

@@ -113,13 +113,13 @@ def fppl(options: FPPLOptions, run: Run) -> Method:
 def fppl_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Return the keys of adapter and classifier in the release's layout, split(key, 3).
 
-    The prompt adapter gets `key` and splits it itself: it takes parts 0 and 1, for prompts and
-    gate. The classifier gets part 2.
+    The prompt adapter gets `key` and splits it itself: it takes parts 0 and 1, for
+    prompts and gate. The classifier gets part 2.
     """
     return key, jax.random.split(key, 3)[2]
 
 
-# ---- client ------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
 def unified_representation(options: FPPLOptions) -> ClientRule:
@@ -173,8 +173,8 @@ def unified_representation_loss(
       prototypes: G; those that are not present are no alternatives a.
       classes: row i of the prototypes is class classes[i].
       temperature: tau.
-      average: whether examples whose class has no prototype count in the mean ("batch") or
-        not ("holders"). They add nothing to the sum.
+      average: whether examples whose class has no prototype count in the mean ("batch")
+        or not ("holders"). They add nothing to the sum.
       reduction: over the batch; 0 if no example has a prototype.
     """
     similarity = heads.cosine(feature, jax.lax.stop_gradient(prototypes.vector)) / temperature
@@ -188,7 +188,7 @@ def unified_representation_loss(
     return heads.reduce_rows(loss, has_prototype, jnp.sum(averaged), reduction)
 
 
-# ---- server ------------------------------------------------------------------------------
+# ---- server ----------------------------------------------------------------------------
 
 
 def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
@@ -341,7 +341,7 @@ def _of_classes(prototypes: Prototypes, classes: Int[Array | np.ndarray, " Ct"])
     return Prototypes(prototypes.vector[index], prototypes.present[index] & (classes >= 0))
 
 
-# ---- prototypes by class, also under a robust aggregation rule ---------------------------
+# ---- prototypes by class, also under a robust aggregation rule -------------------------
 
 
 def merge_pool(aggregation: Aggregation, pool: Prototypes) -> Prototypes:
@@ -378,9 +378,9 @@ def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
     so centred clipping starts from zeros.
 
     Returns:
-      merge(vectors [K, C, D], present [K, C], weight [K], valid [K], key) -> (merged [C, D],
-      held [C]). Held is False, and merged 0, for classes that no valid client holds. Means are
-      unweighted (`prototype_mean`).
+      merge(vectors [K, C, D], present [K, C], weight [K], valid [K], key) -> (merged [C,
+      D], held [C]). Held is False, and merged 0, for classes that no valid client holds.
+      Means are unweighted (`prototype_mean`).
     """
 
     def merge(
@@ -411,9 +411,10 @@ def screen_prototypes(
 ) -> Bool[Array, "K C"]:
     """Return `present` without prototypes that lie far from the merged one of their class.
 
-    Kept are those whose L2 distance is at most `factor` times the median distance of the
-    class's holders, which is at least half of them. A class with fewer than 3 valid holders
-    keeps all: two cannot say which of them is wrong. `merged` should come from a robust
+    Kept are those whose L2 distance is at most `factor` times the median distance of
+    the class's holders, which is at least half of them. A class with fewer than 3
+    valid holders keeps all: two cannot say which of them is wrong. `merged` should
+    come from a robust
     rule: a plain mean of n holders puts a far one at only n - 1 times the others' distance.
 
     Returns:

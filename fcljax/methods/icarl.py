@@ -7,9 +7,10 @@
               sample of them                                      (parts/replay.py)
     server    averages, and sends that model too
 
-The release has neither herding nor the nearest-mean classifier of the original, and draws its
-buffer anew every round from all old data, which a client that may only keep the buffer cannot
-do. Here each example has a random priority, and the buffer holds the highest.
+The release has neither herding nor the nearest-mean classifier of the original, and
+draws its buffer anew every round from all old data, which a client that may only
+keep the buffer cannot do. Here each example has a random priority, and the buffer
+holds the highest.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ from fcljax.types import Method
 
 @dataclasses.dataclass(frozen=True)
 class ICaRLOptions:
-    """Options of iCaRL; weight and temperature are those of TARGET's release, which keeps 2,000 images."""
+    """Options of iCaRL; weight and temperature are those of TARGET's release, which keeps
+    2,000 images."""
 
     memory_size: int = 200
     """Number of examples in a client's memory."""

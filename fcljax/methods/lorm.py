@@ -10,15 +10,15 @@
     task end   the same between tasks, with G_t over all clients:
                    dW = (sum_t B_t A_t G_t) (sum_t G_t)^+
 
-With both factors free there are infinitely many solutions, so one trains at a time. Clients
-train a pair alone on the pre-trained network, never with those of earlier tasks. Of the Gram
-matrices of the pairs' inputs only the diagonals are used, as in the release: D parameters
-travel for each block and not D^2.
+With both factors free there are infinitely many solutions, so one trains at a time.
+Clients train a pair alone on the pre-trained network, never with those of earlier tasks.
+Of the Gram matrices of the pairs' inputs only the diagonals are used, as in the release:
+D parameters travel for each block and not D^2.
 
-Clients send their change times G_i, and the server adds these up. The solution is the same,
-but directions in which no client has inputs stay as they were, where the pseudo-inverse makes
-them 0. The merged update is a sum of pairs with the factors A_t G_t (sum_s G_s)^+: the
-adapter's sum of products, without a dense matrix.
+Clients send their change times G_i, and the server adds these up. The solution is the
+same, but directions in which no client has inputs stay as they were, where the
+pseudo-inverse makes them 0. The merged update is a sum of pairs with the factors A_t G_t
+(sum_s G_s)^+: the adapter's sum of products, without a dense matrix.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ def merged_by_responses(model: Learner) -> Learner:
     return model._replace(sends=sends, merge=merge)
 
 
-# ---- the client --------------------------------------------------------------------------------------------
+# ---- the client ------------------------------------------------------------------------
 
 
 def trains_b(round_: Array) -> Bool[Array, ""]:
@@ -251,7 +251,7 @@ def possible_squares(_context: ClientContext, grams: Float[Array, "blocks *gram"
     return jnp.all(squares >= 0)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def apply_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:

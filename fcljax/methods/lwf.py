@@ -5,8 +5,8 @@
               task began with                                     (parts/task_start.py)
     server    averages, and sends that model too
 
-The release keeps the model of the previous task at every client. A client that takes part in
-some rounds only does not have it, so it is sent in every round.
+The release keeps the model of the previous task at every client. A client that takes part
+in some rounds only does not have it, so it is sent in every round.
 """
 
 import dataclasses

@@ -154,7 +154,7 @@ def learning_rate_factor(
     return jnp.asarray(0.5 * (1 + jnp.cos(jnp.pi * round / rounds)), jnp.float32)
 
 
-# ---- client: L = L_dce + lambda L_pl + gamma L_ort (eq. 15) ------------------------------------------------
+# ---- client: L = L_dce + lambda L_pl + gamma L_ort (eq. 15) ----------------------------
 
 
 def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
@@ -246,7 +246,7 @@ def _absolute_products(
     return jnp.sum(jnp.where(earlier[:, None, None, None], jnp.abs(product), 0.0))
 
 
-# ---- server: prototypes (eq. 11-14); LoRA pairs are averaged, A and B apart (eq. 4) ------------------------
+# ---- server: prototypes (eq. 11-14); LoRA pairs are averaged, A and B apart (eq. 4) ----
 
 
 def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
@@ -338,8 +338,8 @@ def prototype_weights(
       valid.
 
     Raises:
-      InputError: for an unknown distance or temperature_mode, or a temperature that is not
-        positive.
+      InputError: for an unknown distance or temperature_mode, or a temperature that
+        is not positive.
     """
     choose("distance", distance, ("l2", "l2sq"))
     choose("temperature_mode", temperature_mode, ("divide", "multiply"))

@@ -1,5 +1,5 @@
-"""pMAE: prompting of masked autoencoders for federated continual learning (He et al. 2024, arXiv
-2411.01916).
+"""pMAE: prompting of masked autoencoders for federated continual learning (He et al.
+2024, arXiv 2411.01916).
 
 A masked autoencoder is frozen. One round of task t (Algorithm 1):
 
@@ -12,10 +12,10 @@ A masked autoencoder is frozen. One round of task t (Algorithm 1):
               trains prompts and classifier on them: on those of the current task, and when a
               task ends on those of all tasks, whose tokens it keeps           (sec. IV-D)
 
-The discriminative side may be any adapter; pMAE's is `vpt`. The tokens of earlier tasks lie on
-the host (federated/server_replay.py), and images are restored a batch at a time and not kept.
-Where the paper and the authors' code differ, an option says which one is meant; the presets are
-the readings.
+The discriminative side may be any adapter; pMAE's is `vpt`. The tokens of earlier tasks
+lie on the host (federated/server_replay.py), and images are restored a batch at a time
+and not kept. Where the paper and the authors' code differ, an option says which one is
+meant; the presets are the readings.
 """
 
 import dataclasses
@@ -140,14 +140,14 @@ def autoencoder_of(network: Network) -> Autoencoder:
     return network.autoencoder
 
 
-# ---- client: reconstruction (section IV-B) -----------------------------------------------------------------
+# ---- client: reconstruction (section IV-B) ---------------------------------------------
 
 
 def reconstruction(options: PmaeOptions, autoencoder: Autoencoder) -> ClientRule:
     """Add lambda times the mean squared error of hidden patches, and train its prompt.
 
-    The reconstructive prompt is a parameter of this rule and travels. No other parameter gets
-    a gradient of the loss: the encoder reads no prompts.
+    The reconstructive prompt is a parameter of this rule and travels. No other parameter
+    gets a gradient of the loss: the encoder reads no prompts.
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
@@ -193,7 +193,7 @@ def reconstructed(
     return autoencoder.decode(frozen.decoder, latent, masking.restore, prompt)
 
 
-# ---- client: tokens that restore images (section IV-C) -----------------------------------------------------
+# ---- client: tokens that restore images (section IV-C) ---------------------------------
 
 
 class Restore(NamedTuple):
@@ -220,8 +220,8 @@ class RestoreSample(NamedTuple):
 def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Report:
     """Report tokens of u random examples of each class, or of all if there are fewer.
 
-    They are encoded without prompts under a random mask, in a pass over the client's images
-    without augmentation.
+    They are encoded without prompts under a random mask, in a pass over the client's
+    images without augmentation.
     """
 
     def init(_context: ClientContext) -> RestoreSample:
@@ -315,7 +315,7 @@ def in_order(sample: RestoreSample) -> Restore:
     return Restore(latent, order, sorted_present)
 
 
-# ---- server: the restore pool and its images (section IV-D) ------------------------------------------------
+# ---- server: the restore pool and its images (section IV-D) ----------------------------
 
 
 class RestorePool(NamedTuple):
@@ -446,9 +446,10 @@ def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBu
 def restore_plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
     """Return (task of the images, task of the prompt) of all that the server restores in a round.
 
-    In the last round of a task these are all tasks so far, in other rounds the current one
-    (Algorithm 1). The release finds a task's uploads by the text of its number, so that those of
-    tasks 10 to 19 are also restored with the prompt of task 1; so does `exact_task_match` off.
+    In the last round of a task these are all tasks so far, in other rounds the current
+    one (Algorithm 1). The release finds a task's uploads by the text of its number, so
+    that those of tasks 10 to 19 are also restored with the prompt of task 1; so does
+    `exact_task_match` off.
     """
     prompt_tasks = (task,)
     if last and not options.wo_restore_pool:

@@ -1,7 +1,7 @@
 """What HePCo (Halbe et al. 2024, section 4.1) and its baselines share.
 
-Clients exist for one round, their learning rate falls over its epochs, and their runs have
-the same presets.
+Clients exist for one round, their learning rate falls over its epochs, and their runs
+have the same presets.
 """
 
 import dataclasses

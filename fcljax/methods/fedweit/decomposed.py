@@ -4,17 +4,19 @@ Network, adapter and classifier do not know of it. For task t a client computes 
 
     theta_t = B * m_t + A_t + sum_r alpha_tr A^r                                    (eq. 1)
 
-B is the base: it stands in the adapter's place, travels and is averaged. The mask m_t (a number
-in (0, 1) for each output, the entries of an array's last axis), the sparse A_t and the attention
-alpha_t (one row for each array) are the client's. The A^r are other clients' A of finished tasks,
-which the server has sent to all clients for this task. What is the client's stands in the
-classifier's place, behind the head, so that `federate(personal=("classifier", "stats"))` keeps it
-at the client. Each task has its own running statistics.
+B is the base: it stands in the adapter's place, travels and is averaged. The mask m_t (a
+number in (0, 1) for each output, the entries of an array's last axis), the sparse A_t and
+the attention alpha_t (one row for each array) are the client's. The A^r are other
+clients' A of finished tasks, which the server has sent to all clients for this task. What
+is the client's stands in the classifier's place, behind the head, so that
+`federate(personal=("classifier", "stats"))` keeps it at the client. Each task has its own
+running statistics.
 
-All arrays of a network are one vector [N] here, and their masks another [M]: leaf by leaf, a
-network of a hundred leaves takes minutes to compile. Shapes are fixed: a client's A are [T, N],
-and what was received is [T, R, N], once, at the server. Evaluation gives each class the logit of
-the network of the task that brought it, which takes a pass per task.
+All arrays of a network are one vector [N] here, and their masks another [M]: leaf by
+leaf, a network of a hundred leaves takes minutes to compile. Shapes are fixed: a
+client's A are [T, N], and what was received is [T, R, N], once, at the server.
+Evaluation gives each class the logit of the network of the task that brought it, which
+takes a pass per task.
 """
 
 import math
@@ -68,8 +70,8 @@ class Shared(NamedTuple):
 class ClientParams(NamedTuple):
     """The parameters in the classifier's place.
 
-    Those of all tasks have an axis T. Those that train in a task are without it, but for A where
-    the A of all tasks train together.
+    Those of all tasks have an axis T. Those that train in a task are without it, but for
+    A where the A of all tasks train together.
     """
 
     head: PyTree
@@ -97,8 +99,8 @@ def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learne
     """Return a learner whose base travels, and whose other parameters stay with the client.
 
     Args:
-      inner: computes with composed parameters; its adapter trains the same parameters in all
-        tasks and its classifier is linear.
+      inner: computes with composed parameters; its adapter trains the same parameters in
+        all tasks and its classifier is linear.
       sizes: of the run.
       composition: how networks are composed.
 
@@ -206,7 +208,7 @@ def _client_classifier(inner: Classifier, composition: Composition) -> Classifie
     return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of)
 
 
-# ---- one network -------------------------------------------------------------------------------------------
+# ---- one network -----------------------------------------------------------------------
 
 
 class Arrays(NamedTuple):
@@ -257,8 +259,8 @@ class Arrays(NamedTuple):
     def _spread(self, values: Array, spread: Callable, width: Callable) -> Float[Array, "*lead N"]:
         """Return spread(values of an array, its shape), concatenated over the arrays.
 
-        Each array has width(shape) values. Equal blocks of arrays are computed at once, since
-        each array by itself would be compiled by itself.
+        Each array has width(shape) values. Equal blocks of arrays are computed at once,
+        since each array by itself would be compiled by itself.
         """
         lead = values.shape[:-1]
         start = 0
@@ -280,8 +282,8 @@ Shapes = tuple[tuple[int, ...], ...]
 def runs(shapes: Shapes) -> list[tuple[Shapes, int]]:
     """Return the shapes as patterns and their numbers of repetitions in a row.
 
-    Patterns that repeat are a network's equal blocks; the shapes between them are one pattern
-    that occurs once.
+    Patterns that repeat are a network's equal blocks; the shapes between them are one
+    pattern that occurs once.
     """
     patterns = []
     single: list[tuple[int, ...]] = []
@@ -426,7 +428,7 @@ def _predict(
     return jax.lax.fori_loop(0, task.index + 1, add_task, lowest)
 
 
-# ---- what is sent ------------------------------------------------------------------------------------------
+# ---- what is sent ----------------------------------------------------------------------
 
 
 def sparse(

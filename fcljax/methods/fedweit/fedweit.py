@@ -1,7 +1,8 @@
 """FedWeIT: weighted inter-client transfer (Yoon et al., ICML 2021).
 
-A client's network for task t is composed (decomposed.py) of a base B that all clients share, a
-mask m_t of it, sparse task-adaptive parameters A_t, and attention to those of other clients:
+A client's network for task t is composed (decomposed.py) of a base B that all clients
+share, a mask m_t of it, sparse task-adaptive parameters A_t, and attention to those
+of other clients:
 
     theta_t = B * m_t + A_t + sum_r alpha_r A^r                                     (eq. 1)
 
@@ -13,8 +14,8 @@ mask m_t of it, sparse task-adaptive parameters A_t, and attention to those of o
     task end   clients send their pruned A_t to the server's knowledge base, from which each
                client receives some for the next task
 
-Clients are evaluated with their personal models, on the newest base. Departures from the release,
-and its departures from the paper, are in docs/fidelity.md.
+Clients are evaluated with their personal models, on the newest base. Departures from the
+release, and its departures from the paper, are in docs/fidelity.md.
 """
 
 import dataclasses
@@ -91,8 +92,8 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
     """Compose FedWeIT.
 
     Raises:
-      InputError: for an aggregation rule that cannot merge bases of which clients send parts,
-        or an adapter that has parameters for each task.
+      InputError: for an aggregation rule that cannot merge bases of which clients send
+        parts, or an adapter that has parameters for each task.
     """
     _check_rule(options, run.aggregation)
     inner = linear_learner(run)
@@ -147,14 +148,14 @@ def adapters_learning_rate(run: Run) -> optax.GradientTransformation:
     return optax.chain(run.training.optimiser, optax.stateless(scale))
 
 
-# ---- client (eq. 2) ----------------------------------------------------------------------------------------
+# ---- client (eq. 2) --------------------------------------------------------------------
 
 
 def sparsity(adaptive_weight: float, mask_weight: float, retroactive: bool) -> ClientRule:
     """Add lambda_1 (sum_{i<=t} |A_i| + |m_t|) (eq. 2).
 
-    The release takes masks before their sigmoid here, which would pull them to 1/2, and gives
-    that a weight of 0.
+    The release takes masks before their sigmoid here, which would pull them to 1/2, and
+    gives that a weight of 0.
 
     Args:
       adaptive_weight: lambda_1 of A.
@@ -191,8 +192,9 @@ class FinishedTasks(NamedTuple):
 
 
 def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> ClientRule:
-    """Add lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved as in the
-    release), which keeps the networks of earlier tasks as they were while the base moves.
+    """Add lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved
+    as in the release), which keeps the networks of earlier tasks as they were while
+    the base moves.
 
     Args:
       weight: lambda_2.
@@ -249,7 +251,7 @@ def others_only() -> ClientRule:
     return ClientRule("others_only", project=project)
 
 
-# ---- server: the knowledge base ----------------------------------------------------------------------------
+# ---- server: the knowledge base --------------------------------------------------------
 
 
 class Knowledge(NamedTuple):
@@ -263,8 +265,8 @@ class Knowledge(NamedTuple):
 def knowledge_base(options: FedWeITOptions, sizes: Sizes) -> ServerRule:
     """Collect the clients' pruned A when a task is over, and draw some for the next task.
 
-    Each client with examples of the task sends its A. The server draws R of all that it holds,
-    at random and without repetition; all clients receive the same.
+    Each client with examples of the task sends its A. The server draws R of all that it
+    holds, at random and without repetition; all clients receive the same.
 
     Metric: the share of nonzero parameters of A, which a sparse format would send.
     """

@@ -8,9 +8,9 @@
     server    averages; the proxy server (proxy.py) reconstructs the images, evaluates the
               merged model on them, and sends the best models of this task and of the previous
 
-In the release a client chooses exemplars when it meets the next task, from examples of the one
-that is over. Here it chooses when a task is over, from the same examples under the same model,
-and adopts them later.
+In the release a client chooses exemplars when it meets the next task, from examples of
+the one that is over. Here it chooses when a task is over, from the same examples under
+the same model, and adopts them later.
 """
 
 import dataclasses
@@ -167,7 +167,7 @@ def rate_factor(
     return DIVISOR ** -power.astype(jnp.float32)
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 NAME = "glfc"
 
@@ -184,8 +184,8 @@ class ClientMemory(NamedTuple):
     class_task: Int[Array, " C"]
     """The task in which it had each class; -1: none yet."""
     was_absent: Bool[Array, ""]
-    """Whether it has not taken part since it chose `upcoming`, and so has not looked for a
-    change."""
+    """Whether it has not taken part since it chose `upcoming`, and so has not looked
+    for a change."""
 
 
 class FeatureSums(NamedTuple):
@@ -319,7 +319,7 @@ def if_changed(options: GLFCOptions, step_memory: StepMemory) -> StepMemory:
     return step_if_changed
 
 
-# ---- has the task changed? ---------------------------------------------------------------
+# ---- has the task changed? -------------------------------------------------------------
 
 
 def measure_entropy(step: ClientStep, local: LocalState) -> LocalState:
@@ -351,14 +351,14 @@ def task_changed(options: GLFCOptions, local: LocalState, task: Task) -> Bool[Ar
     return rise > options.entropy_rise
 
 
-# ---- the loss ----------------------------------------------------------------------------
+# ---- the loss --------------------------------------------------------------------------
 
 
 def old_model(context: ClientContext, changed: Bool[Array, ""]) -> proxy.OldModel:
     """Return the model that is distilled, the best one of the task that is over.
 
-    When the client's task has just changed, this is the proxy's best model so far; later it is
-    the best model from before the newest gradients.
+    When the client's task has just changed, this is the proxy's best model so far; later
+    it is the best model from before the newest gradients.
     """
     best: proxy.BestModels = context.payload.sent["proxy"]
     return jax.tree.map(
@@ -371,8 +371,9 @@ def weighted_loss(
 ) -> Float[Array, ""]:
     """Return the whole loss: cross-entropy of the labels, and of an old model's outputs.
 
-    Both are binary, one problem per class. For classes that the old model does not know, its
-    outputs are replaced by the labels. Without an old model the loss is that of the labels.
+    Both are binary, one problem per class. For classes that the old model does not
+    know, its outputs are replaced by the labels. Without an old model the loss is
+    that of the labels.
     """
     context = step.context
     batch = step.batch
@@ -435,7 +436,7 @@ def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array,
     return gap / jnp.maximum(mean, jnp.finfo(gap.dtype).tiny)
 
 
-# ---- prototypes --------------------------------------------------------------------------
+# ---- prototypes ------------------------------------------------------------------------
 
 
 def add_statistics(step: ClientStep, local: LocalState) -> LocalState:

@@ -1,9 +1,9 @@
-"""The small network whose gradients encode the images that GLFC's clients send (Dong et al., CVPR
-2022).
+"""The small network whose gradients encode the images that GLFC's clients send (Dong et
+al., CVPR 2022).
 
 Three 5x5 convolutions of 12 channels with sigmoids, of strides 2, 2 and 1, and a linear
-classifier; all values are uniform in [-0.5, 0.5]. It is random, never trained, and the same for
-all clients.
+classifier; all values are uniform in [-0.5, 0.5]. It is random, never trained, and the
+same for all clients.
 """
 
 from typing import NamedTuple
@@ -91,7 +91,7 @@ def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array
 def label_of(gradient: LeNet) -> Int[Array, "*lead"]:
     """Return the class of the image that a gradient was computed from (Zhao et al. 2020).
 
-    The classifier's inputs are positive, so that only the column of this class has a negative
-    sum.
+    The classifier's inputs are positive, so that only the column of this class has
+    a negative sum.
     """
     return jnp.argmin(jnp.sum(gradient.kernel, axis=-2), axis=-1)

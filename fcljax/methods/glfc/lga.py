@@ -1,8 +1,8 @@
 """LGA, the successor of GLFC (Dong et al., TPAMI 2023): what it does differently.
 
 An example's weight is balanced over all earlier tasks and not over old and new alone, the
-distillation is weighted too, and the proxy evaluates a model on features around those of the
-images that it reconstructs.
+distillation is weighted too, and the proxy evaluates a model on features around those of
+the images that it reconstructs.
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ def lga(options: LGAOptions, run: Run) -> Method:
 def by_tasks(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, task: Task) -> Float[Array, " B"]:
     """Return category-balanced weights.
 
-    Gaps are taken to the power t / (t + 1). A new example's weight is its gap over the mean gap
-    of the new ones. An old example's weight is a sum over earlier tasks: its gap over the mean
-    gap of the examples whose classes the client had learned by then.
+    Gaps are taken to the power t / (t + 1). A new example's weight is its gap over the
+    mean gap of the new ones. An old example's weight is a sum over earlier tasks: its gap
+    over the mean gap of the examples whose classes the client had learned by then.
     """
     learned = memory.current.learned
     index = task.index

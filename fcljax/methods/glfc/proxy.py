@@ -1,8 +1,9 @@
 """The proxy server of GLFC and LGA, which chooses the models that clients distil.
 
-When clients meet a new task they send gradients of prototype images. The proxy infers their
-labels, reconstructs the images by matching gradients, and from then on evaluates each merged
-model on them. It sends the best model so far, and the best one from before the gradients came.
+When clients meet a new task they send gradients of prototype images. The proxy infers
+their labels, reconstructs the images by matching gradients, and from then on evaluates
+each merged model on them. It sends the best model so far, and the best one from before
+the gradients came.
 """
 
 import dataclasses
@@ -115,7 +116,7 @@ class Evaluate(Protocol):
     ) -> Float[Array, ""]: ...
 
 
-# ---- what clients send -------------------------------------------------------------------------------------
+# ---- what clients send -----------------------------------------------------------------
 
 
 def side_of(options: ProxyOptions, network: Network) -> tuple[int, int]:
@@ -149,7 +150,7 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
     return jax.image.resize(pixels, (len(pixels), height, width, 3), "bilinear")
 
 
-# ---- the server rule ---------------------------------------------------------------------------------------
+# ---- the server rule -------------------------------------------------------------------
 
 
 def proxy_server(options: ProxyOptions, run: Run, evaluate: Evaluate, gradients: Report) -> ServerRule:
@@ -316,7 +317,7 @@ def match_gradient(
     return jnp.clip(images, 0.0, 1.0)
 
 
-# ---- evaluation of a model ---------------------------------------------------------------
+# ---- evaluation of a model -------------------------------------------------------------
 
 
 def training_view(

@@ -1,8 +1,8 @@
 """The clients' real features: sums of them by class, with which generated latents are compared.
 
-The diagnosis shows why HePCo's server step helps or not. It is for research in a simulation:
-uploads grow by the sums, and a run with it ends with the same model as one without. With
-`--latents gaussian` the server draws from the sums in place of generators.
+The diagnosis shows why HePCo's server step helps or not. It is for research in a
+simulation: uploads grow by the sums, and a run with it ends with the same model as one
+without. With `--latents gaussian` the server draws from the sums in place of generators.
 """
 
 from typing import NamedTuple
@@ -78,8 +78,8 @@ def compare(
       entropy: of its class probabilities, over that of a uniform guess among the classes
         seen.
       nearest: the share of latents whose nearest real class mean is that of their class.
-      distance: from the latents' mean to the real one, in standard deviations of the class's
-        real features.
+      distance: from the latents' mean to the real one, in standard deviations of the
+        class's real features.
       spread: the standard deviation of a class's latents over that of its real features.
     """
     classes = jnp.arange(len(trained))

@@ -1,8 +1,8 @@
 """A conditional generator of latents: from noise and a class to a feature (HePCo, section 4.2).
 
 The class's embedding is put beside the noise; three linear layers follow, with batch
-normalisation and ReLU between them. It has 1,092,352 parameters for 100 classes and features
-of width 768.
+normalisation and ReLU between them. It has 1,092,352 parameters for 100 classes and
+features of width 768.
 """
 
 import itertools

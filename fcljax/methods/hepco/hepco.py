@@ -13,9 +13,10 @@ One round of task t:
               distils prompts                                                   (eq. 6)
               and the classifier on their latents                             (sec. 5.3)
 
-Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so any
-adapter runs; one without prompts leaves the classifier to be distilled. Where the paper and
-the authors' code differ, an option says which one is meant; the presets are the readings.
+Only `Adapter.prompt` and `Classifier.logits` are needed, both pure in the latent, so
+any adapter runs; one without prompts leaves the classifier to be distilled. Where
+the paper and the authors' code differ, an option says which one is meant; the
+presets are the readings.
 """
 
 import dataclasses
@@ -132,8 +133,8 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
     """Compose HePCo on any adapter.
 
     Raises:
-      InputError: for an ablation of what the generators do not see anyway, or generators of
-        two features.
+      InputError: for an ablation of what the generators do not see anyway, or generators
+        of two features.
     """
     if options.features == "both" and options.latents != "gaussian":
         raise InputError("features: generators make one feature, not both; nearest: --latents gaussian")
@@ -154,7 +155,7 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
     )
 
 
-# ---- server: latent generation and distillation (section 4.2) ----------------------------
+# ---- server: latent generation and distillation (section 4.2) --------------------------
 
 
 class History(NamedTuple):
@@ -210,8 +211,8 @@ class Composite(NamedTuple):
 def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     """Train the averaged model on the server, without data.
 
-    It learns from the clients' models on latents of the task's classes, and from the model
-    before the task on latents of older classes.
+    It learns from the clients' models on latents of the task's classes, and from the
+    model before the task on latents of older classes.
     """
     width = feature_width(run, options.features)
     shape = GeneratorConfig(
@@ -347,8 +348,8 @@ def class_weights(
 ) -> Float[Array, "clients C"]:
     """Return how much each client's losses count for latents of each class.
 
-    over_total: its examples of the class over all clients' examples of all classes, plus 1
-      for each class without examples (release)
+    over_total: its examples of the class over all clients' examples of all classes, plus
+      1 for each class without examples (release)
     per_class: its examples of the class over all clients' examples of the class
     uniform: 1 for each client (eq. 2 to 4b)
     """
@@ -365,7 +366,7 @@ def log_frequencies(examples: Float[Array, " C"]) -> Float[Array, " C"]:
     return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
 
 
-# ---- generation --------------------------------------------------------------------------
+# ---- generation ------------------------------------------------------------------------
 
 
 def train_generators(
@@ -533,8 +534,8 @@ def prompt_size(model: LatentModel, latent: Float[Array, "batch width"]) -> int:
 def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
     """Return `prompt_gap` of the averaged model and fixed teachers, fast for many latents.
 
-    Prompts that are mixtures w P of a basis P are compared without being made. With s for the
-    server and j for a teacher,
+    Prompts that are mixtures w P of a basis P are compared without being made. With s for
+    the server and j for a teacher,
 
         w_s P_s - w_j P_j = (w_s - w_j) P_j + w_s (P_s - P_j)
 
@@ -632,7 +633,7 @@ def diagnosis(
     return metrics
 
 
-# ---- distillation ------------------------------------------------------------------------
+# ---- distillation ----------------------------------------------------------------------
 
 
 def draw_latents(
@@ -765,8 +766,8 @@ def prompt_loss(
     trainable: Params,
     batch: Composite,
 ) -> Float[Array, ""]:
-    """Return eq. 6: on the task's latents prompts approach the clients', on older ones the
-    previous model's."""
+    """Return eq. 6: on the task's latents prompts approach the clients', on older ones
+    the previous model's."""
 
     def weighted_gap(teachers: Teachers, latents: Latents) -> Float[Array, ""]:
         gap = prompt_gap(model, trainable, teachers, latents.value)

@@ -1,8 +1,8 @@
 """Conflation of Gaussian posteriors: the server's side of VFCL (eq. 10, 11).
 
-The product of the clients' Gaussians is a Gaussian whose precision is the sum of theirs. Clients
-with smaller posterior variance receive more weight. Sums of precisions do not depend on the order
-of the clients, so uploads stream.
+The product of the clients' Gaussians is a Gaussian whose precision is the sum of theirs.
+Clients with smaller posterior variance receive more weight. Sums of precisions do not
+depend on the order of the clients, so uploads stream.
 """
 
 import jax
@@ -19,8 +19,8 @@ SIGMA_MIN = 1e-6
 def precision_terms(mean: PyTree, sigma: PyTree) -> tuple[PyTree, PyTree]:
     """Return the two terms of a Gaussian that add up: (1/sigma^2, mean/sigma^2), in float32.
 
-    `sigma` is clamped to [1e-6, inf). The sum of these over clients, in any order or grouping,
-    then `conflate_sums`, is VFCL eq. 11.
+    `sigma` is clamped to [1e-6, inf). The sum of these over clients, in any order or
+    grouping, then `conflate_sums`, is VFCL eq. 11.
     """
 
     def precision_of(sigma: Array) -> Array:
@@ -33,8 +33,9 @@ def precision_terms(mean: PyTree, sigma: PyTree) -> tuple[PyTree, PyTree]:
 def conflate_sums(precision: PyTree, precision_mean: PyTree) -> tuple[PyTree, PyTree]:
     """Return (mean, sigma) of the product of Gaussians (VFCL eq. 11).
 
-    Arguments are the sums over clients of `precision_terms`. Precision 0 (no client) gives mean
-    0 and sigma inf, the neutral element of conflation. sigma is clamped to [1e-6, inf).
+    Arguments are the sums over clients of `precision_terms`. Precision 0 (no client)
+    gives mean 0 and sigma inf, the neutral element of conflation. sigma is clamped
+    to [1e-6, inf).
     """
 
     def mean_of(precision: Array, precision_mean: Array) -> Array:

@@ -1,9 +1,10 @@
 """Mean-field Gaussians over a pytree of parameters: posteriors, samples, and VFCL's mixture prior.
 
-Each parameter has a mean and a standard deviation softplus(rho), so that any network, adapter or
-classifier becomes Bayesian without a change to its code: draw parameters, and use them.
-Log-densities are float32; those of mixtures are taken by logsumexp, so that they and their
-gradients stay finite 40 standard deviations from the mean, where the densities are 0.
+Each parameter has a mean and a standard deviation softplus(rho), so that any network,
+adapter or classifier becomes Bayesian without a change to its code: draw parameters, and
+use them. Log-densities are float32; those of mixtures are taken by logsumexp, so that
+they and their gradients stay finite 40 standard deviations from the mean, where the
+densities are 0.
 """
 
 import functools
@@ -29,8 +30,8 @@ _BLOCK = 2**14  # size of a block of `in_blocks`
 class Flat:
     """A pytree as one vector.
 
-    An elementwise function of a network of a hundred leaves is then compiled once, not a hundred
-    times.
+    An elementwise function of a network of a hundred leaves is then compiled once, not
+    a hundred times.
     """
 
     vector: Any
@@ -109,10 +110,10 @@ def in_blocks(
 ) -> Float[Array, " N"]:
     """Return an elementwise function of vectors, computed block by block.
 
-    Without blocks XLA would compute a vector again for each leaf that is cut from it, or from
-    its gradient, which takes minutes to compile. Derivatives are computed with the values, in
-    one pass: what a loop stores for its gradient is read and written several times, which costs
-    more than the arithmetic.
+    Without blocks XLA would compute a vector again for each leaf that is cut from it, or
+    from its gradient, which takes minutes to compile. Derivatives are computed with the
+    values, in one pass: what a loop stores for its gradient is read and written several
+    times, which costs more than the arithmetic.
 
     Args:
       function: of `shared` and a block of each vector. It closes over no array, which the

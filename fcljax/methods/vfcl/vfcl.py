@@ -101,7 +101,7 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
     )
 
 
-# ---- client: the two priors (eq. 6, 9) ---------------------------------------------------------------------
+# ---- client: the two priors (eq. 6, 9) -------------------------------------------------
 
 
 class ClientPrior(NamedTuple):
@@ -118,10 +118,10 @@ class ClientPrior(NamedTuple):
 def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     """Add lambda_p * s * (log q(w) - log p(w)) with the mixture prior p (eq. 6, 9).
 
-    The classifier's prior has no global component: it is the client's posterior of the previous
-    task, or N(0, 1) for new classes. Classes that the client has not seen do not count. Where
-    each task has parameters of its own, the posterior of the previous task says nothing of them,
-    and the global prior stands in its place.
+    The classifier's prior has no global component: it is the client's posterior of the
+    previous task, or N(0, 1) for new classes. Classes that the client has not seen do not
+    count. Where each task has parameters of its own, the posterior of the previous task
+    says nothing of them, and the global prior stands in its place.
     """
 
     def init(_key: PRNGKeyArray, trainable: Params) -> TaskEnd:
@@ -197,8 +197,8 @@ def log_posterior_ratio(
         q = Posterior(q_mean, q_rho)
         global_prior = Posterior(global_mean, global_rho)
         client_prior = Posterior(client_mean, client_rho)
-        log_p = posterior.log_mixture(w, global_prior, client_prior, global_weight)
-        return posterior.log_density(w, q) - log_p
+        log_q = posterior.log_density(w, q)
+        return log_q - posterior.log_mixture(w, global_prior, client_prior, global_weight)
 
     vectors = (w, *q, *global_prior, *client_prior)
     return jnp.sum(posterior.in_blocks(ratio, global_weight, *vectors))
@@ -239,7 +239,7 @@ def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
     return 1.0
 
 
-# ---- server: conflation (eq. 10, 11) -----------------------------------------------------------------------
+# ---- server: conflation (eq. 10, 11) ---------------------------------------------------
 
 
 MOST_SHARPER = 10.0  # factor by which a round may reduce a standard deviation, at most
@@ -248,8 +248,8 @@ MOST_SHARPER = 10.0  # factor by which a round may reduce a standard deviation, 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
     """Check that no standard deviation is infinite, 0 or less than a tenth of the received one.
 
-    Precisions are weights, which clients choose. An infinite standard deviation would become a
-    precision of 0, which looks sound.
+    Precisions are weights, which clients choose. An infinite standard deviation would
+    become a precision of 0, which looks sound.
     """
     trainable: Params = upload.gather.get("mean", upload.mean)
     received = context.payload.trainable.adapter.sigma
@@ -266,11 +266,11 @@ def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""
 def bounded_certainty(client: Posterior, received: Posterior, nats: Float[Array, ""]) -> PyTree:
     """Return standard deviations that are no more certain than the client's labels allow.
 
-    n labels of C classes have at most n log C nats of information, and so has what they say of
-    the parameters (mutual information). A posterior from them has on average at most so much
-    less entropy than its prior: the sum of log(received / client) over all parameters that
-    became more certain. Where this sum is larger, all these logarithms are reduced by the same
-    factor; else the standard deviations keep their bits.
+    n labels of C classes have at most n log C nats of information, and so has what they
+    say of the parameters (mutual information). A posterior from them has on average at
+    most so much less entropy than its prior: the sum of log(received / client) over all
+    parameters that became more certain. Where this sum is larger, all these logarithms
+    are reduced by the same factor; else the standard deviations keep their bits.
 
     Args:
       client: the client's posterior.
@@ -295,9 +295,10 @@ def bounded_certainty(client: Posterior, received: Posterior, nats: Float[Array,
 def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggregation:
     """Merge the clients' Gaussians to their product (eq. 11), or by the run's rule.
 
-    Clients with smaller posterior variance receive more weight, within what their labels can say
-    (`bounded_certainty`). A client sends the two terms of its Gaussians that add up, so that
-    conflation is a sum in any order (conflation.py). The run's rule merges means and rhos.
+    Clients with smaller posterior variance receive more weight, within what their labels
+    can say (`bounded_certainty`). A client sends the two terms of its Gaussians that add
+    up, so that conflation is a sum in any order (conflation.py). The run's rule merges
+    means and rhos.
 
     Raises:
       InputError: for another rule than the mean where conflation is chosen.
