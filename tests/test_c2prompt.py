@@ -79,7 +79,7 @@ def sent(method, server, task=TASK):
 def test_the_moments_of_a_class_are_those_of_the_mixture_of_all_clients():
     method = made()
     found = sent(method, begun(method))["moments"]
-    mean, variance = C.normal_of(found)
+    mean, variance = C.reports.normal_of(found)
     for place, label in enumerate(np.asarray(TASK.classes)):
         own = [np.asarray(b.image)[np.asarray(b.mask & (b.label == label))] for b in BATCHES.values()]
         own = [np.asarray(x, np.float64) for x in own if len(x)]
@@ -93,7 +93,7 @@ def test_the_moments_of_a_class_are_those_of_the_mixture_of_all_clients():
 
 def misfit_of(prompt, batch, found):
     """L_c by hand."""
-    mean, variance = (np.asarray(x, np.float64) for x in C.normal_of(found))
+    mean, variance = (np.asarray(x, np.float64) for x in C.reports.normal_of(found))
     label, keep = np.asarray(batch.label), np.asarray(batch.mask)
     feature = np.asarray(batch.image, np.float64) + np.asarray(prompt, np.float64)[label].mean(1)
     apart = (feature - mean[label]) ** 2 / np.maximum(variance[label], C.LEAST_VARIANCE)

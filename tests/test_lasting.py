@@ -92,7 +92,7 @@ def test_vfcl_takes_the_global_prior_for_parameters_of_one_task():
     for half in of_this_task(adapter, posterior(sent), posterior(own)):
         found = half.params
         np.testing.assert_array_equal(found.shared, own.shared)
-        np.testing.assert_array_equal(found.own, sent.own)
+        np.testing.assert_array_equal(found.task_prefix, sent.task_prefix)
         np.testing.assert_array_equal(found.key, sent.key)
     everything = adapter_of("lora", lora_pairs="one")
     pair = everything.trainable(jax.jit(everything.init)(KEY, Frozen(FROZEN.network)), of_task)

@@ -17,7 +17,7 @@ from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align_classifier, 
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.posterior import Flat, Posterior
-from fcljax.methods.vfcl.vfcl import OwnPrior, VFCLOptions, conflation, two_priors
+from fcljax.methods.vfcl.vfcl import ClientPrior, VFCLOptions, conflation, two_priors
 from fcljax.models.heads import Head
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
@@ -104,7 +104,7 @@ def test_vfcls_priors_and_their_gradients(before):
     context = context._replace(payload=context.payload._replace(trainable=posterior_of(sent, old_head)))
     mine = posterior_of(own, old_head)
     flat = Posterior(*map(Flat.of, mine.adapter))  # as a Bayesian learner has it
-    prior = OwnPrior(flat, mine.classifier, jnp.asarray(KNOWN), jnp.int32(0 if before else -1))
+    prior = ClientPrior(flat, mine.classifier, jnp.asarray(KNOWN), jnp.int32(0 if before else -1))
     rule = two_priors(options, run_of())
     model = bayesian(learner(FORMULA, run_of().adapter, linear(WIDTH, CLASSES)), 0.1)
 
