@@ -217,7 +217,7 @@ def test_an_epoch_sees_every_training_image_once_and_none_that_is_held_out(here)
     plan, _, images = prepared(config(here, epochs=3, holdout=0.2))
     level = lambda rows: sorted(map(tuple, rows[:, 0, 0].tolist()))
     epochs = [np.concatenate([images.batch(4 * epoch + i)[0] for i in range(4)]) for epoch in range(2)]
-    assert images.per_epoch == 4 and plan.steps == 12 and len(images.held_out[0]) == 4
+    assert images.steps_per_epoch == 4 and plan.steps == 12 and len(images.held_out[0]) == 4
     assert level(epochs[0]) == level(epochs[1]) and len(set(level(epochs[0]))) == 32
     assert not np.array_equal(*epochs)  # in another order
     assert not set(level(epochs[0])) & set(level(images.held_out[0]))
