@@ -1,10 +1,11 @@
-"""Run fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` for any method, with clients
-on separate machines or in Flower's simulation.
+"""Run fcljax under Flower (https://flower.ai): a `ClientApp` and a `ServerApp` for any
+method, with clients on separate machines or in Flower's simulation.
 
-The server asks every node once which client it is and what data it has ("query.hello"), and then starts the
-method's rounds ("train.round"): the broadcast goes down and the upload comes up as ArrayRecords. The engine
-does everything in between: what a client computes, how uploads are aggregated, and what the server does with
-the result. A client's state stays in its node's `context.state` and is never sent.
+The server asks every node once which client it is and what data it has ("query.hello"),
+and then starts the method's rounds ("train.round"): the broadcast goes down and the
+upload comes up as ArrayRecords. The engine does everything in between: what a client
+computes, how uploads are aggregated, and what the server does with the result. A
+client's state stays in its node's `context.state` and is never sent.
 """
 
 import contextlib
@@ -89,13 +90,16 @@ OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state
 def client_app(method: str | None = None, **settings: Any) -> ClientApp:
     """Return a Flower `ClientApp` that plays one client of a method.
 
-    The node's configuration names the client, by `partition-id`. If the node has private data, `data`
-    names a .npz file with x_train and y_train, whose labels number the classes of the federation. With
-    `state-dir`, a folder, the client's state survives the node; Flower's own context does not.
+    The node's configuration names the client, by `partition-id`. If the node has
+    private data, `data` names a .npz file with x_train and y_train, whose labels number
+    the classes of the federation. With `state-dir`, a folder, the client's state
+    survives the node; Flower's own context does not.
 
     Args:
-      method: as in `fcljax run METHOD`; None: the run's configuration has it under "method".
-      settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
+      method: as in `fcljax run METHOD`; None: the run's configuration has it under
+        "method".
+      settings: those of `fcljax run`, the same on all machines; the run's configuration
+        wins.
     """
     app = ClientApp()
     # no local functions: Flower's simulation pickles the app, and functions of a module are pickled by name
@@ -126,7 +130,9 @@ def _reply(
     call = message.content.config_records["call"]
     path = context.node_config.get("data")
     class_names = tuple(map(str, list_in(call, "class_names")))
-    own = None if path is None else OwnData(client, str(path), class_names)
+    own = None
+    if path is not None:
+        own = OwnData(client, str(path), class_names)
     return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
 
 
@@ -165,12 +171,15 @@ def _request(call: ConfigRecord) -> Request:
 
 
 def _cached(stored: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
-    """Return the cached part of earlier broadcasts, from the node's arrays and from those that were sent;
-    None: an array is missing, or does not have the digest that the server expects."""
+    """Return the cached part of earlier broadcasts, from the node's arrays and from
+    those that were sent; None: an array is missing, or does not have the digest that
+    the server expects."""
     expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
     both = {**stored, **sent}
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
-    return cached if _digests(cached) == expected else None
+    if _digests(cached) == expected:
+        return cached
+    return None
 
 
 def _digests(arrays: ArrayRecord) -> dict[str, str]:
@@ -185,12 +194,15 @@ def _digests(arrays: ArrayRecord) -> dict[str, str]:
 
 
 def _stored(context: Context, client: int) -> dict[str, Any]:
-    """Return the stored records of this client in this run, from the node's context, else from its file."""
+    """Return the stored records of this client in this run, from the node's context,
+    else from its file."""
     records = {name: context.state[name] for name in (STATE, CACHED, OWNER) if name in context.state}
     if OWNER in records and dict(records[OWNER]) == _owner(context, client):
         return records
     path = _state_file(context, client)
-    return load_records(path) if path else {}
+    if path:
+        return load_records(path)
+    return {}
 
 
 def _store(context: Context, client: int, records: dict[str, ArrayRecord]) -> None:
@@ -203,13 +215,16 @@ def _store(context: Context, client: int, records: dict[str, ArrayRecord]) -> No
 
 
 def _owner(context: Context, client: int) -> dict[str, Any]:
-    """Return the owner of a state: a node's context may survive from one run to the next."""
+    """Return the owner of a state: a node's context may survive from one run to the
+    next."""
     return {"run": str(context.run_id), "client": client}
 
 
 def _state_file(context: Context, client: int) -> Path | None:
     folder = context.node_config.get("state-dir")
-    return None if folder is None else Path(str(folder)) / f"run-{context.run_id}-client-{client}.npz"
+    if folder is None:
+        return None
+    return Path(str(folder)) / f"run-{context.run_id}-client-{client}.npz"
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -235,21 +250,26 @@ def server_app(
     on_round: OnRound | None = None,
     **settings: Any,
 ) -> ServerApp:
-    """Return a Flower `ServerApp` that plays the server of a method, and leaves a run directory as
-    `fcljax run` does, without checkpoints.
+    """Return a Flower `ServerApp` that plays the server of a method, and leaves a run
+    directory as `fcljax run` does, without checkpoints.
 
     Args:
-      method: as in `fcljax run METHOD`; None: the run's configuration has it under "method".
-      out: the run directory, a new one; None: the run's configuration has it, or nothing is written.
-      test: a .npz file with x_test and y_test (and class_names); None: the test images of the settings' data
-        set, of whose training images none is kept.
+      method: as in `fcljax run METHOD`; None: the run's configuration has it under
+        "method".
+      out: the run directory, a new one; None: the run's configuration has it, or
+        nothing is written.
+      test: a .npz file with x_test and y_test (and class_names); None: the test images
+        of the settings' data set, of whose training images none is kept.
       wait: seconds in which all clients must have connected.
-      timeout: seconds in which a client must answer in a round; otherwise it has dropped out of the round.
-      nodes: the numbers of the nodes that may take part, separated by commas: first that of client 0, then of
-        client 1, and so on. With authentication of nodes, Flower gives each registered key one number, so
-        that a client is bound to a key. None: any connected node may be a client.
+      timeout: seconds in which a client must answer in a round; otherwise it has
+        dropped out of the round.
+      nodes: the numbers of the nodes that may take part, separated by commas: first
+        that of client 0, then of client 1, and so on. With authentication of nodes,
+        Flower gives each registered key one number, so that a client is bound to a key.
+        None: any connected node may be a client.
       on_round: called after every round, with task, round and the server's state.
-      settings: those of `fcljax run`, the same on all machines; the run's configuration wins.
+      settings: those of `fcljax run`, the same on all machines; the run's configuration
+        wins.
     """
     app = ServerApp()
     usual = Service(out, test, wait, timeout, nodes)
@@ -266,12 +286,15 @@ def server_app(
 def serve(
     grid: Grid, settings: RunConfig, service: Service, on_round: OnRound | None = None
 ) -> dict[str, Any]:
-    """Play all rounds of all tasks with the clients of a grid. Returns the content of summary.json.
+    """Play all rounds of all tasks with the clients of a grid. Returns the content of
+    summary.json.
 
     Raises:
       InputError: for bad settings or files, or if not all clients connect.
     """
-    out = Path(service.out) if service.out else None
+    out = None
+    if service.out:
+        out = Path(service.out)
     console = Console(stderr=True)
 
     def say_line(line: str) -> None:
@@ -320,8 +343,9 @@ def _play(
 
 
 def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
-    """Return the content of summary.json: as of a run, without what only clients know, and with the traffic.
-    A method of personal models has no accuracies: the server cannot evaluate them."""
+    """Return the content of summary.json: as of a run, without what only clients know,
+    and with the traffic. A method of personal models has no accuracies: the server
+    cannot evaluate them."""
     if not exp.method.personal:
         return summarize(exp, records, None) | {"client_accuracy": None, "traffic": dict(link.total)}
     link.say("warning: no accuracy was measured: the models that count are the clients' own")
@@ -339,7 +363,8 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
 
 
 def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
-    """Return the one client that each node may be, by the node's number; empty if any node may be any.
+    """Return the one client that each node may be, by the node's number; empty if any
+    node may be any.
 
     Raises:
       InputError: for anything else than a different number for each client.
@@ -358,7 +383,8 @@ def numbers_of_nodes(text: str | None, clients: int) -> dict[int, int]:
 class Nodes:
     """Nodes of a grid: which client each is, and what data it has.
 
-    Nodes come and go, and a restarted node has another number: unknown nodes are asked before every exchange.
+    Nodes come and go, and a restarted node has another number: unknown nodes are asked
+    before every exchange.
     """
 
     def __init__(
@@ -382,11 +408,12 @@ class Nodes:
         self.connected: set[int] = set()  # nodes
 
     def gather(self, wait: float, tasks: int) -> Int[np.ndarray, "T K"]:
-        """Wait for all clients. Returns how many examples each has in each task. Nodes that cannot take part
-        are named, and the others are waited for.
+        """Wait for all clients. Returns how many examples each has in each task. Nodes
+        that cannot take part are named, and the others are waited for.
 
         Raises:
-          InputError: if a client does not connect in time, with the first node that could not take part.
+          InputError: if a client does not connect in time, with the first node that
+            could not take part.
         """
         end = time.monotonic() + wait
         refused = []
@@ -536,8 +563,9 @@ class Link:
         }
 
     def _replies(self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]) -> dict[int, Answer]:
-        """Collect the answers of those clients that answer. A client that lacks an array is sent everything
-        again. Each call has a nonce, which the answer must repeat."""
+        """Collect the answers of those clients that answer. A client that lacks an
+        array is sent everything again. Each call has a nonce, which the answer must
+        repeat."""
         payload = to_arrays(broadcast.payload)
         cached = to_arrays(broadcast.cached)
         replies = {}
@@ -571,7 +599,8 @@ class Link:
     def _content(
         self, client: int, call: dict[str, Any], payload: ArrayRecord, cached: ArrayRecord
     ) -> RecordDict:
-        """Return the message to a client: of cached arrays only those that it does not have yet."""
+        """Return the message to a client: of cached arrays only those that it does not
+        have yet."""
         digests = _digests(cached)
         known_digests = self.cached.get(client, {})
         missing = ArrayRecord(
@@ -593,7 +622,9 @@ class Link:
         for reply in self.nodes.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
             client = client_of.get(reply.metadata.src_node_id)  # None in a report of the SuperLink
             if reply.has_error():
-                sender = "a client" if client is None else f"client {client}"
+                sender = "a client"
+                if client is not None:
+                    sender = f"client {client}"
                 self.say(f"warning: {sender} dropped out: {one_line(reply.error.reason)}")
             elif client is not None and "call" in reply.content.config_records:
                 self._count(upload_bytes=record_bytes(reply.content))
@@ -605,7 +636,8 @@ class Link:
     def _receive(
         self, accumulator: Accumulator, context: ClientContext, answer: Answer, position: int
     ) -> Accumulator:
-        """Add an answer. A wrong one is left out and counted, as one that is not finite."""
+        """Add an answer. A wrong one is left out and counted, as one that is not
+        finite."""
         index = answer.call["index"]
         player = self.exp.engine.players[index]
         try:
@@ -625,8 +657,9 @@ class Link:
 
 
 def _check_stamp(answer: Answer) -> None:
-    """Check that an answer belongs to its call: one to an earlier call, sent again, never counts. Equal
-    uploads are no replay: where nothing is random, an honest client sends the same bits in every round.
+    """Check that an answer belongs to its call: one to an earlier call, sent again,
+    never counts. Equal uploads are no replay: where nothing is random, an honest client
+    sends the same bits in every round.
 
     Raises:
       InputError: naming what differs.
@@ -640,7 +673,8 @@ def _check_stamp(answer: Answer) -> None:
 def _metrics(
     program: Program, accumulator: Accumulator, context: ClientContext, content: RecordDict
 ) -> tuple[Metrics, ...]:
-    """Return the metrics of an answer, none of which may be over more examples than the client reads.
+    """Return the metrics of an answer, none of which may be over more examples than the
+    client reads.
 
     Raises:
       InputError: naming the metric.
@@ -659,7 +693,8 @@ def _metrics(
 def _client_context(
     round_context: RoundContext, broadcast: Broadcast, partition: ClientPartition, client: int
 ) -> ClientContext:
-    """A client's context as far as the server knows it: not how many examples of each class it has."""
+    """A client's context as far as the server knows it: not how many examples of each
+    class it has."""
     examples = jnp.asarray(partition.count[client], jnp.int32)
     by_class = jnp.asarray(partition.class_examples[client], jnp.int32)
     info = ClientInfo(jnp.asarray(client, jnp.int32), examples, by_class, round_context.round)

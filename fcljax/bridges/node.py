@@ -1,9 +1,9 @@
-"""Play one machine of a federation: a client with its examples, or the server with its test images. Nothing
-depends on the framework by which they communicate.
+"""Play one machine of a federation: a client with its examples, or the server with its
+test images. Nothing depends on the framework by which they communicate.
 
-All machines have the same settings. If these name a data set, every client loads it and takes the examples
-that the partition assigns to it; a client with data of its own takes all of those, which no other machine
-sees.
+All machines have the same settings. If these name a data set, every client loads it and
+takes the examples that the partition assigns to it; a client with data of its own takes
+all of those, which no other machine sees.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ OWN = "its own"  # stands for the digest of a client's own images
 
 
 def federation_settings(method: str | None, given: dict[str, Any]) -> RunConfig:
-    """Return the resolved settings of a federation, with the number format in which this machine computes.
+    """Return the resolved settings of a federation, with the number format in which
+    this machine computes.
 
     Args:
       method: name or file; None: `given` has it under "method".
@@ -128,7 +129,8 @@ class Facts(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
-    """Load a client's data; the partition of the settings is the same for all clients of a machine.
+    """Load a client's data; the partition of the settings is the same for all clients
+    of a machine.
 
     Raises:
       InputError: for settings or files that cannot work.
@@ -177,7 +179,8 @@ def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -
     Args:
       settings: of the federation.
       own: private data of the client; None: the partition assigns its data.
-      examples: the most that any client of the federation has in a round, which decides the shapes.
+      examples: the most that any client of the federation has in a round, which decides
+        the shapes.
 
     Raises:
       InputError: as `load_client`.
@@ -190,8 +193,8 @@ def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -
 
 
 def check_no_search(settings: RunConfig) -> None:
-    """Check that nobody has to choose learning rates before the first round: no process of a federation has
-    the examples of all clients.
+    """Check that nobody has to choose learning rates before the first round: no process
+    of a federation has the examples of all clients.
 
     Raises:
       InputError: for `--scale fit` without a factor.
@@ -261,8 +264,8 @@ def client_work(
 
 
 def load_server(settings: RunConfig, test: str | None) -> Inputs:
-    """Load the network and the test images: those of a .npz file `test`, or of the settings' data set, whose
-    training images are left out.
+    """Load the network and the test images: those of a .npz file `test`, or of the
+    settings' data set, whose training images are left out.
 
     Raises:
       InputError: for settings or files that cannot work.
@@ -284,13 +287,16 @@ def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts
 
 def _without_training(dataset: Dataset) -> Dataset:
     """Return the data set with one black image of class 0 for training."""
-    size = None if dataset.size_train is None else dataset.size_train[:1]
+    size = None
+    if dataset.size_train is not None:
+        size = dataset.size_train[:1]
     black = np.zeros_like(dataset.x_train[:1])
     return dataset._replace(x_train=black, y_train=np.zeros(1, np.int64), size_train=size)
 
 
 def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndarray, "T K"]) -> Experiment:
-    """Build the experiment of the server, whose clients have so many examples in each task.
+    """Build the experiment of the server, whose clients have so many examples in each
+    task.
 
     Raises:
       InputError: for settings that cannot work.
@@ -316,7 +322,9 @@ def check_facts(server: Facts, client: Facts, tasks: int) -> None:
     check_client_id(client.client, server.settings["clients"])
     differing = resume.differing(server.settings, client.settings)
     if differing:
-        hint = "; give all machines the same dtype" if "dtype" in differing else ""
+        hint = ""
+        if "dtype" in differing:
+            hint = "; give all machines the same dtype"
         raise InputError(f"{sender}: it has other settings: {', '.join(differing.values())}{hint}")
     for name, digest in server.digests.items():
         client_digest = client.digests.get(name, "")

@@ -1,4 +1,5 @@
-"""Convert trees of arrays to Flower's records and back: by name, with exact types, checked on arrival."""
+"""Convert trees of arrays to Flower's records and back: by name, with exact types,
+checked on arrival."""
 
 import io
 import json
@@ -39,11 +40,13 @@ def from_arrays(record: ArrayRecord, like: PyTree, what: str) -> PyTree:
 
     Args:
       record: of `to_arrays`, from any sender.
-      like: arrays or `jax.ShapeDtypeStruct` of the structure, shapes and types that it must have.
+      like: arrays or `jax.ShapeDtypeStruct` of the structure, shapes and types that it
+        must have.
       what: the record's name, for messages.
 
     Raises:
-      InputError: naming the array that is missing, not known, of another type or shape, or damaged.
+      InputError: naming the array that is missing, not known, of another type or shape,
+        or damaged.
     """
     expected = _named(like)
     _check_names(record, expected, what)
@@ -77,8 +80,8 @@ def config(values: Mapping[str, int | float | str | bool | bytes | list]) -> Con
 
 
 def record_bytes(record: RecordDict) -> int:
-    """Count the bytes of a message's content as Flower sends it: all records, arrays and chunks, with
-    headers. Equal pieces are sent, and counted, once."""
+    """Count the bytes of a message's content as Flower sends it: all records, arrays
+    and chunks, with headers. Equal pieces are sent, and counted, once."""
     sizes = {}
     waiting = [record]
     while waiting:
@@ -148,8 +151,9 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and numpy type by which an array is stored. Types that numpy's files do not support,
-    such as bfloat16, are stored as unsigned integers with the same bits, and random keys as their data."""
+    """Return the shape and numpy type by which an array is stored. Types that numpy's
+    files do not support, such as bfloat16, are stored as unsigned integers with the
+    same bits, and random keys as their data."""
     if _is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, Shape(shape, dtype))
         return data.shape, np.dtype(data.dtype)
@@ -179,7 +183,8 @@ def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
 
 
 def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
-    """Return the array in the bytes. Their header is read first, so that a wrong one allocates nothing."""
+    """Return the array in the bytes. Their header is read first, so that a wrong one
+    allocates nothing."""
     stream = io.BytesIO(array.data)
     try:
         if array.stype != NUMPY or np.lib.format.read_magic(stream) != (1, 0):

@@ -13,8 +13,8 @@ from fcljax.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """Options of `fcljax compare`. The page goes beside the figure: report.html, or the name that `out` has,
-    with .html. Another file of that name is left alone."""
+    """Options of `fcljax compare`. The page goes beside the figure: report.html, or the
+    name that `out` has, with .html. Another file of that name is left alone."""
 
     out: str | None = option(None, unset="accuracy.png in the folder that holds the first run")
     """File of the figure: .png, .pdf or .svg."""

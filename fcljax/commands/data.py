@@ -48,7 +48,8 @@ class PrepareOptions(config.ImageConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ShowOptions(config.PartitionConfig):
-    """Options of `fcljax data show`, beside those of data and partition that it shares with `fcljax run`."""
+    """Options of `fcljax data show`, beside those of data and partition that it shares
+    with `fcljax run`."""
 
     out: str | None = option(None, unset="runs/data-NAME-TIME")
     """Folder for the two PNG files."""
@@ -105,7 +106,9 @@ def _named(options: Value, arguments: list[str], command: str, about: str) -> Va
     words = Words("NAME", tuple(datasets()))
     names, filled = parsed(options, arguments, ["data", command], about, words)
     if len(names) != 1:
-        count = "several names" if names else "no name"
+        count = "no name"
+        if names:
+            count = "several names"
         raise InputError(
             f"dataset: {count} given; usage: fcljax data {command} NAME [options]; "
             "`fcljax data list` lists the names"

@@ -1,4 +1,5 @@
-"""Run the command `fcljax doctor`: what a run needs of this machine, and how to get what is missing."""
+"""Run the command `fcljax doctor`: what a run needs of this machine, and how to get
+what is missing."""
 
 import dataclasses
 import json
@@ -22,7 +23,8 @@ class DoctorOptions:
 
 
 def doctor(arguments: list[str]) -> int:
-    """Run `fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could start."""
+    """Run `fcljax doctor [CHECKPOINT...] [options]`; exit code 1 if no run could
+    start."""
     about = "Check that a run can start on this machine, and print the command for what is missing."
     words = Words("[CHECKPOINT...]")
     checkpoints, options = parsed(DoctorOptions(), arguments, ["doctor"], about, words)
@@ -31,7 +33,9 @@ def doctor(arguments: list[str]) -> int:
 
     findings = examine(checkpoints, options.data_dir)
     is_healthy = healthy(findings)
-    exit_code = 0 if is_healthy else 1
+    exit_code = 1
+    if is_healthy:
+        exit_code = 0
     console = Console()
     if options.json:
         values = [finding._asdict() for finding in findings]

@@ -35,7 +35,8 @@ class LeaderboardOptions(ProgramOptions):
 
 
 def leaderboard(arguments: list[str]) -> int:
-    """Run `fcljax leaderboard FILE.yaml [options]`; exit code 1 if a method lacks runs."""
+    """Run `fcljax leaderboard FILE.yaml [options]`; exit code 1 if a method lacks
+    runs."""
     about = "Compare methods with the same network, data, rounds and search of learning rates."
     words = Words("FILE.yaml")
     files, options = parsed(LeaderboardOptions(), arguments, ["leaderboard"], about, words)

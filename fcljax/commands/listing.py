@@ -10,7 +10,8 @@ from fcljax.terminal import add_row, new_table
 
 
 def list_(arguments: list[str]) -> int:
-    """Run `fcljax list`: what can be named on the command line, and what does not go together."""
+    """Run `fcljax list`: what can be named on the command line, and what does not go
+    together."""
     about = "List methods, adapters, data sets, backbones and incompatible combinations."
     parse({}, arguments, ["list"], about)
 
@@ -58,7 +59,8 @@ def list_(arguments: list[str]) -> int:
 
 
 def _listing(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> Table:
-    """Return a table whose names are never broken; the last column takes the rest of the width."""
+    """Return a table whose names are never broken; the last column takes the rest of
+    the width."""
     table = new_table(*columns, title=title)
     table.show_header = any(columns)
     table.columns[0].no_wrap = True

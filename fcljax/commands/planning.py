@@ -51,7 +51,9 @@ def plan(arguments: list[str]) -> int:
     from fcljax.errors import choose
 
     choose("chip", options.chip, CHIPS)
-    stand = planned.Stand(options.images, options.classes, options.side) if options.images else None
+    stand = None
+    if options.images:
+        stand = planned.Stand(options.images, options.classes, options.side)
     run_settings = settings(arguments[0], given, paths)
     if options.chips:
         exp, state = planned.many_chips(run_settings, options.chip, options.chips, stand)
@@ -97,7 +99,8 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
 
 
 def lines(estimate: Any, name: str) -> list[str]:
-    """Return lines that say whether it fits, how long it takes at best, and with which settings."""
+    """Return lines that say whether it fits, how long it takes at best, and with which
+    settings."""
     chip = estimate.chip
     chosen = estimate.settings
     share = estimate.memory / chip.memory

@@ -71,7 +71,8 @@ def reproduce(arguments: list[str]) -> int:
 
 
 def _show(plan: Any, outcomes: Any, out: Path, console: Console, write_files: bool) -> int:
-    """Write and show the results; `write_files`: status and cost into the papers' files too."""
+    """Write and show the results; `write_files`: status and cost into the papers' files
+    too."""
     from fcljax.studies import paper_tables as tables
     from fcljax.studies import reproduce as work
 
@@ -97,8 +98,8 @@ def _device() -> str:
 
 
 def _command(arguments: list[str], out: Path) -> str:
-    """Return the command that resumes a folder: the same without --out and --resume, which may stand as one
-    word or two."""
+    """Return the command that resumes a folder: the same without --out and --resume,
+    which may stand as one word or two."""
     words = []
     remaining = list(arguments)
     while remaining:

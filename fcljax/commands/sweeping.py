@@ -57,7 +57,9 @@ def sweep(arguments: list[str]) -> int:
         console.print(sweeps.plan_table(runs))
         return 0
     out = Path(options.resume or options.out or new_folder("sweep", slug(file)))
-    code = " --allow-code" if options.allow_code else ""
+    code = ""
+    if options.allow_code:
+        code = " --allow-code"
     command = f"fcljax sweep {shlex.quote(file)} --resume {shlex.quote(str(out))}{code}"
     with signals.advised(lambda: sweeps.advice(out, command)):
         outcomes = sweeps.sweep(runs, out, options.resume is not None, ways, Console(stderr=True))
@@ -78,8 +80,8 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
     """Decide how a sweep's runs are made.
 
     Raises:
-      InputError: for options that do not go together, an extra that is not installed, or a wrong mapping
-        `slurm` or `ray` in the file.
+      InputError: for options that do not go together, an extra that is not installed,
+        or a wrong mapping `slurm` or `ray` in the file.
     """
     from fcljax.studies import engines
     from fcljax.studies.sweeps import Ways

@@ -21,14 +21,16 @@ HOLDOUT = 0.2  # of the training images, where the user does not say
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions(ProgramOptions):
-    """Options of `fcljax tune`, beside those of `fcljax run METHOD` that all trials share."""
+    """Options of `fcljax tune`, beside those of `fcljax run METHOD` that all trials
+    share."""
 
     trials: int = 30
     """Number of trials, including pruned ones."""
     metric: Literal["A_last", "A_avg"] = "A_last"
     """Metric to maximise on held-out training images."""
     prune: bool = True
-    """Stop a trial whose accuracy after a task is below the median of the earlier trials."""
+    """Stop a trial whose accuracy after a task is below the median of the earlier
+    trials."""
     out: str | None = option(None, unset="runs/tune-METHOD-DATASET-TIME")
     """New folder for the study."""
     resume: str | None = option(None, unset="none")
@@ -61,7 +63,9 @@ def tune(arguments: list[str]) -> int:
     else:
         if not pairs:
             raise InputError(f"range: none given; {USAGE}")
-        shared = config.load_yaml(options.config) if options.config else {}
+        shared = {}
+        if options.config:
+            shared = config.load_yaml(options.config)
         # a range replaces the file's value; beside a value on the command line parse_range refuses it
         for name in ("method", *(name.replace("-", "_") for name, _ in pairs)):
             shared.pop(name, None)

@@ -19,12 +19,15 @@ class WatchOptions:
 
 
 def watch(arguments: list[str]) -> int:
-    """Run `fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it without a message."""
+    """Run `fcljax watch RUN_DIR [--every SECONDS] [--once]`; Ctrl-C ends it without a
+    message."""
     about = "Follow runs in the terminal, also runs on another machine."
     words = Words("RUN_DIR")
     folders, options = parsed(WatchOptions(), arguments, ["watch"], about, words)
     if not 0.1 <= options.every <= 3600:
-        nearest = 0.1 if options.every < 0.1 else 3600
+        nearest = 3600
+        if options.every < 0.1:
+            nearest = 0.1
         raise InputError(f"every: {options.every} seconds; nearest valid value: {nearest}")
     if len(folders) != 1:
         raise InputError("run: give one run directory; usage: fcljax watch RUN_DIR [--once]")

@@ -1,5 +1,5 @@
-"""Run the commands about weights: `fcljax weights get`, `convert`, `embed`, `pretrain` and
-`pretrain-decoder`."""
+"""Run the commands about weights: `fcljax weights get`, `convert`, `embed`, `pretrain`
+and `pretrain-decoder`."""
 
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Draw the charts of the report page: matplotlib's figures as SVG elements that stand in the page itself.
+"""Draw the charts of the report page: matplotlib's figures as SVG elements that stand
+in the page itself.
 
-They read without colours: curves differ by dashes and markers too. Every mark has a title, which browsers
-show beside the pointer.
+They read without colours: curves differ by dashes and markers too. Every mark has a
+title, which browsers show beside the pointer.
 """
 
 import io
@@ -30,14 +31,14 @@ EXTRA_DIGITS = re.compile(r"(\.\d\d)\d+")  # of a coordinate, more than a screen
 
 
 def inline(figure: Figure, label: str, titles: Mapping[str, Sequence[str]] | None = None) -> Markup:
-    """Return a figure as an SVG element for an HTML page that allows no inline styles. Equal figures give
-    equal text.
+    """Return a figure as an SVG element for an HTML page that allows no inline styles.
+    Equal figures give equal text.
 
     Args:
       figure: to draw.
       label: what the chart shows, in words; empty for a decoration.
-      titles: gid of artists -> a title for each of their marks, in the order of drawing. The gid becomes the
-        class of the group.
+      titles: gid of artists -> a title for each of their marks, in the order of
+        drawing. The gid becomes the class of the group.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcljax"}), warnings.catch_warnings():
@@ -66,7 +67,8 @@ def curves(runs: Series, spread: Series, label: str) -> Markup:
 
     Args:
       runs: name -> A [T]. The group of run i has the class `curve c{i}`.
-      spread: name -> half the width [T] of a band around the curve, in a group of class `band c{i}`.
+      spread: name -> half the width [T] of a band around the curve, in a group of class
+        `band c{i}`.
       label: what the chart shows, in words.
     """
     titles = {}
@@ -94,7 +96,8 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
 
 
 def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: str) -> Markup:
-    """Draw a dot for every value of a row, in %, and a line at their mean. The row's name stands above it."""
+    """Draw a dot for every value of a row, in %, and a line at their mean. The row's
+    name stands above it."""
     figure = figures.new_figure(WIDTH, ROW_HEIGHT * len(rows) + 0.6)
     axes = figure.add_subplot()
     axes.set(xlabel=xlabel, xlim=(-1, 101), yticks=[], ylim=(len(rows) - 0.5, -0.65))
@@ -125,8 +128,8 @@ def curve_key(i: int) -> Markup:
 
 
 def _to_html(element: Element, markers: Mapping[str, Element]) -> None:
-    """Rewrite matplotlib's element for a page that allows no inline styles and no id twice: properties become
-    attributes, and a marker is drawn where it is used."""
+    """Rewrite matplotlib's element for a page that allows no inline styles and no id
+    twice: properties become attributes, and a marker is drawn where it is used."""
     element.tag = element.tag.rpartition("}")[2]
     element.tail = None
     if not (element.text or "").strip():
@@ -149,7 +152,8 @@ def _to_html(element: Element, markers: Mapping[str, Element]) -> None:
 
 
 def _set_titles(group: Element, remaining: dict[str, Iterator[str]]) -> None:
-    """Give the marks of a group their titles, and their class, where its id is one of `remaining`."""
+    """Give the marks of a group their titles, and their class, where its id is one of
+    `remaining`."""
     gid = group.attrib.pop("id", "")
     if gid not in remaining:
         return

@@ -1,5 +1,6 @@
-"""Compare finished runs: groups that differ only in the seed, mean and standard deviation of each group, and
-paired differences between methods that ran with the same seeds."""
+"""Compare finished runs: groups that differ only in the seed, mean and standard
+deviation of each group, and paired differences between methods that ran with the same
+seeds."""
 
 import dataclasses
 import json
@@ -35,16 +36,18 @@ class Group(NamedTuple):
     name: str
     """unique among the groups, for figures"""
     label: str
-    """the method with the settings in which it differs from others of its method, for tables"""
+    """the method with the settings in which it differs from others of its method, for
+    tables"""
     runs: list[Summary]
     """in the order of their seeds"""
 
 
 def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tuple[list[Table], Path | None]:
-    """Compare runs in tables and, if `out` is given, by their accuracy curves as a PNG there.
+    """Compare runs in tables and, if `out` is given, by their accuracy curves as a PNG
+    there.
 
-    Runs whose settings differ only in the seed are one row with mean and population standard deviation, and
-    one curve with a band of one such deviation.
+    Runs whose settings differ only in the seed are one row with mean and population
+    standard deviation, and one curve with a band of one such deviation.
 
     Args:
       run_dirs: run directories, or folders of `fcljax run --seeds` and `fcljax sweep`.
@@ -53,7 +56,8 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
       (tables, path of the figure or None).
 
     Raises:
-      InputError: no run given, a run that `load_summary` refuses, or a folder that cannot be written.
+      InputError: no run given, a run that `load_summary` refuses, or a folder that
+        cannot be written.
     """
     if not run_dirs:
         raise InputError("run: nothing to compare; give at least one run directory")
@@ -73,8 +77,8 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
 
 
 def curves_of(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return A_t [T] by name of the group, mean over its seeds, and the population standard deviation [T] of
-    groups with several seeds; both are fractions."""
+    """Return A_t [T] by name of the group, mean over its seeds, and the population
+    standard deviation [T] of groups with several seeds; both are fractions."""
     accuracies = {group.name: np.array([run["A"] for run in group.runs], float) for group in groups}
     means = {name: values.mean(0) for name, values in accuracies.items()}
     deviations = {name: values.std(0) for name, values in accuracies.items() if len(values) > 1}
@@ -82,8 +86,8 @@ def curves_of(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
-    """Return a table with a row per run, and one with mean and population standard deviation for runs that
-    differ only in the seed.
+    """Return a table with a row per run, and one with mean and population standard
+    deviation for runs that differ only in the seed.
 
     Args:
       summaries: as `load_summary` returns them.
@@ -95,7 +99,9 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     caption = "Class-IL accuracy A and forgetting F in %; MB in all; images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
-    title = ", ".join(_file_name(summaries[0][field]) for field in shared) if summaries else ""
+    title = ""
+    if summaries:
+        title = ", ".join(_file_name(summaries[0][field]) for field in shared)
     numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload MB", "download MB", "time", "images/s")
     table = new_table("method", *differing, *numbers, title=title, caption=caption, right=numbers)
     for _, label, runs in groups:
@@ -104,15 +110,18 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
             rows.append(runs)
         for row in rows:
             setup = [_file_name(row[0][field]) for field in differing]
-            style = "bold" if len(row) > 1 else None
+            style = None
+            if len(row) > 1:
+                style = "bold"
             cells = [label, *setup, *_numbers(row, forgetting)]
             add_row(table, *cells, style=style, end_section=row is rows[-1])
     return table
 
 
 def differences_table(groups: list[Group]) -> Table:
-    """Return a table of the first group minus each other one that has the same seeds, two at least: the mean
-    of the differences between runs of one seed, and its 95 % confidence interval (Student's t)."""
+    """Return a table of the first group minus each other one that has the same seeds,
+    two at least: the mean of the differences between runs of one seed, and its 95 %
+    confidence interval (Student's t)."""
     numbers = ("seeds", "A_avg", "A_last")
     table = new_table(
         "the other",
@@ -127,7 +136,8 @@ def differences_table(groups: list[Group]) -> Table:
 
 
 def differences(groups: list[Group]) -> list[tuple[str, int, str, str]]:
-    """Return the rows of `differences_table`: name of the other group, number of seeds, A_avg and A_last."""
+    """Return the rows of `differences_table`: name of the other group, number of seeds,
+    A_avg and A_last."""
     reference, *others = groups
     seeds = [run["seed"] for run in reference.runs]
     return [
@@ -145,8 +155,8 @@ def differences(groups: list[Group]) -> list[tuple[str, int, str, str]]:
 def groups_of(summaries: list[Summary]) -> list[Group]:
     """Group runs that differ only in the seed, in the order of first appearance.
 
-    A seed that comes twice means that the runs differ in something the summary does not show, so such runs
-    stay apart.
+    A seed that comes twice means that the runs differ in something the summary does not
+    show, so such runs stay apart.
     """
     by_settings: dict[tuple, list[Summary]] = {}
     for run in summaries:
@@ -167,8 +177,8 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
 
 
 def labels_of(summaries: list[Summary]) -> dict[int, str]:
-    """Return by id of a summary its method, with the settings in which it differs from others of its
-    method."""
+    """Return by id of a summary its method, with the settings in which it differs from
+    others of its method."""
     labels = {}
     for run in summaries:
         settings = _deciding_settings(run)
@@ -184,32 +194,40 @@ def labels_of(summaries: list[Summary]) -> dict[int, str]:
 
 
 def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
-    """Return mean±population standard deviation over seeds, the mean alone of one seed, and a dash where a
-    value is missing."""
+    """Return mean±population standard deviation over seeds, the mean alone of one seed,
+    and a dash where a value is missing."""
     if any(value is None or np.isnan(value) for value in values):
         return "-"
     mean, deviation = over_seeds(np.array(values, float))
-    return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f}±{deviation:.{digits}f}"
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f}±{deviation:.{digits}f}"
 
 
 def megabytes_text(sizes: Sequence[Number | None]) -> str:
-    """Return mean±population standard deviation of bytes over seeds, in MB; the mean alone where all are
-    equal, and a dash where a value is missing."""
+    """Return mean±population standard deviation of bytes over seeds, in MB; the mean
+    alone where all are equal, and a dash where a value is missing."""
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         return "-"
     mean, deviation = over_seeds(np.array(known, float))
-    return f"{megabytes(mean)}±{megabytes(deviation)}" if deviation > 0 else megabytes(mean)
+    if deviation > 0:
+        return f"{megabytes(mean)}±{megabytes(deviation)}"
+    return megabytes(mean)
 
 
 def percent(fraction: Number | None) -> Number | None:
     """Return a fraction in per cent; None for None."""
-    return None if fraction is None else 100 * fraction
+    if fraction is None:
+        return None
+    return 100 * fraction
 
 
 def megabytes(count: Number) -> str:
     """Return bytes in MB (10^6 bytes)."""
-    return f"{count / 1e6:,.2f}" if count >= 1e6 else f"{count / 1e6:.2g}"
+    if count >= 1e6:
+        return f"{count / 1e6:,.2f}"
+    return f"{count / 1e6:.2g}"
 
 
 def total_seconds(run: Summary) -> Number:
@@ -223,7 +241,8 @@ def _deciding_settings(run: Summary) -> dict[str, Any]:
 
 
 def _distinct_names(labels: list[str], grouped: list[list[Summary]]) -> list[str]:
-    """Name each group by its label, and what differs of dataset, backbone, fidelity and seed."""
+    """Name each group by its label, and what differs of dataset, backbone, fidelity and
+    seed."""
     samples = [runs[0] for runs in grouped]
     differing = [field for field in SETUP if len({run[field] for run in samples}) > 1]
     names = []
@@ -246,7 +265,8 @@ def _file_name(value: object) -> str:
 
 
 def _numbers(runs: list[Summary], forgetting: str) -> list[str]:
-    """Return the numbers of a row: those of one run, or means over the runs of a group."""
+    """Return the numbers of a row: those of one run, or means over the runs of a
+    group."""
     cells = [f"{len(runs)} seeds" if len(runs) > 1 else str(runs[0]["seed"])]
     for key in ("A_avg", "A_last", f"forgetting.{forgetting}"):
         cells.append(over_seeds_text([percent(value_at(run, key)) for run in runs], 2))

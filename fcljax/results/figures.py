@@ -1,7 +1,8 @@
 """Draw figures of finished runs, and save them.
 
-Figures are matplotlib's own objects, never pyplot, so nothing global is touched. A file is written to a
-temporary name in its folder and then renamed, so a reader never finds half a file.
+Figures are matplotlib's own objects, never pyplot, so nothing global is touched. A file
+is written to a temporary name in its folder and then renamed, so a reader never finds
+half a file.
 """
 
 import math
@@ -59,7 +60,8 @@ def check_format(path: str | Path) -> str:
 
 
 def save(path: str | Path, figure: Figure) -> Path:
-    """Write a figure in the format that its name ends with; the same figure gives the same bytes.
+    """Write a figure in the format that its name ends with; the same figure gives the
+    same bytes.
 
     Raises:
       InputError: as `check_format`.
@@ -121,7 +123,8 @@ def curve_style(i: int) -> dict[str, Any]:
 def scatter(
     points: Mapping[str, tuple[Number, Number]], xlabel: str, ylabel: str, legend: bool = False
 ) -> Figure:
-    """Draw a marker for each name. x is on a logarithmic axis, so only points with x > 0 are drawn.
+    """Draw a marker for each name. x is on a logarithmic axis, so only points with x >
+    0 are drawn.
 
     Args:
       points: name -> (x, y). Point i has the gid `point p{i}`.
@@ -161,7 +164,9 @@ def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:
     image = axes.imshow(np.ma.masked_invalid(percent), cmap="viridis", vmin=0, vmax=100)
     if tasks <= MAX_NUMBERED_TASKS:
         for t, i in np.argwhere(~np.isnan(percent)):
-            ink = "black" if percent[t, i] > 55 else "white"
+            ink = "white"
+            if percent[t, i] > 55:
+                ink = "black"
             axes.text(i, t, f"{percent[t, i]:.1f}", ha="center", va="center", fontsize=9, color=ink)
     ticks = np.array(_ticks(tasks))
     axes.set_xticks(ticks - 1, ticks)
@@ -172,12 +177,13 @@ def accuracy_matrix(matrix: Sequence | np.ndarray) -> Figure:
 
 
 def reliability(calibration: Mapping[str, Any]) -> Figure:
-    """Draw the reliability diagram: the accuracy in each bin of confidence, the diagonal where the
-    two would be equal, and below the share of the images that each bin has.
+    """Draw the reliability diagram: the accuracy in each bin of confidence, the
+    diagonal where the two would be equal, and below the share of the images that each
+    bin has.
 
     Args:
-      calibration: as `metrics.Calibration.to_json` gives it. The bars of accuracy have the gid `bins`, those
-        below `shares`.
+      calibration: as `metrics.Calibration.to_json` gives it. The bars of accuracy have
+        the gid `bins`, those below `shares`.
     """
     examples = np.array(calibration["examples"], float)
     accuracy = np.array(calibration["accuracy"], float)
@@ -185,7 +191,9 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
     figure = new_figure(4.6, 5.2)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     known = examples > 0
-    error = "unknown" if calibration["ece"] is None else f"{100 * calibration['ece']:.1f} %"
+    error = "unknown"
+    if calibration["ece"] is not None:
+        error = f"{100 * calibration['ece']:.1f} %"
     bars = {"width": 1 / len(examples), "align": "edge", "edgecolor": "white", "linewidth": 0.6}
     upper.bar(edges[:-1][known], 100 * accuracy[known], color=PALETTE[0], gid="bins", **bars)
     upper.plot([0, 1], [0, 100], color="#555555", linestyle="--", linewidth=1)
@@ -198,13 +206,13 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
 
 
 def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Figure:
-    """Draw the classes of each client's partition: bubbles with areas as the examples, beyond 40 classes a
-    heat map.
+    """Draw the classes of each client's partition: bubbles with areas as the examples,
+    beyond 40 classes a heat map.
 
     Args:
       counts: training examples of each client and class.
-      tasks: the class ids of each task, in order; columns follow it and a line separates the tasks; negative
-        ids are padding. None: classes in their own order.
+      tasks: the class ids of each task, in order; columns follow it and a line
+        separates the tasks; negative ids are padding. None: classes in their own order.
     """
     tasks = [np.asarray(task) for task in (tasks if tasks is not None else [range(counts.shape[1])])]
     tasks = [task[task >= 0] for task in tasks]
@@ -257,7 +265,8 @@ def reconstructions(
     baseline: float,
     strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
 ) -> Figure:
-    """Draw what a masked autoencoder has learned: its losses over the steps, and rows of images.
+    """Draw what a masked autoencoder has learned: its losses over the steps, and rows
+    of images.
 
     Args:
       steps: of the losses.
@@ -330,8 +339,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def words(text: str, most: int = MAX_NAME) -> str:
-    """Return a user's text for a figure: cut in its middle; a dollar is no formula, and a name that
-    begins with _ is not hidden from the legend."""
+    """Return a user's text for a figure: cut in its middle; a dollar is no formula, and
+    a name that begins with _ is not hidden from the legend."""
     line = one_line(text)
     if len(line) > most:
         line = f"{line[: most // 2]} ... {line[-most // 4 :]}"

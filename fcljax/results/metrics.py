@@ -1,12 +1,14 @@
-"""Compute the metrics of federated continual learning, each with one definition, as fractions in [0, 1].
+"""Compute the metrics of federated continual learning, each with one definition, as
+fractions in [0, 1].
 
-All of them read the accuracy matrix a: a[t, i] is the accuracy on the test images of task i after training on
-task t. Above the diagonal there is nothing: NaN, None, or a ragged list. The first rows of an unfinished run
-are a matrix too; T is the number of rows given. A missing value on or below the diagonal (a task without test
-images) is left out of every mean.
+All of them read the accuracy matrix a: a[t, i] is the accuracy on the test images of
+task i after training on task t. Above the diagonal there is nothing: NaN, None, or a
+ragged list. The first rows of an unfinished run are a matrix too; T is the number of
+rows given. A missing value on or below the diagonal (a task without test images) is
+left out of every mean.
 
-If all classes seen so far compete in the predictions, these are Class-IL accuracies; if only the classes of
-the image's own task compete, Task-IL accuracies.
+If all classes seen so far compete in the predictions, these are Class-IL accuracies; if
+only the classes of the image's own task compete, Task-IL accuracies.
 """
 
 import math
@@ -24,7 +26,8 @@ Matrix = np.ndarray | Sequence
 def confusion_matrix(
     label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
 ) -> Int[np.ndarray, "C C+1"]:
-    """Count [true class, predicted class] of N examples; the last column has those without a prediction.
+    """Count [true class, predicted class] of N examples; the last column has those
+    without a prediction.
 
     Args:
       label: in 0..num_classes-1.
@@ -44,13 +47,14 @@ def confusion_matrix(
 
 
 def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
-    """Count the examples without a prediction; 0 for [C, C] counts, which older checkpoints have."""
+    """Count the examples without a prediction; 0 for [C, C] counts, which older
+    checkpoints have."""
     return int(confusion[:, len(confusion) :].sum())
 
 
 def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
-    """Return the fraction of each class's examples with a right prediction; NaN for a class without
-    examples."""
+    """Return the fraction of each class's examples with a right prediction; NaN for a
+    class without examples."""
     return _ratio(np.diagonal(confusion), confusion.sum(1))
 
 
@@ -77,8 +81,8 @@ def task_accuracy(
 def task_confusion(
     confusion: Integer[np.ndarray, "C C+1"], tasks: Sequence | np.ndarray
 ) -> list[list] | None:
-    """Return shares [true task, predicted task] of the examples of each task, [T, T]; None for a task without
-    examples. Examples without a prediction are in no column.
+    """Return shares [true task, predicted task] of the examples of each task, [T, T];
+    None for a task without examples. Examples without a prediction are in no column.
 
     Returns:
       None where tasks share classes, so that a class does not say the task.
@@ -95,15 +99,17 @@ def task_confusion(
 def client_accuracy(
     confusion: Integer[np.ndarray, "C C+1"], class_counts: Integer[np.ndarray, "K C"]
 ) -> Float[np.ndarray, " K"]:
-    """Compute the accuracy of the global model under each client's own label distribution.
+    """Compute the accuracy of the global model under each client's own label
+    distribution.
 
     Args:
-      confusion: counts over the test examples of all seen classes; a class without any counts as not seen.
+      confusion: counts over the test examples of all seen classes; a class without any
+        counts as not seen.
       class_counts: training examples of each client and class.
 
     Returns:
-      The mean of the per-class accuracies weighted by the client's examples of the seen classes; NaN for a
-      client without such examples.
+      The mean of the per-class accuracies weighted by the client's examples of the seen
+      classes; NaN for a client without such examples.
     """
     accuracy = per_class_accuracy(confusion)
     seen = ~np.isnan(accuracy)
@@ -112,14 +118,18 @@ def client_accuracy(
 
 
 def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
-    """Return the mean of the lowest values, a share of all and one at least; None without values."""
+    """Return the mean of the lowest values, a share of all and one at least; None
+    without values."""
     known = sorted(value for value in values if value is not None)
     lowest = known[: max(1, math.ceil(share * len(known)))]
-    return sum(lowest) / len(lowest) if lowest else None
+    if lowest:
+        return sum(lowest) / len(lowest)
+    return None
 
 
 class Calibration(NamedTuple):
-    """Confidence beside accuracy, in bins of equal width of the predicted class's probability."""
+    """Confidence beside accuracy, in bins of equal width of the predicted class's
+    probability."""
 
     ece: float
     """expected calibration error; NaN if there are no examples"""
@@ -148,8 +158,8 @@ def calibration(
 
     Args:
       right: is the predicted class the label?
-      confidence: the predicted class's probability, in [0, 1]; a bin includes its upper edge. An example
-        without a prediction has NaN and is in no bin.
+      confidence: the predicted class's probability, in [0, 1]; a bin includes its upper
+        edge. An example without a prediction has NaN and is in no bin.
       bins: of equal width.
     """
     known = ~np.isnan(confidence)
@@ -166,23 +176,29 @@ def calibration(
 
 
 def average_accuracy(matrix: Matrix) -> Float[np.ndarray, " T"]:
-    """Compute A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over seen tasks of any size (VFCL eq. 22)."""
+    """Compute A_t = 1/(t+1) sum_{i<=t} a[t, i]: the plain mean over seen tasks of any
+    size (VFCL eq. 22)."""
     return np.array([_mean(row[: t + 1]) for t, row in enumerate(_lower(matrix))])
 
 
 def A_avg(matrix: Matrix) -> float:
-    """Compute the average incremental accuracy: the mean over t of A_t (A-bar in FPPL, Avg in PILoRA)."""
+    """Compute the average incremental accuracy: the mean over t of A_t (A-bar in FPPL,
+    Avg in PILoRA)."""
     return _mean(average_accuracy(matrix))
 
 
 def A_last(matrix: Matrix) -> float:
-    """Return A_T, the average accuracy after the last task given; NaN for an empty matrix."""
+    """Return A_T, the average accuracy after the last task given; NaN for an empty
+    matrix."""
     accuracy = average_accuracy(matrix)
-    return float(accuracy[-1]) if accuracy.size else float("nan")
+    if accuracy.size:
+        return float(accuracy[-1])
+    return float("nan")
 
 
 class ByImage(NamedTuple):
-    """Class-IL accuracies over images after each task, by the names of HePCo's release."""
+    """Class-IL accuracies over images after each task, by the names of HePCo's
+    release."""
 
     acc: Float[np.ndarray, " T"]
     """over the test images of all seen tasks"""
@@ -208,8 +224,9 @@ def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
 
 
 def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
-    """Compute F_N of HePCo: by how much the accuracy over the images of all earlier tasks falls
-    when a task is learned, averaged over the tasks after the first; 0 for a single task."""
+    """Compute F_N of HePCo: by how much the accuracy over the images of all earlier
+    tasks falls when a task is learned, averaged over the tasks after the first; 0 for a
+    single task."""
     accuracies = by_image(matrix, images)
     if len(accuracies.acc) < 2:
         return 0.0
@@ -219,12 +236,12 @@ def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
 def forgetting(matrix: Matrix) -> dict[str, float]:
     """Compute forgetting by the three definitions in use; all are 0 for a single task.
 
-    paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks improve (FPPL, PILoRA;
-      VFCL eq. 23).
-    released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last task adds 0 (FPPL's
-      released script).
-    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned, which is the negative
-      backward transfer.
+    paper: 1/(T-1) sum_{i<T} (max_{t<T} a[t, i] - a[T, i]); negative when old tasks
+      improve (FPPL, PILoRA; VFCL eq. 23).
+    released: 1/T sum_{i<=T} (max_{t<=T} a[t, i] - a[T, i]); never negative, the last
+      task adds 0 (FPPL's released script).
+    diagonal: 1/(T-1) sum_{i<T} (a[i, i] - a[T, i]): the loss since a task was learned,
+      which is the negative backward transfer.
     """
     a = _lower(matrix)
     if len(a) < 2:
@@ -239,8 +256,8 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
 
 
 def backward_transfer(matrix: Matrix) -> float:
-    """Compute 1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq. 3); 0 for a
-    single task."""
+    """Compute 1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq.
+    3); 0 for a single task."""
     return -forgetting(matrix)["diagonal"] + 0.0
 
 
@@ -258,7 +275,8 @@ def summarize(matrix: Matrix) -> dict:
 
 
 def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return (mean, population standard deviation) over seeds: ddof = 0, as the papers report it."""
+    """Return (mean, population standard deviation) over seeds: ddof = 0, as the papers
+    report it."""
     values = np.asarray(values, float)
     return float(values.mean()), float(values.std())
 
@@ -266,8 +284,8 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Return (mean, low, high) of ours minus theirs, value by value, with Student's confidence
-    interval of the mean.
+    """Return (mean, low, high) of ours minus theirs, value by value, with Student's
+    confidence interval of the mean.
 
     Raises:
       InputError: for fewer than two pairs, which have no interval.
@@ -284,8 +302,8 @@ def paired_difference(
 
 
 def to_json(matrix: Matrix) -> list[list[float | None]]:
-    """Return the accuracy matrix as square nested lists, None above the diagonal and where a value
-    is missing."""
+    """Return the accuracy matrix as square nested lists, None above the diagonal and
+    where a value is missing."""
     return without_nan(_lower(matrix))
 
 
@@ -293,12 +311,14 @@ def without_nan(values: float | np.ndarray) -> Any:
     """Return plain numbers in nested lists for JSON, None for NaN."""
     if isinstance(values, np.ndarray):
         return [without_nan(value) for value in values]
-    return None if np.isnan(values) else float(values)
+    if np.isnan(values):
+        return None
+    return float(values)
 
 
 def _lower(matrix: Matrix) -> np.ndarray:
-    """Return [T, T] float64 with NaN above the diagonal, without the (empty) last rows of tasks not
-    trained yet."""
+    """Return [T, T] float64 with NaN above the diagonal, without the (empty) last rows
+    of tasks not trained yet."""
     rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
     while rows and np.isnan(rows[-1]).all():
         rows.pop()
@@ -314,7 +334,9 @@ def _lower(matrix: Matrix) -> np.ndarray:
 
 def _mean(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else float("nan")
+    if known.size:
+        return float(known.mean())
+    return float("nan")
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> np.ndarray:
@@ -327,8 +349,8 @@ def nearest_class_mean(
     test: Float[np.ndarray, "M D"],
     test_label: Int[np.ndarray, " M"],
 ) -> float:
-    """Return the share of test features that are nearest (Euclidean) to the mean training feature
-    of their own class."""
+    """Return the share of test features that are nearest (Euclidean) to the mean
+    training feature of their own class."""
     classes = np.unique(train_label)
     means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
     distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T

@@ -1,4 +1,5 @@
-"""Make the report page of runs: one HTML file that loads nothing, from the summaries in their folders."""
+"""Make the report page of runs: one HTML file that loads nothing, from the summaries in
+their folders."""
 
 import base64
 import hashlib
@@ -27,15 +28,15 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
 
     Args:
       run_dirs: run directories, or folders that hold some (`run_folder.run_folders`).
-      out: the file; default: report.html in the one folder that is given, else in the one that holds the
-        first.
+      out: the file; default: report.html in the one folder that is given, else in the
+        one that holds the first.
 
     Returns:
       The file.
 
     Raises:
-      InputError: no run given, a run that `load_summary` refuses, or a file that is no .html or cannot be
-        written.
+      InputError: no run given, a run that `load_summary` refuses, or a file that is no
+        .html or cannot be written.
     """
     if not run_dirs:
         raise InputError("run: nothing to report; give at least one run directory")
@@ -66,8 +67,8 @@ def is_page(path: Path) -> bool:
 
 
 def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], None]) -> bool:
-    """Make the page as `report` does, but report a failure in one line, since the runs and their results do
-    not depend on the page. Return whether the page was made."""
+    """Make the page as `report` does, but report a failure in one line, since the runs
+    and their results do not depend on the page. Return whether the page was made."""
     try:
         report(run_dirs, out)
     except Exception as error:
@@ -119,7 +120,9 @@ def _title(summaries: Sequence[Summary]) -> str:
 
 def _first_names(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
-    more = f" and {len(distinct) - MAX_NAMES} more" if len(distinct) > MAX_NAMES else ""
+    more = ""
+    if len(distinct) > MAX_NAMES:
+        more = f" and {len(distinct) - MAX_NAMES} more"
     return ", ".join(distinct[:MAX_NAMES]) + more
 
 
@@ -132,5 +135,6 @@ def _lead(runs: Mapping[str, Summary]) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of the page's script or style, so that its policy allows this one and no other."""
+    """Return the hash of the page's script or style, so that its policy allows this one
+    and no other."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

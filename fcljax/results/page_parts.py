@@ -1,7 +1,8 @@
-"""Build the sections of the report page: from summaries of runs to tables and charts. Pure functions.
+"""Build the sections of the report page: from summaries of runs to tables and charts.
+Pure functions.
 
-The summary.json of an older version may lack a key. Such a run has a dash in tables, and the page names the
-runs that a whole section leaves out.
+The summary.json of an older version may lack a key. Such a run has a dash in tables,
+and the page names the runs that a whole section leaves out.
 """
 
 import shlex
@@ -104,7 +105,9 @@ def _derived(run: Summary) -> dict[str, Number | None]:
     }
     for key in ("upload_bytes", "download_bytes"):
         once_a_task = run.get("communication_extra")
-        total = None if once_a_task is None else sum(sent[key] for sent in once_a_task.values())
+        total = None
+        if once_a_task is not None:
+            total = sum(sent[key] for sent in once_a_task.values())
         values[f"{key}_once_a_task"] = total
     return values
 
@@ -120,13 +123,17 @@ def percent_cell(fractions: Sequence[Number | None]) -> Cell:
 def number_cell(values: Sequence[Number | None], digits: int = 1) -> Cell:
     """Return mean and standard deviation of numbers; a dash where one is missing."""
     text = over_seeds_text(values, digits)
-    return Cell(text) if text == NONE else Cell(text, float(np.array(values, float).mean()))
+    if text == NONE:
+        return Cell(text)
+    return Cell(text, float(np.array(values, float).mean()))
 
 
 def megabytes_cell(sizes: Sequence[Number | None]) -> Cell:
     """Return mean and standard deviation of bytes, in MB."""
     text = megabytes_text(sizes)
-    return Cell(text) if text == NONE else Cell(text, float(np.array(sizes, float).mean()) / 1e6)
+    if text == NONE:
+        return Cell(text)
+    return Cell(text, float(np.array(sizes, float).mean()) / 1e6)
 
 
 def count_cell(counts: Sequence[Number | None]) -> Cell:
@@ -142,7 +149,8 @@ def text_cell(values: Sequence[object]) -> Cell:
 
 
 def heat_cell(value: Number | None, largest: Number) -> Cell:
-    """Return a number whose cell is the darker the nearer it comes to `largest`; an empty cell for None."""
+    """Return a number whose cell is the darker the nearer it comes to `largest`; an
+    empty cell for None."""
     if value is None:
         return Cell("")
     return Cell(f"{value:.2f}", shade=round(SHADES * min(max(value / largest, 0), 1)))
@@ -157,7 +165,8 @@ Columns = Mapping[str, tuple[Callable[[Sequence], Cell], str]]
 def _summary_table(
     caption: str, first: str, rows: Mapping[str, Sequence[Summary]], columns: Columns
 ) -> PageTable:
-    """Return a table with a row for each name in `rows`, which shows the mean over its runs."""
+    """Return a table with a row for each name in `rows`, which shows the mean over its
+    runs."""
     cells = [
         [name, *(cell([value_at(run, key) for run in runs]) for cell, key in columns.values())]
         for name, runs in rows.items()
@@ -192,7 +201,9 @@ def _left_out(runs: Mapping[str, Summary], key: str) -> list[str]:
     names = [name for name, run in runs.items() if not value_at(run, key)]
     if not names:
         return []
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    more = ""
+    if len(names) > MAX_NAMES:
+        more = f" and {len(names) - MAX_NAMES} more"
     return [f"Left out, since summary.json lacks {key!r}: {', '.join(names[:MAX_NAMES])}{more}."]
 
 
@@ -249,7 +260,9 @@ def _curves(groups: list[Group]) -> Section:
     label = f"Average accuracy over tasks learned of {len(means)} curves; the table below has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(means)]
     chart = Chart(charts.curves(means, spread, label), legend, switches=len(means) > 1)
-    text = ("A band is one population standard deviation over seeds.",) if spread else ()
+    text = ()
+    if spread:
+        text = ("A band is one population standard deviation over seeds.",)
     table = _table("A_t after each task, in %", ("Run", *_tasks(longest)), rows)
     return Section("curves", "Accuracy over tasks", text, [chart], [table])
 
@@ -322,7 +335,8 @@ def _classes(runs: dict[str, Summary]) -> Section:
 
 
 def _class_names(run: Summary) -> list[str]:
-    """Return a distinct name for each class of `class_accuracy`, in the class order of the run."""
+    """Return a distinct name for each class of `class_accuracy`, in the class order of
+    the run."""
     names = list(run.get("class_names") or [])
     for index in range(len(names), len(run["class_accuracy"])):
         names.append(str(index))
@@ -338,8 +352,8 @@ def _with_items(
     accuracies: Mapping[str, Mapping[str, Number | None]],
     tables: Sequence[PageTable],
 ) -> Section:
-    """Add a dot for each client or class of every run, and a folded table with a row for each. Class orders
-    differ by seed, so rows go by name."""
+    """Add a dot for each client or class of every run, and a folded table with a row
+    for each. Class orders differ by seed, so rows go by name."""
     if not accuracies:
         return section
     dots = {
@@ -352,7 +366,9 @@ def _with_items(
         [name, *(percent_cell([values.get(name)]) for values in accuracies.values())]
         for name in names[:MAX_ROWS]
     ]
-    more = f"; the first {MAX_ROWS} of {len(names)}" if len(names) > MAX_ROWS else ""
+    more = ""
+    if len(names) > MAX_ROWS:
+        more = f"; the first {MAX_ROWS} of {len(names)}"
     every = _table(f"{section.title}, in %{more}", (item, *accuracies), rows)
     chart = Chart(charts.dots(dots, label, "Accuracy (%)"))
     return section._replace(charts=[chart], tables=tables, folded=[every])
@@ -387,7 +403,9 @@ def _costs(groups: list[Group]) -> Section:
     label = "Accuracy after the last task over all that clients send and receive; the table has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
     drawing = charts.scatter(points, label, "Sent and received in the whole run (MB)", "A_last (%)")
-    drawn = [Chart(drawing, legend)] if points else []
+    drawn = []
+    if points:
+        drawn = [Chart(drawing, legend)]
     left_out = _left_out({group.name: group.runs[0] for group in groups}, "communication_total")
     return Section("costs", "Communication and storage", [text, *left_out], drawn, [table])
 
@@ -408,7 +426,9 @@ def _settings(groups: list[Group]) -> Section:
             "Runs of one group differ in their seed, and in settings that only decide where they are made: "
             f"{', '.join(sorted(ASIDE))}."
         )
-    caption = "Settings that all runs share" if len(runs) > 1 else "All settings"
+    caption = "All settings"
+    if len(runs) > 1:
+        caption = "Settings that all runs share"
     return Section(
         "settings",
         "Settings",

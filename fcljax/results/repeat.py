@@ -29,9 +29,9 @@ def command(settings: dict[str, Any], given: Collection[str] | None) -> list[str
 
 
 def names_to_give(settings: dict[str, Any]) -> list[str] | None:
-    """Return the names of the settings that, given alone, lead to all of `settings`: those that differ from
-    the method's defaults. None if this version does not know the method or a setting. Imports the method, and
-    with it JAX."""
+    """Return the names of the settings that, given alone, lead to all of `settings`:
+    those that differ from the method's defaults. None if this version does not know the
+    method or a setting. Imports the method, and with it JAX."""
 
     def resolved(values: dict[str, Any]) -> dict[str, Any]:
         run = config.from_mapping(settings["method"], values, "settings")
@@ -41,6 +41,8 @@ def names_to_give(settings: dict[str, Any]) -> list[str] | None:
     try:
         defaults = resolved(chosen)
         given = chosen | {name: value for name, value in settings.items() if defaults.get(name) != value}
-        return list(given) if resolved(given) == settings else None
+        if resolved(given) == settings:
+            return list(given)
+        return None
     except (InputError, OSError):
         return None

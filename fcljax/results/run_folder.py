@@ -1,4 +1,5 @@
-"""Read the files of finished runs that results are made from, and find the folders that hold them."""
+"""Read the files of finished runs that results are made from, and find the folders that
+hold them."""
 
 import hashlib
 import json
@@ -31,10 +32,12 @@ SUMMARY_KEYS = (
 
 
 def write_json(path: str | Path, obj: object) -> None:
-    """Write `obj` as strict JSON: NaN and infinity are null, arrays lists, named tuples and mappings objects.
+    """Write `obj` as strict JSON: NaN and infinity are null, arrays lists, named tuples
+    and mappings objects.
 
     Raises:
-      TypeError: a value that JSON has no form for; an existing file is then left as it is.
+      TypeError: a value that JSON has no form for; an existing file is then left as it
+        is.
     """
     text = json.dumps(_plain(obj), indent=2, allow_nan=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -42,12 +45,14 @@ def write_json(path: str | Path, obj: object) -> None:
 
 
 def seal(run_dir: str | Path) -> None:
-    """Write the sha256 of a finished run's files, so that a later change of one is noticed."""
+    """Write the sha256 of a finished run's files, so that a later change of one is
+    noticed."""
     write_json(Path(run_dir) / DIGESTS, {name: _sha256(Path(run_dir) / name) for name in SEALED})
 
 
 def changed_files(run_dir: str | Path) -> list[str]:
-    """Return a warning line for each file that is not as the run wrote it; none without digests."""
+    """Return a warning line for each file that is not as the run wrote it; none without
+    digests."""
     path = Path(run_dir) / DIGESTS
     if not path.exists():
         return []
@@ -79,8 +84,8 @@ def load_summary(run_dir: str | Path) -> Summary:
     """Read the `summary.json` of a run directory.
 
     Raises:
-      InputError: no such directory, no summary (the run has not finished), not JSON, or fields missing or
-        of another type than a run writes.
+      InputError: no such directory, no summary (the run has not finished), not JSON, or
+        fields missing or of another type than a run writes.
     """
     path = Path(run_dir) / "summary.json"
     if not path.parent.is_dir():
@@ -105,7 +110,8 @@ def load_summary(run_dir: str | Path) -> Summary:
 
 
 def value_at(summary: Summary, key: str, default: Any = None) -> Any:
-    """Return what a summary has at "key" or "key.inner", `default` where it has no such key."""
+    """Return what a summary has at "key" or "key.inner", `default` where it has no such
+    key."""
     value: Any = summary
     for name in key.split("."):
         if not isinstance(value, dict):
@@ -115,7 +121,8 @@ def value_at(summary: Summary, key: str, default: Any = None) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a metrics.jsonl, whose last one may be half written; none without a file."""
+    """Read the complete lines of a metrics.jsonl, whose last one may be half written;
+    none without a file."""
     try:
         with open_regular(path) as stream:
             content = stream.read(MAX_LOG_BYTES)
@@ -133,15 +140,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def rejected_uploads(lines: Iterable[dict[str, Any]]) -> int:
-    """Count the uploads that were left out, by lines of a metrics.jsonl: those of the rounds, and those of
-    exchanges before a task's first round or after its last one. Older versions wrote neither number."""
+    """Count the uploads that were left out, by lines of a metrics.jsonl: those of the
+    rounds, and those of exchanges before a task's first round or after its last one.
+    Older versions wrote neither number."""
     return sum((line.get("rejected") or 0) + (line.get("rejected_besides") or 0) for line in lines)
 
 
 def run_folders(folder: str | Path) -> list[Path]:
-    """Return the finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`, or of other
-    folders that hold runs or such folders. A run directory, and a folder without any, stands for
-    itself."""
+    """Return the finished runs in a folder of `fcljax run --seeds` or `fcljax sweep`,
+    or of other folders that hold runs or such folders. A run directory, and a folder
+    without any, stands for itself."""
     if (Path(folder) / "summary.json").exists():
         return [Path(folder)]
     for pattern in ("*/summary.json", "*/*/summary.json"):
@@ -152,7 +160,8 @@ def run_folders(folder: str | Path) -> list[Path]:
 
 
 def is_hidden(path: Path, folder: str | Path) -> bool:
-    """Check whether the path is in a folder, inside `folder`, whose name begins with a dot."""
+    """Check whether the path is in a folder, inside `folder`, whose name begins with a
+    dot."""
     return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
@@ -167,4 +176,6 @@ def _plain(obj: object) -> object:
         return [_plain(value) for value in obj]
     if isinstance(obj, float) and not math.isfinite(obj):
         return None
-    return str(obj) if isinstance(obj, Path) else obj
+    if isinstance(obj, Path):
+        return str(obj)
+    return obj

@@ -1,4 +1,5 @@
-"""Check the fields of a summary.json that tables and pages read, and the lines of a metrics.jsonl.
+"""Check the fields of a summary.json that tables and pages read, and the lines of a
+metrics.jsonl.
 
 A folder of somebody else may hold anything.
 """
@@ -31,7 +32,8 @@ def is_number(value: object) -> bool:
 
 
 def is_share(value: object) -> bool:
-    """Check for a fraction such as an accuracy, up to rounding; forgetting may be negative."""
+    """Check for a fraction such as an accuracy, up to rounding; forgetting may be
+    negative."""
     return isinstance(value, int | float) and is_number(value) and abs(value) <= 1 + 1e-6
 
 
@@ -85,7 +87,8 @@ def with_keys(**checks: Check) -> Check:
 
 
 def is_setting(value: object, depth: int = MAX_DEPTH) -> bool:
-    """Check for the value of a setting: a scalar, or lists and objects of them that are not deep."""
+    """Check for the value of a setting: a scalar, or lists and objects of them that are
+    not deep."""
     if isinstance(value, list | dict):
         items = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(is_setting(item, depth - 1) for item in items)
@@ -139,8 +142,8 @@ FIELDS: dict[str, tuple[Check, str]] = {
 
 
 def wrong_field(summary: Mapping[str, Any]) -> str | None:
-    """Return "field: value; expected what" for the first wrong field of a summary that has all of them; None
-    if every field that is read holds."""
+    """Return "field: value; expected what" for the first wrong field of a summary that
+    has all of them; None if every field that is read holds."""
     for name, (check, expected) in FIELDS.items():
         if name in summary and not check(summary[name]):
             return f"{name}: {_shortened(summary[name])}; expected {expected}"
@@ -154,7 +157,9 @@ def _shortened(value: object) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deep; thousands of digits
         return f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN - 3]}..."
 
 
 def checked_line(line: Any, shares: str) -> dict[str, Any] | None:

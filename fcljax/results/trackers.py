@@ -1,5 +1,6 @@
-"""Follow a run with TensorBoard, Weights & Biases and MLflow. Each is an optional dependency and is
-imported only when a run asks for it. Tracker failures are reported in one line and never stop the run."""
+"""Follow a run with TensorBoard, Weights & Biases and MLflow. Each is an optional
+dependency and is imported only when a run asks for it. Tracker failures are reported in
+one line and never stop the run."""
 
 import contextlib
 import functools
@@ -62,8 +63,8 @@ class Entry(NamedTuple):
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-    """Write event files into the run's folder tensorboard. When a run is resumed, rounds logged
-    after its checkpoint are removed."""
+    """Write event files into the run's folder tensorboard. When a run is resumed,
+    rounds logged after its checkpoint are removed."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(logdir=str(run.out / "tensorboard"), purge_step=run.done if run.id else None)
@@ -106,8 +107,9 @@ def wandb(run: TrackedRun) -> Tracker:
 
 
 def mlflow(run: TrackedRun) -> Tracker:
-    """Log to a run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of the store that
-    $MLFLOW_TRACKING_URI names. Rounds that are repeated after a checkpoint are not logged again."""
+    """Log to a run of MLflow in the experiment fcljax, or $MLFLOW_EXPERIMENT_NAME, of
+    the store that $MLFLOW_TRACKING_URI names. Rounds that are repeated after a
+    checkpoint are not logged again."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -123,8 +125,8 @@ def mlflow(run: TrackedRun) -> Tracker:
 
     @functools.cache
     def logged(key: str) -> set[int]:
-        """Return the rounds that a resumed run has logged, some of them after its checkpoint: MLflow would
-        keep two values of one round, and draw both."""
+        """Return the rounds that a resumed run has logged, some of them after its
+        checkpoint: MLflow would keep two values of one round, and draw both."""
         if not run.id:
             return set()
         return {entry.step for entry in client.get_metric_history(name, key)}
@@ -166,15 +168,16 @@ def parse_trackers(text: str | None) -> tuple[str, ...]:
 def following(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], done: int, tell: Callable[[str], None]
 ) -> Iterator[Following]:
-    """Follow a run with trackers until the block ends. A tracker that has followed it resumes its
-    run. No file starts a tracker: a run directory may come from anybody.
+    """Follow a run with trackers until the block ends. A tracker that has followed it
+    resumes its run. No file starts a tracker: a run directory may come from anybody.
 
     Args:
       names: of TRACKERS.
       out: the run directory.
       settings: of the run.
       done: rounds that the run has completed.
-      tell: called with one line about a tracker that fails, which then no longer follows the run.
+      tell: called with one line about a tracker that fails, which then no longer
+        follows the run.
     """
     ids = _known_ids(out)
     active: dict[str, Tracker] = {}
@@ -212,7 +215,8 @@ def following(
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Scalars:
-    """Return the numbers among values, those of inner mappings by name/name, and accuracies by task."""
+    """Return the numbers among values, those of inner mappings by name/name, and
+    accuracies by task."""
     numbers: Scalars = {}
     for name, value in values.items():
         if isinstance(value, dict) and name != "config":

@@ -1,4 +1,5 @@
-"""Follow runs in the terminal by their config.yaml and metrics.jsonl, also from another machine.
+"""Follow runs in the terminal by their config.yaml and metrics.jsonl, also from another
+machine.
 
 Nothing is written, and no lock is taken.
 """
@@ -42,7 +43,8 @@ class RunStatus(NamedTuple):
 
 
 def total_rounds(settings: dict[str, Any]) -> int | None:
-    """Return the rounds of a complete run with these settings; None where they do not say."""
+    """Return the rounds of a complete run with these settings; None where they do not
+    say."""
     method = METHODS.get(str(settings.get("method")))
     try:
         tasks = 1 if method and method.joint else int(settings["tasks"])
@@ -58,8 +60,8 @@ def is_finished(run: RunStatus) -> bool:
 
 
 def run_dirs(folder: str | Path) -> list[Path]:
-    """Return the run directories that a folder is or holds, finished or not. A folder of `fcljax run --seeds`
-    lists also the runs that have not started.
+    """Return the run directories that a folder is or holds, finished or not. A folder
+    of `fcljax run --seeds` lists also the runs that have not started.
 
     Raises:
       InputError: if there are none.
@@ -81,12 +83,15 @@ def run_dirs(folder: str | Path) -> list[Path]:
 
 
 def _planned_dirs(folder: Path) -> list[Path]:
-    """Return the run directories that a folder of `fcljax run --seeds` has or will have."""
+    """Return the run directories that a folder of `fcljax run --seeds` has or will
+    have."""
     try:
         seeds = config.load_yaml(folder / "seeds.yaml").get("seeds")
     except InputError:
         return []
-    return [folder / f"seed-{seed}" for seed in seeds] if isinstance(seeds, list) else []
+    if isinstance(seeds, list):
+        return [folder / f"seed-{seed}" for seed in seeds]
+    return []
 
 
 def read_status(folder: Path) -> RunStatus:
@@ -104,7 +109,8 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def is_locked(path: Path, lock_table: Path = LOCK_TABLE) -> bool | None:
-    """Check whether a process of this machine locks a file; None where the system does not say."""
+    """Check whether a process of this machine locks a file; None where the system does
+    not say."""
     # taking the lock would tell too, but it would disturb a run that starts at this moment
     try:
         status = path.stat()
@@ -151,19 +157,24 @@ def watch(
 
 
 def status_view(runs: Sequence[RunStatus], now: float) -> RenderableType:
-    """Return a table with a row per run, for a single run also a row per task, and warnings below it."""
+    """Return a table with a row per run, for a single run also a row per task, and
+    warnings below it."""
     numbers = ("rounds", "loss", "A_t %", "clients", "rejected")
     titles = list(dict.fromkeys(_title(run.settings) for run in runs))
     title = "; ".join(titles[:MAX_TITLES]) + ("; ..." if len(titles) > MAX_TITLES else "")
     table = new_table("run", *numbers, "written", "state", title=title, right=numbers)
     for run in runs:
-        tasks = sorted({line["task"] for line in run.rounds}) if len(runs) == 1 else ()
+        tasks = ()
+        if len(runs) == 1:
+            tasks = sorted({line["task"] for line in run.rounds})
         for task in tasks:
             lines = [line for line in run.rounds if line["task"] == task]
             add_row(table, f"task {task + 1}", len(lines), *_numbers(lines))
         progress = f"{len(run.rounds)}/{total_rounds(run.settings) or '?'}"
         name = f"{run.folder.parent.name}/{run.folder.name}"
-        written = "never" if run.written is None else f"{duration(max(0, round(now - run.written)))} ago"
+        written = "never"
+        if run.written is not None:
+            written = f"{duration(max(0, round(now - run.written)))} ago"
         add_row(table, name, progress, *_numbers(run.rounds), written, _state(run))
     count = f"{sum(map(is_finished, runs))} of {len(runs)} runs have all their rounds"
     warnings = [f"{run.folder.name}: {line}" for run in runs for line in training_warnings(run.rounds)]
@@ -174,12 +185,17 @@ def status_view(runs: Sequence[RunStatus], now: float) -> RenderableType:
 
 def _title(settings: dict[str, Any]) -> str:
     method, dataset, seed = (settings.get(name, "?") for name in ("method", "dataset", "seed"))
-    return f"{method} on {dataset}, seed {seed}" if settings else "not started"
+    if settings:
+        return f"{method} on {dataset}, seed {seed}"
+    return "not started"
 
 
 def _numbers(lines: Sequence[dict[str, Any]]) -> list[object]:
-    """Return loss, accuracy in %, clients and rejected uploads of rounds; a dash where unknown."""
-    last = lines[-1] if lines else {}
+    """Return loss, accuracy in %, clients and rejected uploads of rounds; a dash where
+    unknown."""
+    last = {}
+    if lines:
+        last = lines[-1]
     accuracies = [line["A"] for line in lines if is_number(line.get("A"))]
     return [
         f"{last['loss']:.4g}" if isinstance(last.get("loss"), int | float) else "-",

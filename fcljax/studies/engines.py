@@ -1,5 +1,6 @@
-"""Start the runs of a sweep: as processes of this machine, tasks of Ray, or jobs of Slurm. All start
-the same command, whose files all machines must see under the same names."""
+"""Start the runs of a sweep: as processes of this machine, tasks of Ray, or jobs of
+Slurm. All start the same command, whose files all machines must see under the same
+names."""
 
 import contextlib
 import dataclasses
@@ -48,7 +49,8 @@ class SlurmOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """What a run asks Ray for: the mapping `ray` of a sweep's file. RAY_ADDRESS names a cluster."""
+    """What a run asks Ray for: the mapping `ray` of a sweep's file. RAY_ADDRESS names a
+    cluster."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -56,7 +58,8 @@ class RayOptions:
 
 @contextlib.contextmanager
 def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> Iterator[Start]:
-    """Yield the function that starts runs, until the block ends. `folder` is for files of the engine.
+    """Yield the function that starts runs, until the block ends. `folder` is for files
+    of the engine.
 
     Raises:
       InputError: if the engine is not installed, or refuses.
@@ -107,7 +110,9 @@ def _ray(options: RayOptions) -> Iterator[Start]:
 
 def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
     submitit = extra("submitit", "slurm")
-    cluster = "slurm" if name == "slurm" else "local"
+    cluster = "local"
+    if name == "slurm":
+        cluster = "slurm"
     try:
         executor = submitit.AutoExecutor(
             folder=folder, cluster=cluster, slurm_max_num_timeout=options.requeues
@@ -142,7 +147,8 @@ def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
 
 
 def _code(result: Callable[[], int], job: Job) -> int:
-    """Return the exit code of a run that has ended. If the engine lost it, the log gets the reason."""
+    """Return the exit code of a run that has ended. If the engine lost it, the log gets
+    the reason."""
     try:
         return result()
     except Exception as error:

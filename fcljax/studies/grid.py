@@ -2,9 +2,8 @@
 
     method: [fppl, fedavg]           # one, or several
     base: {tasks: 5, clients: 10}    # options that all runs have
-    grid:                            # options, each with a list of values: all combinations
-      alpha: [0.1, 0.5]
-      lr: [0.001, 0.01]
+    grid:                            # options, each with a list of values: all
+      combinations alpha: [0.1, 0.5] lr: [0.001, 0.01]
     runs:                            # variants by name, each combined with the grid
       - {name: plain}
       - {name: faulty, faults: drop=0.1}
@@ -13,8 +12,9 @@
     slurm: {partition: gpu, gpus: 1} # of --engine slurm; `engines.SlurmOptions`
     ray: {gpus: 1}                   # of --engine ray; `engines.RayOptions`
 
-Options are those of `fcljax run METHOD`, by the names that `--config` reads. A variant's options win over
-base's; nothing stands in two places otherwise. Everything but a method may be left out.
+Options are those of `fcljax run METHOD`, by the names that `--config` reads. A
+variant's options win over base's; nothing stands in two places otherwise. Everything
+but a method may be left out.
 """
 
 import dataclasses
@@ -115,7 +115,8 @@ def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[P
 
 
 def _check_places(file: SweepFile) -> None:
-    """Check that each variant has a name of its own, and that every option stands in one place.
+    """Check that each variant has a name of its own, and that every option stands in
+    one place.
 
     Raises:
       InputError: naming the first that does not.
@@ -173,7 +174,9 @@ def _seeds(file: SweepFile) -> list[int | None]:
 def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Iterator[Point]:
     """Yield all runs of a file, before their options are read."""
     for run in file.runs or [{}]:
-        variant = str(run["name"]) if run else None
+        variant = None
+        if run:
+            variant = str(run["name"])
         options = {name: value for name, value in run.items() if name not in ("name", "method")}
         run_methods = [run["method"]] if "method" in run else methods
         combinations = itertools.product(*file.grid.values())
@@ -200,7 +203,8 @@ def _planned(point: Point, grid: list[str]) -> Planned:
 
 
 def _blamed(point: Point, message: str) -> str:
-    """Return the place in the file that has the option of a message; without one, the run."""
+    """Return the place in the file that has the option of a message; without one, the
+    run."""
     for place, options in reversed(point.layers.items()):
         for name in options:
             spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank
@@ -213,19 +217,22 @@ def _blamed(point: Point, message: str) -> str:
 
 
 def folder_name(method: str, variant: str | None, values: list[tuple[str, object]], seed: int) -> str:
-    """Return the name of a run's folder: method, variant, the grid's options, seed. It depends on the run and
-    the grid's options alone, so that further values and variants leave it as it is; two runs never share
-    one."""
+    """Return the name of a run's folder: method, variant, the grid's options, seed. It
+    depends on the run and the grid's options alone, so that further values and variants
+    leave it as it is; two runs never share one."""
     parts = [_part(method)]
     if variant is not None:
         parts.append(_part(variant))
     parts += [f"{option.replace('_', '-')}-{_part(str(value))}" for option, value in values]
     name = "_".join([*parts, f"seed-{seed}"])
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 13]}-{_digest(name, 12)}"
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[: MAX_NAME - 13]}-{_digest(name, 12)}"
 
 
 def _part(text: str) -> str:
-    """Return a value as it stands in a folder's name: itself, or its readable part and some of its sha256."""
+    """Return a value as it stands in a folder's name: itself, or its readable part and
+    some of its sha256."""
     if PLAIN.fullmatch(text):
         return text
     words = re.sub(r"[^A-Za-z0-9.+-]+", "-", Path(text).name).strip(".-")[: MAX_PART - 7]

@@ -1,4 +1,5 @@
-"""Make a run as a separate process, `python -m fcljax run`, on this machine or where an engine chooses."""
+"""Make a run as a separate process, `python -m fcljax run`, on this machine or where an
+engine chooses."""
 
 import contextlib
 import fcntl
@@ -20,7 +21,8 @@ WAIT = 0.2  # seconds between two checks of a process
 
 
 class Job(NamedTuple):
-    """What a process needs to make or resume a run. Paths are absolute: it may start in another folder."""
+    """What a process needs to make or resume a run. Paths are absolute: it may start in
+    another folder."""
 
     name: str
     method: str
@@ -53,15 +55,16 @@ def command(job: Job) -> list[str]:
 
 
 class Adopted:
-    """The process of a run that a killed sweep has left behind, known by the lock that it has. It has what is
-    used of `subprocess.Popen`."""
+    """The process of a run that a killed sweep has left behind, known by the lock that
+    it has. It has what is used of `subprocess.Popen`."""
 
     def __init__(self, job: Job):
         self._job = job
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return 0 if it has finished the run, 1 if it has ended otherwise; None while it runs."""
+        """Return 0 if it has finished the run, 1 if it has ended otherwise; None while
+        it runs."""
         if self._code is None:
             handle = _lock(self._job)
             if handle is not None:
@@ -70,7 +73,8 @@ class Adopted:
         return self._code
 
     def send_signal(self, number: int, /) -> None:
-        """Ask it to end. Nothing is sent if it has ended, or if its number was never written."""
+        """Ask it to end. Nothing is sent if it has ended, or if its number was never
+        written."""
         with contextlib.suppress(OSError, ValueError):
             if self.poll() is None:
                 os.kill(int(_lock_file(self._job).read_text()), number)
@@ -83,8 +87,9 @@ class Adopted:
 
 
 def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
-    """Start a run in a session of its own: it gets signals from the caller, not from the terminal. If a sweep
-    that was killed has left a process that is still at work on the run, it is that one."""
+    """Start a run in a session of its own: it gets signals from the caller, not from
+    the terminal. If a sweep that was killed has left a process that is still at work on
+    the run, it is that one."""
     handle = _lock(job)
     if handle is None:
         return Adopted(job)
@@ -126,8 +131,9 @@ def _lock_file(job: Job) -> Path:
 
 
 def run_job(job: Job) -> int:
-    """Make a run, from start to end, and return its exit code. Whatever ends this process also ends the run,
-    and so does a signal whose number is in the file of `stop_file`."""
+    """Make a run, from start to end, and return its exit code. Whatever ends this
+    process also ends the run, and so does a signal whose number is in the file of
+    `stop_file`."""
     stop = stop_file(job)
     if stop.exists():
         return 128 + signal.SIGTERM
@@ -146,12 +152,14 @@ def run_job(job: Job) -> int:
 
 
 def stop_file(job: Job) -> Path:
-    """Return the file into which an engine that cannot pass on signals writes the number of one."""
+    """Return the file into which an engine that cannot pass on signals writes the
+    number of one."""
     return Path(f"{job.log}.stop")
 
 
 class Again:
-    """Call `run_job` as submitit wants it: a job that timed out or was preempted is queued again."""
+    """Call `run_job` as submitit wants it: a job that timed out or was preempted is
+    queued again."""
 
     def __call__(self, job: Job) -> int:
         """Make a run."""

@@ -1,17 +1,23 @@
-"""Rank methods with the same network, data, partition, rounds and search of their learning rates.
-What a method's own preset has of these does not count; its optimiser and loss weights do.
+"""Rank methods with the same network, data, partition, rounds and search of their
+learning rates. What a method's own preset has of these does not count; its optimiser
+and loss weights do.
 
     base: {dataset: glyphs, tasks: 5, rounds: 2}  # options of all runs
     seeds: [2023, 2024, 2025]                     # of the runs on test images
-    search: {holdout: 0.25, seed: 5}              # options of the trials, which see no test image
-    factors: [1, 0.1, 0.3, 3]                     # a trial multiplies a method's tuned options by one of them
-    methods: {fppl: {}, glfc: {memory_size: 50}}  # each with options of its own; left out: all of the package
-    tuned: {afcl: [ridge]}                        # left out: the learning rates of clients
+    search: {holdout: 0.25, seed: 5}              # options of the trials, which see no
+      test image
+    factors: [1, 0.1, 0.3, 3]                     # a trial multiplies a method's tuned
+      options by one of them
+    methods: {fppl: {}, glfc: {memory_size: 50}}  # each with options of its own; left
+      out: all of the package
+    tuned: {afcl: [ridge]}                        # left out: the learning rates of
+      clients
 
-For each method: the trials, then the runs with the factor whose trial ends with the highest A_last on
-held-out training examples. A method without tuned options has no trials. The folder has the runs of METHOD in
-METHOD/, its trials in search/METHOD/ (both are folders of sweeps), and leaderboard.md, leaderboard.json and
-leaderboard.png, which are written after each method.
+For each method: the trials, then the runs with the factor whose trial ends with the
+highest A_last on held-out training examples. A method without tuned options has no
+trials. The folder has the runs of METHOD in METHOD/, its trials in search/METHOD/ (both
+are folders of sweeps), and leaderboard.md, leaderboard.json and leaderboard.png, which
+are written after each method.
 """
 
 import dataclasses
@@ -236,8 +242,9 @@ def _scaled(settings: RunConfig, tuned: Sequence[str], factor: float) -> dict[st
 def run(
     entries: Sequence[Contender], out: Path, resume: bool, ways: Ways, command: str, console: Console
 ) -> list[Standing]:
-    """Make all trials and runs that are not finished in `out`, method by method; one that fails does not end
-    the others. What is written into `out` is up to date after each method.
+    """Make all trials and runs that are not finished in `out`, method by method; one
+    that fails does not end the others. What is written into `out` is up to date after
+    each method.
 
     Args:
       entries: the methods.
@@ -249,7 +256,8 @@ def run(
 
     Raises:
       InputError: for a folder that cannot be used, or whose runs have other settings.
-      KeyboardInterrupt: after all running processes have ended, with checkpoints to resume from.
+      KeyboardInterrupt: after all running processes have ended, with checkpoints to
+        resume from.
     """
     check = (lambda: _check_folder(out)) if resume else None
     rows: list[Standing] = []
@@ -298,12 +306,14 @@ def _outcomes(runs: list[Planned], folder: Path) -> dict[str, Outcome]:
 
 
 def _a_last(outcome: Outcome) -> float | None:
-    return outcome.summary["A_last"] if outcome.state == "finished" and outcome.summary else None
+    if outcome.state == "finished" and outcome.summary:
+        return outcome.summary["A_last"]
+    return None
 
 
 def chosen(trials: Mapping[float, float | None]) -> float | None:
-    """Return the factor whose trial has the highest A_last, of equal ones that nearest to 1; None: no trial
-    finished."""
+    """Return the factor whose trial has the highest A_last, of equal ones that nearest
+    to 1; None: no trial finished."""
     return rate_search.best(trials, prefer=lambda factor: abs(math.log(factor)))
 
 
@@ -325,7 +335,9 @@ def ranked(rows: Iterable[Standing]) -> list[Standing]:
 
 def cells(row: Standing) -> list[str]:
     """Return a row of the table, in the order of HEAD."""
-    mark = PERSONAL if any(run.get("personal") for run in row.summaries) else ""
+    mark = ""
+    if any(run.get("personal") for run in row.summaries):
+        mark = PERSONAL
     trials = ", ".join(
         f"x{factor:g}: " + over_seeds_text([percent(value)], 1) for factor, value in row.trials.items()
     )
@@ -341,7 +353,8 @@ def cells(row: Standing) -> list[str]:
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """Return the mean of fractions in %, with half of its 95 % interval if there are two or more."""
+    """Return the mean of fractions in %, with half of its 95 % interval if there are
+    two or more."""
     percents = [100 * value for value in values]
     if len(percents) < 2:
         return f"{percents[0]:.2f}"
@@ -420,7 +433,8 @@ def missing(rows: Iterable[Standing]) -> list[Standing]:
 
 
 def _shared(entries: Sequence[Contender]) -> dict[str, Any]:
-    """Return the options that all runs on test images share and that are not the defaults."""
+    """Return the options that all runs on test images share and that are not the
+    defaults."""
     given = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
     return {
         name: value
@@ -438,7 +452,9 @@ def machine() -> str:
     device = jax.devices()[0]
     processor = platform.processor() or platform.machine()
     words = f"{os.cpu_count()} cores ({processor})"
-    return words if device.platform == "cpu" else f"{words}, {device.device_kind}"
+    if device.platform == "cpu":
+        return words
+    return f"{words}, {device.device_kind}"
 
 
 def terminal_tables(rows: Sequence[Standing]) -> list[Table]:

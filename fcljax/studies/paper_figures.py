@@ -1,4 +1,5 @@
-"""Draw the figures of papers: our curves beside the paper's numbers, where it prints some."""
+"""Draw the figures of papers: our curves beside the paper's numbers, where it prints
+some."""
 
 import operator
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ class Line(NamedTuple):
 
 
 def curve_of(figure: FigureEntry | None, summary: Summary, run: Path) -> tuple[float | None, ...]:
-    """Return what a figure over tasks or rounds shows of a run, in %; () for a figure over an option.
+    """Return what a figure over tasks or rounds shows of a run, in %; () for a figure
+    over an option.
 
     Args:
       figure: what it shows.
@@ -47,7 +49,8 @@ def curve_of(figure: FigureEntry | None, summary: Summary, run: Path) -> tuple[f
 
 
 def lines(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Line]:
-    """Return by name the lines of the rows that were run or that the paper has numbers of."""
+    """Return by name the lines of the rows that were run or that the paper has numbers
+    of."""
     by_name = _over_time(figure, results) if figure.x in OVER else _over_option(figure.x, results)
     return {
         name: line
@@ -85,13 +88,16 @@ def _mean(curves: Sequence[Sequence[float | None]]) -> tuple[float | None, ...]:
 
 
 def _over_option(option: str, results: Sequence[RowResult]) -> dict[str, Line]:
-    """Return a line over the option's values for each method and its settings besides the option."""
+    """Return a line over the option's values for each method and its settings besides
+    the option."""
     points: dict[str, list[tuple[float, float | None, float | None]]] = {}
     for result in results:
         x = _value(result.column, result.row, option)
         if x is not None:
             number = next(iter(result.compared().values()))
-            paper = number.paper.mean if number.paper else None
+            paper = None
+            if number.paper:
+                paper = number.paper.mean
             name = _name(result.column, result.row, option)
             points.setdefault(name, []).append((x, number.mean, paper))
     ordered = {name: sorted(line, key=operator.itemgetter(0)) for name, line in points.items()}
@@ -101,12 +107,16 @@ def _over_option(option: str, results: Sequence[RowResult]) -> dict[str, Line]:
 def _value(column: Column, row: Row, option: str) -> float | None:
     """Return a row's value of an option that has numbers; None for any other."""
     value = {**column.settings, **row.options}.get(option)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None
 
 
 def _name(column: Column, row: Row, option: str) -> str:
     """Return a row's method and its settings besides the option."""
-    varied = column.entry.columns[column.name].settings if column.name else {}
+    varied = {}
+    if column.name:
+        varied = column.entry.columns[column.name].settings
     settings = {**varied, **row.options}
     settings.pop(option, None)
     return " ".join([row.method, *words_of(settings)])
@@ -116,8 +126,8 @@ def _name(column: Column, row: Row, option: str) -> str:
 
 
 def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | None:
-    """Draw our lines with markers and the paper's numbers dashed in the same colour; None if there is nothing
-    to draw."""
+    """Draw our lines with markers and the paper's numbers dashed in the same colour;
+    None if there is nothing to draw."""
     by_name = lines(figure, results)
     if not by_name:
         return None

@@ -1,16 +1,19 @@
-"""The numbers of a paper's tables beside ours. Pure; `papers.py` reads the paper's numbers.
+"""The numbers of a paper's tables beside ours. Pure; `papers.py` reads the paper's
+numbers.
 
-When a number is met: it lies in the 95 % interval of our mean (Student's t over two seeds or more; the
-paper's own standard deviation has no part in it), or no further from our mean than the tolerance: 1 point, or
-2 % of a number of MiB or of parameters. A column is `reproduced` if every number of every row is met, each
-row run at the paper's scale with at least 3 seeds, or with one where the paper had one; `not reproduced` if
-all rows were run with that many seeds and a number is not met. A column with fewer runs, or without numbers,
-has no status.
+When a number is met: it lies in the 95 % interval of our mean (Student's t over two
+seeds or more; the paper's own standard deviation has no part in it), or no further from
+our mean than the tolerance: 1 point, or 2 % of a number of MiB or of parameters. A
+column is `reproduced` if every number of every row is met, each row run at the paper's
+scale with at least 3 seeds, or with one where the paper had one; `not reproduced` if
+all rows were run with that many seeds and a number is not met. A column with fewer
+runs, or without numbers, has no status.
 
-When two rows are ordered: rows are compared within a column, and across columns if method, options, data set
-and weights are the same. The paper orders two rows clearly in a metric if its numbers differ by more than the
-tolerance and by more than the sum of their standard deviations. Our runs order them alike if our means differ
-in the same direction.
+When two rows are ordered: rows are compared within a column, and across columns if
+method, options, data set and weights are the same. The paper orders two rows clearly in
+a metric if its numbers differ by more than the tolerance and by more than the sum of
+their standard deviations. Our runs order them alike if our means differ in the same
+direction.
 """
 
 import itertools
@@ -101,7 +104,8 @@ class Pair(NamedTuple):
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric of a summary.json in the paper's unit; None if it is not there or not a number."""
+    """Return a metric of a summary.json in the paper's unit; None if it is not there or
+    not a number."""
     value = value_at(dict(summary), metric)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -112,12 +116,16 @@ def unit_of_metric(metric: str) -> str:
     """Return the unit of a metric in tables."""
     if metric.endswith("scalars"):
         return "10^6"
-    return "MiB" if metric.endswith("_bytes") else "%"
+    if metric.endswith("_bytes"):
+        return "MiB"
+    return "%"
 
 
 def tolerance(metric: str, number: float) -> float:
     """Return how far from the paper's number ours may be."""
-    return POINTS if unit_of_metric(metric) == "%" else SHARE * abs(number)
+    if unit_of_metric(metric) == "%":
+        return POINTS
+    return SHARE * abs(number)
 
 
 def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Compared:
@@ -129,12 +137,15 @@ def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Comp
     number = number._replace(mean=mean, deviation=deviation)
     if paper is None:
         return number
-    interval = paired_difference(values, [paper.mean] * len(values))[1:] if len(values) > 1 else None
+    interval = None
+    if len(values) > 1:
+        interval = paired_difference(values, [paper.mean] * len(values))[1:]
     return number._replace(difference=mean - paper.mean, interval=interval)
 
 
 def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reproduced"] | None:
-    """Return the status of a column after runs at the paper's scale; None: too few runs, or no numbers."""
+    """Return the status of a column after runs at the paper's scale; None: too few
+    runs, or no numbers."""
     column = results[0].column
     min_seeds = 1 if len(column.seeds) == 1 else MIN_SEEDS
     has_numbers = any(number is not None for row in column.rows for number in row.numbers)
@@ -142,7 +153,9 @@ def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reprod
     if not has_numbers or not complete:
         return None
     met = all(number.met for result in results for number in result.compared().values())
-    return "reproduced" if met else "not reproduced"
+    if met:
+        return "reproduced"
+    return "not reproduced"
 
 
 # ---- the order of the rows ---------------------------------------------------------------------------------
@@ -195,8 +208,8 @@ HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interva
 
 
 def lines(results: Sequence[RowResult]) -> list[tuple[str, ...]]:
-    """Return the cells of the table: its head, and a line for each row and metric. The column of notes is
-    left out if there are none."""
+    """Return the cells of the table: its head, and a line for each row and metric. The
+    column of notes is left out if there are none."""
     cells: list[tuple[str, ...]] = [HEAD]
     for result in results:
         for i, number in enumerate(result.compared().values()):
@@ -222,7 +235,9 @@ def _cells(number: Compared) -> tuple[str, ...]:
 def _paper(number: Number | None) -> str:
     if number is None:
         return "-"
-    return f"{number.mean:g}" if number.deviation is None else f"{number.mean:.2f}±{number.deviation:.2f}"
+    if number.deviation is None:
+        return f"{number.mean:g}"
+    return f"{number.mean:.2f}±{number.deviation:.2f}"
 
 
 def order_lines(pairs: Sequence[Pair]) -> list[str]:

@@ -1,8 +1,10 @@
-"""Read the tables of papers as data, one YAML file for each paper: fcljax/assets/papers, or a user's folder.
+"""Read the tables of papers as data, one YAML file for each paper:
+fcljax/assets/papers, or a user's folder.
 
-docs/reproducing.md describes the format with an example. The settings of a row are those of `base`, of its
-table, its column and its own options; later ones win. Accuracies and forgetting are in %, metrics that end
-with _bytes in MiB, those that end with scalars in 10^6.
+docs/reproducing.md describes the format with an example. The settings of a row are
+those of `base`, of its table, its column and its own options; later ones win.
+Accuracies and forgetting are in %, metrics that end with _bytes in MiB, those that end
+with scalars in 10^6.
 """
 
 import dataclasses
@@ -41,10 +43,11 @@ class RowEntry:
     method: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = None
-    """A list with an entry for each metric, in a table with columns a mapping from column to such a list."""
+    """A list with an entry for each metric, in a table with columns a mapping from
+    column to such a list."""
     curve: Any = None
-    """The paper's accuracies A_t in %, a list over the tasks with null where one cannot be read; in a table
-    with columns a mapping from column to such a list."""
+    """The paper's accuracies A_t in %, a list over the tasks with null where one cannot
+    be read; in a table with columns a mapping from column to such a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,8 @@ class FigureEntry:
     """What the figure of a table shows."""
 
     x: str
-    """tasks: A_t over the tasks; rounds: A after each round; or the option that rows or columns vary, over
-    which the first metric is drawn."""
+    """tasks: A_t over the tasks; rounds: A after each round; or the option that rows or
+    columns vary, over which the first metric is drawn."""
     learned: list[int] = dataclasses.field(default_factory=list)
     """With x tasks: the accuracies on these tasks, from 1, in the place of A_t."""
 
@@ -83,7 +86,8 @@ class TableEntry:
     notes: list[str] = dataclasses.field(default_factory=list)
     figure: FigureEntry | None = None
     of: str | None = None
-    """A table whose rows, columns, settings, metrics and upload it has: a figure of the same runs."""
+    """A table whose rows, columns, settings, metrics and upload it has: a figure of the
+    same runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +112,8 @@ class Paper:
 
 
 class Row(NamedTuple):
-    """A row of a column: the method, its options, and the paper's number of each metric."""
+    """A row of a column: the method, its options, and the paper's number of each
+    metric."""
 
     method: str
     options: Mapping[str, Any]
@@ -122,7 +127,8 @@ class Row(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a table, or a table without columns: the rows that share their settings."""
+    """A column of a table, or a table without columns: the rows that share their
+    settings."""
 
     path: str
     system: str
@@ -147,13 +153,16 @@ class Column(NamedTuple):
 
     @property
     def upload(self) -> int:
-        """Return the parameters that a client of the paper's own method uploads per round."""
+        """Return the parameters that a client of the paper's own method uploads per
+        round."""
         column = self.entry.columns.get(self.name, ColumnEntry())
         return column.upload or self.entry.upload
 
     def label(self, row: Row) -> str:
         """Return the name of a row, in a table of all columns."""
-        return f"{row.words()} [{self.name}]" if self.name else row.words()
+        if self.name:
+            return f"{row.words()} [{self.name}]"
+        return row.words()
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
@@ -174,7 +183,8 @@ def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
     """Read the columns of a table.
 
     Raises:
-      InputError: for a folder without papers, an unknown system or table, or a mistake in the file.
+      InputError: for a folder without papers, an unknown system or table, or a mistake
+        in the file.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -300,7 +310,8 @@ def _number(value: object, where: str) -> Number | None:
 
 
 def write_verified(path: str | Path, verdicts: Mapping[str, Verified]) -> None:
-    """Write the status of columns into the last part of a file; the rest stays as it is."""
+    """Write the status of columns into the last part of a file; the rest stays as it
+    is."""
     path = Path(path)
     unchanged = _text(path).partition(VERIFIED)[0]
     previous = parse_paper(str(path), config.load_yaml(path)).verified

@@ -1,7 +1,7 @@
 """Run the rows of a paper's table as a sweep, and put the paper's numbers beside ours.
 
-`papers.py` reads the tables, `paper_tables.py` compares the numbers. The folder is a sweep's (`sweeps.py`),
-and has table.md and table.json besides.
+`papers.py` reads the tables, `paper_tables.py` compares the numbers. The folder is a
+sweep's (`sweeps.py`), and has table.md and table.json besides.
 """
 
 import dataclasses
@@ -71,8 +71,9 @@ class Plan(NamedTuple):
 def settings_of(column: Column, row: Row) -> RunConfig:
     """Return the settings of a row at the paper's scale.
 
-    What the row cannot read is left out of the column's settings: options of the paper's own method or
-    adapter that the row's does not have, and those of a partition where the row has another one.
+    What the row cannot read is left out of the column's settings: options of the
+    paper's own method or adapter that the row's does not have, and those of a partition
+    where the row has another one.
 
     Raises:
       InputError: naming the file, the row and what is wrong.
@@ -101,10 +102,12 @@ def plan(columns: Sequence[Column], scale: Scale, seeds: int | None, only: str |
       columns: of the table.
       scale: `mini` as `mini.mini` has it, or the paper's.
       seeds: number of seeds of each row, as `seeds_of`.
-      only: the only rows to run: a label, or method and options, which stand for all columns.
+      only: the only rows to run: a label, or method and options, which stand for all
+        columns.
 
     Raises:
-      InputError: for a row that does not resolve at the paper's scale, or an unknown `only`.
+      InputError: for a row that does not resolve at the paper's scale, or an unknown
+        `only`.
     """
     if only is not None:
         names = [_names(column, row) for column in columns for row in column.rows]
@@ -123,8 +126,8 @@ def plan(columns: Sequence[Column], scale: Scale, seeds: int | None, only: str |
 
 
 def _varied(columns: Sequence[Column]) -> set[str]:
-    """Return the sizes that a table varies, which stay as they are at mini scale: the number of clients, and
-    of tasks where the columns differ in nothing else."""
+    """Return the sizes that a table varies, which stay as they are at mini scale: the
+    number of clients, and of tasks where the columns differ in nothing else."""
     varied = set()
     if len({column.settings.get("clients") for column in columns}) > 1:
         varied.add("clients")
@@ -138,7 +141,8 @@ def _names(column: Column, row: Row) -> tuple[str, str]:
 
 
 def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[Row, RunConfig | None, str]]:
-    """Yield the settings of a column's rows, or why one cannot run at this scale. All see the same images."""
+    """Yield the settings of a column's rows, or why one cannot run at this scale. All
+    see the same images."""
     full = [(row, settings_of(column, row)) for row in column.rows]
     if scale == "paper":
         yield from ((row, cfg, "") for row, cfg in full)
@@ -159,8 +163,8 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
 
 
 def seeds_of(column: Column, scale: Scale, count: int | None) -> list[int]:
-    """Return the first `count` seeds of a column, then those after its largest; None: one at mini scale, else
-    all."""
+    """Return the first `count` seeds of a column, then those after its largest; None:
+    one at mini scale, else all."""
     if count is None:
         count = 1 if scale == "mini" else len(column.seeds)
     further = range(max(column.seeds) + 1, max(column.seeds) + 1 + count)
@@ -168,7 +172,8 @@ def seeds_of(column: Column, scale: Scale, count: int | None) -> list[int]:
 
 
 def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str:
-    """Return the name of a row's run with a seed. The run is added to `runs` if none has its settings yet."""
+    """Return the name of a row's run with a seed. The run is added to `runs` if none
+    has its settings yet."""
     cfg = dataclasses.replace(cfg, seed=seed)
     if cfg not in runs:
         words = [column.name, *papers.words_of(row.options)]
@@ -257,8 +262,9 @@ def write(
     out: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Write table.md, table.json, the figure of `compare`, the paper's figure if the table is one, and the
-    report page into the folder of the sweep. `tell` gets the reason if there is no page."""
+    """Write table.md, table.json, the figure of `compare`, the paper's figure if the
+    table is one, and the report page into the folder of the sweep. `tell` gets the
+    reason if there is no page."""
     figure = plan.column.entry.figure
     pairs = tables.orderings(rows)
     claims = plan.column.entry.claims
@@ -280,7 +286,9 @@ def write(
             "figure": figure and paper_figures.as_json(figure, rows),
         },
     )
-    drawing = paper_figures.draw_figure(figure, rows) if figure else None
+    drawing = None
+    if figure:
+        drawing = paper_figures.draw_figure(figure, rows)
     if drawing:
         figures.save(out / DRAWN, drawing)
     folders = sweeps.finished_folders(outcomes, out)
@@ -302,8 +310,8 @@ def terminal_table(plan: Plan, rows: Sequence[RowResult]) -> Table:
 def record_paper_runs(
     rows: Sequence[RowResult], outcomes: Mapping[str, Outcome], plan: Plan, device: str, write_file: bool
 ) -> list[str]:
-    """Judge runs at the paper's scale, and write status and cost into the file of the paper with
-    `write_file`: the package's own files are not the user's to change.
+    """Judge runs at the paper's scale, and write status and cost into the file of the
+    paper with `write_file`: the package's own files are not the user's to change.
 
     Returns:
       A line for each column: its new status, or why it stays as it was.

@@ -1,4 +1,5 @@
-"""Run one method over several seeds: a run directory for each in one folder, and their mean."""
+"""Run one method over several seeds: a run directory for each in one folder, and their
+mean."""
 
 import contextlib
 import dataclasses
@@ -27,7 +28,8 @@ def parse_seeds(text: str, start: int) -> list[int]:
     """Parse `--seeds`: "3" is three from `start` on, "2023,7" are these.
 
     Raises:
-      InputError: for what is neither, for a seed that comes twice, or for no or too many seeds.
+      InputError: for what is neither, for a seed that comes twice, or for no or too
+        many seeds.
     """
     numbers = [whole_number(part) for part in text.split(",") if part.strip()]
     seeds = [number for number in numbers if number is not None]
@@ -39,7 +41,9 @@ def parse_seeds(text: str, start: int) -> list[int]:
         return seeds
     count = seeds[0]
     if not 1 <= count <= MOST_SEEDS:
-        nearest = MOST_SEEDS if count else 1
+        nearest = 1
+        if count:
+            nearest = MOST_SEEDS
         raise InputError(f"seeds: {count} runs; nearest: {nearest}; a run with seed {count}: --seed {count}")
     return list(range(start, start + count))
 
@@ -62,9 +66,11 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 def run_seeds(
     cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, observer: Observer
 ) -> list[dict[str, Any]]:
-    """Run a method once with each seed, into `out`/seed-S; finished runs in `out` are not repeated.
+    """Run a method once with each seed, into `out`/seed-S; finished runs in `out` are
+    not repeated.
 
-    Writes seeds.json (mean, standard deviation and values over the seeds) and report.html.
+    Writes seeds.json (mean, standard deviation and values over the seeds) and
+    report.html.
 
     Args:
       cfg: settings; the seed is replaced.
@@ -102,10 +108,12 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
     Args:
       out: the folder.
-      resumed: checks an existing folder before it is resumed; None: the folder must be new.
+      resumed: checks an existing folder before it is resumed; None: the folder must be
+        new.
 
     Raises:
-      InputError: if it exists and should not, cannot be written, is refused, or another process owns it.
+      InputError: if it exists and should not, cannot be written, is refused, or another
+        process owns it.
     """
     if resumed is not None:
         resumed()
@@ -117,7 +125,8 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
 
 def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return mean and population standard deviation over seeds of the numbers that papers report."""
+    """Return mean and population standard deviation over seeds of the numbers that
+    papers report."""
     by_metric = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
     by_metric["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}

@@ -1,7 +1,9 @@
-"""Make the runs of a grid (`grid.py`), each a run directory of its own in one folder, some at a time.
+"""Make the runs of a grid (`grid.py`), each a run directory of its own in one folder,
+some at a time.
 
-The folder has a run directory for each run, plan.yaml (the runs and the options that the file gives them),
-settings/ (their config.yaml), logs/ (their output), and at the end sweep.json and accuracy.png.
+The folder has a run directory for each run, plan.yaml (the runs and the options that
+the file gives them), settings/ (their config.yaml), logs/ (their output), and at the
+end sweep.json and accuracy.png.
 """
 
 import contextlib
@@ -65,12 +67,14 @@ class Ways(NamedTuple):
 
 
 def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Console) -> dict[str, Outcome]:
-    """Make all runs that are not finished in `out`; one that fails does not end the others.
+    """Make all runs that are not finished in `out`; one that fails does not end the
+    others.
 
     Args:
       runs: all of the sweep.
       out: its folder; a new one, unless `resume`.
-      resume: resume the sweep in `out`. There may be more runs than before; the others must be unchanged.
+      resume: resume the sweep in `out`. There may be more runs than before; the others
+        must be unchanged.
       ways: how they are made.
       console: where the progress bar goes.
 
@@ -78,8 +82,10 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
       The outcome of each run, by its name, as in sweep.json.
 
     Raises:
-      InputError: for a folder that cannot be used, or belongs to another sweep or process.
-      KeyboardInterrupt: after all running processes have ended, with checkpoints to resume from.
+      InputError: for a folder that cannot be used, or belongs to another sweep or
+        process.
+      KeyboardInterrupt: after all running processes have ended, with checkpoints to
+        resume from.
     """
     check = (lambda: _check_same(runs, out)) if resume else None
     with folder_of_runs(out, check):
@@ -100,7 +106,9 @@ def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Con
 
 def advice(out: Path, command: str) -> str:
     """Tell how to resume a sweep that was stopped, by `command`."""
-    return f"resume with: {command}" if (out / PLAN).exists() else ""
+    if (out / PLAN).exists():
+        return f"resume with: {command}"
+    return ""
 
 
 # ---- files of the folder -----------------------------------------------------------------------------------
@@ -115,7 +123,8 @@ def _write_plan(runs: Sequence[Planned], out: Path) -> None:
 
 
 def plan_values(runs: Sequence[Planned]) -> dict[str, dict[str, Any]]:
-    """Return the content of plan.yaml: name of the run -> its method and the options that the file gives."""
+    """Return the content of plan.yaml: name of the run -> its method and the options
+    that the file gives."""
     return {run.name: {"method": run.method} | run.given for run in runs}
 
 
@@ -159,7 +168,8 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
 
 
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
-    """Return the outcome of a run whose process has ended with this code; None: there was no process."""
+    """Return the outcome of a run whose process has ended with this code; None: there
+    was no process."""
     try:
         summary = load_summary(out / run.name)
     except InputError:
@@ -186,7 +196,9 @@ def failure(outcomes: Mapping[str, Outcome]) -> str:
     """Tell why the first run without a result has none; empty if all runs finished."""
     for outcome in outcomes.values():
         if outcome.state != "finished":
-            return f"{outcome.state}: {outcome.why}" if outcome.why else outcome.state
+            if outcome.why:
+                return f"{outcome.state}: {outcome.why}"
+            return outcome.state
     return ""
 
 
@@ -226,8 +238,9 @@ def run_all(
     codes: dict[str, int],
     watch: Callable[[Mapping[str, int], Sequence[str]], None],
 ) -> None:
-    """Make runs, at most `len(slots)` at a time, and write their exit codes into `codes`. A signal that ends
-    this process is passed on to the running ones, which it waits for."""
+    """Make runs, at most `len(slots)` at a time, and write their exit codes into
+    `codes`. A signal that ends this process is passed on to the running ones, which it
+    waits for."""
     waiting = deque(jobs)
     free = list(slots)
     running = {}
@@ -272,7 +285,8 @@ def _end(running: Mapping[str, tuple[ClusterTask, str | None]], number: int) -> 
 def _watched(
     runs: Sequence[Planned], out: Path, console: Console
 ) -> Iterator[Callable[[Mapping[str, int], Sequence[str]], None]]:
-    """Show a bar over the rounds of all runs, with the time left, and a line for each run that has ended."""
+    """Show a bar over the rounds of all runs, with the time left, and a line for each
+    run that has ended."""
     columns = [
         TextColumn("runs {task.fields[ended]}/{task.fields[runs]}"),
         BarColumn(),
@@ -317,13 +331,16 @@ def finished_folders(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
 
 
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
-    """Compare the finished runs in tables and a figure, and list the others in a further table."""
+    """Compare the finished runs in tables and a figure, and list the others in a
+    further table."""
     folders = finished_folders(outcomes, out)
     comparison, figure = compare(folders, out / "accuracy.png") if folders else ([], None)
     failed = new_table("run", "exit code", "why", title="failed")
     for name, outcome in outcomes.items():
         if outcome.state != "finished":
-            code = "" if outcome.exit_code is None else outcome.exit_code
+            code = ""
+            if outcome.exit_code is not None:
+                code = outcome.exit_code
             add_row(failed, name, code, outcome.why or outcome.state)
     if failed.row_count:
         comparison = [*comparison, failed]

@@ -1,7 +1,8 @@
-"""Choose hyper-parameters on held-out training images: a study of runs, each a trial, with Optuna.
+"""Choose hyper-parameters on held-out training images: a study of runs, each a trial,
+with Optuna.
 
-What a trial tries depends only on the seed, its number and the trials before it, so a study that was stopped
-and resumed tries what an uninterrupted one would.
+What a trial tries depends only on the seed, its number and the trials before it, so a
+study that was stopped and resumed tries what an uninterrupted one would.
 """
 
 import contextlib
@@ -57,7 +58,9 @@ class Range(NamedTuple):
         if self.kind == "choice":
             return ",".join(map(str, self.values))
         ends = "..".join(map(str, self.values))
-        return f"log:{ends}" if self.kind == "log" else ends
+        if self.kind == "log":
+            return f"log:{ends}"
+        return ends
 
 
 class StudyRequest(NamedTuple):
@@ -87,7 +90,8 @@ class Trial(NamedTuple):
     state: str
     """ "complete", "pruned" or "failed"."""
     value: float | None
-    """The metric on held-out images, after the last task; of a pruned trial where it was stopped."""
+    """The metric on held-out images, after the last task; of a pruned trial where it
+    was stopped."""
     values: dict[str, Any]
 
 
@@ -174,7 +178,8 @@ def stored(folder: Path, method: str) -> StudyRequest:
 
 
 def tune(request: StudyRequest, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
-    """Run the trials that are missing, and write best.yaml (settings for `--config`) and trials.json.
+    """Run the trials that are missing, and write best.yaml (settings for `--config`)
+    and trials.json.
 
     Args:
       request: for the study.
@@ -195,7 +200,9 @@ def tune(request: StudyRequest, out: Path, resume: bool, observer: loop.Observer
         storage = optuna.storages.JournalStorage(
             optuna.storages.journal.JournalFileBackend(str(out / JOURNAL))
         )
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP) if request.prune else None
+        pruner = None
+        if request.prune:
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP)
         study = optuna.create_study(
             storage=storage,
             study_name="tune",
@@ -282,7 +289,8 @@ def trials_of(study: Any) -> list[Trial]:
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the complete trial with the highest metric, the first of equals; None: no trial is complete."""
+    """Return the complete trial with the highest metric, the first of equals; None: no
+    trial is complete."""
     metrics = {trial.number: trial.value for trial in trials if trial.state == "complete"}
     number = rate_search.best(metrics, prefer=float)
     return next((trial for trial in trials if trial.number == number), None)
@@ -328,7 +336,9 @@ def _line(trial: Trial, request: StudyRequest) -> str:
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def _plain(request: StudyRequest) -> dict[str, Any]:

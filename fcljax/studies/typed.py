@@ -1,4 +1,5 @@
-"""Read structured YAML as dataclasses: every value has its annotated type, and an unknown key is an error."""
+"""Read structured YAML as dataclasses: every value has its annotated type, and an
+unknown key is an error."""
 
 import dataclasses
 import re
@@ -19,10 +20,12 @@ KINDS: dict[object, str] = {
 
 
 def read_typed(kind: type[Value], values: Mapping[str, Any], file: str) -> Value:
-    """Return a dataclass from the content of a file; dataclasses within it, lists and mappings included.
+    """Return a dataclass from the content of a file; dataclasses within it, lists and
+    mappings included.
 
     Raises:
-      InputError: one line with the file, the place in it, and the nearest key for an unknown one.
+      InputError: one line with the file, the place in it, and the nearest key for an
+        unknown one.
     """
     return _filled(kind, values, file, ": ")
 
@@ -58,7 +61,9 @@ def converted(kind: Any, value: Any, where: str) -> Any:
 
 def _class(kind: Any) -> Any:
     """Return the class that YAML has for a type."""
-    return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(kind):
+        return dict
+    return typing.get_origin(kind) or kind
 
 
 def _matches(value: object, kind: Any) -> bool:
