@@ -124,16 +124,16 @@ def _reply(
     message: Message,
     context: Context,
 ) -> Message:
-    given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-    resolved = node.federation_settings(method, settings | given)
+    options = {name: value for name, value in context.run_config.items() if name not in _SERVER}
+    resolved = node.federation_settings(method, settings | options)
     client = node.check_client(resolved, context.node_config.get("partition-id"))
     call = message.content.config_records["call"]
     path = context.node_config.get("data")
     class_names = tuple(map(str, list_in(call, "class_names")))
-    own = None
+    private_data = None
     if path is not None:
-        own = OwnData(client, str(path), class_names)
-    return Message(content(_Client(resolved, client, own, call), message, context), reply_to=message)
+        private_data = OwnData(client, str(path), class_names)
+    return Message(content(_Client(resolved, client, private_data, call), message, context), reply_to=message)
 
 
 def _hello(client: _Client, message: Message, context: Context) -> RecordDict:
@@ -170,12 +170,12 @@ def _request(call: ConfigRecord) -> Request:
     return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
-def _cached(stored: Mapping[str, Array], sent: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
+def _cached(stored: Mapping[str, Array], received: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
     """Return the cached part of earlier broadcasts, from the node's arrays and from
     those that were sent; None: an array is missing, or does not have the digest that
     the server expects."""
     expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
-    both = {**stored, **sent}
+    both = {**stored, **received}
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     if _digests(cached) == expected:
         return cached
@@ -332,8 +332,8 @@ def _play(
     with Clock(records.seconds) as clock:
         play_round = make_play_round(exp, records, clock, link.play)
         for step in range(exp.sizes.tasks * exp.sizes.rounds):
-            state, kept, line = play_round(exp, state, past, step)
-            past += () if kept is None else (kept,)
+            state, replay, line = play_round(exp, state, past, step)
+            past += () if replay is None else (replay,)
             line |= link.counted()
             if out:
                 with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -440,9 +440,9 @@ class Nodes:
         self.asked |= strangers
         new = sorted(connected - self.asked)
         call = {"class_names": list(self.class_names)}
-        ask = [Message(RecordDict({"call": config(call)}), each, HELLO) for each in new]
-        wrong = [f"nodes: node {each} may not take part" for each in sorted(strangers)]
-        for reply in self.grid.send_and_receive(ask, timeout=timeout) if ask else ():
+        messages = [Message(RecordDict({"call": config(call)}), node_id, HELLO) for node_id in new]
+        wrong = [f"nodes: node {node_id} may not take part" for node_id in sorted(strangers)]
+        for reply in self.grid.send_and_receive(messages, timeout=timeout) if messages else ():
             if reply.metadata.src_node_id not in connected:
                 continue  # the SuperLink reports that a node is gone
             self.asked.add(reply.metadata.src_node_id)
@@ -490,9 +490,9 @@ def _facts(reply: Message) -> Facts:
         if len(text) > MAX_FACTS:
             raise ValueError(f"it has {len(text):,} characters, more than {MAX_FACTS:,}")
         facts = Facts(**json.loads(text))
-        whole = type(facts.client) is int and all(type(count) is int for count in facts.examples)
-        texts = all(isinstance(digest, str) for digest in facts.digests.values())
-        if not (whole and texts and isinstance(facts.settings, dict)):
+        has_integers = type(facts.client) is int and all(type(count) is int for count in facts.examples)
+        has_texts = all(isinstance(digest, str) for digest in facts.digests.values())
+        if not (has_integers and has_texts and isinstance(facts.settings, dict)):
             raise ValueError("its values are of other types")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a node did not report what it has: {error}") from None

@@ -107,11 +107,11 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
     return Ways(slots, options.engine, slurm, ray, passed_on(options))
 
 
-def _part(options: type, given: object, where: str) -> Any:
-    if given is not None and not isinstance(given, dict):
-        raise InputError(f"{where}: {given!r} does not map options to values")
+def _part(options: type, values: object, where: str) -> Any:
+    if values is not None and not isinstance(values, dict):
+        raise InputError(f"{where}: {values!r} does not map options to values")
     try:
-        part = config.fill(options(), given or {}, "options")
+        part = config.fill(options(), values or {}, "options")
         check_ranges(part)
     except InputError as error:
         raise InputError(f"{where}: {str(error).removeprefix('options: ')}") from None

@@ -97,8 +97,8 @@ def pretrain_decoder(arguments: list[str]) -> int:
 def _parsed(options: Value, arguments: list[str], command: str, about: str) -> tuple[Value, str | None]:
     """Parse and check the options of a command; return them and its `--compile-cache`."""
     groups = {command: options, "files": ProgramOptions()}
-    _, given = parse(groups, arguments, [command], about)
-    cache = given.pop("compile_cache", None)
-    filled = replaced(options, **given)
+    _, values = parse(groups, arguments, [command], about)
+    cache = values.pop("compile_cache", None)
+    filled = replaced(options, **values)
     check_ranges(filled)
     return filled, cache

@@ -110,12 +110,12 @@ def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: st
     for i, (name, values) in enumerate(rows.items()):
         text = figures.words(name, MAX_LABEL)
         axes.text(0.005, i - 0.3, text, transform=axes.get_yaxis_transform(), fontsize=9)
-        known = {item: value for item, value in values.items() if value is not None}
-        if known:
-            mean = sum(known.values()) / len(known)
-            axes.plot(list(known.values()), [i] * len(known), gid=f"dots d{i}", **dot)
+        valid = {item: value for item, value in values.items() if value is not None}
+        if valid:
+            mean = sum(valid.values()) / len(valid)
+            axes.plot(list(valid.values()), [i] * len(valid), gid=f"dots d{i}", **dot)
             axes.plot([mean], [i], "|", color="black", markersize=18, markeredgewidth=2.5, gid=f"mean m{i}")
-            titles[f"dots d{i}"] = [f"{name}, {item}: {value:.2f} %" for item, value in known.items()]
+            titles[f"dots d{i}"] = [f"{name}, {item}: {value:.2f} %" for item, value in valid.items()]
             titles[f"mean m{i}"] = [f"{name}, mean: {mean:.2f} %"]
     return inline(figure, label, titles)
 

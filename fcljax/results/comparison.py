@@ -207,10 +207,10 @@ def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
 def megabytes_text(sizes: Sequence[Number | None]) -> str:
     """Return mean±population standard deviation of bytes over seeds, in MB; the mean
     alone where all are equal, and a dash where a value is missing."""
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    valid = [size for size in sizes if size is not None]
+    if len(valid) < len(sizes):
         return "-"
-    mean, deviation = over_seeds(np.array(known, float))
+    mean, deviation = over_seeds(np.array(valid, float))
     if deviation > 0:
         return f"{megabytes(mean)}±{megabytes(deviation)}"
     return megabytes(mean)

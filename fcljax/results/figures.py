@@ -190,12 +190,12 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
     edges = np.linspace(0, 1, len(examples) + 1)
     figure = new_figure(4.6, 5.2)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-    known = examples > 0
+    has_examples = examples > 0
     error = "unknown"
     if calibration["ece"] is not None:
         error = f"{100 * calibration['ece']:.1f} %"
     bars = {"width": 1 / len(examples), "align": "edge", "edgecolor": "white", "linewidth": 0.6}
-    upper.bar(edges[:-1][known], 100 * accuracy[known], color=PALETTE[0], gid="bins", **bars)
+    upper.bar(edges[:-1][has_examples], 100 * accuracy[has_examples], color=PALETTE[0], gid="bins", **bars)
     upper.plot([0, 1], [0, 100], color="#555555", linestyle="--", linewidth=1)
     upper.set(ylabel="Accuracy (%)", ylim=(0, 100), title=f"ECE {error}")
     lower.bar(edges[:-1], 100 * examples / max(examples.sum(), 1), color="#999999", gid="shares", **bars)

@@ -120,8 +120,8 @@ def client_accuracy(
 def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
     """Return the mean of the lowest values, a share of all and one at least; None
     without values."""
-    known = sorted(value for value in values if value is not None)
-    lowest = known[: max(1, math.ceil(share * len(known)))]
+    ordered = sorted(value for value in values if value is not None)
+    lowest = ordered[: max(1, math.ceil(share * len(ordered)))]
     if lowest:
         return sum(lowest) / len(lowest)
     return None
@@ -162,9 +162,9 @@ def calibration(
         edge. An example without a prediction has NaN and is in no bin.
       bins: of equal width.
     """
-    known = ~np.isnan(confidence)
-    right = right[known]
-    confidence = confidence[known]
+    has_prediction = ~np.isnan(confidence)
+    right = right[has_prediction]
+    confidence = confidence[has_prediction]
     bin_of = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
     examples = np.bincount(bin_of, minlength=bins)
     mean_confidence, accuracy = (
@@ -246,12 +246,12 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
     a = _lower(matrix)
     if len(a) < 2:
         return {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
-    last = a[-1]
+    final = a[-1]
     best_before = np.fmax.reduce(a[:-1, :-1], axis=0)
     return {
-        "paper": _mean(best_before - last[:-1]),
-        "released": _mean(np.fmax.reduce(a, axis=0) - last),
-        "diagonal": _mean(np.diagonal(a)[:-1] - last[:-1]),
+        "paper": _mean(best_before - final[:-1]),
+        "released": _mean(np.fmax.reduce(a, axis=0) - final),
+        "diagonal": _mean(np.diagonal(a)[:-1] - final[:-1]),
     }
 
 
@@ -333,9 +333,9 @@ def _lower(matrix: Matrix) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    if known.size:
-        return float(known.mean())
+    valid = values[~np.isnan(values)]
+    if valid.size:
+        return float(valid.mean())
     return float("nan")
 
 

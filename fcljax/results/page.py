@@ -120,10 +120,10 @@ def _title(summaries: Sequence[Summary]) -> str:
 
 def _first_names(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
-    more = ""
+    rest = ""
     if len(distinct) > MAX_NAMES:
-        more = f" and {len(distinct) - MAX_NAMES} more"
-    return ", ".join(distinct[:MAX_NAMES]) + more
+        rest = f" and {len(distinct) - MAX_NAMES} more"
+    return ", ".join(distinct[:MAX_NAMES]) + rest
 
 
 def _lead(runs: Mapping[str, Summary]) -> str:

@@ -96,10 +96,10 @@ def sections_of(summaries: Sequence[Summary], page_command: str) -> list[Section
 def _derived(run: Summary) -> dict[str, Number | None]:
     """Compute what the tables show and no key of a summary has."""
     accuracies = run.get("client_accuracy") or []
-    known = [value for value in accuracies if value is not None]
+    valid = [value for value in accuracies if value is not None]
     values = {
         "seconds": total_seconds(run),
-        "client_mean": float(np.mean(known)) if known else None,
+        "client_mean": float(np.mean(valid)) if valid else None,
         "client_worst_tenth": worst(accuracies),
         "client_lowest": worst(accuracies, 0.0),
     }
@@ -107,7 +107,7 @@ def _derived(run: Summary) -> dict[str, Number | None]:
         once_a_task = run.get("communication_extra")
         total = None
         if once_a_task is not None:
-            total = sum(sent[key] for sent in once_a_task.values())
+            total = sum(exchange[key] for exchange in once_a_task.values())
         values[f"{key}_once_a_task"] = total
     return values
 
@@ -163,7 +163,7 @@ Columns = Mapping[str, tuple[Callable[[Sequence], Cell], str]]
 
 
 def _summary_table(
-    caption: str, first: str, rows: Mapping[str, Sequence[Summary]], columns: Columns
+    caption: str, row_title: str, rows: Mapping[str, Sequence[Summary]], columns: Columns
 ) -> PageTable:
     """Return a table with a row for each name in `rows`, which shows the mean over its
     runs."""
@@ -171,7 +171,7 @@ def _summary_table(
         [name, *(cell([value_at(run, key) for run in runs]) for cell, key in columns.values())]
         for name, runs in rows.items()
     ]
-    return _table(caption, (first, *columns), cells)
+    return _table(caption, (row_title, *columns), cells)
 
 
 def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> PageTable:
@@ -201,10 +201,10 @@ def _left_out(runs: Mapping[str, Summary], key: str) -> list[str]:
     names = [name for name, run in runs.items() if not value_at(run, key)]
     if not names:
         return []
-    more = ""
+    rest = ""
     if len(names) > MAX_NAMES:
-        more = f" and {len(names) - MAX_NAMES} more"
-    return [f"Left out, since summary.json lacks {key!r}: {', '.join(names[:MAX_NAMES])}{more}."]
+        rest = f" and {len(names) - MAX_NAMES} more"
+    return [f"Left out, since summary.json lacks {key!r}: {', '.join(names[:MAX_NAMES])}{rest}."]
 
 
 # sections
@@ -366,12 +366,12 @@ def _with_items(
         [name, *(percent_cell([values.get(name)]) for values in accuracies.values())]
         for name in names[:MAX_ROWS]
     ]
-    more = ""
+    limit = ""
     if len(names) > MAX_ROWS:
-        more = f"; the first {MAX_ROWS} of {len(names)}"
-    every = _table(f"{section.title}, in %{more}", (item, *accuracies), rows)
+        limit = f"; the first {MAX_ROWS} of {len(names)}"
+    item_table = _table(f"{section.title}, in %{limit}", (item, *accuracies), rows)
     chart = Chart(charts.dots(dots, label, "Accuracy (%)"))
-    return section._replace(charts=[chart], tables=tables, folded=[every])
+    return section._replace(charts=[chart], tables=tables, folded=[item_table])
 
 
 def _costs(groups: list[Group]) -> Section:
@@ -403,11 +403,11 @@ def _costs(groups: list[Group]) -> Section:
     label = "Accuracy after the last task over all that clients send and receive; the table has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
     drawing = charts.scatter(points, label, "Sent and received in the whole run (MB)", "A_last (%)")
-    drawn = []
+    drawings = []
     if points:
-        drawn = [Chart(drawing, legend)]
+        drawings = [Chart(drawing, legend)]
     left_out = _left_out({group.name: group.runs[0] for group in groups}, "communication_total")
-    return Section("costs", "Communication and storage", [text, *left_out], drawn, [table])
+    return Section("costs", "Communication and storage", [text, *left_out], drawings, [table])
 
 
 def _settings(groups: list[Group]) -> Section:
@@ -448,9 +448,9 @@ def _run_command(group: Group) -> str:
     """Return the command that repeats the runs of a group."""
     run = group.runs[0]
     settings = {"method": run["method"], "seed": run["seed"], **run.get("config", {})}
-    given = run.get("given")  # older runs have none
-    is_known = isinstance(given, list) and all(isinstance(name, str) for name in given)
-    words = repeat.command(settings, given if is_known else None)
+    names = run.get("given")  # older runs have none
+    is_known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    words = repeat.command(settings, names if is_known else None)
     if len(group.runs) > 1:
         words = [word for word in words if not word.startswith("--seed=")]
         words.append(f"--seeds={','.join(str(run['seed']) for run in group.runs)}")

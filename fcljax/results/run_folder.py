@@ -57,16 +57,16 @@ def changed_files(run_dir: str | Path) -> list[str]:
     if not path.exists():
         return []
     try:
-        known = json.loads(read_text(path, 1 << 16))
+        sealed = json.loads(read_text(path, 1 << 16))
     except (OSError, ValueError, RecursionError):
-        known = None
-    if not isinstance(known, dict):
+        sealed = None
+    if not isinstance(sealed, dict):
         return [f"warning: {path} is not as the run wrote it: it has no digests"]
     warnings = []
     for name in SEALED:
         digest = _sha256(Path(run_dir) / name)
         # what needs a missing file reports it, or makes it again
-        if digest and digest != known.get(name):
+        if digest and digest != sealed.get(name):
             file = Path(run_dir) / name
             warnings.append(f"warning: {file} is not as the run wrote it: its sha256 differs")
     return warnings

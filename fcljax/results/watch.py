@@ -193,14 +193,14 @@ def _title(settings: dict[str, Any]) -> str:
 def _numbers(lines: Sequence[dict[str, Any]]) -> list[object]:
     """Return loss, accuracy in %, clients and rejected uploads of rounds; a dash where
     unknown."""
-    last = {}
+    latest = {}
     if lines:
-        last = lines[-1]
+        latest = lines[-1]
     accuracies = [line["A"] for line in lines if is_number(line.get("A"))]
     return [
-        f"{last['loss']:.4g}" if isinstance(last.get("loss"), int | float) else "-",
+        f"{latest['loss']:.4g}" if isinstance(latest.get("loss"), int | float) else "-",
         f"{100 * accuracies[-1]:.2f}" if accuracies else "-",
-        last.get("participants", "-"),
+        latest.get("participants", "-"),
         rejected_uploads(lines),
     ]
 

@@ -96,8 +96,8 @@ def plan(path: str | Path, code: bool = False) -> list[Planned]:
 
 def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[Planned]:
     """Plan as `plan` does, from a file's content; `where` is its name for messages."""
-    given = {key: value for key, value in values.items() if value is not None}
-    file = typed.read_typed(SweepFile, given, where)
+    entries = {key: value for key, value in values.items() if value is not None}
+    file = typed.read_typed(SweepFile, entries, where)
     try:
         _check_places(file)
         seeds = _seeds(file)
@@ -191,15 +191,15 @@ def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Ite
 
 
 def _planned(point: Point, grid: list[str]) -> Planned:
-    given = point.given()
+    options = point.given()
     try:
-        cfg = config.from_mapping(point.method, given, "options")
+        cfg = config.from_mapping(point.method, options, "options")
     except InputError as error:
         message = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, message)}: {message}") from None
-    given = {option: getattr(cfg, option) for option in given}  # 1e-3 is text in YAML
-    values = [(option, given[option]) for option in grid]
-    return Planned(folder_name(point.method, point.variant, values, cfg.seed), given, cfg)
+    options = {option: getattr(cfg, option) for option in options}  # 1e-3 is text in YAML
+    values = [(option, options[option]) for option in grid]
+    return Planned(folder_name(point.method, point.variant, values, cfg.seed), options, cfg)
 
 
 def _blamed(point: Point, message: str) -> str:
@@ -251,9 +251,9 @@ def _check_different(planned: list[Planned]) -> None:
     """
     names_of: dict[RunConfig, str] = {}
     for run in planned:
-        other = names_of.setdefault(run.cfg, run.name)
-        if other is not run.name:
-            raise InputError(f"grid: {other} and {run.name} are the same run, with the same settings")
+        known_name = names_of.setdefault(run.cfg, run.name)
+        if known_name is not run.name:
+            raise InputError(f"grid: {known_name} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]
     if len(set(names)) < len(names):  # as likely as that two sha256 begin with the same 24 bits
         raise InputError("grid: two runs would have the same folder; change a variant's name or a value")

@@ -165,8 +165,8 @@ def plan(
       InputError: one line that names the file, the method, the option and the value.
     """
     values = config.load_yaml(path)
-    given = {key: value for key, value in values.items() if value is not None}
-    file = typed.read_typed(LeaderboardFile, given, str(path))
+    entries = {key: value for key, value in values.items() if value is not None}
+    file = typed.read_typed(LeaderboardFile, entries, str(path))
     file = dataclasses.replace(file, base={**file.base, **base})
     methods = file.methods or {name: METHOD_OPTIONS.get(name, {}) for name in METHODS}
     _check(file, methods, str(path), code)
@@ -195,16 +195,16 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
         raise InputError(f"{where}: tuned.{stray}: it is not one of the methods")
 
 
-def _entry(file: LeaderboardFile, method: str, more: Mapping[str, Any], where: str) -> Contender:
-    given = {**SHARED, **file.base, **more}
+def _entry(file: LeaderboardFile, method: str, method_options: Mapping[str, Any], where: str) -> Contender:
+    shared = {**SHARED, **file.base, **method_options}
     try:
-        settings = config.from_mapping(method, given, "options")
+        settings = config.from_mapping(method, shared, "options")
         tuned = _tuned(file, method, settings)
-        options = {factor: given | _scaled(settings, tuned, factor) for factor in file.factors}
+        options = {factor: shared | _scaled(settings, tuned, factor) for factor in file.factors}
     except InputError as error:
         raise InputError(f"{where}: methods.{method}: {str(error).removeprefix('options: ')}") from None
     if not tuned:
-        options = {1.0: given}
+        options = {1.0: shared}
     trials = {}
     runs = {}
     for factor, base in options.items():
@@ -435,13 +435,13 @@ def missing(rows: Iterable[Standing]) -> list[Standing]:
 def _shared(entries: Sequence[Contender]) -> dict[str, Any]:
     """Return the options that all runs on test images share and that are not the
     defaults."""
-    given = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
+    run_options = [run.given for entry in entries for runs in entry.runs.values() for run in runs]
     return {
         name: value
-        for name, value in given[0].items()
+        for name, value in run_options[0].items()
         if name != "seed"
         and value != SHARED.get(name)
-        and all(options.get(name) == value for options in given)
+        and all(options.get(name) == value for options in run_options)
     }
 
 

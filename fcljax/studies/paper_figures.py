@@ -133,8 +133,8 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
         return None
     metric = results[0].column.metrics[0]
     ylabel = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit_of_metric(metric)})"
-    drawn = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(by_name)))
-    axes = drawn.add_subplot()
+    drawing = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(by_name)))
+    axes = drawing.add_subplot()
     axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=ylabel)
     for i, (name, line) in enumerate(by_name.items()):
         style = figures.curve_style(i)
@@ -148,8 +148,8 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
         axes.set_xscale("log")
     axes.grid(axis="y", color=figures.GRID, linewidth=0.8)
     figures.open_frame(axes)
-    drawn.legend(loc="outside right upper", frameon=False)
-    return drawn
+    drawing.legend(loc="outside right upper", frameon=False)
+    return drawing
 
 
 def as_json(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Any]:

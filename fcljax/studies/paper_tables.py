@@ -175,31 +175,31 @@ def orderings(results: Sequence[RowResult]) -> list[Pair]:
     return pairs
 
 
-def _comparable(first: RowResult, second: RowResult) -> bool:
-    if first.column.key == second.column.key:
+def _comparable(row: RowResult, other: RowResult) -> bool:
+    if row.column.key == other.column.key:
         return True
     for name in ("dataset", "backbone", "checkpoint"):
-        if first.column.settings.get(name) != second.column.settings.get(name):
+        if row.column.settings.get(name) != other.column.settings.get(name):
             return False
-    return first.row[:2] == second.row[:2]
+    return row.row[:2] == other.row[:2]
 
 
-def _pair(labels: tuple[str, str], first: Compared, second: Compared) -> Pair | None:
+def _pair(labels: tuple[str, str], left: Compared, right: Compared) -> Pair | None:
     """Return two rows in the paper's order; None if it has none, or not clearly."""
-    if first.paper is None or second.paper is None:
+    if left.paper is None or right.paper is None:
         return None
-    gap = first.paper.mean - second.paper.mean
-    noise = (first.paper.deviation or 0.0) + (second.paper.deviation or 0.0)
-    largest = max(abs(first.paper.mean), abs(second.paper.mean))
-    if abs(gap) <= max(noise, tolerance(first.metric, largest)):
+    gap = left.paper.mean - right.paper.mean
+    noise = (left.paper.deviation or 0.0) + (right.paper.deviation or 0.0)
+    largest = max(abs(left.paper.mean), abs(right.paper.mean))
+    if abs(gap) <= max(noise, tolerance(left.metric, largest)):
         return None
     if gap < 0:
         labels = labels[1], labels[0]
-        first, second = second, first
+        left, right = right, left
     ours = None
-    if first.mean is not None and second.mean is not None:
-        ours = first.mean - second.mean
-    return Pair(first.metric, *labels, abs(gap), ours)
+    if left.mean is not None and right.mean is not None:
+        ours = left.mean - right.mean
+    return Pair(left.metric, *labels, abs(gap), ours)
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -244,19 +244,19 @@ def order_lines(pairs: Sequence[Pair]) -> list[str]:
     """Describe in sentences how our runs order the rows."""
     if not pairs:
         return ["The paper orders no two rows by a clear gap."]
-    known = [pair for pair in pairs if pair.ours is not None]
+    compared_pairs = [pair for pair in pairs if pair.ours is not None]
     by_metric: dict[str, list[Pair]] = {}
-    for pair in known:
+    for pair in compared_pairs:
         by_metric.setdefault(pair.metric, []).append(pair)
     sentences = [
-        f"Of {len(known)} pairs of rows that the paper orders by a clear gap {_alike(known)} are ordered "
-        "alike here."
+        f"Of {len(compared_pairs)} pairs of rows that the paper orders by a clear gap "
+        f"{_alike(compared_pairs)} are ordered alike here."
     ]
     if len(by_metric) > 1:
         parts = [f"{metric} {_alike(group)} of {len(group)}" for metric, group in by_metric.items()]
         sentences.append(f"By metric: {', '.join(parts)}.")
-    if len(known) < len(pairs):
-        sentences.append(f"Of {len(pairs) - len(known)} further pairs a row was not run.")
+    if len(compared_pairs) < len(pairs):
+        sentences.append(f"Of {len(pairs) - len(compared_pairs)} further pairs a row was not run.")
     return sentences
 
 
@@ -312,9 +312,9 @@ def as_json(results: Sequence[RowResult]) -> list[dict[str, Any]]:
 
 def _plain(number: Compared) -> dict[str, Any]:
     numbers = {name: value for name, value in number._asdict().items() if name != "metric"}
-    known = number.paper is not None and bool(number.values)
+    is_compared = number.paper is not None and bool(number.values)
     return numbers | {
         "paper": number.paper and number.paper._asdict(),
         "unit": unit_of_metric(number.metric),
-        "met": number.met if known else None,
+        "met": number.met if is_compared else None,
     }

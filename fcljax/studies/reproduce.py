@@ -79,13 +79,13 @@ def settings_of(column: Column, row: Row) -> RunConfig:
       InputError: naming the file, the row and what is wrong.
     """
     values = dict(column.settings)
-    given = dict(row.options)
+    row_options = dict(row.options)
     try:
-        adapter = given.get("adapter") or values.get("adapter")
-        of_column = _fields(column.paper.method, values.get("adapter"), values)
-        foreign = of_column - _fields(row.method, adapter, values | given)
+        adapter = row_options.get("adapter") or values.get("adapter")
+        column_fields = _fields(column.paper.method, values.get("adapter"), values)
+        foreign = column_fields - _fields(row.method, adapter, values | row_options)
         shared = {name: value for name, value in values.items() if name not in foreign}
-        return config.from_mapping(row.method, {"scale": "paper"} | shared | given, "options")
+        return config.from_mapping(row.method, {"scale": "paper"} | shared | row_options, "options")
     except InputError as error:
         raise InputError(f"{column.path}: {column.key}: row {row.words()!r}: {error}") from None
 
@@ -178,12 +178,12 @@ def _run(runs: dict, column: Column, row: Row, cfg: RunConfig, seed: int) -> str
     if cfg not in runs:
         words = [column.name, *papers.words_of(row.options)]
         variant = " ".join(word.removeprefix("--") for word in words if word) or None
-        usual = dict(vars(config.preset_of(cfg)))
-        usual |= dict(config.usual_choices(row.method, cfg.fidelity))
-        usual |= {"adapter": find_method(row.method).adapter}
-        usual |= {"fidelity": RunConfig.fidelity, "scale": RunConfig.scale}
-        given = {name: value for name, value in vars(cfg).items() if value != usual[name]}
-        runs[cfg] = Planned(folder_name(row.method, variant, [], seed), given, cfg)
+        defaults = dict(vars(config.preset_of(cfg)))
+        defaults |= dict(config.usual_choices(row.method, cfg.fidelity))
+        defaults |= {"adapter": find_method(row.method).adapter}
+        defaults |= {"fidelity": RunConfig.fidelity, "scale": RunConfig.scale}
+        changed = {name: value for name, value in vars(cfg).items() if value != defaults[name]}
+        runs[cfg] = Planned(folder_name(row.method, variant, [], seed), changed, cfg)
     return runs[cfg].name
 
 

@@ -131,7 +131,7 @@ def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_metric["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}
     for name, values in by_metric.items():
-        known = [value for value in values if value is not None]
-        mean, deviation = metrics.over_seeds(known) if known else (None, None)
+        valid = [value for value in values if value is not None]
+        mean, deviation = metrics.over_seeds(valid) if valid else (None, None)
         result[name] = {"mean": mean, "population_std": deviation, "values": values}
     return result

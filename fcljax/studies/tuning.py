@@ -167,11 +167,11 @@ def stored(folder: Path, method: str) -> StudyRequest:
     try:
         if values["method"] != method:
             raise InputError(f"resume: {str(path)!r} is for method {values['method']!r}, not {method!r}")
-        given = dict(values["given"])
+        settings = dict(values["given"])
         texts = dict(values["ranges"])
-        ranges = {name: parse_range(method, given, name, str(text)) for name, text in texts.items()}
+        ranges = {name: parse_range(method, settings, name, str(text)) for name, text in texts.items()}
         return StudyRequest(
-            method, given, ranges, str(values["metric"]), int(values["trials"]), bool(values["prune"])
+            method, settings, ranges, str(values["metric"]), int(values["trials"]), bool(values["prune"])
         )
     except (KeyError, TypeError, ValueError):
         raise InputError(f"resume: {str(path)!r} is not as a study writes it") from None
@@ -302,8 +302,8 @@ def _write_results(request: StudyRequest, trials: Sequence[Trial], out: Path) ->
     if best is None:
         raise InputError(f"tune: no trial ended with a finite {request.metric}; see {str(out)!r}")
     # best.yaml is for runs on all training images, so it leaves out the holdout
-    given = {name: value for name, value in request.given.items() if name != "holdout"}
-    text = config.to_yaml(config.from_mapping(request.method, given | best.values, "options"))
+    settings = {name: value for name, value in request.given.items() if name != "holdout"}
+    text = config.to_yaml(config.from_mapping(request.method, settings | best.values, "options"))
     accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training images"
     share = request.settings({}).holdout
     head = f"# trial {best.number} of {len(trials)}, one seed: {accuracy} (holdout {share})\n"

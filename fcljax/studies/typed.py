@@ -82,7 +82,7 @@ def _filled(kind: Any, values: Mapping[str, Any], where: str, mark: str) -> Any:
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
             raise InputError(f"{where}: the key {name!r} is missing")
-    given = {
+    filled = {
         name: converted(fields[name].type, value, f"{where}{mark}{name}") for name, value in values.items()
     }
-    return kind(**given)
+    return kind(**filled)
