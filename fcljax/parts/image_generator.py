@@ -31,7 +31,7 @@ class ImageGeneratorConfig(NamedTuple):
 def conv_of_doubled(
     x: Float[Array, "batch h w c"], kernel: Float[Array, "3 3 c d"]
 ) -> Float[Array, "batch 2*h 2*w d"]:
-    """The 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
+    """Compute the 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
 
     They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of
     the products. Even and odd rows and columns have a convolution each; one for all is slower
@@ -47,8 +47,8 @@ def conv_of_doubled(
 
 
 def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
-    """Of three rows (columns): two for even outputs, of which the second is the sum of those that read one
-    pixel, and two for odd outputs."""
+    """Return two of three rows (columns) for even outputs, the second of which is the sum of those that read
+    one pixel, and two for odd outputs."""
     before, here, after = jnp.split(kernel, 3, axis)
     even = (before, here + after)
     odd = (before + here, after)
@@ -92,14 +92,14 @@ class _ImageGenerator(nn.Module):
 
 
 def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
-    """Parameters of a new generator."""
+    """Return the parameters of a new generator."""
     return _ImageGenerator(config).init(key, jnp.zeros((2, config.noise)))["params"]
 
 
 def generate_images(
     config: ImageGeneratorConfig, params: PyTree, noise: Float[Array, "batch noise"]
 ) -> Float[Array, "batch height width 3"]:
-    """Images of pixels in [0, 1]."""
+    """Return images of pixels in [0, 1]."""
     # running statistics are made anew and dropped: nothing reads them
     image, _ = _ImageGenerator(config).apply({"params": params}, noise, mutable=["batch_stats"])
     return image

@@ -31,14 +31,14 @@ class Exemplars(NamedTuple):
 
 
 def no_exemplars(size: int) -> Exemplars:
-    """An empty replay buffer."""
+    """Return an empty replay buffer."""
     return Exemplars(jnp.zeros(size, jnp.int32), jnp.full(size, -1, jnp.int32), jnp.full(size, -1.0))
 
 
 def draw_exemplars(
     exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray
 ) -> Int[Array, " count"]:
-    """Indices of `count` exemplars of old classes, drawn uniformly with repetition; -1 if there are none."""
+    """Draw `count` exemplars of old classes uniformly with repetition: their indices, or -1 without any."""
     usable = _usable(exemplars, old)
     chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
     return jnp.where(jnp.any(usable), chosen, -1)
@@ -49,7 +49,7 @@ def _usable(exemplars: Exemplars, old: Bool[Array, " C"]) -> Bool[Array, " M"]:
 
 
 def pass_over(batch_size: int) -> View:
-    """One pass over the client's own images in their order."""
+    """Return one pass over the client's own images in their order."""
     return View(1, batch_size, shuffle=False, augment=False)
 
 
@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
 
 def replay(size: int, batch_size: int) -> ClientRule:
-    """Examples of earlier tasks join every batch, as many as the batch has itself.
+    """Let examples of earlier tasks join every batch, as many as the batch has itself.
 
     Args:
       size: examples that a client keeps.
@@ -91,8 +91,8 @@ def replay(size: int, batch_size: int) -> ClientRule:
 
 
 def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exemplars:
-    """The exemplars after a batch was offered: of all examples ever offered those of highest priority,
-    each at most once.
+    """Return the exemplars after a batch was offered: of all examples ever offered those of highest
+    priority, each at most once.
 
     A priority is uniform and depends on the client and the example alone, so that this is a uniform sample,
     whatever the order.
@@ -103,29 +103,33 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
         return jax.random.uniform(jax.random.fold_in(key, index))
 
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
-    known = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
-    offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~known, priority, -2.0))
-    both = _beside(exemplars, offered)
-    best = jnp.argsort(-both.priority, stable=True)[: exemplars.index.shape[0]]
-    return jax.tree.map(lambda leaf: leaf[best], both)
+    stored = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
+    # below the priority of an empty place, so that it is never chosen
+    offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~stored, priority, -2.0))
+    candidates = _concatenate(exemplars, offered)
+    best = jnp.argsort(-candidates.priority, stable=True)[: exemplars.index.shape[0]]
+    return jax.tree.map(lambda leaf: leaf[best], candidates)
 
 
-def _beside(mine: Exemplars, new: Exemplars) -> Exemplars:
-    return jax.tree.map(lambda own, more: jnp.concatenate([own, more.astype(own.dtype)]), mine, new)
+def _concatenate(exemplars: Exemplars, new: Exemplars) -> Exemplars:
+    def join(stored: Array, added: Array) -> Array:
+        return jnp.concatenate([stored, added.astype(stored.dtype)])
+
+    return jax.tree.map(join, exemplars, new)
 
 
 # ---- by herding --------------------------------------------------------------------------------------------
 
 
 class Gathered(NamedTuple):
-    """Features of a client's examples in the order in which they came, at most R."""
+    """Features of a client's examples in the order in which it read them, at most R."""
 
     feature: Float[Array, "R D"]
     label: Int[Array, " R"]
     index: Int[Array, " R"]
     """Id of the training example; -1: an empty place."""
     count: Int[Array, ""]
-    """How many came."""
+    """Number of examples so far."""
 
 
 class Herded(NamedTuple):
@@ -141,27 +145,33 @@ class Budget(NamedTuple):
     """How many examples a client keeps."""
 
     examples: int
-    """Of every class, or in all; then every learned class gets the same number, rounded down."""
+    """Number of examples of every class, or in all; then every learned class gets the same number, rounded
+    down."""
     per: Literal["class", "client"] = "class"
     repeats: bool = False
     """Whether an example may be chosen again, as in GLFC's release."""
 
     def size(self, sizes: Sizes) -> int:
-        """Places of a buffer."""
-        return self.examples * (sizes.classes if self.per == "class" else 1)
+        """Return the places of a buffer."""
+        if self.per == "class":
+            return self.examples * sizes.classes
+        return self.examples
 
     def most(self, sizes: Sizes) -> int:
-        """Examples of one class, at most."""
-        return self.examples if self.repeats else min(self.examples, sizes.examples)
+        """Return the most examples of one class."""
+        if self.repeats:
+            return self.examples
+        return min(self.examples, sizes.examples)
 
     def share(self, learned: Bool[Array, " C"]) -> Int[Array, ""]:
-        """Examples of each learned class."""
+        """Return the number of examples of each learned class."""
         classes = jnp.maximum(jnp.sum(learned), 1) if self.per == "client" else 1
         return jnp.int32(self.examples) // classes
 
 
 def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientRule:
-    """Examples of earlier tasks, chosen by herding under the model that their task ended with, join batches.
+    """Let examples of earlier tasks join batches, chosen by herding under the model that their task ended
+    with.
 
     They join as often as if they and the client's own examples were one data set, and at most as many as a
     batch has itself (herding: Rebuffi et al. 2017, algorithm 4).
@@ -193,12 +203,12 @@ def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientR
 
 
 def nothing_herded(budget: Budget, sizes: Sizes) -> Herded:
-    """Of a client before its first task."""
+    """Return what a client keeps before its first task."""
     return Herded(no_exemplars(budget.size(sizes)), jnp.zeros(sizes.classes, bool))
 
 
 def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
-    """The start of a pass that gathers features: a place for every example that a client can hold.
+    """Return the start of a pass that gathers features: a place for every example that a client can hold.
 
     Raises:
       InputError: for sizes without `examples`.
@@ -217,7 +227,7 @@ def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
 
 
 def gather(step: ClientStep, gathered: Gathered) -> Gathered:
-    """Adds the examples of a batch with their features.
+    """Add the examples of a batch with their features.
 
     Features are those of evaluation: running statistics of a batch would make them depend on each other.
     """
@@ -238,8 +248,8 @@ def gather(step: ClientStep, gathered: Gathered) -> Gathered:
 
 
 def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, sizes: Sizes) -> Herded:
-    """The buffer after a task: old classes are cut to their share, and examples of the task's classes are
-    chosen (GLFC, section B5 of the specification)."""
+    """Return the buffer after a task: old classes are cut to their share, and examples of the task's classes
+    are chosen (GLFC, section B5 of the specification)."""
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
@@ -251,11 +261,12 @@ def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, sizes:
     # a class that comes again keeps its new examples only
     old = old._replace(index=jnp.where(fresh[old.label], -1, old.index))
     learned = memory.learned | fresh
-    return Herded(_cut(_beside(old, new), budget.share(learned), budget.size(sizes)), learned)
+    exemplars = _cut(_concatenate(old, new), budget.share(learned), budget.size(sizes))
+    return Herded(exemplars, learned)
 
 
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
-    """The first `share` exemplars of every class, in `size` places."""
+    """Return the first `share` exemplars of every class, in `size` places."""
     stays = (exemplars.index >= 0) & (-exemplars.priority < share)
     first = jnp.argsort(~stays, stable=True)
     kept = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
@@ -263,7 +274,7 @@ def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
-    """The index of each example's class in the task; -1 for empty places and other classes."""
+    """Return the index of each example's class in the task; -1 for empty places and other classes."""
     same = (gathered.label[:, None] == task.classes) & (gathered.index >= 0)[:, None]
     return jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), -1)
 
@@ -271,9 +282,9 @@ def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
 def herd(
     feature: Float[Array, "R D"], group: Int[Array, " R"], groups: int, most: int, repeats: bool = False
 ) -> Int[Array, "groups most"]:
-    """Herding (Rebuffi et al. 2017, algorithm 4): each next example brings the mean of the chosen ones
-    nearest to the mean of their group. Features count as vectors of length 1; of equally near examples the
-    first is chosen.
+    """Choose examples by herding (Rebuffi et al. 2017, algorithm 4): each next example brings the mean of the
+    chosen ones nearest to the mean of their group. Features count as vectors of length 1; of equally near
+    examples the first is chosen.
 
     Args:
       feature: of all examples.
@@ -285,25 +296,26 @@ def herd(
     Returns:
       Indices of the chosen examples of each group in their order; -1 where a group has no more.
     """
-    mine = group == jnp.arange(groups)[:, None]
-    near = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
-    mean = exact_matmul(mine.astype(jnp.float32), near) / jnp.maximum(jnp.sum(mine, axis=1), 1)[:, None]
-    own = jnp.maximum(group, 0)
-    half = jnp.sum(near * near, axis=1) / 2
+    members = group == jnp.arange(groups)[:, None]
+    vector = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
+    size = jnp.maximum(jnp.sum(members, axis=1), 1)
+    mean = exact_matmul(members.astype(jnp.float32), vector) / size[:, None]
+    group_index = jnp.maximum(group, 0)
+    half_square = jnp.sum(vector * vector, axis=1) / 2
 
     def choose(carry: tuple, number: Array) -> tuple:
         total, free = carry
         # the least |mean - (total + x) / n| is the most x . (n mean - total) - |x|^2 / 2
-        wanted = number * mean - total
-        score = jnp.sum(near * wanted[own], axis=1) - half
+        missing = number * mean - total
+        score = jnp.sum(vector * missing[group_index], axis=1) - half_square
         best = jnp.argmax(jnp.where(free, score, -jnp.inf), axis=1)
-        there = jnp.any(free, axis=1)
-        total = total + jnp.where(there[:, None], near[best], 0.0)
-        taken = (jnp.arange(len(group)) == best[:, None]) & (not repeats)
-        return (total, free & ~taken), jnp.where(there, best, -1)
+        exists = jnp.any(free, axis=1)
+        total = total + jnp.where(exists[:, None], vector[best], 0.0)
+        used = (jnp.arange(len(group)) == best[:, None]) & (not repeats)
+        return (total, free & ~used), jnp.where(exists, best, -1)
 
     numbers = jnp.arange(1, most + 1, dtype=jnp.float32)
-    _, chosen = jax.lax.scan(choose, (jnp.zeros_like(mean), mine), numbers)
+    _, chosen = jax.lax.scan(choose, (jnp.zeros_like(mean), members), numbers)
     return chosen.T.astype(jnp.int32)
 
 
@@ -314,8 +326,8 @@ def draw_union(
     examples: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Int[Array, " batch_size"]:
-    """Indices of exemplars of old classes, as many as a batch of the union of exemplars and the client's own
-    `examples` would have on average, and at most as many as a batch; -1: none."""
+    """Draw the indices of exemplars of old classes, as many as a batch of the union of exemplars and the
+    client's own `examples` would have on average, and at most as many as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
     wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)

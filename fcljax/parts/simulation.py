@@ -89,7 +89,7 @@ def local_sgd(
     epochs: int = 1,
     batch_size: int = 32,
 ) -> LocalSGD:
-    """How each client trains in a round: some epochs of an optax optimiser.
+    """Say how each client trains in a round: some epochs of an optax optimiser.
 
     Args:
       loss: loss(model, x, y) -> one number for each example. If it has a parameter `key`, it gets one that is
@@ -160,7 +160,7 @@ def fedavg(
     attack: str = "sign_flip",
     **merging: Unpack[MergingOptions],
 ) -> Averaging:
-    """Federated averaging (McMahan et al. 2017).
+    """Make a method by federated averaging (McMahan et al. 2017).
 
     Args:
       model: a `flax.nnx` module, of which the `nnx.Param`s train and all other state stays as it is (running
@@ -208,7 +208,7 @@ def fedavg(
 
 
 def _draws(loss: Any) -> bool:
-    """Whether a loss has a parameter `key`."""
+    """Return whether a loss has a parameter `key`."""
     try:
         return "key" in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # no function; of builtins nothing is known
@@ -216,12 +216,14 @@ def _draws(loss: Any) -> bool:
 
 
 def _losses(loss: Any, model: Any, x: Any, y: Array, key: PRNGKeyArray) -> Array:
-    """The loss of each example."""
-    return loss(model, x, y, key=key) if _draws(loss) else loss(model, x, y)
+    """Return the loss of each example."""
+    if _draws(loss):
+        return loss(model, x, y, key=key)
+    return loss(model, x, y)
 
 
 def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
-    """The parameters of a model, and the model of parameters."""
+    """Return the parameters of a model, and the function that makes the model of parameters."""
     from flax import nnx
 
     if not isinstance(model, nnx.Module):
@@ -341,7 +343,7 @@ def simulate(
     participation: float = 1.0,
     seed: int = 0,
 ) -> Simulated:
-    """Rounds of a method on arrays whose examples have owners.
+    """Play rounds of a method on arrays whose examples have owners.
 
     Args:
       method: from `fedavg`, or any `Method`.
@@ -403,7 +405,7 @@ def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[di
 
 
 def _loss_stayed(history: list[dict[str, float]]) -> bool:
-    """Whether the last round's loss is no lower than the first one's, or is the first one's."""
+    """Return whether the last round's loss is no lower than the first one's, or is the first one's."""
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
@@ -414,7 +416,7 @@ def _fetch(data: Examined, index: Array, _keys: Array, _augment: bool) -> tuple[
 def _rounds(
     method: Method, data: Examined, partition: ClientPartition, played: Rounds
 ) -> tuple[PyTree, list[dict[str, float]]]:
-    """The server's state after all rounds, and what is known of each."""
+    """Return the server's state after all rounds, and the history of the rounds."""
     rounds, participation, seed, attack = played
     everyone, classes = partition.class_examples.shape
     (task,) = make_tasks(classes, 1)

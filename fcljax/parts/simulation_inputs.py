@@ -23,9 +23,9 @@ class OwnedExamples(NamedTuple):
     x: Any
     """A pytree of arrays [N, ...]."""
     y: np.ndarray
-    """[N, ...]"""
+    """Labels or targets [N, ...]."""
     names: np.ndarray
-    """Of the clients [K], sorted."""
+    """Names of the clients [K], sorted."""
     client: Int[np.ndarray, " N"]
     """The client of each example, an index into `names`."""
     classes: int
@@ -33,7 +33,7 @@ class OwnedExamples(NamedTuple):
 
 
 def check_whole(field: str, value: object, least: int, most: int = MOST_ROUNDS) -> int:
-    """`value` if it is a whole number in a range.
+    """Return `value` if it is a whole number in a range.
 
     Raises:
       InputError: naming the field, the value and the nearest valid one.
@@ -46,7 +46,7 @@ def check_whole(field: str, value: object, least: int, most: int = MOST_ROUNDS) 
 
 
 def check_participation(value: object, clients: int) -> float:
-    """A share of the clients, or a number of them.
+    """Return a fraction of the clients, or a number of them.
 
     Raises:
       InputError: for anything else.
@@ -72,7 +72,7 @@ def check_optimiser(optimiser: object) -> None:
 
 
 def merging_options(given: Mapping[str, Any]) -> AggregationOptions:
-    """The options by which the server merges uploads.
+    """Return the options by which the server merges uploads.
 
     Raises:
       InputError: for an unknown one, a value of the wrong type or out of range, or one that nothing reads.
@@ -110,7 +110,7 @@ def check_rules(field: str, rules: Any, kind: type) -> None:
 
 
 def check_model(params: Any) -> Any:
-    """The parameters of a model, if clients can train them.
+    """Return the parameters of a model, if clients can train them.
 
     Raises:
       InputError: if there are none, or they are no arrays of real numbers.
@@ -131,7 +131,7 @@ def check_model(params: Any) -> Any:
 
 
 def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
-    """The examples, as arrays.
+    """Return the examples, as arrays.
 
     Raises:
       InputError: naming the argument that is no array, or that does not have one value for each example.
@@ -163,17 +163,17 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array, or the length of a list; None for anything else."""
+    """Return the shape of an array, or the length of a list; None for anything else."""
     return (len(value),) if isinstance(value, list) else getattr(value, "shape", None)
 
 
 def _is_array_like(value: object) -> bool:
-    """Whether a value is one array, as a list of numbers is."""
+    """Return whether a value is one array, as a list of numbers is."""
     return isinstance(value, list)
 
 
 def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
-    """One argument as an array of numbers that 32 bits hold.
+    """Return one argument as an array of numbers that 32 bits hold.
 
     Raises:
       InputError: for anything else.
@@ -202,8 +202,8 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
 
 
 def _classes(y: np.ndarray, clients: int) -> int:
-    """The number of classes that labels name. Negative integers, and numbers so large that the classes of
-    all clients could not be counted, are other targets."""
+    """Return the number of classes that labels name. Negative integers, and numbers so large that the classes
+    of all clients could not be counted, are other targets."""
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0:
         return 1
     classes = int(y.max()) + 1

@@ -231,7 +231,7 @@ def best_images(
     steps: int,
     shape: tuple[int, int, int],
 ) -> Best:
-    """Gradient steps, of which those images stay whose loss was the lowest.
+    """Take gradient steps, and keep the images whose loss was the lowest.
 
     Args:
       loss: loss(fast, step) -> its value and the images.
@@ -257,8 +257,8 @@ def best_images(
 def disagreement(
     theirs: Float[Array, "batch C"], own: Float[Array, "batch C"], seen: Bool[Array, " C"]
 ) -> Float[Array, ""]:
-    """-mean(1[they agree] KL(teacher || student)): low where both see the same class and the student is not
-    sure of it.
+    """Return -mean(1[they agree] KL(teacher || student)): low where both see the same class and the student
+    is not sure of it.
 
     Args:
       theirs, own: logits of teacher and student over the seen classes.
@@ -269,15 +269,15 @@ def disagreement(
 
 
 class BatchStatistics(NamedTuple):
-    """Of a layer of batch normalisation, [channels]."""
+    """Statistics of a layer of batch normalisation, [channels]."""
 
     mean: Float[Array, " c"]
     var: Float[Array, " c"]
 
 
 def batch_statistics(before: PyTree, after: PyTree) -> list[tuple[BatchStatistics, BatchStatistics]]:
-    """The running statistics of every layer of batch normalisation, and those of a batch, which follow from
-    the running ones after it."""
+    """Return the running statistics of every layer of batch normalisation, and those of a batch, which follow
+    from the running ones after it."""
 
     def of_layer(layer: dict, moved: dict) -> tuple[BatchStatistics, BatchStatistics]:
         own = ((moved[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields)
@@ -305,7 +305,7 @@ class MadeSoFar(NamedTuple):
 
 
 def added(made: MadeSoFar, image: Float[Array, "batch h w 3"]) -> MadeSoFar:
-    """With the images of a round, of pixels in [0, 1], in the next places."""
+    """Add the images of a round, of pixels in [0, 1], in the next places."""
     grey = jnp.round(image * 255).astype(jnp.uint8)
     images = jax.lax.dynamic_update_slice(made.images, grey, (made.filled, 0, 0, 0))
     return MadeSoFar(images, made.filled + len(image))
