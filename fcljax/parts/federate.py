@@ -285,12 +285,14 @@ class SentParams(NamedTuple):
         return cls(_averaged(parts, trainable), by_rules)
 
     @classmethod
-    def unpack(cls, parts: _Parts, mean: Params, gather: dict[str, PyTree]) -> SentParams:
+    def unpack(cls, parts: _Parts, mean: Params | tuple, gather: dict[str, PyTree]) -> SentParams:
         """Return what `pack` has put into the channels of an upload."""
         if parts.whole:
             return cls.of(parts, gather["trainable"])
-        averaged = gather["mean"] if parts.run.aggregation.reduce else mean
-        return cls(averaged, {name: gather[name] for name in parts.merged_by_rules})
+        if parts.run.aggregation.reduce:
+            mean = gather["mean"]
+        assert isinstance(mean, Params)
+        return cls(mean, {name: gather[name] for name in parts.merged_by_rules})
 
     def pack(self, parts: _Parts) -> tuple[Params | tuple, dict[str, PyTree]]:
         """Return the `mean` and the `gather` of an upload."""
