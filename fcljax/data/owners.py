@@ -1,7 +1,7 @@
-"""Client partitions of the user's own: who has which training example.
+"""Read a user's client partition: the owner of each training example.
 
-A partition is a file (`file:who.csv`), a column that the data set has (`column:NAME`), or in Python an array
-of owners, which becomes the column OWNER of the data set.
+A partition is a file (`file:who.csv`), a column of the data set (`column:NAME`), or in Python an array of
+owners, which becomes the column OWNER of the data set.
 """
 
 import csv
@@ -19,7 +19,7 @@ from fcljax.errors import InputError, nearest
 from fcljax.settings import Chosen
 
 OWNER = "owner"  # the column that an array in memory becomes
-NONE = -1  # the task of an example that belongs to none
+NONE = -1  # the task of an example that belongs to no task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Owners(NamedTuple):
     """The owner of each training example."""
 
     client: Int[np.ndarray, " N"]
-    """0..K-1, in the order of the sorted names; -1: nobody."""
+    """0..K-1, in the order of the sorted names; -1: no client."""
     names: tuple[str, ...]
-    """What the user calls the clients."""
+    """The user's names of the clients."""
 
     def parts(self) -> list[Int[np.ndarray, " _"]]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         return [np.flatnonzero(self.client == k) for k in range(len(self.names))]
 
 
 def find_owners(dataset: Dataset, partition: Chosen) -> Owners:
-    """The owners that a partition `file:PATH` or `column:NAME` names.
+    """Return the owners in a partition `file:PATH` or `column:NAME`.
 
     Raises:
-      InputError: naming what does not fit the data set.
+      InputError: for a partition that does not fit the data set.
     """
     kind, _, rest = str(partition).partition(":")
     if kind == "file":
@@ -54,21 +54,24 @@ def find_owners(dataset: Dataset, partition: Chosen) -> Owners:
     else:
         problem = f"partition: no column {rest!r} of the training examples"
         names = find_column(rest, dataset.columns, problem, dataset)
-    named = np.unique(names[names != NOBODY])
-    order = natural_order(named)
-    if not order:
+    owner_names = np.unique(names[names != NOBODY])
+    sorted_names = natural_order(owner_names)
+    if not sorted_names:
         raise InputError(f"partition: {partition!r} gives no example to any client")
-    number = {name: k for k, name in enumerate(order)} | {NOBODY: -1}
-    return Owners(np.array([number[name] for name in names.tolist()], np.int32), tuple(order))
+    number = {name: k for k, name in enumerate(sorted_names)} | {NOBODY: -1}
+    return Owners(np.array([number[name] for name in names.tolist()], np.int32), tuple(sorted_names))
 
 
 def owners_csv(dataset: Dataset, partition: Chosen) -> str:
-    """The owners, and tasks if they are given, as a file for `file:PATH`; what was held out belongs to
-    nobody."""
+    """Write the owners, and tasks if the partition has them, as a file for `file:PATH`.
+
+    Held-out examples have no owner.
+    """
     owners = find_owners(dataset, partition)
-    kept = np.arange(len(owners.client)) if dataset.kept is None else dataset.kept
-    columns = [kept.tolist(), [owners.names[k] for k in owners.client]]
-    columns += [read_tasks(partition, dataset).tolist()] if says_tasks(partition) else []
+    indices = np.arange(len(owners.client)) if dataset.kept is None else dataset.kept
+    columns = [indices.tolist(), [owners.names[k] for k in owners.client]]
+    if says_tasks(partition):
+        columns.append(read_tasks(partition, dataset).tolist())
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["example", "client", "task"][: len(columns)])
@@ -77,32 +80,32 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
 
 
 def with_owners(dataset: Dataset, owners: object) -> Dataset:
-    """The data set with an owner for each training example, also of those that are held out.
+    """Add an owner for each training example, held-out ones included, to a data set.
 
     Raises:
       InputError: for an array of another length.
     """
     names = np.asarray(owners)
-    kept = dataset.kept
-    count = len(dataset.y_train) if kept is None else dataset.whole
+    indices = dataset.kept
+    count = len(dataset.y_train) if indices is None else dataset.whole
     if names.shape != (count,) or names.dtype.kind not in "iuU":
         raise InputError(
             f"partition: owners are {names.dtype} of shape {list(names.shape)}; expected integers or text of "
             f"shape [{count}], one for each training example"
         )
-    column = names if kept is None else names[kept]
+    column = names if indices is None else names[indices]
     return dataset._replace(columns={**dataset.columns, OWNER: column})
 
 
 def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, dataset: Dataset) -> np.ndarray:
-    """A column as text.
+    """Return a column as text.
 
     Raises:
-      InputError: with the `problem`, if it is not there.
+      InputError: with the `problem`, if it is missing.
     """
     if name not in columns:
-        there = nearest(name, columns) if columns else f"{dataset.name!r} has none"
-        raise InputError(f"{problem}; {there}")
+        hint = nearest(name, columns) if columns else f"{dataset.name!r} has none"
+        raise InputError(f"{problem}; {hint}")
     return columns[name].astype(str)
 
 
@@ -110,16 +113,16 @@ def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, data
 
 
 def read_owners(path: str, dataset: Dataset) -> np.ndarray:
-    """Each training example's owner [N], of a file in one of the forms of `partition_files`.
+    """Read each training example's owner [N] from a file in one of the forms of `partition_files`.
 
     Raises:
-      InputError: naming the file, the place in it and what does not fit.
+      InputError: naming the file, the position in it and the fault.
     """
     return read_partition(path, dataset).client
 
 
 def says_tasks(partition: Chosen) -> bool:
-    """Whether a partition's file has a column `task`.
+    """Check whether a partition's file has a column `task`.
 
     Raises:
       InputError: for a file that cannot be read.
@@ -129,8 +132,9 @@ def says_tasks(partition: Chosen) -> bool:
 
 
 def read_tasks(partition: Chosen, dataset: Dataset) -> Int[np.ndarray, " N"]:
-    """The task of each training example that a partition's file gives, from 0 in the order of the names; -1
-    for examples of nobody.
+    """Read the task of each training example from a partition's file.
+
+    Tasks are numbered from 0 in the order of the names; -1: no task.
 
     Raises:
       InputError: as `read_owners`.

@@ -102,45 +102,47 @@ SUPERCLASSES = {
 def split_pool(
     kind: PoolKind, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
 ) -> Pool:
-    """The classes of each task of a pool.
+    """Return the classes of each task of a pool.
 
     Args:
       kind: order, neighbours in the class order; superclasses, CIFAR-100's; sources, neighbours that belong
         to the same data set of a mixture.
       names: of the classes, in the class order.
-      sources: the data set that each of them belongs to.
-      size: classes of a task; those left over are unused. Superclasses have five.
-      most: tasks of one data set; 0: as many as there are.
+      sources: the data set of each class.
+      size: classes of a task; leftover classes are unused. Superclasses have five.
+      most: most tasks of one data set; 0: all.
 
     Raises:
       InputError: if no task can be made.
     """
     if kind == "superclasses":
         position = {name: i for i, name in enumerate(names)}
-        why = "no class has a name of CIFAR-100's"
-        groups = [[position[name] for name in each if name in position] for each in SUPERCLASSES.values()]
-        pool = [np.sort(each) for each in groups if each]
+        problem = "no class has a name of CIFAR-100's"
+        groups = [
+            [position[name] for name in members if name in position] for members in SUPERCLASSES.values()
+        ]
+        pool = [np.sort(group) for group in groups if group]
     else:
         source = sources if kind == "sources" else 0 * sources
-        why = f"there are fewer than {size} classes"
+        problem = f"there are fewer than {size} classes"
         pool = []
-        for each in np.unique(source):
-            classes = np.flatnonzero(source == each)
+        for number in np.unique(source):
+            classes = np.flatnonzero(source == number)
             ends = range(size, len(classes) + 1, size)[: most or None]
             pool += [classes[end - size : end] for end in ends]
     if not pool:
         raise InputError(
-            f"task_pool: {kind!r} gives no task, since {why}; nearest: --task-pool order with fewer "
+            f"task_pool: {kind!r} gives no task, since {problem}; nearest: --task-pool order with fewer "
             "--task-pool-classes"
         )
     return [task.astype(np.int64) for task in pool]
 
 
 class Stream(NamedTuple):
-    """What one client learns, task after task. A task without classes has no part for the client."""
+    """The classes and examples of one client, task by task. The client skips tasks without classes."""
 
     classes: tuple[Int64[np.ndarray, " _"], ...]  # of each task
-    indices: tuple[Int64[np.ndarray, " _"], ...]  # of its examples of them
+    indices: tuple[Int64[np.ndarray, " _"], ...]  # of the client's examples of each task
 
 
 def shared_streams(
@@ -150,25 +152,26 @@ def shared_streams(
     share: float,
     rng: np.random.RandomState,
 ) -> list[Stream]:
-    """Private streams through the same tasks: each task goes to a random number of random clients, each of
-    which draws a share of its classes (VFCL, appendix A.1).
+    """Draw private streams through the same tasks (VFCL, appendix A.1).
 
-    The examples of a class are divided among its owners, so that no example belongs to two clients; those of
+    Each task goes to a random number of random clients, each of which draws a share of its classes. The
+    examples of a class are divided among its owners, so that no example belongs to two clients; those of
     classes that no client drew are unused.
 
     Args:
       labels: of all training examples.
       tasks: the classes of each task.
       clients: number of clients K.
-      share: of a task's classes that one client draws, at least one class.
-      rng: draws task by task the number of clients, which, and their classes; then the owner of each example.
+      share: share of a task's classes that one client draws, at least one class.
+      rng: draws task by task the number of clients, the clients and their classes; then the owner of each
+        example.
 
     Raises:
       InputError: for less than one client, or a class with fewer examples than owners.
     """
     check_clients(len(labels), clients, 0)
-    drawn = [_drawn_classes(classes, clients, share, rng) for classes in tasks]
-    return _streams(list(zip(*drawn, strict=True)), labels, rng)
+    by_task = [_drawn_classes(classes, clients, share, rng) for classes in tasks]
+    return _streams(list(zip(*by_task, strict=True)), labels, rng)
 
 
 def own_streams(
@@ -178,11 +181,10 @@ def own_streams(
     tasks: int,
     rng: np.random.RandomState,
 ) -> list[Stream]:
-    """Private streams of clients that each draw tasks from a pool in an order of their own (FedWeIT's
-    benchmarks, VFCL appendix F.1).
+    """Draw a private stream for each client, tasks from a pool in random order (FedWeIT; VFCL, appendix F.1).
 
-    No task goes to two clients where the pool has enough of them (NonIID-50); else clients draw
-    independently, and the examples of a class are divided among its owners (Overlapped-CIFAR100).
+    If the pool has enough tasks, no task goes to two clients (NonIID-50). Else clients draw independently,
+    and the examples of a class are divided among its owners (Overlapped-CIFAR100).
 
     Args:
       labels: of all training examples.
@@ -204,17 +206,17 @@ def own_streams(
         order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)
     else:
         order = np.stack([rng.permutation(len(pool))[:tasks] for _ in range(clients)])
-    return _streams([[pool[task] for task in mine] for mine in order], labels, rng)
+    return _streams([[pool[task] for task in client_tasks] for client_tasks in order], labels, rng)
 
 
 def _drawn_classes(
     classes: np.ndarray, clients: int, share: float, rng: np.random.RandomState
 ) -> list[np.ndarray]:
-    """The classes of one task that each client draws; none for clients without a part in it."""
-    takes = rng.permutation(clients)[: rng.randint(1, clients + 1)]
+    """Draw the classes of one task for each client; none for clients that the task does not go to."""
+    participants = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))
     return [
-        np.sort(rng.choice(classes, count, replace=False)) if client in takes else classes[:0]
+        np.sort(rng.choice(classes, count, replace=False)) if client in participants else classes[:0]
         for client in range(clients)
     ]
 
@@ -224,7 +226,7 @@ def _streams(
 ) -> list[Stream]:
     """Return the streams of clients that own these classes, `[client][task]`, each at most once."""
     all_classes = np.arange(labels.max() + 1)
-    owns = np.array([np.isin(all_classes, np.concatenate(mine)) for mine in owned])
+    owns = np.array([np.isin(all_classes, np.concatenate(client_classes)) for client_classes in owned])
     parts = {}
     for label in np.flatnonzero(owns.any(axis=0)):
         members = np.flatnonzero(labels == label)
@@ -234,13 +236,16 @@ def _streams(
                 f"clients: {len(owners)} clients own a class with {len(members)} examples; "
                 "choose fewer clients"
             )
-        cut = np.split(rng.permutation(members), np.cumsum(even(len(members), len(owners)))[:-1])
-        parts |= {(owner, label): part for owner, part in zip(owners, cut, strict=True)}
-    none = np.empty(0, np.int64)
+        shares = np.split(rng.permutation(members), np.cumsum(even(len(members), len(owners)))[:-1])
+        parts |= {(owner, label): part for owner, part in zip(owners, shares, strict=True)}
+    no_examples = np.empty(0, np.int64)
     return [
         Stream(
-            tuple(mine),
-            tuple(np.concatenate([none, *(parts[client, label] for label in task)]) for task in mine),
+            tuple(client_classes),
+            tuple(
+                np.concatenate([no_examples, *(parts[client, label] for label in task)])
+                for task in client_classes
+            ),
         )
-        for client, mine in enumerate(owned)
+        for client, client_classes in enumerate(owned)
     ]

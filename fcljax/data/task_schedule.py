@@ -1,8 +1,8 @@
-"""Which examples belong to which task: those of its classes, of a domain, or of a blurry share of others.
+"""Assign examples to tasks: by class, by domain, or by class with blurry boundaries.
 
-In class-incremental learning a task has classes of its own. Domain-incremental tasks have the same classes
-and examples of another domain each (van de Ven & Tolias, arXiv 1904.07734). Where boundaries are blurry, some
-examples of a class come in other tasks than most of them (i-Blurry, Koh et al., ICLR 2022).
+In class-incremental learning tasks have different classes. Domain-incremental tasks have the same classes in
+different domains (van de Ven & Tolias, arXiv 1904.07734). With blurry boundaries, some examples of a class
+belong to other tasks than most of them (i-Blurry, Koh et al., ICLR 2022).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fcljax.errors import InputError, nearest
 from fcljax.options import option
 from fcljax.types import Task
 
-PURPOSE = 34  # of the draws, among those of the seed
+PURPOSE = 34  # separates these draws from others of the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TaskSchedule(NamedTuple):
     tasks: tuple[Task, ...]
     """With the classes of their training examples."""
     train: Int[np.ndarray, " N"]
-    """Of each training example; -1: none."""
+    """Task of each training example; -1: no task."""
     test: Int[np.ndarray, " M"]
     """After which task each test example is evaluated first; -1: never."""
 
@@ -66,7 +66,7 @@ class TaskSchedule(NamedTuple):
 def by_class(
     sizes: Sequence[int], label: Int[np.ndarray, " N"], test_label: Int[np.ndarray, " M"]
 ) -> TaskSchedule:
-    """Tasks that take so many classes each, in the class order.
+    """Make tasks of so many classes, in the class order.
 
     Args:
       sizes: classes of each task.
@@ -84,26 +84,25 @@ def blurred(
     disjoint: float,
     rng: np.random.RandomState,
 ) -> TaskSchedule:
-    """A class-incremental schedule whose boundaries are blurry (i-Blurry-N-M, N = 100 disjoint, M = 100
-    share).
+    """Blur the boundaries of a class-incremental schedule (i-Blurry-N-M, N = 100 disjoint, M = 100 share).
 
     Args:
-      schedule: the tasks that have most examples of each class, and all its test examples.
+      schedule: the tasks that keep most examples of each class, and all its test examples.
       label: of the training examples.
-      share: of the examples of each blurry class, those that come in the other tasks, equally many in each.
+      share: share of the examples of each blurry class that move to the other tasks, equally many to each.
       disjoint: share of the classes that are not blurry.
-      rng: draws these classes, then class by class the examples and, where they do not divide evenly, the
-        tasks with one more.
+      rng: draws these classes, then class by class the examples and, if they do not divide evenly, the tasks
+        that get one more.
     """
     train = schedule.train.copy()
     tasks = len(schedule.tasks)
     classes = len(schedule.tasks[0].seen)
-    for own in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
-        members = rng.permutation(np.flatnonzero(label == own))
-        minor = members[: round(share * len(members))]
-        others = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
-        if len(others):
-            train[minor] = np.resize(others, len(minor))
+    for blurry_class in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
+        members = rng.permutation(np.flatnonzero(label == blurry_class))
+        moved = members[: round(share * len(members))]
+        other_tasks = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
+        if len(other_tasks):
+            train[moved] = np.resize(other_tasks, len(moved))
     return schedule._replace(tasks=_tasks(train, label, classes), train=train)
 
 
@@ -114,7 +113,7 @@ def by_domain(
     label: Int[np.ndarray, " N"],
     classes: int,
 ) -> TaskSchedule:
-    """A task for each domain, in this order; its test examples are those of the domain.
+    """Make a task for each domain, in this order; its test examples are those of the domain.
 
     Args:
       domain: of each training example.
@@ -124,17 +123,17 @@ def by_domain(
       classes: C.
 
     Raises:
-      InputError: for an order that is not one of the domains, or a domain without test examples.
+      InputError: for an order that does not name all domains once, or a domain without test examples.
     """
     number = {name: task for task, name in enumerate(order)}
-    there = natural_order(domain)
-    wrong = next((name for name in order if name not in there), None)
+    domains = natural_order(domain)
+    wrong = next((name for name in order if name not in domains), None)
     if wrong is not None:
-        raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, there)}")
-    missing = next((name for name in there if name not in number), None)
+        raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, domains)}")
+    missing = next((name for name in domains if name not in number), None)
     if missing is not None or len(number) < len(order):
-        what = f"{missing!r} is missing" if missing is not None else "a domain comes twice"
-        raise InputError(f"task_order: {','.join(order)!r}: {what}")
+        problem = f"{missing!r} is missing" if missing is not None else "a domain comes twice"
+        raise InputError(f"task_order: {','.join(order)!r}: {problem}")
     train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
     untested = next((name for name in order if number[name] not in test), None)
     if untested is not None:
@@ -148,21 +147,22 @@ def tasks_of_examples(
     test_label: Int[np.ndarray, " M"],
     classes: int,
 ) -> TaskSchedule:
-    """Tasks whose training examples a user lists. A class's test examples belong to the first task in which
-    the class is trained.
+    """Make tasks whose training examples a user lists.
+
+    A class's test examples belong to the first task that trains the class.
 
     Args:
-      task: of each training example; -1: none.
+      task: of each training example; -1: no task.
       label: of the training examples, positions in the class order.
       test_label: of the test examples.
       classes: C.
     """
     tasks = _tasks(task, label, classes)
-    current = np.stack([np.asarray(each.current) for each in tasks])
-    first = np.where(current.any(axis=0), current.argmax(axis=0), NONE)
-    return TaskSchedule(tasks, task, first[test_label])
+    current = np.stack([np.asarray(listed.current) for listed in tasks])
+    first_task = np.where(current.any(axis=0), current.argmax(axis=0), NONE)
+    return TaskSchedule(tasks, task, first_task[test_label])
 
 
 def _tasks(task: np.ndarray, label: np.ndarray, classes: int) -> tuple[Task, ...]:
-    """The tasks with the classes of their training examples."""
-    return tasks_of([np.unique(label[task == each]) for each in range(task.max() + 1)], classes)
+    """Make the tasks with the classes of their training examples."""
+    return tasks_of([np.unique(label[task == number]) for number in range(task.max() + 1)], classes)
