@@ -105,7 +105,7 @@ def calibrated(lora: Adapter) -> Adapter:
 
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
-    """Return a block's update B A + R as a pair whose rank is larger by D: [B, R] [A; I]."""
+    """Return a block's update B A + R as a pair whose rank is larger by D: `[B, R] [A; I]`."""
     identity = jnp.eye(pair.a_q.shape[1])
     return Lora(
         jnp.concatenate([pair.a_q, identity]),

@@ -13,7 +13,7 @@
                     of the nearest mean
     prediction      the largest entry of relu(f^T P)^T W
 
-[A, B] [A, B]^T = A A^T + B B^T, so the merged factor approximates the sum of all
+`[A, B] [A, B]^T = A A^T + B B^T`, so the merged factor approximates the sum of all
 Gram matrices. With r as large as the number of a client's examples, and as many
 directions at the server as all of them span, nothing is lost: the classifier is
 FedRanPAC's with a fixed ridge.
