@@ -53,6 +53,7 @@ def compare(arguments: list[str]) -> int:
             f"nearest: {str(html.with_suffix('.png'))!r}"
         )
     figures.check_format(out)
+    # a page of ours may be replaced, notes of the user may not
     if html.exists() and not page.is_page(html):
         raise InputError(
             f"out: {str(html)!r} is another file, and the report would replace it; give another --out"

@@ -63,6 +63,7 @@ def _listing(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] =
     the width."""
     table = new_table(*columns, title=title)
     table.show_header = any(columns)
+    # names are copied to the command line, and a broken one is of no use
     table.columns[0].no_wrap = True
     for row in rows:
         add_row(table, *row)

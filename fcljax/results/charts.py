@@ -45,9 +45,12 @@ def inline(figure: Figure, label: str, titles: Mapping[str, Sequence[str]] | Non
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
         figure.savefig(buffer, format="svg")
     drawing = ElementTree.fromstring(buffer.getvalue())
+    # matplotlib defines a marker once and refers to it by an id, which two charts of
+    # a page would share; so each use gets the path itself
     markers = {f"#{path.get('id')}": path for path in drawing.iterfind(".//{*}defs/{*}path")}
     for element in drawing.iter():
         _to_html(element, markers)
+    # a list, since removing a child while iterating skips its neighbour
     for parent in list(drawing.iter()):
         for child in list(parent):
             if child.tag in ("metadata", "defs"):
@@ -81,6 +84,7 @@ def curves(runs: Series, spread: Series, label: str) -> Markup:
             for t, (value, deviation) in enumerate(zip(values, deviations, strict=True), start=1)
             if value is not None and not np.isnan(value)
         ]
+        # the band gets its class, by which the legend hides it, and no titles
         titles[f"band c{i}"] = []
     return inline(figures.accuracy_curve(runs, spread, legend=False), label, titles)
 
@@ -158,6 +162,7 @@ def _set_titles(group: Element, remaining: dict[str, Iterator[str]]) -> None:
     if gid not in remaining:
         return
     group.set("class", gid)
+    # a marker has a transform; a bar or a band is the path alone
     marks = [mark for mark in group.iter("path") if "transform" in mark.attrib] or group.iter("path")
     for mark, title in zip(marks, remaining[gid], strict=False):
         ElementTree.SubElement(mark, "title").text = one_line(title)

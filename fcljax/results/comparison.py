@@ -93,6 +93,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
       summaries: as `load_summary` returns them.
       forgetting: which of `metrics.forgetting`'s definitions to show.
     """
+    # what all runs share stands in the title, so that the columns fit
     shared = [field for field in SETUP if len({run[field] for run in summaries}) == 1]
     differing = [field for field in SETUP if field not in shared]
     groups = groups_of(summaries)
@@ -166,6 +167,7 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
         by_settings.setdefault(key, []).append(run)
     grouped: list[list[Summary]] = []
     for runs in by_settings.values():
+        # a seed twice: something else differs, such as the code of a method
         if len({run["seed"] for run in runs}) == len(runs):
             grouped.append(sorted(runs, key=lambda run: run["seed"]))
         else:
@@ -251,6 +253,7 @@ def _distinct_names(labels: list[str], grouped: list[list[Summary]]) -> list[str
         names.append(f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name)
     seeds = [f"seed {run['seed']}" for run in samples]
     numbers = [f"run {i + 1}" for i in range(len(samples))]
+    # the seed tells most runs apart; the number of the run tells all
     for suffixes in (seeds, numbers):
         names = [
             f"{name}, {suffix}" if names.count(name) > 1 else name

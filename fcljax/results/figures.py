@@ -92,6 +92,7 @@ def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = Tr
         (line,) = axes.plot(tasks, percent, label=words(name), gid=f"curve c{i}", **curve_style(i))
         if spread and name in spread:
             half = 100 * np.asarray(spread[name], float)
+            # no accuracy lies outside of 0 to 100, whatever the deviation
             low = np.clip(percent - half, 0, 100)
             high = np.clip(percent + half, 0, 100)
             band = {"alpha": 0.18, "linewidth": 0, "gid": f"band c{i}"}
@@ -223,6 +224,7 @@ def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | 
     axes = figure.add_subplot()
     edges = np.cumsum([0] + [len(task) for task in tasks])
     axes.vlines(edges[1:-1] - 0.5, -0.5, clients - 0.5, color="#777777", linewidth=0.9, zorder=3)
+    # bubbles compare sizes better than colours do, as long as they have room
     if classes <= MAX_BUBBLE_CLASSES:
         _bubbles(figure, axes, counts)
         axes.set_xticks(range(classes), order, fontsize=8, rotation=90 if classes > 25 else 0)

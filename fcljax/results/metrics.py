@@ -41,6 +41,7 @@ def confusion_matrix(
         wrong = ids[(ids < lowest) | (ids >= num_classes)]
         if wrong.size:
             raise InputError(f"{field}: class {wrong[0]} is outside {lowest}..{num_classes - 1}")
+    # prediction -1 falls into the last column by the remainder
     columns = num_classes + 1
     pair = label.astype(np.int64) * columns + prediction % columns
     return np.bincount(pair, minlength=num_classes * columns).reshape(num_classes, columns)
@@ -112,6 +113,7 @@ def client_accuracy(
       classes; NaN for a client without such examples.
     """
     accuracy = per_class_accuracy(confusion)
+    # classes of later tasks have no accuracy yet and must not count as 0
     seen = ~np.isnan(accuracy)
     counts = class_counts[:, seen]
     return _ratio(counts @ accuracy[seen], counts.sum(1))
@@ -247,6 +249,7 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
     if len(a) < 2:
         return {"paper": 0.0, "released": 0.0, "diagonal": 0.0}
     final = a[-1]
+    # fmax leaves out NaN, above the diagonal and of tasks without test images
     best_before = np.fmax.reduce(a[:-1, :-1], axis=0)
     return {
         "paper": _mean(best_before - final[:-1]),
@@ -320,6 +323,7 @@ def _lower(matrix: Matrix) -> np.ndarray:
     """Return [T, T] float64 with NaN above the diagonal, without the (empty) last rows
     of tasks not trained yet."""
     rows = [np.array(row, dtype=float)[: t + 1] for t, row in enumerate(matrix)]
+    # a run that is not finished may have empty rows for the tasks to come
     while rows and np.isnan(rows[-1]).all():
         rows.pop()
     square = np.full((len(rows), len(rows)), np.nan)

@@ -86,6 +86,7 @@ def render(runs: Mapping[str, Summary], run_dirs: Sequence[str | Path]) -> str:
     """
     from fcljax.results.page_parts import sections_of  # imports matplotlib, which takes a second
 
+    # style and script stand in the page with their hashes, so a browser runs no other
     style = _asset("page.css")
     script = _asset("page.js")
     # a user's text is escaped, and what no file in UTF-8 can hold is written with backslashes

@@ -234,6 +234,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
         tables.append(_table(caption, ("The other", "Seeds", "A_avg", "A_last"), pairs))
     folded = []
     if len(runs) > len(groups):
+        # single runs show the spread behind the means; for that, three columns are enough
         columns = {name: columns[name] for name in ("A_avg", "A_last", "Forgetting")}
         by_run = {name: [run] for name, run in runs.items()}
         folded = [_summary_table("Every run, in %", "Run", by_run, columns)]
@@ -361,6 +362,7 @@ def _with_items(
         for run, values in accuracies.items()
     }
     label = f"{section.title}: a dot for each, a line at the mean"
+    # a class may be missing in runs of another data set; they get a dash
     names = list(dict.fromkeys(name for values in accuracies.values() for name in values))
     rows = [
         [name, *(percent_cell([values.get(name)]) for values in accuracies.values())]
@@ -397,6 +399,7 @@ def _costs(groups: list[Group]) -> Section:
     )
     points = {}
     for row, group in zip(table.rows, groups, strict=True):
+        # the points are the numbers of the table, so both always agree
         accuracy, upload, download = (cell.value for cell in row[1:4])
         if accuracy is not None and upload is not None and download is not None:
             points[group.name] = (upload + download, accuracy)

@@ -152,6 +152,7 @@ def run_folders(folder: str | Path) -> list[Path]:
     without any, stands for itself."""
     if (Path(folder) / "summary.json").exists():
         return [Path(folder)]
+    # the nearest level that has runs: a leaderboard has runs two levels below
     for pattern in ("*/summary.json", "*/*/summary.json"):
         runs = [path.parent for path in Path(folder).glob(pattern) if not is_hidden(path, folder)]
         if runs:

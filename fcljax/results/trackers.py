@@ -191,6 +191,7 @@ def following(
             active.pop(name, None)
             tell(f"warning: {name} follows the run no longer: {type(error).__name__}: {error}")
 
+    # a tracker needs the consent of who resumes the run, not of who made it
     for name in ids.keys() - set(names):
         tell(f"note: {name} has followed the run before; to have it follow on: --track {name}")
     for name in dict.fromkeys(names):
@@ -201,6 +202,7 @@ def following(
         write_text(out / NOTES, json.dumps(known) + "\n")
 
     def heard(line: dict[str, Any]) -> None:
+        # trackers draw one axis over all tasks
         step = line["task"] * int(settings["rounds"]) + line["round"]
         for name, tracker in list(active.items()):
             with guarded(name):

@@ -119,6 +119,7 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         )
     except RuntimeError as error:  # there is no Slurm
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
+    # submitit renames its parameters for each cluster
     executor.update_parameters(**slurm_parameters(options))
 
     def start(job: Job) -> ClusterTask:

@@ -104,6 +104,7 @@ def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[P
         methods = _methods(file)
         for name in () if code else {*methods, *(run.get("method", "") for run in file.runs)}:
             check_no_code(name, "method", "if you trust it, add --allow-code")
+        # counted before they are made: a typing error may ask for billions
         count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
         if count * math.prod(map(len, file.grid.values())) > MAX_RUNS:
             raise InputError(f"grid: it makes more than {MAX_RUNS:,} runs")
@@ -205,6 +206,7 @@ def _planned(point: Point, grid: list[str]) -> Planned:
 def _blamed(point: Point, message: str) -> str:
     """Return the place in the file that has the option of a message; without one, the
     run."""
+    # later places win, so the last one that has the option decided
     for place, options in reversed(point.layers.items()):
         for name in options:
             spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank

@@ -203,6 +203,7 @@ def _entry(file: LeaderboardFile, method: str, method_options: Mapping[str, Any]
         options = {factor: shared | _scaled(settings, tuned, factor) for factor in file.factors}
     except InputError as error:
         raise InputError(f"{where}: methods.{method}: {str(error).removeprefix('options: ')}") from None
+    # without an option to multiply, all trials would be one and the same run
     if not tuned:
         options = {1.0: shared}
     trials = {}
@@ -266,6 +267,7 @@ def run(
         for entry in entries:
             say(console, f"{entry.name}, {len(rows) + 1} of {len(entries)}")
             rows.append(_row(entry, out, lambda runs, folder: _sweep(runs, folder, ways, console)))
+            # the page shows also the methods that an earlier, stopped call has finished
             waiting = [_row(later, out, _outcomes) for later in entries[len(rows) :]]
             write([*rows, *waiting], entries, out, command)
     return rows

@@ -144,6 +144,7 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
             line.x, np.array(line.paper, float), **style | {"linestyle": "--", "marker": "", "alpha": 0.6}
         )
     values = sorted({x for line in by_name.values() for x in line.x})
+    # options such as learning rates are chosen on a logarithmic scale
     if figure.x not in OVER and values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")
     axes.grid(axis="y", color=figures.GRID, linewidth=0.8)

@@ -55,6 +55,7 @@ class Compared(NamedTuple):
         if self.paper is None or self.difference is None:
             return self.paper is None
         inside = self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
+        # 1e-9: rounding must not decide at the tolerance itself
         return inside or abs(self.difference) <= tolerance(self.metric, self.paper.mean) * (1 + 1e-9)
 
 

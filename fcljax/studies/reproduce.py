@@ -157,6 +157,7 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
             small.append((row, mini(cfg, unchanged), ""))
         except InputError as error:
             small.append((row, None, f"cannot run at mini scale: {error}"))
+    # rows with sampled clients need more images, and rows are compared
     images = max((cfg.glyph_train for _, cfg, _ in small if cfg), default=0)
     for row, cfg, why in small:
         yield row, cfg and dataclasses.replace(cfg, glyph_train=images), why

@@ -94,6 +94,7 @@ def run_seeds(
         for i, seed in enumerate(seeds):
             folder = out / f"seed-{seed}"
             observer.say(f"seed {seed}, {i + 1} of {len(seeds)}")
+            # a finished run is resumed too, which returns its summary at once
             has_started = (folder / "config.yaml").exists()
             settings = dataclasses.replace(cfg, seed=seed)
             summaries.append(loop.run(settings, folder, has_started, observer))

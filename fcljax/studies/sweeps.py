@@ -254,8 +254,10 @@ def run_all(
                 codes[name] = code
                 free.append(running.pop(name)[1])
             watch(codes, list(running))
+            # a signal is noticed here; without running processes nothing is waited for
             pause(SECONDS if running else 0)
     except BaseException as stop:
+        # a second Ctrl-C must not leave processes behind
         with unbroken():
             _end(running, number_of(stop) if isinstance(stop, KeyboardInterrupt) else 15)
         raise
@@ -297,6 +299,7 @@ def _watched(
     ]
     rounds = {run.name: run.cfg.tasks * run.cfg.rounds for run in runs}
     ended = {run.name for run in runs if outcome(run, out, None).summary}
+    # rounds of large runs take minutes, so the speed is measured over an hour
     with Progress(*columns, console=console, speed_estimate_period=3600) as progress:
         done = sum(rounds[name] for name in ended)
         bar = progress.add_task(

@@ -41,6 +41,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         return value
     if typing.get_origin(kind) is Literal:
         return choose(where, value, arguments)
+    # a union such as int
+    #  list[int]: the first member that matches is taken
     kinds = [kind]
     if typing.get_origin(kind) is types.UnionType:
         kinds = [member for member in arguments if member is not types.NoneType]
