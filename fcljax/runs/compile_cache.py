@@ -1,10 +1,9 @@
-"""jax's persistent compilation cache, as the program `fcljax` sets it up. The library does not change jax's
-settings.
+"""jax's persistent compilation cache, as the command `fcljax` configures it.
 
-jax's cache key contains the program, the version of jaxlib, XLA's flags and the accelerator, but not the type
-of the CPU, and code for another CPU may crash a process (see jax issue 38445). So each type of CPU has a
-folder of its own. Cached programs are executed unchecked: only a folder that belongs to the user, and that no
-other user may write to, is used.
+The library alone does not change jax's settings. jax's cache key contains the program, the version of jaxlib,
+XLA's flags and the accelerator, but not the type of the CPU, and code for another CPU may crash a process (jax
+issue 38445). So each type of CPU has its own folder. Cached programs are executed as they are: only a folder
+that belongs to the user, and that no other user may write to, is used.
 """
 
 import hashlib
@@ -22,7 +21,8 @@ from fcljax.files import atomic, in_home
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
 MOST = 4 * 2**30  # bytes of all compiled programs; a run of a small network leaves about 1 MB
-LEAST_SECONDS = 0.05  # compile time of a cached program; faster ones are compiled as quickly as they are read
+# compile time of a cached program; compiling a faster one takes no longer than reading it
+LEAST_SECONDS = 0.05
 # lines of /proc/cpuinfo that distinguish types of CPU, for x86 and Arm
 CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
 DIGEST = 32  # bytes of a sha256
@@ -30,20 +30,23 @@ UNWRITTEN = "Error writing persistent compilation cache entry"
 
 
 class CachedProgram(NamedTuple):
-    """A compiled program's file, its bytes, and when it was last used, in seconds since 1970."""
+    """A file of a compiled program."""
 
     path: Path
+    """Where it is."""
     size: int
+    """Its bytes."""
     used: float
+    """When it was last used, in seconds since 1970."""
 
 
 def keep(option: str | None, say: Callable[[str], None]) -> None:
-    """Let jax cache what this process compiles, and read what other processes have compiled.
+    """Configure jax to cache compiled programs and to read those of other processes.
 
     Args:
-      option: a folder, or "off"; None: jax's own setting (JAX_COMPILATION_CACHE_DIR), else the environment's
-        FCLJAX_COMPILED, which is a folder or "off", else the first of `usual_folders` that can be used.
-      say: called with a line if nothing is cached; runs work all the same.
+      option: a folder, or "off". None: jax's setting (JAX_COMPILATION_CACHE_DIR), else the environment's
+        FCLJAX_COMPILED, a folder or "off", else the first usable one of `usual_folders`.
+      say: is called with a line if nothing is cached; runs work without the cache.
     """
     # pyrefly: ignore[missing-attribute]  # attributes of jax.config are made while jax is imported
     if option is None and jax.config.jax_compilation_cache_dir:
@@ -52,28 +55,34 @@ def keep(option: str | None, say: Callable[[str], None]) -> None:
     if not folders:
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    whys = []
+    problem = None
     for folder in folders:
-        whys.append(why_not(folder) or why_not(folder / machine()))
-        if whys[-1] is None:
+        problem = why_not(folder) or why_not(folder / machine())
+        if problem is None:
             _set_up(folder / machine(), say)
             forget(oldest_beyond(entries(folder), MOST))
             return
-    say(f"compiled programs are not kept: {whys[-1]}; choose a folder with --compile-cache, or off")
+    say(f"compiled programs are not kept: {problem}; choose a folder with --compile-cache, or off")
 
 
 def asked_folders(option: str | None = None) -> list[Path]:
-    """The folders for compiled programs, by this option or by the environment; the first usable one is taken.
-    Empty if nothing is to be cached."""
-    asked = option or os.environ.get(VARIABLE)
-    if asked == OFF:
+    """Return the folders that the option or the environment names, of which the first usable one is taken.
+
+    It is empty if nothing is to be cached.
+    """
+    setting = option or os.environ.get(VARIABLE)
+    if setting == OFF:
         return []
-    return [in_home(asked, "compile_cache")] if asked else usual_folders()
+    if setting:
+        return [in_home(setting, "compile_cache")]
+    return usual_folders()
 
 
 def usual_folders() -> list[Path]:
-    """The default folders: beside the data or, if that is shared or cannot be written, in the user's own
-    cache."""
+    """Return the default folders: beside the data, then in the user's cache.
+
+    The second is for data that are shared or read-only.
+    """
     data = os.environ.get("FCLJAX_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folders = [*([Path(data)] if data else []), Path(cache) / "fcljax"]
@@ -81,7 +90,7 @@ def usual_folders() -> list[Path]:
 
 
 def why_not(folder: Path) -> str | None:
-    """Why a folder, which is created if it is missing, cannot be used; None: it can."""
+    """Create a folder if it is missing, and return why it cannot be used; None if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -95,19 +104,21 @@ def why_not(folder: Path) -> str | None:
 
 
 def machine() -> str:
-    """The folder of programs for this version of jax and this type of CPU. Programs that jax or an earlier
-    version of this package wrote, without checksums, lie elsewhere."""
+    """Return the name of the folder for this version of jax and this type of CPU.
+
+    Programs without checksums, which jax or an earlier version of this package wrote, have other folders.
+    """
     return f"jax-{jax.__version__}-{platform.machine()}-{cpu_type()}-checked"
 
 
 def cpu_type() -> str:
-    """12 digits that are the same on CPUs of one type."""
+    """Return 12 digits that are the same on CPUs of one type."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        about = [line for line in lines if line.partition(":")[0].strip() in CPU]
+        facts = [line for line in lines if line.partition(":")[0].strip() in CPU]
     except OSError:  # not Linux
-        about = [platform.processor(), platform.mac_ver()[0]]
-    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+        facts = [platform.processor(), platform.mac_ver()[0]]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def _set_up(folder: Path, say: Callable[[str], None]) -> None:
@@ -130,10 +141,10 @@ def _set_up(folder: Path, say: Callable[[str], None]) -> None:
 
 
 class CheckedCache:
-    """jax's cache of compiled programs, by key, as files that begin with the sha256 of the rest.
+    """A cache of compiled programs, whose files begin with the sha256 of the rest.
 
-    jax's own has a checksum only where it compresses with zlib, and writes files that a kill leaves half
-    written, which then cost all later processes a warning and the time to compile.
+    jax's cache has a checksum only where it compresses with zlib. A kill leaves its files half written, and
+    each then costs all later processes a warning and the time to compile.
     """
 
     def __init__(self, path: str, damaged: Callable[[str], None]):
@@ -141,7 +152,7 @@ class CheckedCache:
         self._damaged = damaged
 
     def get(self, key: str) -> bytes | None:
-        """The program; None: there is none. One that is not intact is removed."""
+        """Return the program, or None if there is none. Remove one that is damaged."""
         path = self._file(key)
         try:
             content = path.read_bytes()
@@ -156,7 +167,7 @@ class CheckedCache:
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a program."""
+        """Write a program."""
         path = self._file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as temporary:
@@ -167,8 +178,10 @@ class CheckedCache:
 
 
 def _checked_by(damaged: Callable[[str], None]) -> bool:
-    """Let jax keep programs in a `CheckedCache`. jax has no public place for another cache, so a version may
-    lack this one: returns whether it is there."""
+    """Let jax keep programs in a `CheckedCache`, and return whether this version of jax allows it.
+
+    jax has no public interface for another cache.
+    """
     try:
         from jax._src import compilation_cache
     except ImportError:
@@ -185,34 +198,37 @@ def _checked_by(damaged: Callable[[str], None]) -> bool:
 
 
 def entries(folder: Path) -> list[CachedProgram]:
-    """All compiled programs in a folder, of all versions and types of CPU."""
-    found = []
+    """List all compiled programs in a folder, of all versions and types of CPU."""
+    programs = []
     for path in folder.glob("*/*"):
+        # what killed processes have left half written (.tmp-) counts too
         if not path.name.endswith("-cache") and ".tmp-" not in path.name:
-            continue  # but what killed processes have left half written is counted
+            continue
         try:
             state = path.stat()
         except OSError:  # another process has removed it
             continue
         # many systems record only the first access of a day, and some none
-        found.append(CachedProgram(path, state.st_size, max(state.st_atime, state.st_mtime)))
-    return found
+        programs.append(CachedProgram(path, state.st_size, max(state.st_atime, state.st_mtime)))
+    return programs
 
 
 def oldest_beyond(entries: Sequence[CachedProgram], most: int) -> list[CachedProgram]:
-    """The least recently used programs, without which the others have at most `most` bytes. jax has a limit
-    of its own, but with it every look-up of every process waits for one lock, and a process that is killed
-    while it writes breaks the limit for all later ones."""
-    kept = 0
-    gone = []
+    """Return the least recently used programs, without which the others have at most `most` bytes.
+
+    jax's limit would make every look-up of every process wait for one lock, and a process that is killed
+    while it writes would break it for all later ones.
+    """
+    total = 0
+    excess = []
     for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
-        kept += entry.size
-        if kept > most:
-            gone.append(entry)
-    return gone
+        total += entry.size
+        if total > most:
+            excess.append(entry)
+    return excess
 
 
 def forget(entries: Sequence[CachedProgram]) -> None:
-    """Remove compiled programs; another process may have done so already."""
+    """Remove compiled programs, which another process may have done already."""
     for entry in entries:
         entry.path.unlink(missing_ok=True)

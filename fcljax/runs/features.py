@@ -1,5 +1,8 @@
-"""Features of the frozen backbone, which prompt methods query: computed once for each image whose input is
-deterministic, and kept between runs if `fcljax embed` has written them to files."""
+"""Features of the frozen backbone, with which prompt methods choose their prompts.
+
+They are computed once for each image whose input is deterministic. `fcljax embed` writes them to files, which
+later runs read.
+"""
 
 import contextlib
 import functools
@@ -30,7 +33,8 @@ from fcljax.types import Frozen, PyTree
 
 Part = Literal["test", "train"]
 PARTS: tuple[Part, ...] = ("test", "train")
-TIMED_AS = {"train": "client", "test": "eval"}  # the part of a run's time in which the features are used
+# the section of a run's time to which the features of a split belong
+TIMED_AS = {"train": "client", "test": "eval"}
 
 # fill(exp, tasks, section) -> the experiment with the features that these tasks need
 Fill = Callable[[Experiment, Iterable[int], Callable], Experiment]
@@ -42,20 +46,21 @@ def frozen_features(
     on_progress: Callable[[int], None] = lambda images: None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Array | np.ndarray]:
-    """(frozen, split, index) -> the backbone's class token [n, width] of these images, by default of all,
-    under the clean view.
+    """Return a function (frozen, split, index) -> class tokens [n, width] of images without augmentation.
+
+    Without an index it computes those of all images.
 
     Args:
-      inputs: the backbone, and how images become its input.
+      inputs: the backbone and its preprocessing.
       batch_size: images per step of a device.
-      on_progress: called with the number of images that have been added.
+      on_progress: is called with the number of images since the last call.
       mesh: the devices that share the batches; None: the first one.
     """
     return make_features(*_of_batch(inputs), batch_size, on_progress, mesh)
 
 
 def _of_batch(inputs: Inputs) -> tuple[Callable[[Frozen, Array], Array], Callable[[Split, Array], Array]]:
-    """The class token of images, and how these are read."""
+    """Return the function that computes class tokens, and the one that reads images."""
     network = network_of(inputs.backbone, inputs.preprocess)
     preprocess = inputs.preprocess
 
@@ -69,20 +74,19 @@ def _of_batch(inputs: Inputs) -> tuple[Callable[[Frozen, Array], Array], Callabl
 
 
 def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
-    """fill(exp, tasks, section): the experiment with the query features that clients and evaluations read in
-    these tasks, for all splits whose input is deterministic.
+    """Return fill(exp, tasks, section), which adds the query features that these tasks read.
 
-    Those are the test split, and the training split if some phase reads it without augmentation. Features are
-    computed when the first task needs them, so that the first round does not wait for images of later tasks:
-    tasks are filled in their order, each once, and images of later tasks have NaN. Features that `fcljax
-    embed` has written are taken all at once. `section` is entered as "eval" or "client", to time the work.
+    It fills every split whose input is deterministic: the test split, and the training split if some phase
+    reads it without augmentation. Tasks are filled in their order, so that the first round does not wait for
+    images of later tasks, whose features are NaN until then. Features that `fcljax embed` has written are
+    read all at once. `section` is entered as "eval" or "client", to time the work.
 
     Args:
       exp: the experiment.
       parts: the splits that are read.
     """
-    wanted = [part for part in parts if part in _queried(exp)]
-    saved = {part: saved_features(exp.settings, exp.inputs, part) for part in wanted}
+    queried = [part for part in parts if part in _queried(exp)]
+    saved = {part: saved_features(exp.settings, exp.inputs, part) for part in queried}
     compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
     def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
@@ -93,10 +97,10 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
             return known
         index = index if len(index) else np.zeros(1, int)
         # without known features: the compiled loop takes splits of one kind
-        found = np.asarray(compute(exp.frozen, _with_query(split, None), index))
-        shape = (len(whole(split).label), *found.shape[1:])
-        known = np.full(shape, np.nan, found.dtype) if known is None else np.array(known)
-        known[index] = found
+        computed = np.asarray(compute(exp.frozen, _with_query(split, None), index))
+        shape = (len(whole(split).label), *computed.shape[1:])
+        known = np.full(shape, np.nan, computed.dtype) if known is None else np.array(known)
+        known[index] = computed
         return known
 
     def filled(exp: Experiment, part: Part, t: int) -> Experiment:
@@ -108,7 +112,7 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
         return _with_part(exp, part, _with_query(split, query))
 
     def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
-        for t, part in itertools.product(tasks, wanted):
+        for t, part in itertools.product(tasks, queried):
             signals.check()
             with section(TIMED_AS[part]):
                 exp = filled(exp, part, t)
@@ -120,20 +124,21 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
 def with_queries(
     exp: Experiment, parts: tuple[Part, ...] = PARTS, tasks: Iterable[int] | None = None
 ) -> Experiment:
-    """The experiment with the query features of these tasks, or of all."""
-    tasks = range(len(exp.scenario.tasks)) if tasks is None else tasks
+    """Return the experiment with the query features of these tasks, or of all."""
+    if tasks is None:
+        tasks = range(len(exp.scenario.tasks))
     return make_fill(exp, parts)(exp, tasks, contextlib.nullcontext)
 
 
 def with_query_shapes(exp: Experiment) -> Experiment:
-    """The experiment with the query features that the client loop reads of training images, and evaluations
-    of test images, as shapes."""
+    """Return the experiment with shapes in place of all query features that it reads."""
     return functools.reduce(_with_shapes, _queried(exp), exp)
 
 
 def _with_shapes(exp: Experiment, part: Part) -> Experiment:
-    given = getattr(exp, part)
-    split = whole(given)
+    """Return the experiment with shapes in place of a split's query features."""
+    part_split = getattr(exp, part)
+    split = whole(part_split)
     if split.query is not None:
         return exp
     class_token, read = _of_batch(exp.inputs)
@@ -141,17 +146,20 @@ def _with_shapes(exp: Experiment, part: Part) -> Experiment:
     def of_one(frozen: Frozen, split: Split) -> Array:
         return class_token(frozen, read(split, jnp.zeros(1, jnp.int32)))
 
-    one = jax.eval_shape(of_one, exp.frozen, split)
-    query = jax.ShapeDtypeStruct((*split.label.shape, *one.shape[1:]), one.dtype)
-    return _with_part(exp, part, _with_query(given, query))
+    feature = jax.eval_shape(of_one, exp.frozen, split)
+    query = jax.ShapeDtypeStruct((*split.label.shape, *feature.shape[1:]), feature.dtype)
+    return _with_part(exp, part, _with_query(part_split, query))
 
 
 def _with_part(exp: Experiment, part: Part, split: Split | Host) -> Experiment:
-    return exp._replace(train=split) if part == "train" else exp._replace(test=split)
+    """Return the experiment with another training or test split."""
+    if part == "train":
+        return exp._replace(train=split)
+    return exp._replace(test=split)
 
 
 def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
-    """Indices of the training images that some client has in task t, and none had before."""
+    """Return the indices of training images that some client has in task t and none had before."""
     of_tasks = [
         np.concatenate([partition.indices for partition in of_task])
         for of_task in scenario.partitions[: t + 1]
@@ -160,27 +168,28 @@ def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
 
 
 def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
-    """Indices of the test images that are evaluated after task t, and were not before."""
-    everyone = (None, *range(len(scenario.partitions[0][0].class_examples)))
+    """Return the indices of test images that are evaluated after task t and were not before."""
+    clients = (None, *range(len(scenario.partitions[0][0].class_examples)))
     if scenario.test_task is not None:
-        everyone = (None,)  # clients have the tasks of the run
-    read = np.any([scenario.tests_seen(t, client) for client in everyone], axis=0)
+        clients = (None,)  # clients have the tasks of the run
+    read = np.any([scenario.tests_seen(t, client) for client in clients], axis=0)
     if t:
-        read &= ~np.any([scenario.tests_seen(t - 1, client) for client in everyone], axis=0)
+        read &= ~np.any([scenario.tests_seen(t - 1, client) for client in clients], axis=0)
     return np.flatnonzero(read)
 
 
 def _queried(exp: Experiment) -> tuple[Part, ...]:
-    """The splits whose query features are computed once: the test split, and the training split if some phase
-    reads it without augmentation."""
+    """Return the splits whose query features are computed once; see `make_fill`."""
     if not exp.method.queries:
         return ()
-    phases = [phase for each in exp.method.rounds for phase in each.program.phases]
-    clean = any(not (phase.view.augment and exp.inputs.augments) or phase.replay for phase in phases)
-    return ("test", "train") if clean else ("test",)
+    phases = [phase for round_ in exp.method.rounds for phase in round_.program.phases]
+    if any(phase.replay or not (phase.view.augment and exp.inputs.augments) for phase in phases):
+        return ("test", "train")
+    return ("test",)
 
 
 def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
+    """Return the split with other query features."""
     if isinstance(split, Host):
         return split._replace(tree=split.tree._replace(query=query))
     return split._replace(query=query)
@@ -190,8 +199,10 @@ def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
 
 
 def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
-    """The file of a split's features. Its name depends on everything that decides their bits: weights,
-    images, view, batches, and what computes them."""
+    """Return the file of a split's features.
+
+    Its name depends on everything that decides their bits: weights, images, view, batches and device.
+    """
     facts = {
         "weights": inputs.backbone.digest,
         "network": repr(inputs.backbone.config),
@@ -201,13 +212,15 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
         "split": part,
         "batch": options.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
-    } | ({"devices": options.devices} if options.devices > 1 else {})
+    }
+    if options.devices > 1:
+        facts["devices"] = options.devices
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return data_folder(options.data_dir) / "features" / f"{name}.npz"
 
 
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
-    """The features that `fcljax embed` has written for these options, if they are there and intact."""
+    """Return the features that `fcljax embed` has written for these options; None unless they are intact."""
     count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
     try:
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
@@ -215,14 +228,16 @@ def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np
             sha256 = str(file["sha256"])
     except Exception:  # a damaged file may raise anything in the parsers of zip and npy
         return None
-    fits = features.shape == (count, inputs.backbone.config.width) and features.dtype == np.float32
-    return features if fits and sha256 == _sha256(features) else None
+    expected = (count, inputs.backbone.config.width)
+    if features.shape != expected or features.dtype != np.float32 or sha256 != _sha256(features):
+        return None
+    return features
 
 
 def save_features(
     options: InputConfig, inputs: Inputs, part: Part, features: Float[np.ndarray, "N D"]
 ) -> None:
-    """Keep the features of a split for later runs."""
+    """Write the features of a split for later runs."""
     path = feature_file(options, inputs, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
@@ -230,4 +245,5 @@ def save_features(
 
 
 def _sha256(features: np.ndarray) -> str:
+    """Return the sha256 of the features' bytes."""
     return hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()

@@ -1,9 +1,9 @@
-"""Processes, on one host or several, that share one run: how they find each other, agree, and end together.
+"""Processes, on one host or several, that share one run.
 
-The same command starts each process, with its own number. All compute the same values. Process 0 alone prints
-and writes files, but for the states of clients in checkpoints: each process writes its own. A child of each
-process does the work: when another process is lost, jax's coordination service aborts the process that it
-runs in, and the parent remains to report it in one line.
+The same command starts each process, with its number, and all compute the same values. Process 0 alone prints
+and writes files, except for client states in checkpoints, which each process writes for its clients. A child
+of each process does the work: when another process is lost, jax's coordination service aborts the process
+that it runs in, and the parent remains to report it in one line.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 LOST = 75  # exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
 # words in the errors of jax's collectives and of its coordination service when a process is lost
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
-# Lines of the child's log
+# beginnings of lines in the child's log
 _JOINED = "fcljax-joined"
 _OUT = "fcljax-out "
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,45 +75,47 @@ def check_hosts(hosts: HostOptions) -> None:
 
 
 class Refused(InputError):
-    """Bad input that all processes know of, so that none of them waits for another."""
+    """Bad input that is known to all processes, so that none waits for another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes that share this run, as one of them sees them.
+    """The processes that share this run.
 
-    All processes must call a method that communicates together. Where there is one process, each method
-    returns at once.
+    All processes must call a method that communicates together. With one process, each method returns at
+    once.
     """
 
-    index: int = 0  # of this process
+    index: int = 0
+    """Number of this process."""
     count: int = 1
+    """Number of processes."""
 
     @classmethod
     def connected(cls) -> "Hosts":
-        """Those that jax has connected."""
+        """Return the processes that jax has connected."""
         return cls(jax.process_index(), jax.process_count())
 
     @property
     def first(self) -> bool:
-        """Is this the process that writes and prints?"""
+        """Return whether this is the process that writes and prints."""
         return self.index == 0
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all processes, in the order of their numbers."""
+        """Return the texts of all processes, in the order of their numbers."""
         if self.count == 1:
             return [text]
         from jax.experimental import multihost_utils  # a run of one process need not load it
 
-        mine = np.frombuffer(text.encode(), np.uint8)
-        sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-        padded[: len(mine)] = mine
+        padded[: len(encoded)] = encoded
         texts = np.asarray(multihost_utils.process_allgather(padded))
-        return [each[:size].tobytes().decode() for each, size in zip(texts, sizes, strict=True)]
+        return [row[:size].tobytes().decode() for row, size in zip(texts, sizes, strict=True)]
 
     def agree(self, function: Callable[[], Value]) -> Value:
-        """The result of `function` in this process, once it has succeeded in every process.
+        """Return the result of `function` in this process, once it has succeeded in every process.
 
         Raises:
           Refused: in every process, with the line of the first one where it raised an InputError.
@@ -132,7 +134,7 @@ class Hosts:
         return result  # pyrefly: ignore[bad-return]  # it raised where there is nothing
 
     def from_first(self, function: Callable[[], Value]) -> Value:
-        """The result of `function`, a JSON value, of the first process, which alone calls it.
+        """Return the JSON value of `function`, which the first process alone calls.
 
         Raises:
           Refused: in every process, if it raised an InputError.
@@ -143,39 +145,42 @@ class Hosts:
         return json.loads(self.gather(result)[0])
 
     def broadcast(self, tree: Any) -> Any:
-        """The first process's arrays in every process, bit for bit; those of the others give the shapes."""
+        """Return the first process's arrays in every process, bit for bit; the tree gives the shapes."""
         if self.count == 1:
             return tree
         from jax.experimental import multihost_utils
 
-        def one(x: Any) -> jax.Array:
+        def broadcast_leaf(x: Any) -> jax.Array:
             array = np.asarray(x)
             sent = multihost_utils.broadcast_one_to_all(np.frombuffer(array.tobytes(), np.uint8))
             received = np.frombuffer(np.asarray(sent).tobytes(), array.dtype)
             return jax.numpy.asarray(received.reshape(array.shape))
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(broadcast_leaf, tree)
 
     def check_same(self, facts: dict[str, Any]) -> None:
         """Check that all processes have the same settings and read the same files.
 
         Args:
-          facts: what must be the same: JSON values by name, in named groups.
+          facts: group -> name -> JSON value.
 
         Raises:
           Refused: naming the first fact in which a process differs from process 0.
         """
-        first, *others = map(json.loads, self.gather(json.dumps(facts)))
-        for process, found in enumerate(others, start=1):
-            for kind, name in [(kind, name) for kind, own in first.items() for name in own]:
-                ours, theirs = (repr(each[kind].get(name))[:60] for each in (first, found))
-                if ours != theirs:
+        reference, *others = map(json.loads, self.gather(json.dumps(facts)))
+        names = [(group, name) for group, values in reference.items() for name in values]
+        for process, facts_of_process in enumerate(others, start=1):
+            for group, name in names:
+                expected = repr(reference[group].get(name))[:60]
+                value = repr(facts_of_process[group].get(name))[:60]
+                if value != expected:
                     raise Refused(
-                        f"{name}: process {process} has {theirs}, process 0 has {ours}; they must be the same"
+                        f"{name}: process {process} has {value}, process 0 has {expected}; they must be the "
+                        f"same"
                     )
 
-    def devices(self, asked: int | None) -> int:
-        """The number of devices of all processes together.
+    def devices(self, requested: int | None) -> int:
+        """Return the number of devices of all processes together.
 
         Raises:
           InputError: if another number was asked for, or the processes do not have equally many.
@@ -184,31 +189,31 @@ class Hosts:
         if len(set(counts.tolist())) > 1:
             raise InputError(f"processes: they must have equally many devices, and have {counts.tolist()}")
         total = jax.device_count()
-        if asked is not None and asked != total:
+        if requested is not None and requested != total:
             raise InputError(
-                f"devices: {asked} asked for, and the {self.count} processes have {total} together; nearest "
-                f"valid value: {total}"
+                f"devices: {requested} asked for, and the {self.count} processes have {total} together; "
+                f"nearest valid value: {total}"
             )
         return total
 
     def share(self, folder: Path) -> bool:
-        """Whether several processes have this folder of the first one, and all may write there."""
+        """Return whether several processes see this folder of the first one, and all may write there."""
         if self.count == 1:
             return False
 
-        def mark() -> str:
+        def create_marker() -> str:
             number, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
             os.close(number)
             return os.path.basename(path)
 
-        path = folder / self.from_first(mark)
+        path = folder / self.from_first(create_marker)
         seen = self.gather(str(path.exists() and os.access(folder, os.W_OK)))
         if self.first:
             path.unlink()
         return set(seen) == {"True"}
 
     def leave(self) -> None:
-        """From here on no process waits for another."""
+        """Disconnect, so that no process waits for another any more."""
         if self.count > 1:
             jax.distributed.shutdown()
 
@@ -218,8 +223,9 @@ ALONE = Hosts()
 
 @contextlib.contextmanager
 def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
-    """Inside the block this process shares the run with the others. When the block ends, or all refuse, it
-    waits for them; `work` handles every other end.
+    """Connect this process with the others inside the block.
+
+    It waits for them when the block ends or all refuse; `run_child` handles every other end.
 
     Raises:
       InputError: if `auto` finds nothing.
@@ -253,18 +259,24 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
 
 
 def report_folder(out: str, log: TextIO) -> None:
-    """Let the parent know where the run's files are, for its last line."""
+    """Tell the parent where the run's files are, for its last line."""
     print(_OUT + json.dumps(out), file=log, flush=True)
 
 
 def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
-    """Call `function(log)` in the child, and return its exit code, or `LOST`. The child ends when its parent
-    does. What C++ libraries print goes to the log, since only our own lines are for the user."""
+    """Call `function(log)` in the child, and return its exit code, or `LOST`.
+
+    The child ends when its parent does. Output of C++ libraries goes to the log, since only lines of this
+    package are for the user.
+    """
     log = os.fdopen(log_number, "w", buffering=1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.stdout.flush(), sys.stderr.flush()
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    os.dup2(log_number, 1), os.dup2(log_number, 2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(log_number, 1)
+    os.dup2(log_number, 2)
     try:
         return function(log)
     except Exception as error:
@@ -275,18 +287,19 @@ def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
 
 
 def _end_with_parent() -> None:
+    """End this process when its standard input closes."""
     while os.read(0, 1):
         pass
     os._exit(LOST)
 
 
 def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | None], str]) -> int:
-    """Run a command as a child, and report in one line what ended it if it cannot do so itself.
+    """Run a command as a child, and report in one line what ended it where the child cannot.
 
     Args:
-      command: arguments of Python; "LOG" stands for the number that the child gives to `work`.
+      command: arguments of Python; "LOG" stands for the log number of `run_child`.
       hosts: where the other processes are.
-      advice: what a user can do then, given the run's folder, or None if it is not known.
+      advice: returns what a user can do, given the run's folder, or None if it is unknown.
 
     Returns:
       The child's exit code; `LOST` if another process has ended.
@@ -304,10 +317,10 @@ def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | N
         )
         with _forwarding(child):
             code = child.wait()
-        said = _said(log)
+        log_text = _content(log)
     if code >= 0 and code != LOST:
         return code
-    lines = said.splitlines()
+    lines = log_text.splitlines()
     if _JOINED not in lines and code != -signal.SIGKILL:
         where = "the others" if hosts.process == 0 else repr(hosts.coordinator)
         raise InputError(
@@ -315,7 +328,7 @@ def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | N
             f"{hosts.processes} processes started, and is {hosts.coordinator!r} the address of process 0?"
         )
     out = next((json.loads(line[len(_OUT) :]) for line in lines if line.startswith(_OUT)), None)
-    if code == LOST or any(sign in said for sign in _SIGNS[2:]):
+    if code == LOST or any(sign in log_text for sign in _SIGNS[2:]):
         what = "another process of the run has ended"
         code = LOST
     else:
@@ -325,15 +338,18 @@ def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | N
     return code
 
 
-def _said(log: BinaryIO) -> str:
+def _content(log: BinaryIO) -> str:
+    """Return the text of a log."""
     log.seek(0)
     return log.read().decode(errors="replace")
 
 
 @contextlib.contextmanager
 def _forwarding(child: subprocess.Popen) -> Iterator[None]:
-    """Signals to this process go to the child, which knows what to do. (Since it has a session of its own,
-    the terminal sends it none, and it gets none twice.)"""
+    """Pass signals of this process on to the child.
+
+    The child has its own session, so the terminal sends it none and it gets none twice.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

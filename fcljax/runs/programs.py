@@ -1,5 +1,7 @@
-"""The programs that a round and an evaluation run, with the shapes of their arguments: for compiling them
-before there is anything to compute, on this machine or for a chip that is not here."""
+"""The programs of a round and of an evaluation, with the shapes of their arguments.
+
+They are compiled before a run has data, on this machine or for a chip that is not present.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,36 +33,36 @@ from fcljax.types import Broadcast, PyTree, RoundContext
 
 
 class RoundProgram(NamedTuple):
-    """One compiled function, and what it is called with."""
+    """A compiled function and its arguments."""
 
     name: str
-    """Such as "round 0 phase 0": the round's time, its number, and the function."""
+    """When the round is played, its number, and the function: "round 0 phase 0"."""
     function: Any
-    """Under `jax.jit`."""
+    """A function under `jax.jit`."""
     arguments: tuple[Any, ...]
     """`jax.ShapeDtypeStruct`s, and static values as they are."""
     steps: int = 0
-    """How often the step of its loop runs in a round, on one device; 0: it has no loop over steps."""
+    """How often its loop runs a step in a round, on one device; 0 without such a loop."""
 
     def trace(self) -> jax.stages.Traced:
-        """The function for these arguments."""
+        """Trace the function for these arguments."""
         return self.function.trace(*self.arguments)
 
     def lower(self) -> jax.stages.Lowered:
-        """The function for these arguments."""
+        """Lower the function for these arguments."""
         return self.function.lower(*self.arguments)
 
 
 class Placement(NamedTuple):
-    """Where the arguments lie; without shardings, where jax puts arrays by default."""
+    """Where the arguments lie: without shardings, on jax's default device."""
 
     one: Sharding | None = None
-    """Of everything, on one device."""
+    """Sharding of all arguments on one device."""
     mesh: AnyMesh | None = None
-    """The devices that share it."""
+    """Devices that share the arguments."""
 
     def of(self, spec: PyTree = WHOLE) -> Callable[[PyTree], PyTree]:
-        """Arrays as shapes with the sharding of `spec`, a specification or a tree of them."""
+        """Return a function from arrays to shapes with the sharding of `spec`, which may be a tree."""
 
         def shape(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
             x = x if hasattr(x, "dtype") else np.asarray(x)
@@ -70,8 +72,8 @@ class Placement(NamedTuple):
             return lambda tree: jax.tree.map(lambda x: shape(x, self.one), tree)
 
         def placed(tree: PyTree) -> PyTree:
-            each = jax.tree.broadcast(shardings(self.mesh, spec), tree)
-            return jax.tree.map(shape, tree, each)
+            leaf_shardings = jax.tree.broadcast(shardings(self.mesh, spec), tree)
+            return jax.tree.map(shape, tree, leaf_shardings)
 
         return placed
 
@@ -80,13 +82,14 @@ DEFAULT = Placement()
 
 
 def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
-    """Every program of a round of the first task: broadcast, client loop, and the server's step.
+    """Yield every program of a round of the first task: broadcast, client loop and the server's step.
 
     Args:
-      exp: the experiment; its weights may be shapes. Images that lie on the host are taken as resident.
-      placement: of the arguments; on a mesh they lie as its programs have them.
+      exp: the experiment; its weights may be shapes. Images on the host count as resident on the device.
+      placement: of the arguments; on a mesh it is that of the experiment's programs.
     """
-    exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
+    exp = with_query_shapes(exp)
+    placement = _on_mesh(exp, placement)
     engine = exp.engine
     server, states, context, broadcast = _round_of(exp)
     place = placement.of()
@@ -103,20 +106,24 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
 
 
 def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
-    """What an evaluation runs after the last task, when it has all test images: the model that counts, and a
-    provisional one. Arguments as of `programs_of`."""
-    exp, placement = with_query_shapes(exp), _on_mesh(exp, placement)
+    """Yield the programs of an evaluation after the last task, on all test images.
+
+    One evaluates the model that counts, and one the merged model before the server trained, where a method
+    has it. Arguments are those of `programs_of`.
+    """
+    exp = with_query_shapes(exp)
+    placement = _on_mesh(exp, placement)
     server, states, context, _ = _round_of(exp)
     task_of = np.zeros(exp.sizes.classes, np.int32)
     test = whole(exp.test)
-    own = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
+    client_state = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
     functions = {
         "evaluation": exp.method.predict_client if exp.method.personal else exp.method.predict,
         "provisional evaluation": exp.method.predict_provisional,
     }
     for name, function in functions.items():
         if function:
-            model = (server, own) if function is exp.method.predict_client else (server,)
+            model = (server, client_state) if function is exp.method.predict_client else (server,)
             predict = predictor(exp, function)
             devices = device_count(exp.engine.mesh)
             index = np.zeros(predict.steps * devices * exp.settings.eval_batch_size, np.int32)
@@ -129,8 +136,8 @@ def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[
 def _of_player(
     exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
 ) -> Iterator[RoundProgram]:
-    """What the clients of one of the method's rounds run, in its order; `given`: broadcast and states."""
-    (broadcast, states) = given
+    """Yield the clients' programs of one of the method's rounds, in order; `given`: broadcast and states."""
+    broadcast, states = given
     place = placement.of()
     accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
     yield RoundProgram(f"{name} indices", player.indices, (chunk, place(exp.key)))
@@ -140,16 +147,16 @@ def _of_player(
     data = place(whole(exp.train))
     frozen, task, key = place((exp.frozen, exp.scenario.tasks[0], exp.key))
     call = Call(frozen, place(broadcast), chunk, task, key, place(np.bool_(False)))
-    past = ReplayData(data, may_replay, may_replay)
-    for i, (run, mine, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
-        window = TickWindow(data, mine, mine, *place((np.int32(0), ticks)))
-        yield RoundProgram(f"{name} phase {i}", run, (call, carry, window, past, False), steps[i])
+    replay = ReplayData(data, may_replay, may_replay)
+    for i, (run, phase_indices, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
+        window = TickWindow(data, phase_indices, phase_indices, *place((np.int32(0), ticks)))
+        yield RoundProgram(f"{name} phase {i}", run, (call, carry, window, replay, False), steps[i])
     merged = place(Merging(np.int32(0), np.int32(0), np.bool_(0)))
     yield RoundProgram(f"{name} close", player.close, (accumulator, states, carry, chunk, merged))
 
 
 class _OfChunk(NamedTuple):
-    """Shapes of what the clients' part of a round works on, placed."""
+    """Placed shapes of the arguments of the clients' programs."""
 
     accumulator: Accumulator
     states: PyTree
@@ -175,12 +182,14 @@ def _of_chunk(exp: Experiment, player: Player, states: PyTree, placement: Placem
 
 
 def _on_mesh(exp: Experiment, placement: Placement) -> Placement:
-    return placement if exp.engine.mesh is None else Placement(mesh=exp.engine.mesh)
+    """Return the placement on the experiment's mesh, if it has one."""
+    if exp.engine.mesh is None:
+        return placement
+    return Placement(mesh=exp.engine.mesh)
 
 
 def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]:
-    """Shapes of the server's state and of those of all clients, the context of the first task's first round,
-    and the shapes of what is broadcast."""
+    """Return shapes of the server's and all clients' states, the first round's context, and its broadcast."""
     method = exp.method
     clients = rows_on(exp.engine.mesh, exp.sizes.clients)
     server = jax.eval_shape(method.init, exp.key, exp.frozen)
@@ -190,40 +199,44 @@ def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]
 
 
 class EngineState(NamedTuple):
-    """Bytes that the engine holds on each device besides the network, the images and a step's own work; of
-    the method's rounds, those of the largest."""
+    """Bytes of the engine on each device, without network, images and the temporaries of a step.
+
+    Of a method's rounds, the largest counts.
+    """
 
     server: int
-    """The server's state, and what is broadcast, before and after."""
+    """Server state and broadcast, before and after a round."""
     clients: int
-    """The states of clients between rounds."""
+    """Client states between rounds."""
     uploads: int
-    """What was received in the round: sums, and what is kept of each client."""
+    """Sums over clients and gathered uploads of a round."""
     slots: int
-    """The clients of a chunk: their states, what they sent, and what waits between phases."""
+    """Clients of a chunk: states, uploads, and what waits between phases."""
     order: int
-    """Tables, and which examples each step reads, in which order."""
+    """Tables of steps, and the indices of the examples that they read."""
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """Return the sum of all."""
         return sum(self)
 
 
 def engine_state(exp: Experiment) -> EngineState:
-    """What the engine holds on each device of its mesh, by shapes alone. The mesh may be abstract."""
+    """Return the engine's bytes on each device of its mesh, by shapes alone. The mesh may be abstract."""
     placement = _on_mesh(exp, DEFAULT)
     server, states, _, broadcast = _round_of(exp)
     server = placement.of(server_specs(server, exp.engine.mesh))(server)
     of_server = server, placement.of()((broadcast, broadcast))
-    found = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
-    chunk = max(((share((each.carry,)), share((each.chunk, each.indices))) for each in found), key=sum)
-    received = max(share(each.accumulator) for each in found)
-    return EngineState(share(of_server), share(placement.of(split())(states)), received, *chunk)
+    chunks = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
+    sizes = [(share((chunk.carry,)), share((chunk.chunk, chunk.indices))) for chunk in chunks]
+    slots, order = max(sizes, key=sum)
+    uploads = max(share(chunk.accumulator) for chunk in chunks)
+    clients = share(placement.of(split())(states))
+    return EngineState(share(of_server), clients, uploads, slots, order)
 
 
 def share(tree: PyTree) -> int:
-    """Bytes of these shapes on each device that they are placed on."""
+    """Return the bytes of shapes on each device that has a part of them."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -233,9 +246,9 @@ def share(tree: PyTree) -> int:
 
 
 def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
-    """The first chunk of the first task's first round, with every client, and the steps of each phase in all
-    chunks of the round."""
+    """Return the first chunk of a first round of all clients, and the steps of each phase in the round."""
     partition = exp.scenario.partitions[0][0]
     ids = np.flatnonzero(partition.count)[: player.capacity.participants]
     chunks, _ = plan_round(player.round.program, partition, ids, 0, exp.engine.lanes.count, player.capacity)
-    return chunks[0], [sum(map(int, ticks)) for ticks in zip(*(each.ticks for each in chunks), strict=True)]
+    phases = zip(*(chunk.ticks for chunk in chunks), strict=True)
+    return chunks[0], [sum(map(int, ticks)) for ticks in phases]

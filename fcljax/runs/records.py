@@ -1,4 +1,4 @@
-"""The host-side history of a run, in plain JSON values: a line per round, totals, and where its time went."""
+"""The history of a run in plain JSON values: a line per round, totals, and seconds per section."""
 
 import contextlib
 import dataclasses
@@ -21,19 +21,19 @@ from fcljax.terminal import NotebookBar, progress_bar
 class Evaluated(NamedTuple):
     """Accuracies over all test examples of each task seen so far; None: not evaluated.
 
-    Where the model that counts is each client's own, they are means over the clients of their accuracies on
-    those classes of a task that they have learned.
+    For a method with personal models, they are means over clients, each on the classes of a task that the
+    client has learned.
     """
 
     accuracy: list[float] | None = None
-    """Class-IL accuracy of the global model: all classes seen so far compete."""
+    """Class-IL accuracy of the global model, among all classes seen so far."""
     provisional: list[float] | None = None
-    """The same of the merged model before the server changed it, if it does."""
+    """Class-IL accuracy of the merged model before the server trained, for methods whose server trains."""
     task_il: list[float] | None = None
-    """Task-IL accuracy of the global model: the classes of the example's own task compete."""
+    """Task-IL accuracy of the global model, among the classes of the example's task."""
     personal: list[float | None] | None = None
-    """Of each client, on all test examples of the classes that it has learned; None for a client that has
-    learned none. Only where the model that counts is each client's own."""
+    """Accuracy of each client's personal model, on test examples of the classes that the client has learned;
+    None for a client that has learned none."""
 
 
 NOT_EVALUATED = Evaluated()
@@ -50,7 +50,7 @@ class Records:
     provisional: list[list[float]] = dataclasses.field(default_factory=list)
     task_il: list[list[float]] = dataclasses.field(default_factory=list)
     personal: list[list[float | None]] = dataclasses.field(default_factory=list)
-    # [task learned][client][task], where clients are evaluated with models of their own
+    # [task learned][client][task], for methods with personal models
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
     clients_task_il: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
     # of the last evaluation
@@ -59,10 +59,11 @@ class Records:
     # totals
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
-    uploads: list[int] = dataclasses.field(default_factory=list)  # of each of the method's rounds
-    # sha256 of each finished task's file, where the server keeps examples
+    # one number for each of the method's rounds
+    uploads: list[int] = dataclasses.field(default_factory=list)
+    # sha256 of each finished task's file of examples that the server replays
     kept: list[str] = dataclasses.field(default_factory=list)
-    # [rounds that were done, what changed]: each time that the run was resumed on other hardware
+    # [finished rounds, what changed] for each time that the run was resumed on other hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
@@ -100,17 +101,17 @@ class Records:
         besides: Sequence[RoundReport] = (),
         classes_seen: int | None = None,
     ) -> dict[str, Any]:
-        """Add a round to the history; its line of metrics.jsonl.
+        """Add a round to the history, and return its line of metrics.jsonl.
 
         Args:
-          t: the task.
-          r: the round within it.
+          t: index of the task.
+          r: index of the round within the task.
           report: of the round.
-          evaluated: after it.
-          sent: by all clients together.
-          besides: reports of exchanges before a task's first round and after its last one, which the totals
-            have already; their metrics join those of the round.
-          classes_seen: of the tasks so far; None: unknown.
+          evaluated: accuracies after the round.
+          sent: traffic of all clients together.
+          besides: reports of exchanges at a task's start and end. The totals have them already; their metrics
+            join those of the round.
+          classes_seen: number of classes of the tasks so far; None: unknown.
         """
         line: dict[str, Any] = {"task": t, "round": r, **_metrics(report, besides)}
         line |= {"participants": report.participants}
@@ -123,9 +124,10 @@ class Records:
             "upload_bytes": sent.upload_bytes,
             "download_bytes": sent.download_bytes,
         }
-        if apart := sum(each.rejected for each in besides):
-            line["rejected_besides"] = apart
-        lies = sum((Counter(each.impossible) for each in (report, *besides)), Counter())
+        rejected_besides = sum(other.rejected for other in besides)
+        if rejected_besides:
+            line["rejected_besides"] = rejected_besides
+        lies = sum((Counter(exchange.impossible) for exchange in (report, *besides)), Counter())
         if lies:
             line["impossible"] = dict(lies)
         if evaluated.accuracy is not None:
@@ -142,29 +144,32 @@ class Records:
 
 
 def _metrics(report: RoundReport, besides: Sequence[RoundReport]) -> dict[str, float]:
-    """The metrics of a round, and those of what came before or after it, such as a server rule's once a task.
-    The round's own keep their names. The share of losses that are not finite is there if it is not 0."""
-    found: dict[str, float] = {}
-    for each in besides:
-        found |= {
-            f"besides_{name}" if name in report.metrics else name: x for name, x in each.metrics.items()
-        }
-    found |= report.metrics
-    return {name: value for name, value in found.items() if name != NOT_FINITE or value > 0}
+    """Return the metrics of a round and of the exchanges at a task's start and end.
+
+    Those of the round keep their names. The share of losses that are not finite is left out where it is 0.
+    """
+    values: dict[str, float] = {}
+    for exchange in besides:
+        for name, value in exchange.metrics.items():
+            values[f"besides_{name}" if name in report.metrics else name] = value
+    values |= report.metrics
+    return {name: value for name, value in values.items() if name != NOT_FINITE or value > 0}
 
 
 def _finite(value: Any) -> Any:
-    """None in place of NaN and infinite numbers, which JSON does not have."""
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    """Return None in place of NaN and infinite numbers, which JSON does not have."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
 
 
 def json_line(line: dict[str, Any]) -> str:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return json.dumps(line, allow_nan=False) + "\n"
 
 
 class Clock:
-    """Seconds per section, with compilation apart: JAX reports how long it traced and compiled."""
+    """Seconds per section of a run. Tracing and compilation, which JAX reports, have their own section."""
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds = seconds
@@ -193,7 +198,7 @@ class Clock:
 
 
 def rounds_bar(console: Console) -> Any:
-    """A progress bar over rounds, whose task has the fields `last_round`."""
+    """Return a progress bar over rounds, whose task has the fields of `last_round`."""
     label = "task {task.fields[t]} round {task.fields[r]}"
     numbers = "loss {task.fields[loss]}  accuracy {task.fields[accuracy]}"
     if console.is_jupyter and not console.quiet:
@@ -202,7 +207,7 @@ def rounds_bar(console: Console) -> Any:
 
 
 def last_round(records: Records) -> dict[str, Any]:
-    """What the progress bar shows of the last round."""
+    """Return the fields that the progress bar shows of the last round."""
     last = records.rounds[-1] if records.rounds else {}
     accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
     return {
