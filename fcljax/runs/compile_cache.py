@@ -1,8 +1,8 @@
 """jax's persistent compilation cache, as the command `fcljax` configures it.
 
 The library alone does not change jax's settings. jax's cache key contains the program, the version of jaxlib,
-XLA's flags and the accelerator, but not the type of the CPU, and code for another CPU may crash a process (jax
-issue 38445). So each type of CPU has its own folder. Cached programs are executed as they are: only a folder
+XLA's flags and the accelerator, but not the type of the CPU. Code for another CPU may crash a process (jax
+issue 38445), so each type of CPU has its own folder. Cached programs are executed as they are: only a folder
 that belongs to the user, and that no other user may write to, is used.
 """
 
