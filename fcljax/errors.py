@@ -1,5 +1,4 @@
-"""The one exception that means "the user gave us something wrong"; the CLI turns it into one line and exit
-code 2."""
+"""The exception for bad input from outside; the CLI turns it into one line and exit code 2."""
 
 import difflib
 import re
@@ -53,51 +52,66 @@ _LONG = re.compile(rf"'(?:[^'\\]|\\.){{{MOST},}}'|\S{{{MOST},}}")
 
 
 class InputError(ValueError):
-    """Bad input from outside: the message is one line that names the field, the value and what would be
-    valid; long values in it are cut."""
+    """Bad input from outside.
+
+    The message is one line that names the field, the value and what would be valid; long values are cut.
+    """
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
 
 
 def one_line(text: str) -> str:
-    """Any text as one line that every terminal takes: values of more than 300 characters are cut in their
-    middle, and what cannot be printed is written with backslashes."""
+    """Return any text as one line that every terminal takes.
+
+    Values of more than 300 characters are cut in their middle, and what cannot be printed is written with
+    backslashes.
+    """
     line = printable(re.sub(r"[\r\n\t\v\f]+", " ", text))
-    return _cut(_LONG.sub(lambda found: _cut(found[0], MOST), line), MOST_OF_LINE)
+    line = _LONG.sub(lambda value: _cut(value[0], MOST), line)
+    return _cut(line, MOST_OF_LINE)
 
 
 def reason(error: BaseException) -> str:
-    """Kind and message of an exception, in one line of at most 200 characters; of a ValueError the message
-    alone, which says enough."""
-    kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())[:200]
+    """Return kind and message of an exception, in one line of at most 200 characters.
+
+    Of a ValueError it is the message alone, which says enough.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if type(error) is ValueError and str(error):
+        text = str(error)
+    return " ".join(text.split())[:200]
 
 
 def printable(text: str) -> str:
-    """Any text with what cannot be printed, such as half a surrogate pair, written with backslashes."""
+    """Return a text where what cannot be printed, such as half a surrogate pair, has backslashes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: 2 * most // 3]} ... {text[-most // 3 + 5 :]}"
+    """Cut the middle of a text that is too long; what remains is two thirds of the start and the end."""
+    if len(text) <= most:
+        return text
+    return f"{text[: 2 * most // 3]} ... {text[-most // 3 + 5 :]}"
 
 
 def nearest(value: object, options: Iterable[str]) -> str:
-    """A hint for an unknown name: what it is called here, else the closest of `options`, or all of them when
-    nothing is close."""
+    """Return a hint for an unknown name: its name in this package, else the closest of `options`, or all of
+    them when none is close."""
     options = sorted({str(option) for option in options})
-    known = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
-    for name in (known, "--" + known.replace("_", "-")):
-        if known and name in options:
+    synonym = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
+    for name in (synonym, "--" + synonym.replace("_", "-")):
+        if synonym and name in options:
             return f"did you mean {name!r}?"
-    # of a value that is no name at all, comparing takes minutes
+    # a value that is no name may be long, and comparing it would take minutes
     close = difflib.get_close_matches(str(value)[:MOST], options, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(options)}"
+    if not close:
+        return f"choose from: {', '.join(options)}"
+    return f"did you mean {close[0]!r}?"
 
 
 def choose(field: str, value: Value, options: Iterable[str]) -> Value:
-    """`value` if it is one of `options`.
+    """Return `value` if it is one of `options`.
 
     Raises:
       InputError: naming `field`, `value` and the nearest option.
@@ -109,6 +123,8 @@ def choose(field: str, value: Value, options: Iterable[str]) -> Value:
 
 
 def gib(size: float | int) -> str:
-    """Bytes in words."""
+    """Return a number of bytes in words."""
     value = size / 2**30
-    return f"{value:.3g} GiB" if value < 1000 else f"{value:,.0f} GiB"
+    if value < 1000:
+        return f"{value:.3g} GiB"
+    return f"{value:,.0f} GiB"

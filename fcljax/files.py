@@ -20,8 +20,11 @@ from fcljax.errors import InputError
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` to write to. It replaces `path` if the block ends without an error;
-    otherwise it is removed. Readers see the old content or the new one, never a part of it."""
+    """Yield a temporary file beside `path` to write to.
+
+    It replaces `path` if the block ends without an error; otherwise it is removed. Readers see the old
+    content or the new one, never a part of it.
+    """
     path = Path(path)
     temporary = beside(path, path.suffix)
     try:
@@ -42,8 +45,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def folder_for(path: Path) -> Iterator[None]:
-    """Make the folder `path` and those above it. Those that were made and are empty are removed if the block
-    ends with an error."""
+    """Make the folder `path` and those above it; remove the new ones that are empty if the block ends with an
+    error."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -57,7 +60,7 @@ def folder_for(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write to, which is removed at the end unless it has been moved."""
+    """Yield a folder beside `target` to write to, which is removed at the end unless it has been moved."""
     folder = beside(target)
     folder.mkdir()
     try:
@@ -67,12 +70,12 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def beside(path: Path, suffix: str = "") -> Path:
-    """A new hidden name beside `path`."""
+    """Return a new hidden name beside `path`."""
     return path.with_name(f"{_hidden(path)}{secrets.token_hex(8)}{suffix}")
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Temporary folders beside `target` that killed processes have left."""
+    """Return the temporary folders beside `target` that killed processes have left."""
     return [path for path in target.parent.iterdir() if path.name.startswith(_hidden(target))]
 
 
@@ -84,8 +87,9 @@ def _hidden(path: Path) -> str:
 def owned(
     path: Path, wait: Callable[[], None] | None = None, remove_on_error: bool = False
 ) -> Iterator[bool]:
-    """Lock the file `path`, which is created and stays, until the block ends. The system releases the lock
-    when the process ends.
+    """Lock the file `path`, which is created and stays, until the block ends.
+
+    The system releases the lock when the process ends.
 
     Args:
       path: the lock file.
@@ -111,28 +115,30 @@ def owned(
 
 
 def _lock_file(path: Path, wait: Callable[[], None] | None) -> tuple[int, bool]:
-    """The open lock file, and whether it is locked."""
+    """Open and lock a file; return its handle, and whether it is locked."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            locked = _locked(handle, wait)
+            locked = _lock(handle, wait)
         except BaseException:
             os.close(handle)
             raise
-        # its last owner may have removed it in the meantime: then the lock of this handle locks nobody out
-        if _is_there(handle, path):
+        # the last owner may have removed the file since: then the lock of this handle locks no process out
+        if _is_file_at(handle, path):
             return handle, locked
         os.close(handle)
 
 
-def _is_there(handle: int, path: Path) -> bool:
+def _is_file_at(handle: int, path: Path) -> bool:
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
 
-def _locked(handle: int, wait: Callable[[], None] | None) -> bool:
+def _lock(handle: int, wait: Callable[[], None] | None) -> bool:
+    """Lock an open file; return False if the file system has no locks."""
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +156,7 @@ def _locked(handle: int, wait: Callable[[], None] | None) -> bool:
 
 @contextlib.contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
-    """A regular file, opened for reading in binary: a pipe or a device might never end.
+    """Open a regular file for reading in binary; a pipe or a device might never end.
 
     Raises:
       OSError: it cannot be opened, or is not a regular file.
@@ -166,7 +172,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The text of a regular file in UTF-8, without the byte-order mark that Windows programs put before it.
+    """Read a regular file in UTF-8, without the byte-order mark that Windows programs put before the text.
 
     Raises:
       OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
@@ -180,7 +186,7 @@ def read_text(path: str | Path, most: int) -> str:
 
 
 def read_user_text(field: str, path: str | Path, most: int) -> str:
-    """The text of a file that a setting names, as `read_text`.
+    """Read the text of a file that a setting names, as `read_text` does.
 
     Raises:
       InputError: naming the field, the file and why it cannot be read.
@@ -198,7 +204,7 @@ def read_user_text(field: str, path: str | Path, most: int) -> str:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that the machine has."""
+    """Return the bytes of memory that the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -209,25 +215,25 @@ def check_folder(folder: str | Path, field: str = "out") -> None:
       InputError: naming `field`, the folder and what the system says.
     """
     folder = Path(folder)
-    made = []
+    new_folders = []
     try:
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
-        for each in reversed(missing):
-            each.mkdir()
-            made.append(each)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir()
+            new_folders.append(path)
         with temporary_folder(folder / "trial"):
             pass
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{field}: cannot write to {str(folder)!r}: {why}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise InputError(f"{field}: cannot write to {str(folder)!r}: {cause}") from None
     finally:
-        for each in reversed(made):
+        for path in reversed(new_folders):
             with contextlib.suppress(OSError):
-                each.rmdir()
+                path.rmdir()
 
 
 def in_home(path: str | Path, field: str) -> Path:
-    """A path whose ~ stands for the home folder.
+    """Return a path with the home folder in place of ~.
 
     Raises:
       InputError: naming `field`, if there is no such home folder.

@@ -23,7 +23,7 @@ from fcljax.errors import one_line
 
 
 def plain_text(value: object) -> Text:
-    """A value in one line, for a terminal and for the cell of a table."""
+    """Return a value in one line, for a terminal and for the cell of a table."""
     return Text(one_line(str(value)))
 
 
@@ -70,11 +70,11 @@ def say(console: Console, line: str) -> None:
 
 
 def progress_bar(label: str, numbers: str = "", console: Console | None = None) -> Progress:
-    """A bar with a label, some numbers, the time taken and the time left.
+    """Return a bar with a label, some numbers, the time taken and the time left.
 
     Args:
       label: a format of the bar's `task`, such as "{task.description}".
-      numbers: another one, of what is shown beside the bar.
+      numbers: a format for the text beside the bar.
       console: where it is shown; None: standard output.
     """
     return Progress(
@@ -90,7 +90,7 @@ def progress_bar(label: str, numbers: str = "", console: Console | None = None) 
 
 
 class NotebookBar:
-    """The same in a notebook, without the widgets that rich's bar needs there."""
+    """A progress bar in a notebook, without the widgets that rich's bar needs there."""
 
     def __init__(self, label: str, numbers: str = ""):
         self.format = f"{label}  {numbers}"
@@ -110,7 +110,7 @@ class NotebookBar:
         """Show the bar."""
         from IPython.display import display  # pyrefly: ignore[missing-import]
 
-        del description
+        del description  # `fields` has what the label shows
         self.total = total
         self.done = completed
         self.fields = fields
@@ -119,13 +119,14 @@ class NotebookBar:
 
     def update(self, task: Any, *, advance: int = 0, **fields: Any) -> None:
         """Move the bar."""
-        del task
-        self.done, self.fields = self.done + advance, self.fields | fields
+        del task  # rich's bar has several, this one has one
+        self.done += advance
+        self.fields |= fields
         if self.handle:
             self.handle.update(self)
 
     def __repr__(self) -> str:
-        """The bar's line in notebooks without HTML."""
+        """Return the bar's line in notebooks without HTML."""
         return f"{self.done}/{self.total} {self._text()}"
 
     def _text(self) -> str:

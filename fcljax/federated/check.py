@@ -80,30 +80,35 @@ class _Case(NamedTuple):
     data: PyTree
 
 
-class _Use(NamedTuple):
-    """What a step does with the local state: numbers of its leaves."""
+class _LeafUse(NamedTuple):
+    """Which leaves of the local state a step reads, and which it changes, by number."""
 
     reads: frozenset[int]
     changes: frozenset[int]
 
 
 def describe(function: Callable) -> str:
-    """Where a function was written: "my_method.py:12 loss()"."""
+    """Return where a function was written: "my_method.py:12 loss()"."""
     code = _code(function)
     if code is None:
         return type(function).__name__
-    name = "lambda" if code.co_name == "<lambda>" else f"{code.co_name}()"
+    name = f"{code.co_name}()"
+    if code.co_name == "<lambda>":
+        name = "lambda"
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} {name}"
 
 
 def name_part(part: str, function: Callable) -> str:
-    """A part of a method for messages, with the place of the function unless this package wrote it."""
+    """Return the name of a method's part for messages, with its place unless this package has the
+    function."""
     code = _code(function)
-    ours = code is None or Path(code.co_filename).is_relative_to(_PACKAGE)
-    return part if ours else f"{part} ({describe(function)})"
+    if code is None or Path(code.co_filename).is_relative_to(_PACKAGE):
+        return part
+    return f"{part} ({describe(function)})"
 
 
 def _code(function: Callable):
+    """Return the code object of a function, or of an object that can be called."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -111,8 +116,10 @@ def _code(function: Callable):
 
 
 def in_users_code(part: str, error: Exception) -> Exception:
-    """What to raise for an exception of a function of a method: one line that names the user's file if the
-    user's code was running, else the exception itself."""
+    """Return what to raise for an exception in a function of a method.
+
+    It is one line that names the user's file if the user's code was running, else the exception itself.
+    """
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked_tracer(error)
     place = _users_place(error)
@@ -140,9 +147,9 @@ def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
     """Return the line for a traced value that outlived its trace: where it is read and was made."""
     place = _users_place(error)
     places = [f"{place} reads it"] if place else []
-    made = _leaked_from()
-    if made:
-        places.append(f"{made} made it")
+    origin = _leaked_from()
+    if origin:
+        places.append(f"{origin} made it")
     where = f": {', '.join(places)}" if places else ""
     return InputError(
         "method: a traced value is kept in a global or an attribute and read in another trace"
@@ -164,20 +171,20 @@ class _CodeLine(NamedTuple):
 
 
 def _users_place(error: Exception) -> str | None:
-    """The last line of the user's own code in a traceback: "my_method.py:12 loss()"."""
+    """Return the last line of the user's code in a traceback: "my_method.py:12 loss()"."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _last_users([_CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
     return str(place) if place else None
 
 
 def _last_users(calls: Sequence[_CodeLine]) -> _CodeLine | None:
-    """The last of some calls, outermost first, that is in the user's own code, which this package called."""
+    """Return the last of some calls, outermost first, in user's code that this package called."""
     within = itertools.dropwhile(lambda call: not Path(call.file).is_relative_to(_PACKAGE), calls)
     return next((call for call in reversed(list(within)) if _is_users(call.file)), None)
 
 
 def _leaked_from() -> _CodeLine | None:
-    """The line of the user's code that made a traced value which is still alive."""
+    """Return the line of the user's code that made a traced value which is still alive."""
     for value in gc.get_objects():
         # JAX notes in each traced value where it was made
         info = getattr(value, "_line_info", None) if isinstance(value, jax.core.Tracer) else None
@@ -191,15 +198,15 @@ def _leaked_from() -> _CodeLine | None:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file belongs neither to this package nor to Python and its libraries."""
-    theirs = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-    return not file.startswith(("<frozen", "<@beartype")) and not any(
-        Path(file).is_relative_to(folder) for folder in theirs
-    )
+    """Return whether a file belongs neither to this package nor to Python and its libraries."""
+    if file.startswith(("<frozen", "<@beartype")):
+        return False
+    folders = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    return not any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes, ...]:
-    """The shapes that the programs of a method's rounds make.
+    """Trace all functions of a method, and return the shapes of its rounds' programs.
 
     Args:
       method: any method.
@@ -217,8 +224,8 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     key = jax.eval_shape(lambda: jax.random.key(0))
     server = _call("init", method.init, key, example.frozen)
     context = RoundContext.on_host(example.frozen, task, 0, False)
-    begun = _call("begin_task", method.begin_task, context, server, key)
-    _alike("begin_task", method.begin_task, begun, server)
+    server_of_task = _call("begin_task", method.begin_task, context, server, key)
+    _check_alike("begin_task", method.begin_task, server_of_task, server)
     broadcast = _call("broadcast", method.broadcast, context, server)
     if not isinstance(broadcast, Broadcast):
         raise _wrong(name_part("broadcast", method.broadcast), broadcast, "a Broadcast(payload, cached)")
@@ -228,12 +235,17 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     if method.server_replay:
         _check_server_replay(method.server_replay, case)
     case = case._replace(context=context._replace(previous=broadcast))
-    # the usual method of one round need not say which
-    where = [f"rounds[{i}]." if len(method.rounds) > 1 else "" for i in range(len(method.rounds))]
-    return tuple(_check_round(*each, case) for each in zip(where, method.rounds, strict=True))
+    if len(method.rounds) == 1:
+        # messages about the usual method of one round need not say which
+        return (_check_round("", method.rounds[0], case),)
+    return tuple(
+        _check_round(f"rounds[{i}].", this_round, case) for i, this_round in enumerate(method.rounds)
+    )
 
 
 def _check_predictions(method: Method, case: _Case) -> None:
+    """Check that all functions that predict return logits [1, C] of one example."""
+
     def one_example(data: PyTree) -> Batch:
         index = jnp.zeros(1, jnp.int32)
         image, label, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
@@ -241,15 +253,19 @@ def _check_predictions(method: Method, case: _Case) -> None:
 
     batch = jax.eval_shape(one_example, case.data)
     expected = (1, *case.context.task.current.shape)
-    of_server = (case.context, case.server)
-    of_client = (case.context, case.server, case.state)
-    arguments = {"predict": of_server, "predict_provisional": of_server}
-    arguments |= {"predict_client": of_client, "predict_drawn": of_client}
-    for name, args in arguments.items():
+    global_model = (case.context, case.server)
+    personal_model = (case.context, case.server, case.state)
+    models = {
+        "predict": global_model,
+        "predict_provisional": global_model,
+        "predict_client": personal_model,
+        "predict_drawn": personal_model,
+    }
+    for name, model in models.items():
         function = getattr(method, name)
         if function is None:
             continue
-        logits = _call(name, function, *args, batch)
+        logits = _call(name, function, *model, batch)
         if getattr(logits, "shape", None) != expected:
             message = f"logits of shape [batch, classes], here {list(expected)}"
             raise _wrong(name_part(name, function), logits, message)
@@ -266,54 +282,59 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
     examples, label, mask = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rule.batch_size, *x.shape[1:]), x.dtype), buffer
     )
-    batch = ReplayBatch(examples, label, label, mask, case.context.task.current)
+    # ids of tasks have the type of labels, and the classes of a round that of a task's
+    batch = ReplayBatch(examples, label, task=label, mask=mask, classes=case.context.task.current)
     local = call("start")
     _check_local_and_metrics("server_replay.step", rule.step, call("step", local, batch, case.key), local)
-    _alike("server_replay.finish", rule.finish, call("finish", local), case.server)
+    _check_alike("server_replay.finish", rule.finish, call("finish", local), case.server)
 
 
-def _check_round(where: str, each: Round, case: _Case) -> Shapes:
-    choose(f"method: {where}when", each.when, get_args(When))
-    choose(f"method: {where}who", each.who, get_args(Who))
-    program = each.program
+def _check_round(where: str, this_round: Round, case: _Case) -> Shapes:
+    """Check one of the method's rounds, and return the shapes of its program; `where` begins the names of its
+    parts in messages."""
+    choose(f"method: {where}when", this_round.when, get_args(When))
+    choose(f"method: {where}who", this_round.who, get_args(Who))
+    program = this_round.program
     task = case.context.task
-    sent = case.context.previous
-    info = ClientInfo.example(task.current.shape[0])
-    context = ClientContext(case.context.frozen, sent.payload, sent.cached, task, info)
+    broadcast = case.context.previous
+    client = ClientInfo.example(task.current.shape[0])
+    context = ClientContext(case.context.frozen, broadcast.payload, broadcast.cached, task, client)
     local = _call(f"{where}start", program.start, context, case.state, case.key)
     if not program.phases:
         raise InputError(f"method: {where}phases is empty; expected at least one pass over the examples")
     if program.replay_buffer:
         indices = _call(f"{where}replay_buffer", program.replay_buffer, case.state)
         _check_indices(name_part(f"{where}replay_buffer", program.replay_buffer), indices, None)
-    phases = [
-        _check_phase(f"{where}phases[{i}].", program, phase, context, local, case)
-        for i, phase in enumerate(program.phases)
-    ]
+    metrics = []
+    uses = []
+    for i, phase in enumerate(program.phases):
+        phase_metrics, use = _check_phase(f"{where}phases[{i}].", program, phase, context, local, case)
+        metrics.append(phase_metrics)
+        uses.append(use)
     upload, read_at_end = _check_finish(where, program, context, local, case.state)
-    if each.server:
+    if this_round.server:
         aggregate = jax.eval_shape(_aggregate_of_one, upload)
-        result = _call(f"{where}server", each.server, case.context, case.server, aggregate, case.key)
-        _check_local_and_metrics(f"{where}server", each.server, result, case.server, "(server, metrics)")
-    metrics = tuple(of_phase for of_phase, _ in phases)
-    return Shapes(local, upload, metrics, case.state, _kept([use for _, use in phases], read_at_end))
+        name = f"{where}server"
+        result = _call(name, this_round.server, case.context, case.server, aggregate, case.key)
+        _check_local_and_metrics(name, this_round.server, result, case.server, "(server, metrics)")
+    return Shapes(local, upload, tuple(metrics), case.state, _stored_leaves(uses, read_at_end))
 
 
 def _check_phase(
     where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
-) -> tuple[Metrics, _Use]:
-    """The shapes of a step's metrics, and how it uses the local state."""
-    wanted = phase.view.replay
-    chosen_by = frozenset()
-    if (phase.replay is None) != (wanted == 0) or (phase.replay and program.replay_buffer is None):
+) -> tuple[Metrics, _LeafUse]:
+    """Check a phase, and return the shapes of its metrics and how its step uses the local state."""
+    replayed = phase.view.replay
+    read_by_choice = frozenset()
+    if (phase.replay is None) != (replayed == 0) or (phase.replay and program.replay_buffer is None):
         raise InputError(
             f"method: {where}replay, View.replay and Program.replay_buffer go together: give all of them or "
-            f"none; here View.replay is {wanted}"
+            f"none; here View.replay is {replayed}"
         )
     if phase.replay:
-        traced, chosen = _trace(f"{where}replay", phase.replay, context, local, case.key)
-        _check_indices(name_part(f"{where}replay", phase.replay), chosen, wanted)
-        chosen_by = _reads(traced, context, local, [True])
+        traced, positions = _trace(f"{where}replay", phase.replay, context, local, case.key)
+        _check_indices(name_part(f"{where}replay", phase.replay), positions, replayed)
+        read_by_choice = _reads(traced, context, local, [True])
     batch = jax.eval_shape(lambda data: example_batch(case.fetch, phase, data), case.data)
     traced, result = _trace(f"{where}step", phase.step, context, local, batch, case.key)
     metrics = _check_local_and_metrics(f"{where}step", phase.step, result, local)
@@ -323,38 +344,46 @@ def _check_phase(
     metrics = jax.eval_shape(
         lambda of_step: recorded(phase, of_step, jnp.bool_(True), jnp.int32(-1)), metrics
     )
-    use = _use(traced, context, local)
-    return metrics, use._replace(reads=use.reads | chosen_by)
+    use = _leaf_use(traced, context, local)
+    return metrics, use._replace(reads=use.reads | read_by_choice)
 
 
-def _check_indices(name: str, got: PyTree, size: int | None) -> None:
+def _check_indices(name: str, indices: PyTree, size: int | None) -> None:
     """Check that integers [size] were returned, of any size if None."""
-    whole = hasattr(got, "dtype") and jnp.issubdtype(got.dtype, jnp.integer) and len(got.shape) == 1
-    if not whole or (size is not None and got.shape != (size,)):
-        raise _wrong(name, got, f"integers [{'M' if size is None else size}]")
+    is_integer = hasattr(indices, "dtype") and jnp.issubdtype(indices.dtype, jnp.integer)
+    if not is_integer or len(indices.shape) != 1 or (size is not None and indices.shape != (size,)):
+        raise _wrong(name, indices, f"integers [{'M' if size is None else size}]")
 
 
 def _check_finish(
     where: str, program: Program, context: ClientContext, local: PyTree, state: PyTree
 ) -> tuple[Upload, frozenset[int]]:
-    """The shapes of an upload, and which leaves of the local state were read for it."""
+    """Check the end of a client's work: the shapes of its upload, and which leaves of the local state it
+    reads."""
     name = f"{where}finish"
     finish = program.finish
+    finish_name = name_part(name, finish)
     traced, result = _trace(name, finish, context, local, state)
-    upload, new = _pair(name, finish, result, "(Upload, client state)")
+    upload, new_state = _pair(name, finish, result, "(Upload, client state)")
     if not isinstance(upload, Upload):
-        raise _wrong(name_part(name, finish), upload, "an Upload as the first of two")
+        raise _wrong(finish_name, upload, "an Upload as the first of two")
     if getattr(upload.weight, "shape", ()):
-        raise _wrong(f"{name_part(name, finish)}, weight,", upload.weight, "a scalar")
-    _alike(name, finish, new, state)
-    upload = jax.eval_shape(_with_weight, upload)
-    check_averaged(name_part(name, finish), upload.mean)
-    receive = program.receive
-    if receive:
+        raise _wrong(f"{finish_name}, weight,", upload.weight, "a scalar")
+    _check_alike(name, finish, new_state, state)
+    upload = jax.eval_shape(_with_float_weight, upload)
+    check_averaged(finish_name, upload.mean)
+    if program.receive:
         name = f"{where}receive"
-        received = _call(name, receive, context, upload)
-        _alike(name, receive, jax.eval_shape(_with_weight, received), upload)
+        received = _call(name, program.receive, context, upload)
+        _check_alike(name, program.receive, jax.eval_shape(_with_float_weight, received), upload)
     return upload, _reads(traced, context, local, [True] * len(traced.jaxpr.outvars))
+
+
+def _with_float_weight(upload: PyTree) -> PyTree:
+    """Return the upload with its weight in float32, as the engine has it."""
+    if not isinstance(upload, Upload):
+        return upload
+    return upload._replace(weight=jnp.asarray(upload.weight, jnp.float32))
 
 
 def check_averaged(name: str, mean: PyTree) -> None:
@@ -373,68 +402,70 @@ def check_averaged(name: str, mean: PyTree) -> None:
             )
 
 
-def _with_weight(upload: PyTree) -> PyTree:
-    """The upload with its weight in float32, in which the engine holds it."""
-    if not isinstance(upload, Upload):
-        return upload
-    return upload._replace(weight=jnp.asarray(upload.weight, jnp.float32))
-
-
 def _aggregate_of_one(upload: Upload) -> Aggregate:
-    """What the server sees of one client."""
-    gather = jax.tree.map(lambda x: x[None], upload.gather)
+    """Return what the server sees of one client, for its shapes."""
     zero = jnp.zeros(1, jnp.int32)
-    return Aggregate(upload.mean, upload.sum, gather, zero.astype(jnp.float32), zero, zero > 0)
+    return Aggregate(
+        mean=upload.mean,
+        sum=upload.sum,
+        gather=jax.tree.map(lambda leaf: leaf[None], upload.gather),
+        weight=zero.astype(jnp.float32),
+        id=zero,
+        valid=zero > 0,
+    )
+
+
+def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
+    """Return how a traced step uses the local state. A leaf that it only hands on is neither read nor
+    changed."""
+    old_leaves = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
+    results = traced.jaxpr.outvars
+    # the results begin with the new local state; metrics follow
+    leaves = range(len(jax.tree.leaves(local)))
+    changes = frozenset(i for i in leaves if results[i] is not old_leaves[i])
+    needed = [i not in leaves or i in changes for i in range(len(results))]
+    return _LeafUse(_reads(traced, context, local, needed), changes)
 
 
 # ---- what a client keeps between phases -------------------------------------------------------------------
 
 
-def _use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _Use:
-    """How a traced step uses the local state. A leaf that it only hands on is neither read nor changed."""
-    before = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
-    results = traced.jaxpr.outvars
-    leaves = range(len(jax.tree.leaves(local)))
-    changes = frozenset(i for i in leaves if results[i] is not before[i])
-    needed = [i not in leaves or i in changes for i in range(len(results))]
-    return _Use(_reads(traced, context, local, needed), changes)
-
-
 def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
-    """Which leaves of `local` a traced function of (context, local, ...) needs for some of its results."""
+    """Return which leaves of `local` a traced function of (context, local, ...) needs for some of its
+    results."""
     first = len(jax.tree.leaves(context))
-    leaves = range(len(jax.tree.leaves(local)))
-    used = dce_jaxpr(traced.jaxpr, results)[1]
-    return frozenset(i for i in leaves if used[first + i])
+    # without the other results, what only they need is dead code
+    _, used = dce_jaxpr(traced.jaxpr, results)
+    return frozenset(i for i in range(len(jax.tree.leaves(local))) if used[first + i])
 
 
-def _kept(phases: list[_Use], read_at_end: frozenset[int]) -> tuple[frozenset[int], ...]:
-    """The leaves that a client keeps after each phase but the last one: those that its step changes and that
-    are read later."""
-    kept = []
-    read = read_at_end
-    for before, after in reversed(list(itertools.pairwise(phases))):
-        read |= after.reads
-        kept.append(before.changes & read)
-    return tuple(reversed(kept))
+def _stored_leaves(uses: list[_LeafUse], read_at_end: frozenset[int]) -> tuple[frozenset[int], ...]:
+    """Return the leaves that are stored after each phase but the last one: its step changes them, and
+    something reads them later."""
+    stored = []
+    read_later = read_at_end
+    for use, next_use in reversed(list(itertools.pairwise(uses))):
+        read_later |= next_use.reads
+        stored.append(use.changes & read_later)
+    return tuple(reversed(stored))
 
 
 # ---- calls and comparisons ---------------------------------------------------------------------------------
 
 
 def _call(part: str, function: Callable, *args) -> PyTree:
-    """The shapes that a function of the method returns; errors as `_trace` has them."""
+    """Return the shapes that a function of the method returns; errors are those of `_trace`."""
     return _trace(part, function, *args)[1]
 
 
 def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
-    """A function of the method as it was traced, and the shapes that it returns.
+    """Trace a function of the method, and return the trace and the shapes that the function returns.
 
     Raises:
       InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
         that is no array.
     """
-    returned = []
+    ended = []
     name = name_part(part, function)
     try:
         inspect.signature(function).bind(*args)
@@ -443,21 +474,22 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
 
     def traced(*args):
         result = function(*args)
-        returned.append(True)
+        ended.append(True)
         return jax.tree.map(jnp.asarray, result)
 
     try:
         return jax.make_jaxpr(traced, return_shape=True)(*args)
     except _AS_A_NUMBER as error:
         place = _users_place(error)
-        name = f"{part} ({place})" if place and name == part else name
+        if place and name == part:
+            name = f"{part} ({place})"
         raise InputError(
             f"method: {name} uses a traced value as a Python number; a task is data: index arrays with "
             f"task.index, and choose with jnp.where, not with lists, int() or if"
         ) from None
     except Exception as error:
-        if returned and isinstance(error, TypeError):
-            # the function has ended: what it returned is no pytree of arrays
+        if ended and isinstance(error, TypeError):
+            # what the function returned is no pytree of arrays
             raise InputError(
                 f"method: {name} returned something that is not an array: {_line(error)}"
             ) from None
@@ -465,18 +497,20 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
 
 
 def _pair(part: str, function: Callable, result: PyTree, expected: str) -> tuple:
+    """Check that two things were returned, and return them."""
     if type(result) is not tuple or len(result) != 2:
         raise _wrong(name_part(part, function), result, f"two things, {expected}")
     return result
 
 
 def _check_local_and_metrics(
-    part: str, function: Callable, result: PyTree, before: PyTree, expected: str = "(local, metrics)"
+    part: str, function: Callable, result: PyTree, local: PyTree, expected: str = "(local, metrics)"
 ) -> Metrics:
-    """The metrics of a function that returns a pytree like `before`, and named `Weighted` numbers."""
+    """Check that a function returned a pytree like `local`, and named `Weighted` numbers; return the
+    latter."""
     name = name_part(part, function)
-    new, metrics = _pair(part, function, result, expected)
-    _alike(part, function, new, before)
+    new_local, metrics = _pair(part, function, result, expected)
+    _check_alike(part, function, new_local, local)
     if not isinstance(metrics, dict):
         raise _wrong(name, metrics, "a dictionary of metrics as the second of two")
     for metric, value in metrics.items():
@@ -487,29 +521,33 @@ def _check_local_and_metrics(
     return metrics
 
 
-def _alike(part: str, function: Callable, got: PyTree, expected: PyTree) -> None:
-    """Check that `got` has the structure, shapes and types of `expected`."""
+def _check_alike(part: str, function: Callable, tree: PyTree, expected: PyTree) -> None:
+    """Check that a returned tree has the structure, shapes and types of `expected`."""
     name = name_part(part, function)
-    if jax.tree.structure(got) != jax.tree.structure(expected):
-        raise _wrong(name, got, f"the structure that it was given, {_shown(expected)}")
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
-    for (path, old), new in zip(leaves, jax.tree.leaves(got), strict=True):
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        raise _wrong(name, tree, f"the structure that it was given, {_shown(expected)}")
+    expected_leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, expected_leaf), leaf in zip(expected_leaves, jax.tree.leaves(tree), strict=True):
+        if (expected_leaf.shape, expected_leaf.dtype) != (leaf.shape, leaf.dtype):
             where = jax.tree_util.keystr(path) or "its value"
-            raise InputError(f"method: {name} returned {where} as {_shown(new)}; expected {_shown(old)}")
+            raise InputError(
+                f"method: {name} returned {where} as {_shown(leaf)}; expected {_shown(expected_leaf)}"
+            )
 
 
-def _wrong(name: str, got: PyTree, expected: str) -> InputError:
-    return InputError(f"method: {name} returned {_shown(got)}; expected {expected}")
+def _wrong(name: str, result: PyTree, expected: str) -> InputError:
+    return InputError(f"method: {name} returned {_shown(result)}; expected {expected}")
 
 
 def _shown(tree: PyTree) -> str:
-    """A tree in a few words: type and shape of an array, else the kind of tree and its leaves."""
+    """Return a tree in a few words: type and shape of an array, else the kind of tree and its leaves."""
     if hasattr(tree, "shape"):
         return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
-    leaves = ", ".join(_shown(leaf) for leaf in jax.tree.leaves(tree)[:4])
-    more = len(jax.tree.leaves(tree)) - 4
-    return f"{type(tree).__name__} of ({leaves}{f' and {more} more' if more > 0 else ''})"
+    leaves = jax.tree.leaves(tree)
+    shown = ", ".join(map(_shown, leaves[:4]))
+    if len(leaves) > 4:
+        shown += f" and {len(leaves) - 4} more"
+    return f"{type(tree).__name__} of ({shown})"
 
 
 def _line(error: Exception) -> str:

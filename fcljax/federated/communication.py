@@ -26,43 +26,46 @@ class Traffic(NamedTuple):
 
 
 def count_scalars(tree: PyTree) -> int:
-    """Floating-point numbers in the leaves of `tree`."""
+    """Return the number of floating-point numbers in the leaves of `tree`."""
     leaves = map(_size_dtype, jax.tree.leaves(tree))
     return sum(size for size, dtype in leaves if jnp.issubdtype(dtype, jnp.floating))
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves of `tree`."""
+    """Return the bytes of all leaves of `tree`."""
     return sum(size * dtype.itemsize for size, dtype in map(_size_dtype, jax.tree.leaves(tree)))
 
 
 def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
-    """What one client sends and receives in one round.
+    """Count what one client sends and receives in one round.
 
     Args:
       upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight
         adds 4 bytes. None: nothing is sent.
       broadcast: only `payload` is counted; `cached` is storage, see `extra_storage`.
     """
-    down = count_scalars(broadcast.payload), num_bytes(broadcast.payload)
-    if upload is None:
-        return Traffic(0, 0, *down)
-    sent = (upload.mean, upload.sum, upload.gather)
-    return Traffic(count_scalars(sent), num_bytes(sent) + WEIGHT_BYTES, *down)
+    upload_scalars = 0
+    upload_bytes = 0
+    if upload is not None:
+        arrays = (upload.mean, upload.sum, upload.gather)
+        upload_scalars = count_scalars(arrays)
+        upload_bytes = num_bytes(arrays) + WEIGHT_BYTES
+    payload = broadcast.payload
+    return Traffic(upload_scalars, upload_bytes, count_scalars(payload), num_bytes(payload))
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
-    """{scalars, bytes} that a client keeps from earlier rounds, besides the payload (FPPL's ESTG)."""
+    """Return {scalars, bytes} that a client keeps from earlier rounds, besides the payload (FPPL's ESTG)."""
     return size(broadcast.cached)
 
 
 def size(tree: PyTree) -> dict[str, int]:
-    """{scalars, bytes} of a tree."""
+    """Return {scalars, bytes} of a tree."""
     return {"scalars": count_scalars(tree), "bytes": num_bytes(tree)}
 
 
 def total_traffic(traffic: Traffic, times: int) -> dict[str, int]:
-    """The sum of several equal exchanges, by the field names of `Traffic`."""
+    """Return the sum of several equal exchanges, by the field names of `Traffic`."""
     return {name: value * times for name, value in traffic._asdict().items()}
 
 

@@ -18,28 +18,30 @@ EQUAL_DISTANCES = 1e-6  # relative difference below which distances differ by ro
 
 
 def difference(x: PyTree, y: PyTree) -> PyTree:
-    """SHRINK * (x - y), which is finite where x - y may not be."""
+    """Return SHRINK * (x - y), which is finite where x - y may not be."""
     return jax.tree.map(lambda x, y: SHRINK * x - SHRINK * y, x, y)
 
 
 def norm(tree: PyTree) -> Array:
-    """The L2 norm over all leaves."""
+    """Return the L2 norm over all leaves."""
     peak, ratio = _peak_and_ratio(tree)
     return peak * ratio
 
 
 def clip(change: PyTree, radius: float) -> tuple[PyTree, Array]:
-    """A `difference` in ordinary units, scaled to L2 norm `radius` if it is longer, and whether it is."""
+    """Clip a `difference` to L2 norm `radius`; return it in ordinary units, and whether it was longer."""
     peak, ratio = _peak_and_ratio(change)
-    over = peak * ratio > SHRINK * radius
+    too_long = peak * ratio > SHRINK * radius
+    # radius / norm = (1 / peak) * (radius / ratio), of which each factor is finite
     scale = radius / jnp.where(ratio > 0, ratio, 1)
-    return jax.tree.map(lambda x: jnp.where(over, x / peak * scale, x / SHRINK), change), over
+    return jax.tree.map(lambda x: jnp.where(too_long, x / peak * scale, x / SHRINK), change), too_long
 
 
 def _peak_and_ratio(tree: PyTree) -> tuple[Array, Array]:
-    """The largest absolute value, and the L2 norm divided by it: the norm's square need not be finite."""
+    """Return the largest absolute value, and the L2 norm divided by it: the norm's square may be infinite."""
     leaves = jax.tree.leaves(tree)
-    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves], jnp.float32(0))
+    peaks = [jnp.max(jnp.abs(x), initial=0) for x in leaves]
+    peak = functools.reduce(jnp.maximum, peaks, jnp.float32(0))
     # numbers below the smallest normal one may be flushed to 0, so they cannot be divisors
     peak = jnp.where(peak >= jnp.finfo(jnp.float32).tiny, peak, 1)
     squares = [jnp.sum(jnp.square(x / peak)) for x in leaves]

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError, choose, nearest
+from fcljax.federated.keys import fold
 from fcljax.settings import ATTACKS
 from fcljax.types import (
     Batch,
@@ -29,7 +30,7 @@ from fcljax.types import (
     Upload,
 )
 
-HUGE = 1e6
+HUGE = 1e6  # factor of "scale"
 FAULTS = ATTACKS | {
     "inf": "send infinity for all floating-point parameters",
     "noise": "add normal noise to each array of the upload, with the array's root mean square",
@@ -43,23 +44,25 @@ _LABELS = "label_flip"
 _WEIGHT = "weight"
 _COUNTS = "counts"
 _CERTAIN = "certain"
-CLAIMED = 1e30
+CLAIMED = 1e30  # examples, or weight, of a lie
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
 CHECKED = {_COUNTS, _CERTAIN}  # attacks that some methods' uploads have nothing for
-SHARPER = 9.9  # times, of standard deviations: what VFCL's server takes for possible
+SHARPER = 9.9  # divisor of standard deviations that VFCL's server still takes for possible
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
-    size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
-    return leaf + (size * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+    """Add normal noise as large as the leaf's root mean square."""
+    root_mean_square = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
+    return leaf + (root_mean_square * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
 
-def _sharper(rho: Array, key: PRNGKeyArray) -> Array:
+def _sharper(rho: Array, _key: PRNGKeyArray) -> Array:
+    """Return the rho of standard deviations softplus(rho) that are `SHARPER` times smaller."""
     return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
 
-# what becomes of one floating leaf of an upload
-_ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
+# changes of one floating leaf of an upload: (leaf, key) -> leaf
+_LEAF_ATTACKS: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
     "sign_flip": lambda leaf, key: -leaf,
     "scale": lambda leaf, key: leaf * HUGE,
     "nan": lambda leaf, key: jnp.full_like(leaf, jnp.nan),
@@ -71,7 +74,7 @@ _ON_LEAF: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
 
 
 def parse_faults(text: str) -> dict[str, float]:
-    """Fault -> share of the clients, of 'NAME=SHARE,NAME=SHARE', or of 'none'.
+    """Read 'NAME=SHARE,NAME=SHARE', or 'none': fault -> share of the clients.
 
     Raises:
       InputError: for an unknown fault, one that is given twice, a share outside [0, 1], or shares of more
@@ -110,19 +113,18 @@ def drawn_fault(
     round_: Int[Array, ""],
     client: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """The index, in the order of the shares, of a client's one fault in a round; -1: none."""
-    key = jax.random.key(seed)
-    for number in (task, round_, client):
-        key = jax.random.fold_in(key, number)
-    edges = np.cumsum(list(shares.values()), dtype=np.float32)
-    index = jnp.searchsorted(jnp.asarray(edges), jax.random.uniform(key), side="right")
-    return jnp.where(index < len(edges), index, -1)
+    """Draw the one fault of a client in a round: its index in the order of the shares; -1: none."""
+    key = fold(jax.random.key(seed), task, round_, client)
+    # a uniform draw falls into an interval as long as the fault's share
+    interval_ends = np.cumsum(list(shares.values()), dtype=np.float32)
+    index = jnp.searchsorted(jnp.asarray(interval_ends), jax.random.uniform(key), side="right")
+    return jnp.where(index < len(interval_ends), index, -1)
 
 
 def reached(
     shares: Mapping[str, float], seed: int, task: int, round_: int, ids: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " m"]:
-    """The clients among `ids` that do not drop out of a round."""
+    """Return the clients among `ids` that do not drop out of a round."""
     if not shares.get(_DROP) or not len(ids):
         return ids
 
@@ -133,22 +135,22 @@ def reached(
     return ids[np.asarray(faults) != list(shares).index(_DROP)]
 
 
-class _Fault(NamedTuple):
+class _Faults(NamedTuple):
     """The faults of a simulation."""
 
-    names: tuple[str, ...]  # what they are called
-    fault: Callable[[ClientContext], Int[Array, ""]]  # fault(context) -> index of the client's fault, or -1
+    names: tuple[str, ...]
+    index: Callable[[ClientContext], Int[Array, ""]]  # index(context) -> the client's fault among them, or -1
 
     def has(self, context: ClientContext, name: str) -> Bool[Array, ""]:
-        return self.fault(context) == self.names.index(name)
+        """Return whether the client has a fault."""
+        return self.index(context) == self.names.index(name)
 
 
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
-    """The method with clients 0 .. malicious - 1 misbehaving in every round.
+    """Return the method with clients 0 .. malicious - 1 misbehaving in every round.
 
-    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for claims.
-    The client's own state and the metrics of its steps are what the honest program makes of its (mirrored)
-    data.
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for claims. The client's
+    state and the metrics of its steps are what the honest program makes of its (mirrored) data.
 
     Args:
       method: any method.
@@ -163,14 +165,14 @@ def corrupt(method: Method, attack: str, malicious: int) -> Method:
         raise InputError(f"malicious: must be at least 0, got {malicious}; 0 is an honest run")
     if malicious == 0:
         return method
-    fault = _Fault((attack,), lambda context: jnp.where(context.client.id < malicious, 0, -1))
-    return method._replace(rounds=tuple(_faulty(each, fault) for each in method.rounds))
+    faults = _Faults((attack,), lambda context: jnp.where(context.client.id < malicious, 0, -1))
+    return method._replace(rounds=tuple(_faulty(this_round, faults) for this_round in method.rounds))
 
 
 def with_faults(
     method: Method, shares: Mapping[str, float], seed: int, uploads: tuple[Upload, ...]
 ) -> Method:
-    """The method with faults that depend on (seed, task, round, client) alone.
+    """Return the method with faults that depend on (seed, task, round, client) alone.
 
     Clients that drop out are left to the caller of the rounds (`reached`).
 
@@ -184,35 +186,39 @@ def with_faults(
     if not shares:
         return method
 
-    def drawn(context: ClientContext) -> Array:
+    def index(context: ClientContext) -> Array:
         return drawn_fault(shares, seed, context.task.index, context.client.round, context.client.id)
 
-    fault = _Fault(tuple(shares), drawn)
-    method = method._replace(rounds=tuple(_faulty(each, fault) for each in method.rounds))
-    return _repeating(method, fault, uploads) if _STALE in shares else method
+    faults = _Faults(tuple(shares), index)
+    method = method._replace(rounds=tuple(_faulty(this_round, faults) for this_round in method.rounds))
+    if _STALE in shares:
+        method = _with_stale_uploads(method, faults, uploads)
+    return method
 
 
 # ---- what they do ------------------------------------------------------------------------------------------
 
 
-def _faulty(each: Round, fault: _Fault) -> Round:
-    """The round with clients that mirror labels and change uploads, if that is their fault."""
-    program = each.program
-    if _LABELS in fault.names:
-        program = program._replace(phases=tuple(_mirrored(phase, fault) for phase in program.phases))
-    names = [name for name in fault.names if name in (*_ON_LEAF, _WEIGHT, _COUNTS)]
+def _faulty(this_round: Round, faults: _Faults) -> Round:
+    """Return the round with clients that mirror labels and change uploads, if that is their fault."""
+    program = this_round.program
+    if _LABELS in faults.names:
+        program = program._replace(phases=tuple(_mirrored(phase, faults) for phase in program.phases))
+    upload_faults = [name for name in faults.names if name in (*_LEAF_ATTACKS, _WEIGHT, _COUNTS)]
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
-        for name in names:
-            upload = _changed(upload, fault.has(context, name), name, context)
+        for name in upload_faults:
+            upload = _changed(upload, faults.has(context, name), name, context)
         return upload, state
 
-    return each._replace(program=program._replace(finish=finish) if names else program)
+    if not upload_faults:
+        return this_round._replace(program=program)
+    return this_round._replace(program=program._replace(finish=finish))
 
 
 def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -> Upload:
-    """The upload with its floating leaves, or with what it claims changed, if the client is faulty."""
+    """Return the upload with its floating leaves or its claims changed, if the client is faulty."""
     if name == _WEIGHT:
         weight = jnp.asarray(upload.weight, jnp.float32)
         return upload._replace(weight=jnp.where(faulty, CLAIMED, weight))
@@ -221,41 +227,49 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
             functools.partial(_claimed, faulty), (upload.mean, upload.sum, upload.gather)
         )
         return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
-    leaves, tree = jax.tree.flatten_with_path((upload.mean, upload.sum, upload.gather))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.client.id), context.client.round)
+    leaves, structure = jax.tree.flatten_with_path((upload.mean, upload.sum, upload.gather))
+    key = fold(jax.random.key(0), context.client.id, context.client.round)
 
     def change(i: int, path: tuple, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        sharper = name == _CERTAIN and _is_rho(path)
-        return jnp.where(
-            faulty, (_sharper if sharper else _ON_LEAF[name])(leaf, jax.random.fold_in(key, i)), leaf
-        )
+        attack = _LEAF_ATTACKS[name]
+        if name == _CERTAIN and _is_rho(path):
+            attack = _sharper
+        return jnp.where(faulty, attack(leaf, jax.random.fold_in(key, i)), leaf)
 
-    mean, sum_, gather = jax.tree.unflatten(tree, [change(i, *each) for i, each in enumerate(leaves)])
+    attacked = [change(i, path, leaf) for i, (path, leaf) in enumerate(leaves)]
+    mean, sum_, gather = jax.tree.unflatten(structure, attacked)
     return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
 def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
+    """Return a leaf with a lie in its place, if it claims something and the client is faulty."""
     leaf = jnp.asarray(leaf)
     claim = _claim(path, leaf.dtype)
-    return leaf if claim is None else jnp.where(faulty, jnp.asarray(claim, leaf.dtype), leaf)
+    if claim is None:
+        return leaf
+    return jnp.where(faulty, jnp.asarray(claim, leaf.dtype), leaf)
 
 
 def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
-    """What "counts" makes of a leaf: the largest integer, a huge number of examples, or the rho of a Gaussian
-    that is certain; None: it stays."""
+    """Return what "counts" makes of a leaf: the largest integer, a huge number of examples, or the rho of a
+    Gaussian that is certain; None: it stays."""
     name = jax.tree_util.keystr(path)
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).max)
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    return CLAIMED if "examples" in name else CERTAIN if _is_rho(path) else None
+    if "examples" in name:
+        return CLAIMED
+    if _is_rho(path):
+        return CERTAIN
+    return None
 
 
 def _is_rho(path: tuple) -> bool:
-    """Is this a leaf of which a Gaussian's standard deviations are made?"""
+    """Return whether a Gaussian's standard deviations are made of a leaf."""
     return ".rho" in jax.tree_util.keystr(path)
 
 
@@ -266,8 +280,8 @@ def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
     Raises:
       InputError: if clients send nothing that is counted, or no standard deviations.
     """
-    sent = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
-    leaves = jax.tree_util.tree_leaves_with_path(sent)
+    arrays = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
     if _COUNTS in names and all(_claim(path, leaf.dtype) is None for path, leaf in leaves):
         raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
     if _CERTAIN in names and not any(_is_rho(path) for path, _ in leaves):
@@ -275,17 +289,19 @@ def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
-    """Class a of the task's n classes becomes class n - 1 - a. Labels of other tasks (replayed examples)
+    """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks (replayed examples)
     stay."""
-    own = task.classes >= 0
-    first = jnp.min(jnp.where(own, task.classes, jnp.iinfo(jnp.int32).max))
-    last = jnp.max(jnp.where(own, task.classes, -1))
-    return jnp.where((label >= first) & (label <= last), first + last - label, label)
+    is_class = task.classes >= 0  # not padding
+    lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
+    highest = jnp.max(jnp.where(is_class, task.classes, -1))
+    return jnp.where((label >= lowest) & (label <= highest), lowest + highest - label, label)
 
 
-def _mirrored(honest: Phase, fault: _Fault) -> Phase:
+def _mirrored(honest: Phase, faults: _Faults) -> Phase:
+    """Return the phase with clients that mirror labels, if that is their fault."""
+
     def step(context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray) -> tuple[Local, Metrics]:
-        flips = fault.has(context, _LABELS) & batch.mask
+        flips = faults.has(context, _LABELS) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
 
@@ -298,51 +314,57 @@ def _mirrored(honest: Phase, fault: _Fault) -> Phase:
 class LastUpload(NamedTuple):
     """A client's state, where clients can send old uploads again."""
 
-    own: ClientState  # what the method keeps
-    last: tuple[Upload, ...]  # the client's latest own upload in each of the method's rounds
-    there: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one
+    state: ClientState  # the state of the method
+    uploads: tuple[Upload, ...]  # the client's latest honest upload in each of the method's rounds
+    exists: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one yet
 
 
-def _repeating(method: Method, fault: _Fault, uploads: tuple[Upload, ...]) -> Method:
-    """The method with clients that keep their uploads, to send them again."""
+def _with_stale_uploads(method: Method, faults: _Faults, uploads: tuple[Upload, ...]) -> Method:
+    """Return the method with clients that keep their uploads, to send them again."""
 
     def init_client(key: PRNGKeyArray, server: PyTree) -> LastUpload:
-        nothing = tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), each) for each in uploads)
-        return LastUpload(method.init_client(key, server), nothing, (jnp.bool_(False),) * len(uploads))
+        no_uploads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), uploads)
+        return LastUpload(method.init_client(key, server), no_uploads, (jnp.bool_(False),) * len(uploads))
 
-    def with_own(predict: Callable | None) -> Callable | None:
-        """A prediction with a client's state, given what the method keeps of it."""
-
+    def of_method(predict: Callable | None) -> Callable | None:
+        """Return a prediction with a client's state, which gets the state of the method."""
         if predict is None:
             return None
-
-        return lambda round_context, server, state, batch: predict(round_context, server, state.own, batch)
+        return lambda round_context, server, state, batch: predict(round_context, server, state.state, batch)
 
     return method._replace(
         init_client=init_client,
-        rounds=tuple(_repeated(each, i, fault) for i, each in enumerate(method.rounds)),
-        predict_client=with_own(method.predict_client),
-        predict_drawn=with_own(method.predict_drawn),
+        rounds=tuple(_stale(this_round, index, faults) for index, this_round in enumerate(method.rounds)),
+        predict_client=of_method(method.predict_client),
+        predict_drawn=of_method(method.predict_drawn),
     )
 
 
-def _repeated(each: Round, index: int, fault: _Fault) -> Round:
-    program = each.program
+def _stale(this_round: Round, index: int, faults: _Faults) -> Round:
+    """Return the round with clients that send their previous upload again, if that is their fault."""
+    program = this_round.program
 
     def start(context: ClientContext, state: LastUpload, key: PRNGKeyArray) -> Local:
-        return program.start(context, state.own, key)
+        return program.start(context, state.state, key)
 
     def finish(context: ClientContext, local: Local, state: LastUpload) -> tuple[Upload, LastUpload]:
-        made, own = program.finish(context, local, state.own)
-        made = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), made, state.last[index])
-        again = fault.has(context, _STALE) & state.there[index]
-        sent = jax.tree.map(lambda old, new: jnp.where(again, old, new), state.last[index], made)
-        last = list(state.last)
-        there = list(state.there)
-        last[index] = made
-        there[index] = jnp.bool_(True)
-        return sent, LastUpload(own, tuple(last), tuple(there))
+        upload, method_state = program.finish(context, local, state.state)
+        last_upload = state.uploads[index]
+        upload = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), upload, last_upload)
+        stale = faults.has(context, _STALE) & state.exists[index]
+        sent = jax.tree.map(lambda old, new: jnp.where(stale, old, new), last_upload, upload)
+        uploads = list(state.uploads)
+        exists = list(state.exists)
+        uploads[index] = upload
+        exists[index] = jnp.bool_(True)
+        return sent, LastUpload(method_state, tuple(uploads), tuple(exists))
 
-    buffer = program.replay_buffer
-    own_buffer = buffer and (lambda state: buffer(state.own))
-    return each._replace(program=program._replace(start=start, finish=finish, replay_buffer=own_buffer))
+    program_buffer = program.replay_buffer
+    replay_buffer = None
+    if program_buffer is not None:
+
+        def replay_buffer(state: LastUpload) -> Array:
+            return program_buffer(state.state)
+
+    stale_program = program._replace(start=start, finish=finish, replay_buffer=replay_buffer)
+    return this_round._replace(program=stale_program)

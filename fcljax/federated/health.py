@@ -39,7 +39,9 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
     empty = without_upload(lines)
     if not empty:
         return []
-    untrained = "; the model is unchanged since the start" if len(empty) == len(lines) else ""
+    untrained = ""
+    if len(empty) == len(lines):
+        untrained = "; the model is unchanged since the start"
     return [
         f"warning: no upload was valid in {len(empty)} of {len(lines)} rounds, first in "
         f"{_place(lines, empty[0])}{untrained}"
@@ -47,35 +49,43 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
 
 
 def _not_finite(lines: Sequence[Line]) -> list[str]:
-    """Gradients may be finite where the loss is not, so that every upload is valid."""
-    found = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
-    if not found:
+    """Warn about losses that are not finite. Gradients, and so uploads, may be finite where the loss is
+    not."""
+    rounds = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
+    if not rounds:
         return []
-    most = max(_share_not_finite(lines[i]) for i in found)
+    largest_share = max(_share_not_finite(lines[i]) for i in rounds)
     return [
-        f"warning: the clients' loss was NaN or infinite in {len(found)} of {len(lines)} rounds, first in "
-        f"{_place(lines, found[0])}, for up to {100 * most:.3g} % of the examples: the loss divides by 0, "
-        f"takes the logarithm of a number that is not positive, or the learning rate is too large"
+        f"warning: the clients' loss was NaN or infinite in {len(rounds)} of {len(lines)} rounds, first in "
+        f"{_place(lines, rounds[0])}, for up to {100 * largest_share:.3g} % of the examples: the loss "
+        f"divides by 0, takes the logarithm of a number that is not positive, or the learning rate is too "
+        f"large"
     ]
 
 
 def _share_not_finite(line: Line) -> float:
-    known = line.get(NOT_FINITE)
-    if known is not None or "loss" not in line or not line.get("participants"):
-        return known or 0.0
-    loss = line["loss"]  # of clients that do not say
-    return 0.0 if loss is not None and math.isfinite(loss) else 1.0
+    """Return the share of the examples in steps whose loss was not finite."""
+    share = line.get(NOT_FINITE)
+    if share is not None:
+        return share
+    if "loss" not in line or not line.get("participants"):
+        return 0.0
+    # the steps of some methods do not report the share: their mean loss says it
+    loss = line["loss"]
+    if loss is not None and math.isfinite(loss):
+        return 0.0
+    return 1.0
 
 
 def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
-    """Tasks at whose end the cross-entropy lies above that of equal probabilities for all classes seen."""
-    last = {line["task"]: line for line in lines if "task" in line}
-    worse = {task: line for task, line in last.items() if _above_guessing(line)}
+    """Warn of tasks that end with a cross-entropy above that of equal probabilities for all classes seen."""
+    last_line = {line["task"]: line for line in lines if "task" in line}
+    worse = {task: line for task, line in last_line.items() if _above_guessing(line)}
     if not worse:
         return []
     task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
     return [
-        f"warning: training diverged: at the end of {len(worse)} of {len(last)} tasks the clients' "
+        f"warning: training diverged: at the end of {len(worse)} of {len(last_line)} tasks the clients' "
         f"cross-entropy is worse than guessing; in task {task + 1} it is {line[CROSS_ENTROPY]:.3g}, and "
         f"guessing among {line[CLASSES]} classes gives {math.log(line[CLASSES]):.3g}; lower the learning "
         f"rates (--lr and the adapter's)"
@@ -88,18 +98,20 @@ def _above_guessing(line: Line) -> bool:
     return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)
 
 
-def diverged(before: float, after: float | None) -> list[str]:
-    """A warning if a loss that any user wrote has become twice as large as it was, in a list; none if not.
+def diverged(first_loss: float, last_loss: float | None) -> list[str]:
+    """Return a list with a warning if a user's loss, which may be negative, has more than doubled.
 
     Args:
-      before: of the model that training began with.
-      after: of the last round; None, or not finite: `training_warnings` says so.
+      first_loss: of the model that training began with. NaN: there is no warning.
+      last_loss: of the last round. None, or not finite: `training_warnings` warns of it.
     """
-    if after is None or not math.isfinite(after) or not after > before + abs(before):
+    if last_loss is None or not math.isfinite(last_loss):
+        return []
+    if not last_loss > first_loss + abs(first_loss):
         return []
     return [
-        f"warning: training diverged: the clients' loss in the last round, {after:.4g}, is more than twice "
-        f"that of the initial model, {before:.4g}; lower the learning rate"
+        f"warning: training diverged: the clients' loss in the last round, {last_loss:.4g}, is more than "
+        f"twice that of the initial model, {first_loss:.4g}; lower the learning rate"
     ]
 
 

@@ -10,7 +10,7 @@ from fcljax.errors import InputError
 
 
 def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: float) -> float:
-    """The epsilon of (epsilon, delta) differential privacy of one client's data after `rounds` noisy means.
+    """Return the epsilon of (epsilon, delta) differential privacy of one client's data after noisy means.
 
     This is the Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv
     1908.10530; Google's dp-accounting), for data sets that differ by one whole client. Simulations sample a
@@ -30,28 +30,30 @@ def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: f
     _check("participation", participation, 0 < participation <= 1, "above 0 and at most 1; nearest: 1")
     _check("rounds", rounds, rounds >= 0, "at least 0; nearest: 0")
     _check("delta", delta, 0 < delta < 1, "above 0 and below 1; 1e-05 is usual")
-    return by_round(noise_multiplier, participation, [rounds], delta)[0] if rounds else 0.0
+    if rounds == 0:
+        return 0.0
+    return by_round(noise_multiplier, participation, [rounds], delta)[0]
 
 
 def by_round(
     noise_multiplier: float, participation: float, rounds: Sequence[int], delta: float
 ) -> list[float]:
-    """As `epsilon`, after each of some ascending numbers of rounds."""
+    """Return `epsilon` after each of these ascending numbers of rounds."""
     try:
         import dp_accounting as dp
     except ImportError:
         raise InputError(
             "epsilon: needs the package dp-accounting; install it with: pip install -e '.[privacy]'"
         ) from None
-    one = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
+    noisy_mean = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
     accountant = dp.rdp.RdpAccountant()
-    found = []
-    for before, after in itertools.pairwise([0, *rounds]):
-        accountant.compose(dp.SelfComposedDpEvent(one, after - before))
-        found.append(float(accountant.get_epsilon(delta)))
-    return found
+    epsilons = []
+    for previous, current in itertools.pairwise([0, *rounds]):
+        accountant.compose(dp.SelfComposedDpEvent(noisy_mean, current - previous))
+        epsilons.append(float(accountant.get_epsilon(delta)))
+    return epsilons
 
 
-def _check(field: str, value: float | int, good: bool, words: str) -> None:
-    if not good:
-        raise InputError(f"{field}: {value} given; must be {words}")
+def _check(field: str, value: float | int, valid: bool, expected: str) -> None:
+    if not valid:
+        raise InputError(f"{field}: {value} given; must be {expected}")

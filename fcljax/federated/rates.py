@@ -5,6 +5,7 @@ made anew, with these rates, inside each function while it is traced.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ Build = Callable[[Rates], Method]
 Find = Callable[[Method], Any]
 
 # functions of a method whose first argument is a context
-_OF_CONTEXT = (
+_WITH_CONTEXT = (
     "broadcast",
     "predict",
     "begin_task",
@@ -32,26 +33,31 @@ _OF_CONTEXT = (
 
 
 def with_rates(build: Build, usual: Rates) -> Method:
-    """The method whose learning rates are those of `context.frozen.rates`.
+    """Return the method whose learning rates are those of `context.frozen.rates`.
 
     Args:
       build: build(rates) -> the method; it must not decide anything by the values of rates, which are traced.
       usual: rates that decide the method's structure: its rounds, phases and views.
     """
     method = build(usual)
-    names = [name for name in _OF_CONTEXT if getattr(method, name) is not None]
-    changed = {name: _late(build, method, functools.partial(_field, name)) for name in names}
-    replay = method.server_replay
-    method = method._replace(**changed)  # pyrefly: ignore[bad-argument-type]
-    return method._replace(
-        init=lambda key, frozen: _made(build, frozen.rates).init(key, frozen),
-        rounds=tuple(_round(build, method, i) for i in range(len(method.rounds))),
-        server_replay=None if replay is None else _replay(build, method, replay),
-    )
+
+    def init(key, frozen):
+        return _build_traced(build, frozen.rates).init(key, frozen)
+
+    functions = {}
+    for name in _WITH_CONTEXT:
+        if getattr(method, name) is not None:
+            functions[name] = _with_rates_of_context(build, method, operator.attrgetter(name))
+    rounds = tuple(_round(build, method, index) for index in range(len(method.rounds)))
+    server_replay = None
+    if method.server_replay is not None:
+        server_replay = _server_replay(build, method, method.server_replay)
+    method = method._replace(**functions)  # pyrefly: ignore[bad-argument-type]
+    return method._replace(init=init, rounds=rounds, server_replay=server_replay)
 
 
-def _made(build: Build, rates: Rates) -> Method:
-    """The method with rates that are traced.
+def _build_traced(build: Build, rates: Rates) -> Method:
+    """Build the method with rates that are traced.
 
     Raises:
       InputError: for a method that decides something by their values.
@@ -68,45 +74,61 @@ def _made(build: Build, rates: Rates) -> Method:
         ) from error
 
 
-def _field(name: str, method: Method) -> Any:
-    return getattr(method, name)
-
-
-def _late(build: Build, method: Method, find: Find) -> Callable:
-    """The function of the method that `find` finds, of the method with the rates of its context."""
+def _with_rates_of_context(build: Build, method: Method, find: Find) -> Callable:
+    """Return a function that builds the method with the rates of its context, and calls what `find` finds
+    there."""
 
     @functools.wraps(find(method))
-    def called(context, *args):
-        return find(_made(build, context.frozen.rates))(context, *args)
+    def with_context(context, *args):
+        function = find(_build_traced(build, context.frozen.rates))
+        return function(context, *args)
 
-    return called
+    return with_context
 
 
 def _round(build: Build, method: Method, index: int) -> Round:
-    each = method.rounds[index]
+    """Return one of the method's rounds, whose functions get the rates of their context."""
+    this_round = method.rounds[index]
+    program: Program = this_round.program
 
-    def late(find: Callable[[Round], Any]) -> Callable:
-        return _late(build, method, lambda method: find(method.rounds[index]))
+    def with_rates_of(path: str) -> Callable:
+        """Return the function at a path within the round."""
+        find = operator.attrgetter(path)
+        return _with_rates_of_context(build, method, lambda method: find(method.rounds[index]))
 
-    def phase(number: int, of: Phase) -> Phase:
-        replay = of.replay and late(lambda each: each.program.phases[number].replay)
-        return of._replace(step=late(lambda each: each.program.phases[number].step), replay=replay)
+    def phase_with_rates(number: int) -> Phase:
+        phase = program.phases[number]
 
-    program: Program = each.program
-    receive = program.receive and late(lambda each: each.program.receive)
+        def step(method: Method) -> Callable:
+            return method.rounds[index].program.phases[number].step
+
+        def replay(method: Method) -> Callable | None:
+            return method.rounds[index].program.phases[number].replay
+
+        phase = phase._replace(step=_with_rates_of_context(build, method, step))
+        if phase.replay is not None:
+            phase = phase._replace(replay=_with_rates_of_context(build, method, replay))
+        return phase
+
     program = program._replace(
-        start=late(lambda each: each.program.start),
-        phases=tuple(phase(number, of) for number, of in enumerate(program.phases)),
-        finish=late(lambda each: each.program.finish),
-        receive=receive,
+        start=with_rates_of("program.start"),
+        phases=tuple(map(phase_with_rates, range(len(program.phases)))),
+        finish=with_rates_of("program.finish"),
     )
-    return each._replace(program=program, server=each.server and late(lambda each: each.server))
+    if program.receive is not None:
+        program = program._replace(receive=with_rates_of("program.receive"))
+    this_round = this_round._replace(program=program)
+    if this_round.server is not None:
+        this_round = this_round._replace(server=with_rates_of("server"))
+    return this_round
 
 
-def _replay(build: Build, method: Method, replay: ServerReplay) -> ServerReplay:
-    def late(name: str) -> Callable:
-        return _late(build, method, lambda method: getattr(method.server_replay, name))
+def _server_replay(build: Build, method: Method, server_replay: ServerReplay) -> ServerReplay:
+    def with_rates_of(name: str) -> Callable:
+        return _with_rates_of_context(build, method, operator.attrgetter(f"server_replay.{name}"))
 
-    names = ("buffer", "start", "step", "finish", "reconstruct")
-    changed = {name: late(name) for name in names if getattr(replay, name) is not None}
-    return replay._replace(**changed)  # pyrefly: ignore[bad-argument-type]
+    functions = {}
+    for name in ("buffer", "start", "step", "finish", "reconstruct"):
+        if getattr(server_replay, name) is not None:
+            functions[name] = with_rates_of(name)
+    return server_replay._replace(**functions)  # pyrefly: ignore[bad-argument-type]

@@ -1,8 +1,8 @@
 """Planning of a round on the host, in numpy: who takes part, and what each lane does at each tick.
 
-A lane runs its clients one after the other, so lanes are never padded to the longest client. Clients go
-longest first to the least loaded lane (LPT). The tables have one shape for a whole run, so that every round
-of every task uses one compiled program.
+A lane runs its clients one after the other, so lanes are never padded to the longest client. The longest
+clients are assigned first, each to the least loaded lane (LPT). The tables have one shape for a whole run, so
+that every round of every task uses one compiled program.
 """
 
 import heapq
@@ -19,16 +19,26 @@ from fcljax.types import Method, Program, Task, View
 Ints = Int[np.ndarray, "..."]
 Counts = Int[Array | np.ndarray | np.integer, "*clients"]  # also of one client, and inside jit
 
-MOST_WIDTHS = 3  # of a step's program: each is compiled once more
+# Batch sizes that a step is compiled for: at most so many, chosen from so many candidates. Another one must
+# save this share of a run's examples, and so many examples: those of the time in which a ViT-Ti's step is
+# compiled on one core of a CPU.
+MOST_WIDTHS = 3
 TRIED_WIDTHS = 256
-WORTH_SHARE = 1 / 32  # of what is computed in a run, that a further width must save
-MOST_LANES = 16  # of one device
-LEAST_USEFUL = 0.85  # of the steps that lanes are paid for, clients must use
-LARGE_BATCH = 1024  # examples; smaller batches are compiled as they are, however few examples clients have
-MOST_SHUFFLED = 100_000  # clients; a permutation of a million takes longer than a round of 200 of them
-TRIED_ROUNDS = 16  # of a run, to choose its lanes
-SHARE = 2  # of a device's even part of the clients, that it has slots for
-WORTH_EXAMPLES = 1000.0  # the same in examples: the time to compile a ViT-Ti's step on one core of a CPU
+WORTH_SHARE = 1 / 32
+WORTH_EXAMPLES = 1000.0
+
+# Lanes of one device: at most so many, of whose steps clients use at least this share in the tried rounds.
+MOST_LANES = 16
+LEAST_USEFUL = 0.85
+TRIED_ROUNDS = 16
+
+# With more clients their ids are not shuffled: that takes longer for a million than a round of 200 of them.
+MOST_SHUFFLED = 100_000
+# A device has slots for so many times its even share of the clients, since some get many small clients.
+SLOT_FACTOR = 2
+
+# Smaller batches are compiled as they are, however few examples clients have.
+LARGE_BATCH = 1024
 
 
 class ClientPartition(NamedTuple):
@@ -47,15 +57,15 @@ class ClientPartition(NamedTuple):
     @property
     # pyrefly: ignore[bad-override]  # tuple.count is not used
     def count(self) -> Int[np.ndarray, " K"]:
-        """Each client's number of examples."""
+        """Return each client's number of examples."""
         return np.diff(self.offset)
 
     def count_of(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """The number of examples of some clients; of others nothing is computed."""
+        """Return the number of examples of some clients, without computing those of all."""
         return self.offset[ids + 1] - self.offset[ids]
 
     def of_client(self, client: int | np.integer) -> Int[np.ndarray, " n"]:
-        """The indices of one client's examples."""
+        """Return the indices of one client's examples."""
         return self.indices[self.offset[client] : self.offset[client + 1]]
 
 
@@ -71,7 +81,7 @@ class Capacity(NamedTuple):
     examples: int
     """Training examples per chunk and device."""
     ticks: tuple[int, ...]
-    """Length of each phase's table."""
+    """Ticks of each phase's table."""
     widths: tuple[tuple[int, ...], ...]
     """For each phase, the batch sizes that a step is compiled for, see `step_widths`."""
     devices: int = 1
@@ -123,21 +133,29 @@ class Probe(NamedTuple):
 def participants(
     seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
 ) -> Int[np.ndarray, " m"]:
-    """Sorted ids of the clients that take part: a share or a number of the eligible ones, sampled uniformly
-    without replacement. The sample depends on (seed, task, round) only. More than `MOST_SHUFFLED` clients are
-    not shuffled for it."""
-    wanted = _wanted(participation, len(eligible))
-    if wanted == len(eligible):
+    """Return the sorted ids of the clients that take part, sampled uniformly without replacement.
+
+    The sample depends on (seed, task, round) only.
+
+    Args:
+      seed, task, round_: of the sample.
+      eligible: ids of the clients that could take part.
+      participation: share of them that takes part, or their number if it is above 1.
+    """
+    count = _num_participants(participation, len(eligible))
+    if count == len(eligible):
         return np.sort(eligible)
-    draws = np.random.default_rng([seed, task, round_])
+    rng = np.random.default_rng([seed, task, round_])
     if len(eligible) > MOST_SHUFFLED:
-        return np.sort(eligible[draws.choice(len(eligible), wanted, replace=False, shuffle=False)])
-    return np.sort(eligible[draws.permutation(len(eligible))[:wanted]])
+        chosen = rng.choice(len(eligible), count, replace=False, shuffle=False)
+    else:
+        chosen = rng.permutation(len(eligible))[:count]
+    return np.sort(eligible[chosen])
 
 
-def _wanted(participation: float, eligible: int) -> int:
-    """How many of the eligible clients take part: ceil(participation * eligible) of a share, at most all of
-    them of a number above 1."""
+def _num_participants(participation: float, eligible: int) -> int:
+    """Return how many clients take part: ceil(participation * eligible), or a number above 1 itself, at most
+    all of them."""
     if participation > 1:
         return min(int(participation), eligible)
     # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point
@@ -159,7 +177,7 @@ def largest_batch(batch_size: int, examples: int) -> int:
 
 
 def phase_steps(count: Counts, view: View) -> Counts:
-    """Steps that a client with `count` examples takes in a phase.
+    """Return the steps that a client with `count` examples takes in a phase.
 
     The last batch of an epoch may be partial; no example is dropped.
     """
@@ -167,13 +185,13 @@ def phase_steps(count: Counts, view: View) -> Counts:
 
 
 def phase_examples(count: Counts, view: View) -> Counts:
-    """The most examples that a client with `count` of its own reads in a phase, with those that it
-    replays."""
+    """Return the most examples that a client with `count` of them reads in a phase, replayed ones
+    included."""
     return view.epochs * count + phase_steps(count, view) * view.replay
 
 
 def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tuple[int, ...]:
-    """Batch sizes, ascending, that a step is compiled for; the last one is the view's.
+    """Choose the batch sizes, ascending, that a step is compiled for; the last one is the view's.
 
     The last batch of an epoch has what is left of a client's examples, and is padded to the next of these
     sizes. Those that save most are chosen one after the other, as long as one is worth its compilation.
@@ -184,25 +202,31 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tupl
       worth: examples that a width must save in them; one is compiled in that time.
     """
     counts = counts[counts > 0]
-    size = view.batch_size
-    left, clients = np.unique((counts - 1) % size + 1, return_counts=True)
-    least = max(worth, WORTH_SHARE * size * int(phase_steps(counts, view).sum()))
-    some = left[np.unique(np.linspace(0, len(left) - 1, TRIED_WIDTHS).astype(int))] if len(left) else left
+    batch_size = view.batch_size
+    # examples of each client's last batch, from 1 to the batch size
+    last_batch, clients = np.unique((counts - 1) % batch_size + 1, return_counts=True)
+    least_saving = max(worth, WORTH_SHARE * batch_size * int(phase_steps(counts, view).sum()))
+    candidates = last_batch
+    if len(last_batch):
+        candidates = last_batch[np.unique(np.linspace(0, len(last_batch) - 1, TRIED_WIDTHS).astype(int))]
 
-    def computed(widths: tuple[int, ...]) -> int:
-        return view.epochs * int(np.sum(clients * np.asarray(widths)[np.searchsorted(widths, left)]))
+    def padded_examples(widths: tuple[int, ...]) -> int:
+        """Return the examples of all last batches, padding included."""
+        width_of_batch = np.asarray(widths)[np.searchsorted(widths, last_batch)]
+        return view.epochs * int(np.sum(clients * width_of_batch))
 
-    widths: tuple[int, ...] = (size,)
-    while len(widths) < MOST_WIDTHS and len(some):
-        better = min((tuple(sorted({*widths, int(width)})) for width in some), key=computed)
-        if computed(widths) - computed(better) < least:
+    widths: tuple[int, ...] = (batch_size,)
+    while len(widths) < MOST_WIDTHS and len(candidates):
+        with_candidate = [tuple(sorted({*widths, int(width)})) for width in candidates]
+        best = min(with_candidate, key=padded_examples)
+        if padded_examples(widths) - padded_examples(best) < least_saving:
             break
-        widths = better
+        widths = best
     return widths
 
 
 def pack(length: Ints, lanes: int) -> list[list[int]]:
-    """Longest-processing-time-first: each lane's items in their order.
+    """Assign items to lanes, longest first, each to the least loaded lane: each lane's items in their order.
 
     Ties go to the lower index, so the result is unique.
     """
@@ -212,10 +236,10 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
 def pack_chunks(
     length: Ints, lanes: int, devices: int = 1, slots: int | None = None
 ) -> list[list[list[int]]]:
-    """The same for items that only fit in several chunks: for each chunk, each lane's items.
+    """Assign items that only fit in several chunks, as `pack` does: for each chunk, each lane's items.
 
-    A chunk ends where the least loaded lane is one of a device whose slots are all taken; all lanes are about
-    equally loaded then. Of equally loaded lanes the first one of each device comes first.
+    A chunk ends where the least loaded lane belongs to a device whose slots are all taken; all lanes are
+    about equally loaded then. Of equally loaded lanes the first one of each device comes first.
 
     Args:
       length: of each item.
@@ -223,23 +247,27 @@ def pack_chunks(
       devices: that share the lanes.
       slots: items that one device may have in a chunk; None: any number.
     """
-    each = lanes // devices
-    slots = len(length) if slots is None else slots
+    lanes_per_device = lanes // devices
+    if slots is None:
+        slots = len(length)
 
-    def empty() -> tuple[list[list[int]], list[tuple[int, int, int]], list[int]]:
-        heap = sorted((0, lane % each, lane) for lane in range(lanes))
+    def open_chunk() -> tuple[list[list[int]], list[tuple[int, int, int]], list[int]]:
+        """Return each lane's items, a heap of (load, rank on its device, lane), and each device's used
+        slots."""
+        heap = sorted((0, lane % lanes_per_device, lane) for lane in range(lanes))
         return [[] for _ in range(lanes)], heap, [0] * devices
 
-    queues, heap, taken = empty()
+    queues, heap, used_slots = open_chunk()
     chunks = [queues]
     for item in np.argsort(-length, kind="stable"):
-        if taken[heap[0][2] // each] == slots:
-            queues, heap, taken = empty()
+        least_loaded_device = heap[0][2] // lanes_per_device
+        if used_slots[least_loaded_device] == slots:
+            queues, heap, used_slots = open_chunk()
             chunks.append(queues)
         load, rank, lane = heap[0]
         heapq.heapreplace(heap, (load + int(length[item]), rank, lane))
         queues[lane].append(int(item))
-        taken[lane // each] += 1
+        used_slots[lane // lanes_per_device] += 1
     return chunks
 
 
@@ -250,8 +278,10 @@ def paying_lanes(
     filled: float,
     participation: float = 1.0,
 ) -> int:
-    """The number of lanes, a multiple of the devices, with which rounds are shortest; arguments as of
-    `paying_mesh`."""
+    """Return the number of lanes, a multiple of the devices, with which rounds are shortest.
+
+    Arguments are those of `paying_mesh`.
+    """
     return paying_mesh(program, partitions, devices, filled, participation, sharing=(1,))[0]
 
 
@@ -263,7 +293,7 @@ def paying_mesh(
     participation: float = 1.0,
     sharing: Iterable[int] = (1,),
 ) -> tuple[int, int]:
-    """The number of lanes, and of devices that share a client's batch, with which rounds are shortest.
+    """Return the number of lanes, and of devices that share a client's batch, with which rounds are shortest.
 
     Clients side by side cost no time until a device is full, and from then on as much as one after the other.
     Lanes that are idle for more than a few steps are left out, though never the last one of a device. Among
@@ -277,32 +307,36 @@ def paying_mesh(
       participation: share of the clients that take part in a round, or their number.
       sharing: devices that may share a batch, which must divide the devices.
     """
-    chosen = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
-    counts = [_some_counts(partitions[i], participation, i) for i in chosen]
+    tried = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
+    counts = [_participants_examples(partitions[number], participation, number) for number in tried]
 
     # exact, so that equals are equal: rounded, as many ticks of 5 clients as of one may seem to be shorter
-    exact = Fraction(filled)
+    exact_filled = Fraction(filled)
 
-    def cost(shared: int, each: int) -> tuple[float | Fraction, int, int]:
-        lanes = each * (devices // shared)
+    def cost(shared: int, lanes_per_group: int) -> tuple[float | Fraction, int, int]:
+        lanes = lanes_per_group * (devices // shared)
         steps = [round_steps(program, count, lanes) for count in counts]
         useful, ticks = np.sum(steps, axis=0)
-        wasteful = each > 1 and useful < LEAST_USEFUL * lanes * ticks
-        return (np.inf if wasteful else int(ticks) * max(Fraction(1), each * exact / shared)), shared, each
+        if lanes_per_group > 1 and useful < LEAST_USEFUL * lanes * ticks:
+            return np.inf, shared, lanes_per_group
+        time_of_tick = max(Fraction(1), lanes_per_group * exact_filled / shared)
+        return int(ticks) * time_of_tick, shared, lanes_per_group
 
-    _, shared, each = min(cost(shared, each) for shared in sharing for each in range(1, MOST_LANES + 1))
-    return each * (devices // shared), shared
+    _, shared, lanes_per_group = min(
+        cost(shared, lanes_per_group) for shared in sharing for lanes_per_group in range(1, MOST_LANES + 1)
+    )
+    return lanes_per_group * (devices // shared), shared
 
 
-def _some_counts(partition: ClientPartition, participation: float, round_: int) -> Ints:
-    """Examples of clients that could be a round's participants."""
+def _participants_examples(partition: ClientPartition, participation: float, round_: int) -> Ints:
+    """Return the examples of clients that could be a round's participants."""
     eligible = np.flatnonzero(partition.count)
     return partition.count_of(participants(0, 0, round_, eligible, participation))
 
 
 def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
-    """Steps that clients with `count` examples take in a round, and the ticks that the lanes need for them
-    when all clients are in one chunk."""
+    """Return the steps that clients with `count` examples take in a round, and the ticks that the lanes need
+    for them when all clients are in one chunk."""
     steps = np.array([phase_steps(count, phase.view) for phase in program.phases])
     queues = pack(steps.sum(axis=0), lanes)
     ticks = np.max([steps[:, queue].sum(axis=1) for queue in queues], axis=0)
@@ -310,22 +344,29 @@ def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
 
 
 def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:
-    """The table of one phase, padded to `capacity` ticks, and the number of ticks that are in use."""
+    """Return the table of one phase, padded to `capacity` ticks, and the number of ticks in use.
+
+    Args:
+      queues: the clients of each lane, as indices into `steps`.
+      steps: of each client in the phase.
+      capacity: length of the table.
+    """
     table = _idle(capacity, len(queues))
     longest = 0
-    for lane, items in enumerate(queues):
-        if not items:
+    for lane, queue in enumerate(queues):
+        if not queue:
             continue
-        n = steps[items]
-        total = int(n.sum())
-        longest = max(longest, total)
-        slot = np.repeat(items, n)
-        step = np.arange(total) - np.repeat(np.cumsum(n) - n, n)
-        table.slot[:total, lane] = slot
-        table.step[:total, lane] = step
-        table.start[:total, lane] = step == 0
-        table.end[:total, lane] = step == steps[slot] - 1
-        table.active[:total, lane] = 1
+        queue_steps = steps[queue]
+        ticks = int(queue_steps.sum())
+        longest = max(longest, ticks)
+        slot = np.repeat(queue, queue_steps)
+        first_tick = np.repeat(np.cumsum(queue_steps) - queue_steps, queue_steps)
+        step = np.arange(ticks) - first_tick
+        table.slot[:ticks, lane] = slot
+        table.step[:ticks, lane] = step
+        table.start[:ticks, lane] = step == 0
+        table.end[:ticks, lane] = step == steps[slot] - 1
+        table.active[:ticks, lane] = 1
     return table, longest
 
 
@@ -372,7 +413,7 @@ def capacity(
     worth: float = WORTH_EXAMPLES,
     devices: int = 1,
 ) -> Capacity:
-    """Shapes that hold every round of a run, for any subset of its clients.
+    """Return shapes that hold every round of a run, for any subset of its clients.
 
     Args:
       program: what clients do.
@@ -383,27 +424,30 @@ def capacity(
       worth: as in `step_widths`.
       devices: that share the lanes evenly.
     """
+    # the largest clients first, so that the first so many are the worst case of a chunk
     counts = [np.sort(partition.count)[::-1] for partition in partitions]
-    most = max(_wanted(participation, int((count > 0).sum())) for count in counts)
-    slots = max(1, min(slots, most, _own_share(most, lanes, devices)))
+    most = max(_num_participants(participation, int((count > 0).sum())) for count in counts)
+    slots = max(1, min(slots, most, _slots_of_device(most, lanes, devices)))
     ticks = zip(*(_most_ticks(program, count[: devices * slots], lanes) for count in counts), strict=True)
-    everybody = np.concatenate(counts)
+    all_counts = np.concatenate(counts)
     return Capacity(
         clients=len(partitions[0].count),
         participants=max(1, most),
         slots=slots,
         examples=max(1, max(int(count[:slots].sum()) for count in counts)),
         ticks=tuple(map(max, ticks)),
-        widths=tuple(step_widths(phase.view, everybody, worth) for phase in program.phases),
+        widths=tuple(step_widths(phase.view, all_counts, worth) for phase in program.phases),
         devices=devices,
     )
 
 
-def _own_share(clients: int, lanes: int, devices: int) -> int:
-    """The most clients of a chunk that one of several devices needs slots for: its lanes, or where there are
-    more clients, `SHARE` times its part of them, since some devices get many small clients."""
-    each = lanes // devices
-    return each if clients <= lanes else max(each, SHARE * -(-clients // devices))
+def _slots_of_device(clients: int, lanes: int, devices: int) -> int:
+    """Return the most clients of a chunk that one device needs slots for: its lanes or, where there are more
+    clients than lanes, `SLOT_FACTOR` times its share of them."""
+    lanes_per_device = lanes // devices
+    if clients <= lanes:
+        return lanes_per_device
+    return max(lanes_per_device, SLOT_FACTOR * -(-clients // devices))
 
 
 def capacities(
@@ -415,25 +459,36 @@ def capacities(
     worth: float = WORTH_EXAMPLES,
     devices: int = 1,
 ) -> tuple[Capacity, ...]:
-    """The capacity of each of the method's rounds; arguments as in `capacity`."""
-    share = {"sampled": participation, "everyone": 1.0}
+    """Return the capacity of each of the method's rounds; arguments as in `capacity`."""
+    participation_of = {"sampled": participation, "everyone": 1.0}
     return tuple(
-        capacity(each.program, partitions, lanes, slots, share[each.who], worth, devices)
-        for each in method.rounds
+        capacity(
+            this_round.program,
+            partitions,
+            lanes,
+            slots,
+            participation_of[this_round.who],
+            worth,
+            devices,
+        )
+        for this_round in method.rounds
     )
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
-    """Ticks per phase that any subset of clients with `count` examples stays within.
+    """Return ticks per phase that any subset of clients with `count` examples stays within.
 
     LPT never ends later than the mean load plus the longest job, but it balances whole programs: one phase
     alone may be as uneven as their sum allows.
     """
-    steps = [phase_steps(count, phase.view) for phase in program.phases]
-    whole = np.sum(steps, axis=0)
-    longest = int(-(-whole.sum() // lanes) + whole.max(initial=0))
-    most = [min(longest, int(s.sum())) for s in steps]
-    return [ticks + len(phase.terms) for ticks, phase in zip(most, program.phases, strict=True)]
+    steps_by_phase = [phase_steps(count, phase.view) for phase in program.phases]
+    steps = np.sum(steps_by_phase, axis=0)
+    longest_lane = int(-(-steps.sum() // lanes) + steps.max(initial=0))
+    most_ticks = []
+    for phase, steps_of_phase in zip(program.phases, steps_by_phase, strict=True):
+        # a phase that measures the terms of its loss has a tick for each
+        most_ticks.append(min(longest_lane, int(steps_of_phase.sum())) + len(phase.terms))
+    return most_ticks
 
 
 def plan_round(
@@ -445,12 +500,23 @@ def plan_round(
     capacity: Capacity,
     measured: int = 0,
 ) -> tuple[list[Chunk], tuple[int, int]]:
-    """The chunks of one round and its steps: useful ones, and those that the lanes are busy or idle for.
-    Their ratio is the slot efficiency.
+    """Plan the chunks of one round.
 
-    `ids` are sorted client ids; those without examples are absent. Chunks hold clients of similar size, so
-    that none waits for another's. `measured`: the participant, counted from 0 again behind the last, that
-    measures the terms of its loss.
+    Chunks hold clients of similar size, so that none waits for another's.
+
+    Args:
+      program: what clients do.
+      partition: the clients' examples.
+      ids: sorted ids of the clients that take part; those without examples are absent.
+      round_: number of the round within the task.
+      lanes: of all devices.
+      capacity: the static shapes.
+      measured: number of the participant that measures the terms of its loss; behind the last it counts from 0
+        again.
+
+    Returns:
+      The chunks, and the round's steps: useful ones, and those that the lanes are busy or idle for. The ratio
+      of both is the slot efficiency.
 
     Raises:
       InputError: more participants than the capacity was made for, which has no entry for their uploads.
@@ -473,9 +539,9 @@ def plan_round(
         _plan_chunk(partition, ids[by_size], by_size, steps, queues, round_, capacity, probe)
         for queues in packed
     ]
-    paid = lanes * sum(int(tick) for chunk in chunks for tick in chunk.ticks)
-    # ticks that only measure are none of training
-    return chunks, (int(steps.sum()), paid - lanes * sum(terms))
+    paid_steps = lanes * sum(int(ticks) for chunk in chunks for ticks in chunk.ticks)
+    # ticks that only measure do not belong to training
+    return chunks, (int(steps.sum()), paid_steps - lanes * sum(terms))
 
 
 def _plan_chunk(
@@ -488,8 +554,9 @@ def _plan_chunk(
     capacity: Capacity,
     probe: Probe,
 ) -> Chunk:
-    """The chunk of some of the participants: their indices one after the other, and a table per
-    phase in which a client keeps its lane.
+    """Plan the chunk of some of a round's participants.
+
+    Their indices stand one after the other, and in the table of each phase a client keeps its lane.
 
     Args:
       partition: the clients' examples.
@@ -504,21 +571,20 @@ def _plan_chunk(
     member = _slots_of(queues, capacity)
     used = member >= 0
     flat = member.reshape(-1)
-    chosen = ids[flat]  # of an empty slot, somebody's
-    count = np.where(used, partition.count_of(chosen).reshape(used.shape), 0)
-    classes = np.where(used.reshape(-1, 1), partition.class_examples[chosen], 0)
-    indices, slot_of = zip(
-        *(_examples_of(partition, ids[row[row >= 0]], capacity) for row in member), strict=True
-    )
-    slot = {int(item): place for place, item in enumerate(flat) if item >= 0}
-    by_slot = [[slot[item] for item in queue] for queue in queues]
+    clients = ids[flat]  # in an empty slot, the last participant
+    count = np.where(used, partition.count_of(clients).reshape(used.shape), 0)
+    class_examples = np.where(used.reshape(-1, 1), partition.class_examples[clients], 0)
+    examples = [_examples_of(partition, ids[row[row >= 0]], capacity) for row in member]
+    indices, slot_of_example = zip(*examples, strict=True)
+    slot_of_member = {int(item): slot for slot, item in enumerate(flat) if item >= 0}
+    slot_queues = [[slot_of_member[item] for item in queue] for queue in queues]
     tables = []
     ticks = []
-    for of_phase, most, terms in zip(steps, capacity.ticks, probe.terms, strict=True):
-        table, used_ticks = tabulate(by_slot, of_phase[flat], most)
-        if terms and probe.participant in slot:
-            middle = int(of_phase[probe.participant]) // 2
-            table = with_probe(table, slot[probe.participant], middle, terms)
+    for steps_of_phase, most_ticks, terms in zip(steps, capacity.ticks, probe.terms, strict=True):
+        table, used_ticks = tabulate(slot_queues, steps_of_phase[flat], most_ticks)
+        if terms and probe.participant in slot_of_member:
+            middle_step = int(steps_of_phase[probe.participant]) // 2
+            table = with_probe(table, slot_of_member[probe.participant], middle_step, terms)
             used_ticks += terms
         tables.append(table)
         ticks.append(used_ticks)
@@ -527,33 +593,35 @@ def _plan_chunk(
         position=_ints(np.where(used, rank[member], capacity.participants)),
         count=_ints(count),
         offset=_ints(np.where(used, np.cumsum(count, axis=1) - count, 0)),
-        class_examples=classes.astype(np.int32),
+        class_examples=class_examples.astype(np.int32),
         indices=_ints(np.concatenate(indices)),
-        slot_of_example=_ints(np.concatenate(slot_of)),
+        slot_of_example=_ints(np.concatenate(slot_of_example)),
+        # what names a slot counts from the device's first
         tables=tuple(table._replace(slot=table.slot % capacity.slots) for table in tables),
         ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
         round=np.asarray(round_, np.int32),
-        task=_tasks_of(partition, np.where(used.reshape(-1), chosen, chosen[0])),
+        task=_tasks_of(partition, np.where(used.reshape(-1), clients, clients[0])),
     )
 
 
 def _slots_of(queues: list[list[int]], capacity: Capacity) -> Int[np.ndarray, "devices slots"]:
-    """The item in each slot of each device, which has those of its lanes in their order; -1: none."""
+    """Return the item in each slot of each device, which has those of its lanes in their order; -1: none."""
     member = np.full((capacity.devices, capacity.slots), -1)
-    each = len(queues) // capacity.devices
+    lanes_per_device = len(queues) // capacity.devices
     for device, row in enumerate(member):
-        mine = sorted(item for queue in queues[device * each : (device + 1) * each] for item in queue)
-        row[: len(mine)] = mine
+        queues_of_device = queues[device * lanes_per_device : (device + 1) * lanes_per_device]
+        items = sorted(item for queue in queues_of_device for item in queue)
+        row[: len(items)] = items
     return member
 
 
 def _examples_of(partition: ClientPartition, ids: Ints, capacity: Capacity) -> tuple[Ints, Ints]:
-    """The indices of the examples of one device's clients, and the slot of each, padded."""
-    none = np.zeros(0, np.int32)
-    indices = np.concatenate([none, *(partition.of_client(client) for client in ids)])
+    """Return the indices of the examples of one device's clients, and the slot of each, padded."""
+    no_examples = np.zeros(0, np.int32)
+    indices = np.concatenate([no_examples, *(partition.of_client(client) for client in ids)])
     slot = np.repeat(np.arange(len(ids)), partition.count_of(ids))
-    spare = (0, capacity.examples - len(indices))
-    return np.pad(indices, spare), np.pad(slot, spare, constant_values=capacity.slots)
+    padding = (0, capacity.examples - len(indices))
+    return np.pad(indices, padding), np.pad(slot, padding, constant_values=capacity.slots)
 
 
 def _ints(values: Ints) -> Int[np.ndarray, " n"]:
@@ -561,7 +629,7 @@ def _ints(values: Ints) -> Int[np.ndarray, " n"]:
 
 
 def _tasks_of(partition: ClientPartition, clients: Ints) -> Task | None:
-    """The tasks of the clients in the slots."""
+    """Return the tasks of the clients in the slots; None: all have the round's."""
     if partition.task is None:
         return None
     return Task.of_numpy(*(np.asarray(leaf)[clients] for leaf in partition.task))

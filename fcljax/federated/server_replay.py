@@ -32,20 +32,25 @@ class Replayer(NamedTuple):
 class Replayed(NamedTuple):
     """The result of one round's training."""
 
-    server: PyTree  # the server's state
-    metrics: Metrics  # their sums
+    server: PyTree  # the server's new state
+    metrics: Metrics  # added over all steps
     examples: int  # examples read, in all epochs
     refused: bool  # whether the result was not finite, so that the server kept its state
 
 
 def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WHOLE) -> Replayer:
-    """Functions that are compiled once; `jit(name, function, spec, **options)` is the engine's, and `specs`
-    say how the devices have the server's state."""
+    """Make functions that are compiled once.
+
+    Args:
+      server_replay: what the server does.
+      jit: the engine's jit(name, function, spec, **options).
+      specs: how the devices share the server's state.
+    """
 
     def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
-        new = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
-        refused = became_non_finite(new, server)
-        return one_of(~refused, new, server), refused
+        new_server = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
+        refused = became_non_finite(new_server, server)
+        return one_of(~refused, new_server, server), refused
 
     return Replayer(
         server_replay,
@@ -57,7 +62,7 @@ def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WH
 
 
 def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
-    """The examples of the current task on the host, numpy, without unfilled entries."""
+    """Return the examples of the current task on the host, in numpy, without unfilled entries."""
     buffer = jax.device_get(replayer.buffer(round_context._replace(previous=()), server))
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(buffer.used)], buffer)
 
@@ -84,67 +89,81 @@ def replay_on_server(
     round_context = round_context._replace(previous=())
     buffers = [jax.tree.map(np.asarray, buffer) for buffer in past]
     buffers.append(current_buffer(replayer, round_context, server))
-    chosen = _chosen(buffers, rule.plan(int(round_context.task.index), bool(round_context.last)))
-    if not len(chosen.index):
-        return Replayed(server, {}, 0, False)
-    labels = np.concatenate([np.asarray(buffers[i].label) for i in np.unique(chosen.buffer)])
+    pairs = rule.plan(int(round_context.task.index), bool(round_context.last))
+    replayed = _replayed_examples(buffers, pairs)
+    if not len(replayed.index):
+        return Replayed(server, {}, examples=0, refused=False)
+    labels = np.concatenate([np.asarray(buffers[i].label) for i in np.unique(replayed.buffer)])
     classes = np.isin(np.arange(len(round_context.task.current)), labels)
     local = replayer.start(round_context, server)
-    found = []
+    step_metrics = []
     examples = 0
     for epoch in range(rule.epochs):
         epoch_key = jax.random.fold_in(key, epoch)
-        for i, batch in enumerate(_batches(buffers, chosen, classes, rule.batch_size, epoch_key)):
+        for i, batch in enumerate(_batches(buffers, replayed, classes, rule.batch_size, epoch_key)):
             step_key = jax.random.fold_in(epoch_key, i)
             local, metrics = replayer.step(round_context, server, local, place(batch), step_key)
-            found.append(metrics)
+            step_metrics.append(metrics)
             examples += int(np.sum(batch.mask))
     server, refused = replayer.finish(round_context, server, local)
-    total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), jax.device_get(found))
-    metrics = {name: Weighted(*value) for name, value in total.items()}
+    # only now does the host wait for the device
+    totals = functools.reduce(_add, jax.device_get(step_metrics))
+    metrics = {name: Weighted(*total) for name, total in totals.items()}
     return Replayed(server, metrics, examples, bool(refused))
 
 
-class _Chosen(NamedTuple):
+def _add(first: PyTree, second: PyTree) -> PyTree:
+    return jax.tree.map(np.add, first, second)
+
+
+class _ReplayedExamples(NamedTuple):
     """n examples of several buffers."""
 
     buffer: Int[np.ndarray, " n"]  # number of the buffer that each is in
     index: Int[np.ndarray, " n"]  # its index there
-    task: Int[np.ndarray, " n"]  # as whose task's example it is used
+    task: Int[np.ndarray, " n"]  # number of the task as whose example it is used
 
 
-def _chosen(buffers: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]) -> _Chosen:
-    """All examples of each pair's task, in the order of the pairs."""
-    found = []
+def _replayed_examples(
+    buffers: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]
+) -> _ReplayedExamples:
+    """Return all examples of each pair's task, in the order of the pairs (`types.ReplayPlan`)."""
+    columns = []
     for source, as_task in pairs:
         index = np.arange(len(buffers[source].label))
-        found.append((np.full_like(index, source), index, np.full_like(index, as_task)))
-    return _Chosen(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        columns.append((np.full_like(index, source), index, np.full_like(index, as_task)))
+    return _ReplayedExamples(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def _batches(
-    buffers: Sequence[ReplayBuffer], chosen: _Chosen, classes: np.ndarray, size: int, key: PRNGKeyArray
+    buffers: Sequence[ReplayBuffer],
+    replayed: _ReplayedExamples,
+    classes: np.ndarray,
+    batch_size: int,
+    key: PRNGKeyArray,
 ) -> Iterator[ReplayBatch]:
-    """The batches of a shuffled epoch; the last one is padded."""
-    order = np.random.default_rng(np.asarray(jax.random.key_data(key))).permutation(len(chosen.index))
-    for first in range(0, len(order), size):
-        mine = order[first : first + size]
-        mask = np.arange(size) < len(mine)
+    """Yield the batches of a shuffled epoch; the last one is padded."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    order = rng.permutation(len(replayed.index))
+    for first in range(0, len(order), batch_size):
+        batch_order = order[first : first + batch_size]
+        mask = np.arange(batch_size) < len(batch_order)
         # padding repeats an example, whose mask is False
-        some = _Chosen(*(each[np.resize(mine, size)] for each in chosen))
-        examples, label = _taken([(buffer.examples, buffer.label) for buffer in buffers], some)
+        padded_order = np.resize(batch_order, batch_size)
+        of_batch = _ReplayedExamples(*(column[padded_order] for column in replayed))
+        examples, label = _take([(buffer.examples, buffer.label) for buffer in buffers], of_batch)
         # pyrefly: ignore[bad-argument-type]  # the fields say what methods see
-        yield ReplayBatch(examples, label, some.task.astype(np.int32), mask, classes)
+        yield ReplayBatch(examples, label, of_batch.task.astype(np.int32), mask, classes)
 
 
-def _taken(trees: list, chosen: _Chosen) -> tuple:
-    """The chosen entries of the buffers' trees [N, ...], as one tree."""
+def _take(trees: list, replayed: _ReplayedExamples) -> tuple:
+    """Return the replayed entries of the buffers' trees [N, ...], as one tree."""
 
-    def one(*leaves: np.ndarray) -> np.ndarray:
-        out = np.empty((len(chosen.index), *leaves[0].shape[1:]), leaves[0].dtype)
-        for buffer in np.unique(chosen.buffer):
-            mine = chosen.buffer == buffer
-            out[mine] = leaves[buffer][chosen.index[mine]]
-        return out
+    def take_leaf(*leaves: np.ndarray) -> np.ndarray:
+        entries = np.empty((len(replayed.index), *leaves[0].shape[1:]), leaves[0].dtype)
+        for buffer in np.unique(replayed.buffer):
+            in_buffer = replayed.buffer == buffer
+            entries[in_buffer] = leaves[buffer][replayed.index[in_buffer]]
+        return entries
 
-    return jax.tree.map(one, *trees)
+    return jax.tree.map(take_leaf, *trees)

@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Int, Num
 from fcljax.types import PyTree
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # where only shape and dtype count
-SMALL = 2**16  # numbers of a leaf that is copied so that fewer programs are compiled
+SMALL = 2**16  # scalars of a leaf, up to which leaves share one compiled kernel
 
 
 def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
-    """An empty running sum, for `add_stacked`.
+    """Return an empty running sum, for `add_stacked`.
 
     Args:
       shapes: leaves with the shape and dtype of ONE upload, arrays or `jax.ShapeDtypeStruct`.
@@ -32,8 +32,10 @@ def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
     """
 
     def zero(leaf: Leaf) -> Array:
-        exact = not floating and not is_float(leaf)
-        return jnp.zeros(leaf.shape, leaf.dtype if exact else _wide_dtype(leaf.dtype))
+        dtype = leaf.dtype
+        if floating or is_float(leaf):
+            dtype = _wide_dtype(dtype)
+        return jnp.zeros(leaf.shape, dtype)
 
     return jax.tree.map(zero, shapes)
 
@@ -59,59 +61,75 @@ def add_stacked(
 
 
 def sum_value(total: PyTree, like: PyTree) -> PyTree:
-    """A finished sum, or a mean made of it, in the dtypes of `like`; integers and booleans are rounded."""
+    """Return a finished sum, or its mean, in the dtypes of `like`; integers and booleans are rounded."""
     return jax.tree.map(cast_like, total, like)
 
 
 def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
-    """The valid clients' weights [K] divided by their sum; zeros if they add up to 0."""
-    share = jnp.where(valid, weight, 0).astype(jnp.float32)
-    total = jnp.sum(share)
-    return jnp.where(total > 0, share / jnp.where(total > 0, total, 1), 0)
+    """Return the valid clients' weights [K] divided by their sum; zeros if they add up to 0."""
+    weight = jnp.where(valid, weight, 0).astype(jnp.float32)
+    total = jnp.sum(weight)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
 
 
 # ---- clients whose upload is rejected ----------------------------------------------------------------------
 
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every floating-point leaf is free of NaN and inf; other leaves are ignored."""
-    checks = [jnp.all(jnp.isfinite(each)) for each in joined(jax.tree.leaves(tree))]
-    return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
+    """Return whether every floating-point leaf is free of NaN and inf; other leaves are ignored."""
+    checks = [jnp.all(jnp.isfinite(vector)) for vector in joined(jax.tree.leaves(tree))]
+    if not checks:
+        return jnp.asarray(True)
+    return jnp.all(jnp.stack(checks))
 
 
 def became_non_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
-    """Whether a finite number has become NaN or infinite."""
-    pairs = zip(*(joined(jax.tree.leaves(tree)) for tree in (new, old)), strict=True)
-    found = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)) for a, b in pairs]
-    return jnp.any(jnp.stack(found)) if found else jnp.zeros((), bool)
+    """Return whether a finite number of `old` is NaN or infinite in `new`."""
+    new_leaves = joined(jax.tree.leaves(new))
+    old_leaves = joined(jax.tree.leaves(old))
+    checks = []
+    for new_leaf, old_leaf in zip(new_leaves, old_leaves, strict=True):
+        checks.append(jnp.any(~jnp.isfinite(new_leaf) & jnp.isfinite(old_leaf)))
+    if not checks:
+        return jnp.zeros((), bool)
+    return jnp.any(jnp.stack(checks))
 
 
 def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
-    """The floating-point leaves, those of up to `SMALL` numbers as one vector at the end: a check of every
-    shape by itself takes 50 ms to compile."""
+    """Return the floating-point leaves, where leaves of up to `SMALL` scalars are one vector at the end.
+
+    A check of every shape by itself takes 50 ms to compile.
+    """
     floats = [leaf for leaf in map(jnp.asarray, leaves) if is_float(leaf)]
     small = [leaf.reshape(-1) for leaf in floats if leaf.size <= SMALL]
     large = [leaf for leaf in floats if leaf.size > SMALL]
-    return [*large, jnp.concatenate(small)] if small else large
+    if not small:
+        return large
+    return [*large, jnp.concatenate(small)]
 
 
-def parted(found: Sequence[Array], like: Sequence[Array]) -> list[Array]:
-    """The opposite of `joined`: arrays of the shapes and types of these floating-point ones."""
-    small = [leaf for leaf in like if leaf.size <= SMALL]
-    parts = iter(ravel_pytree(small)[1](found[-1]) if small else ())
-    large = iter(found)
-    return [next(parts if leaf.size <= SMALL else large) for leaf in like]
+def parted(vectors: Sequence[Array], like: Sequence[Array]) -> list[Array]:
+    """Undo `joined`: return arrays of the shapes and types of the floating-point leaves `like`."""
+    small_leaves = [leaf for leaf in like if leaf.size <= SMALL]
+    large = iter(vectors)
+    small = iter(())
+    if small_leaves:
+        _, unravel = ravel_pytree(small_leaves)
+        small = iter(unravel(vectors[-1]))
+    return [next(small if leaf.size <= SMALL else large) for leaf in like]
 
 
 def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` if the condition holds, else `old`. Small leaves are copied: a kernel that chooses between
-    numbers takes 10 ms to compile, for each leaf."""
-    kept, structure = jax.tree.flatten(old)
-    leaves = list(zip(structure.flatten_up_to(new), kept, strict=True))
-    small = [pair for pair in leaves if pair[0].size <= SMALL]
+    """Return `new` if the condition holds, else `old`.
+
+    Small leaves are copied together: a kernel that chooses between numbers takes 10 ms to compile per leaf.
+    """
+    old_leaves, structure = jax.tree.flatten(old)
+    pairs = list(zip(structure.flatten_up_to(new), old_leaves, strict=True))
+    small = [pair for pair in pairs if pair[0].size <= SMALL]
     copied = iter(jax.lax.cond(condition, lambda: [a for a, _ in small], lambda: [b for _, b in small]))
-    found = [next(copied) if a.size <= SMALL else jnp.where(condition, a, b) for a, b in leaves]
-    return jax.tree.unflatten(structure, found)
+    leaves = [next(copied) if a.size <= SMALL else jnp.where(condition, a, b) for a, b in pairs]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def finite_guard(
@@ -132,7 +150,7 @@ def finite_guard(
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Whether a leaf is a floating-point array."""
+    """Return whether a leaf is a floating-point array."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -141,21 +159,22 @@ def _wide_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def widen(leaf: Array) -> Array:
-    """The leaf in float32, or in float64 if it is that already."""
+    """Return the leaf in float32, or in float64 if it is that already."""
     return leaf.astype(_wide_dtype(leaf.dtype))
 
 
 def cast_like(value: Array, leaf: Leaf) -> Array:
-    """The value in the leaf's dtype, rounded if that holds no fractions."""
-    rounds = is_float(value) and not is_float(leaf)
-    return (jnp.round(value) if rounds else value).astype(leaf.dtype)
+    """Return the value in the leaf's dtype, rounded if that holds no fractions."""
+    if is_float(value) and not is_float(leaf):
+        value = jnp.round(value)
+    return value.astype(leaf.dtype)
 
 
 def broadcast_left(mask: Array, leaf: Array) -> Array:
-    """The mask with trailing axes of size 1, so that it broadcasts against the leaf from the left."""
+    """Return the mask with trailing axes of size 1, so that it broadcasts against the leaf from the left."""
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 
 def where_valid(leaf: Array, valid: Bool[Array, " K"], other: float) -> Array:
-    """The leaf [K, ...] in float32, with `other` for invalid clients."""
+    """Return the leaf [K, ...] in float32, with `other` for invalid clients."""
     return jnp.where(broadcast_left(valid, leaf), widen(leaf), other)

@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     backbone: Pretrained
     dataset: Dataset
     preprocess: Preprocess
-    augments: bool  # does the training view differ from the clean one?
+    augments: bool  # whether the training view differs from the clean one
     surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
 
@@ -65,19 +65,22 @@ def load_inputs(
     if backbone is None:
         backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
-    dataset = load_split(cfg, size) if dataset is None else dataset
+    if dataset is None:
+        dataset = load_split(cfg, size)
     # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
     # a whole, without the margin.
     preprocess = input_pipeline(cfg.preprocess, size, fills_frame=not dataset.augment)
     preprocess = with_constants(preprocess, cfg, backbone)
-    other = surrogate_images(cfg, cfg, size) if isinstance(cfg, SurrogateOptions) else ()
-    return Inputs(backbone, dataset, preprocess, dataset.augment, other)
+    surrogate = ()
+    if isinstance(cfg, SurrogateOptions):
+        surrogate = surrogate_images(cfg, cfg, size)
+    return Inputs(backbone, dataset, preprocess, dataset.augment, surrogate)
 
 
 def load_network(
     cfg: BackboneConfig, image_size: int | None, decoder: str | None = None, seed: int = 0
 ) -> Pretrained:
-    """The network that the settings name. Without weights it has random values, which `seed` decides.
+    """Load the network that the settings name. Without weights it has random values, which `seed` decides.
 
     Raises:
       InputError: as `load_backbone`, and for the name of weights that are not here.
@@ -88,7 +91,8 @@ def load_network(
         if checkpoint is not None:
             raise InputError(f"backbone: {name!r} names weights, and --checkpoint others; leave one out")
         folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
-        name, checkpoint = None, str(find_weights(name, folder))
+        checkpoint = str(find_weights(name, folder))
+        name = None
     return load_backbone(
         name,
         checkpoint,
@@ -99,17 +103,21 @@ def load_network(
 
 
 def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Literal["float32", "bfloat16"]:
-    """The number format of the backbone's computations: bfloat16 where an accelerator computes a network that
-    stays frozen, unless the settings name one. What trains is float32.
+    """Return the number format of the backbone's computations.
+
+    It is bfloat16 where an accelerator computes a network that stays frozen, unless the settings name one.
+    What trains is float32.
 
     Args:
       cfg: the settings.
-      backend: as jax names it; None: this process's own.
+      backend: as jax names it; None: that of this process.
     """
     if cfg.dtype != "auto":
         return cfg.dtype
     trains = isinstance(cfg, TrainConfig) and cfg.adapter == "full"
-    return "float32" if trains or (backend or jax.default_backend()) == "cpu" else "bfloat16"
+    if trains or (backend or jax.default_backend()) == "cpu":
+        return "float32"
+    return "bfloat16"
 
 
 def network_of(
@@ -118,7 +126,7 @@ def network_of(
     remat: bool = False,
     kernel: AttentionKernel = NO_KERNEL,
 ) -> Network:
-    """The network of a file of weights as methods see it, with its decoder if it has one.
+    """Return the network of a file of weights as methods see it, with its decoder if it has one.
 
     Args:
       backbone: the weights.
@@ -127,18 +135,19 @@ def network_of(
       kernel: as of `ViTConfig`.
     """
     pixels = backbone if preprocess is None else preprocess
-    pair = None
     shape = backbone.config
+    decoder = backbone.decoder
+    masked_autoencoder = None
     if isinstance(shape, ViTConfig):
         shape = dataclasses.replace(shape, kernel=kernel)
-        if decoder := backbone.decoder:
-            of_decoder = dataclasses.replace(decoder.config, kernel=kernel)
-            pair = autoencoder(shape, of_decoder, decoder.mean, decoder.std)
-    return make_network(shape, pixels.mean, pixels.std, pair, remat)
+        if decoder is not None:
+            decoder_shape = dataclasses.replace(decoder.config, kernel=kernel)
+            masked_autoencoder = autoencoder(shape, decoder_shape, decoder.mean, decoder.std)
+    return make_network(shape, pixels.mean, pixels.std, masked_autoencoder, remat)
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:
-    """The views with the pixel constants that the settings ask for."""
+    """Return the views with the pixel constants that the settings ask for."""
     if cfg.normalise == "release":
         return preprocess
     if cfg.normalise == "checkpoint":
@@ -147,27 +156,29 @@ def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretra
 
 
 def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
-    """The data set that the settings name, without what they hold out.
+    """Load the data set that the settings name, without the images that they hold out.
 
     Raises:
       InputError: as `load_dataset`.
     """
     dataset = load_dataset(cfg.dataset, image_options(cfg, image_size), verify=cfg.verify)
-    return hold_out(dataset, cfg.holdout) if cfg.holdout else dataset
+    if not cfg.holdout:
+        return dataset
+    return hold_out(dataset, cfg.holdout)
 
 
 def surrogate_images(
     cfg: InputConfig, options: SurrogateOptions, image_size: int
 ) -> UInt8[np.ndarray, "S side side 3"]:
-    """Training images of another data set under the clean view, as grey levels.
+    """Load training images of another data set under the clean view, as grey levels.
 
     Raises:
-      InputError: for a data set that is missing, or the run's own.
+      InputError: for a data set that is missing, or that of the run.
     """
-    other = "digits" if cfg.dataset == "glyphs" else "glyphs"
-    name = other if options.surrogate == "other" else options.surrogate
+    default = "digits" if cfg.dataset == "glyphs" else "glyphs"
+    name = default if options.surrogate == "other" else options.surrogate
     if name == cfg.dataset:
-        raise InputError(f"surrogate: {name!r} is the run's own data set; name another, such as {other!r}")
+        raise InputError(f"surrogate: {name!r} is the run's own data set; name another, such as {default!r}")
     try:
         dataset = load_dataset(name, image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
@@ -177,12 +188,13 @@ def surrogate_images(
     view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
     size = dataset.size_train
 
-    def grey(some: np.ndarray) -> np.ndarray:
-        unit = view(dataset.x_train[some], None if size is None else jnp.asarray(size[some]))
-        return np.round(np.asarray(unit) * 255).astype(np.uint8)
+    def grey_levels(index: np.ndarray) -> np.ndarray:
+        image_size = None if size is None else jnp.asarray(size[index])
+        pixels = view(dataset.x_train[index], image_size)
+        return np.round(np.asarray(pixels) * 255).astype(np.uint8)
 
     # a chunk at a time: the views are four times as large as the grey levels
-    return np.concatenate([grey(chosen[i : i + 256]) for i in range(0, len(chosen), 256)])
+    return np.concatenate([grey_levels(chosen[i : i + 256]) for i in range(0, len(chosen), 256)])
 
 
 def report_notes(backbone: Pretrained, console: Console) -> None:
@@ -192,8 +204,8 @@ def report_notes(backbone: Pretrained, console: Console) -> None:
 
 
 def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
-    """The options of `load_dataset` and `prepare` under these settings, for a network that takes images of
-    image_size pixels."""
+    """Return the options of `load_dataset` and `prepare` under these settings, for a network that takes
+    images of image_size pixels."""
     geometry = input_pipeline(cfg.preprocess, image_size).geometry
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
@@ -207,24 +219,25 @@ def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
 
 
 def read_clean(preprocess: Preprocess, split: Split, index: Array) -> Float[Array, "B S S 3"]:
-    """These images of a split as network input, under the clean view."""
-    mine = _take(split, index)
-    return clean_view(preprocess, mine.image, mine.size)
+    """Read images of a split as network input, under the clean view."""
+    examples = _take(split, index)
+    return clean_view(preprocess, examples.image, examples.size)
 
 
 def inputs_of(
     preprocess: Preprocess, augments: bool, split: Split, index: Array, keys: Array, augment: bool
 ) -> tuple[Array, Array, Array | None]:
-    """What the engine reads of these examples: the network's input, the labels, and the query features where
-    they are cached and valid."""
-    mine = _take(split, index)
+    """Read examples for the engine: the network's input, the labels, and the query features where they are
+    cached and valid."""
+    examples = _take(split, index)
     if augment and augments:
-        return train_view(preprocess, mine.image, keys, mine.size), mine.label, None
-    return clean_view(preprocess, mine.image, mine.size), mine.label, mine.query
+        # cached query features are those of the clean view
+        return train_view(preprocess, examples.image, keys, examples.size), examples.label, None
+    return clean_view(preprocess, examples.image, examples.size), examples.label, examples.query
 
 
 def _take(split: Split, index: Array) -> PyTree:
-    """A split of these examples."""
+    """Return a split of these examples."""
     # The barrier keeps XLA from fusing the gather with what follows. Otherwise the arithmetic after it would
     # be compiled differently for arrays of another length, and images on the host would not give the same
     # bits as resident ones.
@@ -237,8 +250,8 @@ def _take(split: Split, index: Array) -> PyTree:
 def make_splits(
     dataset: Dataset, labels: tuple[np.ndarray, np.ndarray], budget: int | None, eval_batch_size: int
 ) -> tuple[Split | Host, Split | Host]:
-    """Training and test split: on the device if both fit into the budget; otherwise the larger one, or both,
-    on the host.
+    """Return training and test split, on the device if both fit into the budget, else on the host: the larger
+    one, or both.
 
     Args:
       dataset: the images.
@@ -251,23 +264,29 @@ def make_splits(
     """
     train = Split(dataset.x_train, labels[0].astype(np.int32), dataset.size_train)
     test = Split(dataset.x_test, labels[1].astype(np.int32), dataset.size_test)
-    room = device_memory() * RESIDENT_SHARE if budget is None else budget * 2**20
-    one = max(split.image.nbytes // len(split.label) for split in (train, test))
-    if budget is not None and room < 8 * eval_batch_size * one:
-        least = -(-8 * eval_batch_size * one // 2**20)
+    available_bytes = device_memory() * RESIDENT_SHARE
+    image_bytes = max(split.image.nbytes // len(split.label) for split in (train, test))
+    # a window, which gets a quarter of the budget, must hold two evaluation steps
+    least_bytes = 8 * eval_batch_size * image_bytes
+    if budget is not None:
+        available_bytes = budget * 2**20
+    if budget is not None and available_bytes < least_bytes:
+        least = -(-least_bytes // 2**20)
         raise InputError(
             f"data_budget: {budget} MiB cannot hold windows of {2 * eval_batch_size} images; nearest valid "
             f"value: {least}"
         )
-    if train.image.nbytes + test.image.nbytes <= room:
+    if train.image.nbytes + test.image.nbytes <= available_bytes:
         return _resident(train), _resident(test)
-    if test.image.nbytes <= room / 2:  # the training split has two windows, each a quarter of the room
-        return _host(train, room / 4), _resident(test)
-    return _host(train, room / 4), _host(test, room / 4)
+    # a split on the host has two windows on the device, one of which is read while the other is used
+    window_bytes = available_bytes / 4
+    if test.image.nbytes <= available_bytes / 2:
+        return _host(train, window_bytes), _resident(test)
+    return _host(train, window_bytes), _host(test, window_bytes)
 
 
 def device_mesh(devices: int) -> Mesh | None:
-    """A mesh of the first devices; None for one device, which needs no mesh.
+    """Return a mesh of the first devices; None for one device, which needs no mesh.
 
     Raises:
       InputError: if there are fewer.
@@ -275,29 +294,32 @@ def device_mesh(devices: int) -> Mesh | None:
     available = jax.device_count()
     if devices > available:
         raise InputError(f"devices: {devices} asked for; nearest valid value: {available}")
-    return mesh_of(jax.devices()[:devices]) if devices > 1 else None
+    if devices <= 1:
+        return None
+    return mesh_of(jax.devices()[:devices])
 
 
 def device_memory() -> int:
-    """Bytes of memory of this process's first device; of the machine for a CPU."""
+    """Return the bytes of memory of this process's first device; of the machine for a CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return limit or machine_memory()
 
 
 def _resident(split: Split) -> Split:
-    """On the device. `jnp.asarray` would compile a program for each shape."""
+    """Put a split on the device. `jnp.asarray` would compile a program for each shape."""
     return jax.device_put(split)
 
 
-def _host(split: Split, window: float) -> Host:
-    return Host(split, int(window // (split.image.nbytes // len(split.label))))
+def _host(split: Split, window_bytes: float) -> Host:
+    image_bytes = split.image.nbytes // len(split.label)
+    return Host(split, int(window_bytes // image_bytes))
 
 
 # ---- the network's cost -----------------------------------------------------------------------------------
 
 
 def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtypeStruct]:
-    """The forward pass of one image, traced but not compiled, and the image's shape."""
+    """Trace the forward pass of one image; return the trace and the image's shape."""
     network = network_of(backbone)
     side = backbone.config.image_size
     image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
@@ -306,7 +328,8 @@ def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtyp
 
 
 def forward_flops(backbone: Pretrained) -> float:
-    """Floating-point operations of the forward pass of one image, as XLA counts them; where it does not, two
-    for each parameter."""
-    counted = forward_pass(backbone)[0].lower().cost_analysis() or {}
-    return counted.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))
+    """Return the floating-point operations of the forward pass of one image, as XLA counts them; where
+    it does not, two for each parameter."""
+    traced, _ = forward_pass(backbone)
+    costs = traced.lower().cost_analysis() or {}
+    return costs.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))

@@ -18,7 +18,7 @@ from fcljax.data.owners import owners_csv
 from fcljax.errors import InputError
 from fcljax.federated.check import leaks_in_one_line
 from fcljax.files import read_text, write_text
-from fcljax.mesh import own_part, own_rows, put_own, put_server, put_shared
+from fcljax.mesh import process_part, process_rows, put_process_rows, put_server, put_shared
 from fcljax.results import page, trackers
 from fcljax.results.run_folder import changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, rate_search, resume, signals
@@ -45,11 +45,11 @@ KEPT = "kept"  # folder of the examples that a server keeps of finished tasks
 
 
 def _never() -> None:
-    """No signal has asked the run to stop."""
+    """Return no signal: the run goes on."""
 
 
-def _ignore(line: dict[str, Any]) -> None:
-    """Nobody hears of a round."""
+def _ignore(_line: dict[str, Any]) -> None:
+    """Do nothing with the line of a round."""
 
 
 QUIET = Console(quiet=True)
@@ -57,14 +57,14 @@ QUIET = Console(quiet=True)
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """Who follows a run from outside, and may stop it."""
+    """What follows a run from outside, and may stop it."""
 
     # where the progress bar and warnings go
     console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
     # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
     # checkpoint
     stop: Callable[[], int | None] = _never
-    # is given the line of every round; what it raises ends the run there
+    # gets the line of every round; an exception of it ends the run there
     heard: Callable[[dict[str, Any]], None] = _ignore
     # names of `trackers.TRACKERS` that follow the run
     track: Sequence[str] = ()
@@ -89,11 +89,11 @@ class Progress(NamedTuple):
 
     state: State
     records: Records
-    step: int  # rounds that are done
+    step: int  # number of finished rounds, over all tasks
 
 
 class Journal(NamedTuple):
-    """Where each round is written to: the log, checkpoints, trackers. Only the first process writes."""
+    """Where each round is written: the log, checkpoints, trackers. Only the first process writes."""
 
     manager: CheckpointManager | None
     origin: dict[str, Any]
@@ -112,7 +112,7 @@ def run(
 
     Args:
       settings: resolved; with `resume` they must be those of the run, but see `resume.check_settings`.
-      out: the run directory; a new one, unless `resume`.
+      out: the run directory, which must be new unless `resume`.
       resume: continue from the newest intact checkpoint in `out`; the result equals the uninterrupted run's
         bit for bit, on other hardware up to rounding.
       observer: who follows the run; None: a progress bar on standard error.
@@ -145,9 +145,9 @@ def run(
 
 
 def _build(session: Session) -> Experiment:
-    """The experiment, which must be the same in all processes."""
+    """Build the experiment, and check that it is the same in all processes."""
 
-    def checked() -> Experiment:
+    def build_for_devices() -> Experiment:
         exp = build(session.settings, session.supplied)
         if exp.batch_size < exp.settings.batch_size:
             session.observer.say(
@@ -157,14 +157,14 @@ def _build(session: Session) -> Experiment:
         memory.check_memory(exp)
         return fit.on_devices(exp, session.observer.say)
 
-    exp = session.hosts.agree(checked)
+    exp = session.hosts.agree(build_for_devices)
     origin = resume.origin(exp.settings, exp.inputs)
     session.hosts.check_same(origin | {"settings": origin["settings"] | dict.fromkeys(resume.FREE)})
     return exp
 
 
 def _resume(session: Session) -> dict[str, Any]:
-    """Resume the run, if it is this one. Nothing is written before that is known."""
+    """Resume the run, if the folder has the same one. Nothing is written before that is known."""
     out = session.out
     observer = session.observer
     hosts = session.hosts
@@ -186,22 +186,22 @@ def _resume(session: Session) -> dict[str, Any]:
         folder = out / CHECKPOINTS
         steps = hosts.from_first(lambda: checkpoint.steps(folder))
         if finished and not steps:
-            return finished  # nothing is left to draw its figures from
-        before = hosts.from_first(lambda: checkpoint.origin_of(folder))
-        since = hosts.agree(lambda: resume.check_settings(before, settings, steps, out))
+            return finished  # there is no checkpoint to draw its figures from
+        origin = hosts.from_first(lambda: checkpoint.origin_of(folder))
+        since = hosts.agree(lambda: resume.check_settings(origin, settings, steps, out))
         exp = _build(session)
         session = session._replace(settings=exp.settings)
-        if before:
-            hosts.agree(lambda: resume.check_digests(before, exp.settings, exp.inputs, out))
+        if origin:
+            hosts.agree(lambda: resume.check_digests(origin, exp.settings, exp.inputs, out))
         _say_changed(session)
         if finished:
             return _complete(session, exp, finished)
-        later = [step for step in steps if step > since]
-        hosts.from_first(lambda: resume.change_settings(out, exp.settings, later))
-        moved = resume.changed_hardware(before or {}, resume.hardware(exp))
-        if moved:
-            observer.say(f"resume: {moved}: from here on {UP_TO_ROUNDING}")
-        return _complete(session, exp, None, moved)
+        later_steps = [step for step in steps if step > since]
+        hosts.from_first(lambda: resume.change_settings(out, exp.settings, later_steps))
+        hardware_change = resume.changed_hardware(origin or {}, resume.hardware(exp))
+        if hardware_change:
+            observer.say(f"resume: {hardware_change}: from here on {UP_TO_ROUNDING}")
+        return _complete(session, exp, None, hardware_change)
 
 
 def _say_changed(session: Session) -> None:
@@ -211,7 +211,7 @@ def _say_changed(session: Session) -> None:
 
 
 def _complete(
-    session: Session, exp: Experiment, finished: dict[str, Any] | None, moved: str = ""
+    session: Session, exp: Experiment, finished: dict[str, Any] | None, hardware_change: str = ""
 ) -> dict[str, Any]:
     """Play the remaining rounds, and write the results.
 
@@ -219,29 +219,32 @@ def _complete(
       session: the run.
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
-      moved: what of the hardware has changed since the newest checkpoint.
+      hardware_change: how the hardware differs from that of the newest checkpoint; empty: it does not.
     """
     report_notes(exp.inputs.backbone, session.observer.console)
     session.observer.say(explain_scale(session.settings))
-    if said := explain_fidelity(session.settings):
-        session.observer.say(said)
-    searching = 0.0
+    fidelity = explain_fidelity(session.settings)
+    if fidelity:
+        session.observer.say(fidelity)
+    search_seconds = 0.0
     if rate_search.is_due(session.settings) and not finished:
-        exp, searching = _search(session, placed(exp))
+        exp, search_seconds = _search(session, placed(exp))
         session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
     with contextlib.ExitStack() as stack:
         stack.enter_context(memory.given_back_by_compilers())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
-            if searching:
-                progress.records.seconds["search"] = searching
-            progress.records.hardware_changes += [[progress.step, moved]] if moved else []
+            if search_seconds:
+                progress.records.seconds["search"] = search_seconds
+            if hardware_change:
+                progress.records.hardware_changes.append([progress.step, hardware_change])
             following = trackers.NOBODY
             if hosts.first and not finished:
                 plain = resume.plain_settings(settings)
-                followers = trackers.following(observer.track, out, plain, progress.step, observer.say)
-                following = stack.enter_context(followers)
+                following = stack.enter_context(
+                    trackers.following(observer.track, out, plain, progress.step, observer.say)
+                )
             origin = resume.origin(settings, exp.inputs) | {"hardware": resume.hardware(exp)}
             journal = Journal(manager, origin, following)
             try:
@@ -251,12 +254,12 @@ def _complete(
             records = progress.records
             with Clock(records.seconds) as clock, clock("eval"):
                 personal = personal_accuracy(exp, state, records)
-                drawn = sampled_calibration(exp, state)
+                drawn_calibration = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
-            del state  # what draws figures need not add its memory to that of the last state
+            del state  # figures are drawn next, and need not add their memory to that of the last state
             if manager:
                 checkpoint.finish(manager)
-        summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn}
+        summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn_calibration}
         if rebuilt and not finished:
             summary["restored"] = measure(*rebuilt)
         if (out / SEARCH).exists() and not finished:
@@ -273,17 +276,22 @@ def _complete(
 
 
 def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
-    """The experiment with the learning rates that --scale fit chooses, which config.yaml gets too, and the
-    seconds that it took. A search that is stopped is made again when the run is resumed."""
+    """Search for learning rates (--scale fit), and write them to config.yaml.
+
+    A search that is stopped is made again when the run is resumed.
+
+    Returns:
+      The experiment with these rates, and the seconds that the search took.
+    """
     out = session.out
     observer = session.observer
     hosts = session.hosts
 
     def check() -> None:
-        stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
-        if stopped:
+        signal = hosts.from_first(lambda: observer.stop() or signals.asked())
+        if signal:
             hosts.leave()
-            raise signals.Stopped(stopped)
+            raise signals.Stopped(signal)
 
     choice = rate_search.search(exp, observer.console, observer.say, check)
     observer.say(choice.line)
@@ -307,72 +315,79 @@ def _write_results(
 def final_state(
     settings: RunConfig, out: str | Path, supplied: Supplied = NOTHING
 ) -> tuple[Experiment, State]:
-    """The experiment of a run, and the state of its newest checkpoint.
+    """Return the experiment of a run, and the state of its newest checkpoint.
 
     Raises:
       InputError: as `build`, or if there is no checkpoint, or it is of other images or weights.
     """
     folder = Path(out) / CHECKPOINTS
     exp = build(settings, supplied)
-    before = checkpoint.origin_of(folder) if folder.exists() else None
-    if before is None:
+    origin = None
+    if folder.exists():
+        origin = checkpoint.origin_of(folder)
+    if origin is None:
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
-    resume.check_digests(before, exp.settings, exp.inputs, Path(out))
+    resume.check_digests(origin, exp.settings, exp.inputs, Path(out))
     with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
-        found = checkpoint.latest(manager, state_shapes(exp), Observer().say)
-    if found is None:
+        snapshot = checkpoint.latest(manager, state_shapes(exp), Observer().say)
+    if snapshot is None:
         raise InputError(f"out: no checkpoint in {str(out)!r} is intact")
-    return placed(exp), found.state
+    return placed(exp), snapshot.state
 
 
 def _checkpoints(session: Session) -> contextlib.AbstractContextManager[CheckpointManager | None]:
-    """The manager of checkpoints, in the first process; None in the others."""
+    """Return the manager of checkpoints, in the first process; None in the others."""
     if not session.hosts.first:
         return contextlib.nullcontext()
     return checkpoint.open_checkpoints(session.out / CHECKPOINTS, session.settings.keep_checkpoints)
 
 
 def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None) -> Progress:
-    """The newest intact checkpoint of the first process, in all processes; without one, the state before the
-    first round."""
+    """Return the newest intact checkpoint of the first process, in all processes; without one, the state
+    before the first round."""
     hosts = session.hosts
     say_line = session.observer.say
     engine = exp.engine
     shapes = state_shapes(exp)
     check = intact_files(session.out / KEPT)
     folder = session.out / CHECKPOINTS
-    index = own_rows(engine.mesh, exp.sizes.clients)
-    found = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
+    index = process_rows(engine.mesh, exp.sizes.clients)
+    snapshot = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
     if manager:
-        manager.reload()  # some may have been set aside
-    if found is None:
+        manager.reload()  # damaged ones may have been set aside
+    if snapshot is None:
         server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
-    server, clients, key = found.state
+    server, clients, key = snapshot.state
     server, key = hosts.broadcast((server, key))
-    if found.shards:
-        clients = put_own(clients, index, exp.sizes.clients, engine.mesh)
+    if snapshot.shards:
+        # each process has read the states of its clients
+        clients = put_process_rows(clients, index, exp.sizes.clients, engine.mesh)
     else:
         clients = put_shared(hosts.broadcast(clients), engine.mesh)
     state = State(put_server(server, engine.mesh), clients, engine.place(key))
-    return Progress(state, Records(**found.records), found.step)
+    return Progress(state, Records(**snapshot.records), snapshot.step)
 
 
 def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
-    """check(snapshot), for `checkpoint.latest`: the files of finished tasks are those of the snapshot."""
+    """Return check(snapshot), for `checkpoint.latest`: the files of finished tasks are those of the
+    snapshot."""
     return lambda snapshot: checkpoint.check_tasks(kept, snapshot.records["kept"])
 
 
 def _play(
     session: Session, exp: Experiment, progress: Progress, journal: Journal
 ) -> tuple[Experiment, State]:
-    """Play all remaining rounds. Returns the experiment with the query features that were cached on the way,
-    and the state after the last round; `progress.records` are updated."""
+    """Play all remaining rounds, and update `progress.records`.
+
+    Returns:
+      The experiment with the query features that were cached on the way, and the state after the last round.
+    """
     settings, out, observer, hosts, _ = session
-    (state, records, done) = progress
+    state, records, first_step = progress
     tasks = len(exp.scenario.tasks)
     steps = tasks * settings.rounds
-    filled = 0
+    filled_tasks = 0  # tasks whose query features are cached
     if journal.manager:
         # A run that was killed may have logged rounds that no checkpoint holds: they will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
@@ -381,45 +396,50 @@ def _play(
     with Clock(records.seconds) as clock, rounds_bar(observer.console) as bar:
         play_round = make_play_round(exp, records, clock)
         fill = make_fill(exp)
-        shown = bar.add_task("", total=steps, completed=done, **last_round(records))
-        for step in range(done, steps):
+        bar_task = bar.add_task("", total=steps, completed=first_step, **last_round(records))
+        for step in range(first_step, steps):
             t = step // settings.rounds
-            exp = fill(exp, range(filled, t + 1), clock)
-            filled = t + 1
-            state, kept, line = play_round(exp, state, past, step)
-            if kept is not None:
-                past += (kept,)
-                records.kept += [checkpoint.save_task(out / KEPT, t, kept)] if journal.manager else []
-            stopped = hosts.from_first(lambda: observer.stop() or signals.asked())
+            exp = fill(exp, range(filled_tasks, t + 1), clock)
+            filled_tasks = t + 1
+            state, buffer, line = play_round(exp, state, past, step)
+            if buffer is not None:
+                past = (*past, buffer)
+                if journal.manager:
+                    records.kept.append(checkpoint.save_task(out / KEPT, t, buffer))
+            signal = hosts.from_first(lambda: observer.stop() or signals.asked())
+            last_step = step == steps - 1
             with signals.unbroken():
-                due = stopped or (step + 1) % settings.checkpoint_every == 0 or step == steps - 1
+                due = signal or (step + 1) % settings.checkpoint_every == 0 or last_step
                 _log_round(out, journal, records)
                 if due:
                     _save_checkpoint(session, exp, journal, Progress(state, records, step + 1), shared)
             journal.trackers.heard(line)
-            bar.update(shown, advance=1, **last_round(records))
-            if stopped and step < steps - 1:
+            bar.update(bar_task, advance=1, **last_round(records))
+            if signal and not last_step:
                 hosts.leave()
-                raise signals.Stopped(stopped)
+                raise signals.Stopped(signal)
             if due or not hosts.first:
                 signals.check()
             observer.heard(line)
-        return fill(exp, range(filled, tasks), clock), state
+        return fill(exp, range(filled_tasks, tasks), clock), state
 
 
 def _saved(
     session: Session, exp: Experiment, state: State, step: int, shared: bool
 ) -> tuple[State, list[dict[str, Any]]]:
-    """A run's state on the host, as checkpoints have it, and the shards that have the states of clients. All
-    processes call this together; where they share the run's folder, each writes its own clients' states."""
+    """Return a run's state on the host, as checkpoints have it, and the shards that have the states of
+    clients.
+
+    All processes call this together; where they share the run's folder, each writes its clients' states.
+    """
     hosts = session.hosts
-    count = exp.sizes.clients
+    num_clients = exp.sizes.clients
     if not shared or not jax.tree.leaves(state.clients):
         return saved_state(exp, state), []
-    index, clients = own_part(state.clients, count)
+    index, clients = process_part(state.clients, num_clients)
     folder = session.out / CHECKPOINTS
-    shard = hosts.agree(lambda: checkpoint.save_shard(folder, step, hosts.index, index, clients, count))
-    shards = [json.loads(each) for each in hosts.gather(json.dumps(shard))]
+    shard = hosts.agree(lambda: checkpoint.save_shard(folder, step, hosts.index, index, clients, num_clients))
+    shards = [json.loads(text) for text in hosts.gather(json.dumps(shard))]
     return saved_state(exp, state._replace(clients=())), shards
 
 
@@ -443,7 +463,7 @@ def _save_checkpoint(
 
 
 def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:
-    """The examples that the server keeps of finished tasks, from files with these checksums."""
+    """Read the examples that the server keeps of finished tasks, from files with these checksums."""
     if exp.method.server_replay is None:
         return ()
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)

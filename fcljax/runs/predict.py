@@ -23,15 +23,18 @@ OnProgress = Callable[[int], None]
 
 
 class Predicted(NamedTuple):
-    """Predictions for some images. An image whose logits have no softmax, because one is NaN or +inf, has the
-    class -1 and the confidence NaN."""
+    """Predictions for n images.
+
+    An image whose logits have no softmax, because one is NaN or +inf, has the class -1 and the confidence
+    NaN.
+    """
 
     label: Int[np.ndarray, " n"]
     """The predicted class."""
     confidence: Float[np.ndarray, " n"]
     """Its probability under the softmax of all logits."""
     label_in_task: Int[np.ndarray, " n"]
-    """The predicted class among those of the image's own task (Task-IL)."""
+    """The predicted class among those of the image's task (Task-IL)."""
 
 
 class Predictor(NamedTuple):
@@ -48,7 +51,7 @@ class Predictor(NamedTuple):
         index: np.ndarray,
         task_of: np.ndarray,
     ) -> Predicted:
-        """Predictions for the images of an index, in its order.
+        """Predict the images of an index, in its order.
 
         Args:
           round_context: as `predict` takes it.
@@ -63,19 +66,20 @@ class Predictor(NamedTuple):
 
     @property
     def function(self) -> Callable:
-        """What a call runs, compiled: ((round_context, model, task_of), split, index [N], batches)."""
+        """Return the compiled function of a call: ((round_context, model, task_of), split, index [N],
+        batches)."""
         return self.loops.resident
 
     @property
     def steps(self) -> int:
-        """Of a call, each with a batch for each device."""
+        """Return the steps of a call, each with a batch for each device."""
         return self.loops.steps(self.capacity)
 
 
 def make_predict(
     predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: AnyMesh | None = None
 ) -> Predictor:
-    """A loop over images that predicts their classes, compiled once.
+    """Make a loop over images that predicts their classes, compiled once.
 
     Args:
       predict: (round_context, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
@@ -88,26 +92,32 @@ def make_predict(
     def loop(arguments: tuple, split: Split, index: Array, batches: Array) -> tuple[Array, Array, Array]:
         round_context, model, task_of = arguments
 
-        def step(i, out):
-            mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
-            row = jnp.maximum(mine, 0)
-            query = None if split.query is None else split.query[row]
-            batch = Batch(read(split, row), jnp.zeros_like(mine), mine >= 0, mine, query)
+        def step(i, results):
+            batch_index = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
+            row = jnp.maximum(batch_index, 0)
+            query = None
+            if split.query is not None:
+                query = split.query[row]
+            label = jnp.zeros_like(batch_index)  # a method must not see the labels of test images
+            batch = Batch(read(split, row), label, batch_index >= 0, batch_index, query)
             logits = predict(round_context, *model, batch).astype(jnp.float32)
             in_task = task_of == task_of[split.label[row]][:, None]
             confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
 
-            def label(of: Array) -> Array:
+            def predicted_label(logits: Array) -> Array:
                 # argmax takes NaN for the largest, which would predict the first class
-                return jnp.where(jnp.isnan(confidence), -1, jnp.argmax(of, -1)).astype(jnp.int32)
+                return jnp.where(jnp.isnan(confidence), -1, jnp.argmax(logits, -1)).astype(jnp.int32)
 
-            found = label(logits), confidence, label(jnp.where(in_task, logits, -jnp.inf))
-            return jax.tree.map(
-                lambda all_, some: jax.lax.dynamic_update_slice(all_, some, (i * batch_size,)), out, found
-            )
+            def write(all_images: Array, of_batch: Array) -> Array:
+                return jax.lax.dynamic_update_slice(all_images, of_batch, (i * batch_size,))
 
-        none = jnp.zeros(len(index), jnp.int32)
-        return jax.lax.fori_loop(0, batches, step, (none, jnp.zeros(len(index)), none))
+            label_in_task = jnp.where(in_task, logits, -jnp.inf)
+            of_batch = (predicted_label(logits), confidence, predicted_label(label_in_task))
+            return jax.tree.map(write, results, of_batch)
+
+        no_labels = jnp.zeros(len(index), jnp.int32)
+        no_confidence = jnp.zeros(len(index))
+        return jax.lax.fori_loop(0, batches, step, (no_labels, no_confidence, no_labels))
 
     return Predictor(_Loops.of(loop, batch_size, mesh), capacity)
 
@@ -119,8 +129,9 @@ def make_features(
     on_progress: OnProgress = lambda images: None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
-    """compute(frozen, split, index) -> features of these images, by default of all, under the clean view, on
-    the device, or in numpy for a `Host`.
+    """Return compute(frozen, split, index) -> features of these images, by default of all.
+
+    They are features under the clean view, on the device, or in numpy for a `Host`.
 
     Args:
       features: (frozen, image [B, S, S, 3]) -> [B, ...].
@@ -137,29 +148,35 @@ def make_features(
     def loop(frozen: PyTree, split: Split, index: Array, batches: Array) -> Array:
         shape = jax.eval_shape(of_batch, frozen, split, index[:batch_size])
 
-        def step(i, out):
-            mine = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
-            found = of_batch(frozen, split, jnp.maximum(mine, 0))
-            return jax.lax.dynamic_update_slice_in_dim(out, found, i * batch_size, 0)
+        def step(i, results):
+            batch_index = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
+            batch_features = of_batch(frozen, split, jnp.maximum(batch_index, 0))
+            return jax.lax.dynamic_update_slice_in_dim(results, batch_features, i * batch_size, 0)
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
 
     def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
         image = whole(split).image
-        index = np.arange(len(image)) if index is None else index
-        fit = BYTES_PER_CALL // (batch_size * (image.nbytes // max(len(image), 1)))
-        capacity = min(BATCHES_PER_CALL, fit) * batch_size * device_count(mesh)
+        if index is None:
+            index = np.arange(len(image))
+        image_bytes = image.nbytes // max(len(image), 1)
+        batches = min(BATCHES_PER_CALL, BYTES_PER_CALL // (batch_size * image_bytes))
+        capacity = batches * batch_size * device_count(mesh)
         # windows, as a `Host` has them: one loop serves splits of any size
-        found = loops.over(frozen, split, index, capacity, on_progress, windows=True)
-        return found if isinstance(split, Host) else jnp.asarray(found)
+        result = loops.over(frozen, split, index, capacity, on_progress, windows=True)
+        if isinstance(split, Host):
+            return result
+        return jnp.asarray(result)
 
     loops = _Loops.of(loop, batch_size, mesh)
     return compute
 
 
 class _Loops(NamedTuple):
-    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images. An
-    index of -1 is padding."""
+    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images.
+
+    An index of -1 is padding.
+    """
 
     resident: Callable  # reads images of a split that every device has
     window: Callable  # reads images of a device's own window
@@ -169,7 +186,7 @@ class _Loops(NamedTuple):
 
     @classmethod
     def of(cls, loop: Callable, batch_size: int, mesh: AnyMesh | None) -> "_Loops":
-        """The loop, compiled once for each. All devices get all results."""
+        """Compile the loop once for each kind of split. All devices get all results."""
 
         def compiled(images: PartitionSpec) -> Callable:
             return jit(on_each(loop, mesh, (WHOLE, images, parted(), WHOLE), parted()), mesh)
@@ -180,7 +197,7 @@ class _Loops(NamedTuple):
         return cls(compiled(WHOLE), compiled(parted()), jit(take, mesh, parted()), batch_size, mesh)
 
     def steps(self, capacity: int) -> int:
-        """Of a call that takes so many images."""
+        """Return the steps of a call that takes so many images."""
         # At least two: XLA compiles a loop over one step's images differently, with other roundings.
         return max(2, -(-capacity // (device_count(self.mesh) * self.batch_size)))
 
@@ -193,7 +210,7 @@ class _Loops(NamedTuple):
         on_progress: OnProgress = lambda images: None,
         windows: bool = False,
     ) -> PyTree:
-        """The results of all images, at least one; at most `capacity` of them in a call.
+        """Return the results of all images, at least one; at most `capacity` of them in a call.
 
         A call has whole batches, of which the devices take turns. Calls of a `Host`, or with `windows` of any
         split, get a window of the images that each device reads, in order.
@@ -201,39 +218,46 @@ class _Loops(NamedTuple):
         mesh = self.mesh
         batch_size = self.batch_size
         devices = device_count(self.mesh)
-        windows = windows or isinstance(split, Host)
         steps = self.steps(capacity)
-        steps = min(steps, max(2, split.window // batch_size)) if isinstance(split, Host) else steps
+        if isinstance(split, Host):
+            windows = True
+            steps = min(steps, max(2, split.window // batch_size))
         width = steps * devices * batch_size
         order = by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
         padded = [np.pad(part, (0, width - len(part)), constant_values=-1)[order] for part in parts]
-        in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
-        arguments = put(arguments, mesh) if mesh else arguments
+        place_in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
+        if mesh is not None:
+            arguments = put(arguments, mesh)
 
-        def step(done: list, i: int, window: Split) -> list:
+        def step(results: list, i: int, window: Split) -> list:
             batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
-            jax.block_until_ready(done)
-            if done:
+            jax.block_until_ready(results)
+            if results:
                 on_progress(len(parts[i - 1]))
             function = self.resident
-            mine = padded[i]
+            call_index = padded[i]
             if windows:
                 function = self.window
-                mine = np.where(mine < 0, -1, in_window)
-            return [*done, function(arguments, window, put(mine, mesh, parted()), batches)]
+                call_index = np.where(call_index < 0, -1, place_in_window)
+            return [*results, function(arguments, window, put(call_index, mesh, parted()), batches)]
 
         def load(i: int) -> Split:
             rows = np.maximum(padded[i], 0)
             if isinstance(split, Host):
                 return split.take(rows, mesh, parted=True)
-            return self.take(split, rows) if windows else split
+            if windows:
+                return self.take(split, rows)
+            return split
 
-        def joined(*results: Array) -> np.ndarray:
-            return np.concatenate([np.asarray(x)[back] for x in results])[: len(index)]
+        overlap = not isinstance(split, Host) or split.overlap
+        results = over_windows(step, [], range(len(parts)), load, overlap)
+        original_order = np.argsort(order)
 
-        found = over_windows(step, [], range(len(parts)), load, not isinstance(split, Host) or split.overlap)
-        back = np.argsort(order)
-        result = jax.tree.map(joined, *found)
+        def join(*results: Array) -> np.ndarray:
+            in_order = [np.asarray(result)[original_order] for result in results]
+            return np.concatenate(in_order)[: len(index)]
+
+        result = jax.tree.map(join, *results)
         on_progress(len(parts[-1]))
         return result
