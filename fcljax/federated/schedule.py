@@ -511,8 +511,8 @@ def plan_round(
       round_: number of the round within the task.
       lanes: of all devices.
       capacity: the static shapes.
-      measured: number of the participant that measures the terms of its loss; behind the last it counts from 0
-        again.
+      measured: number of the participant that measures the terms of its loss; it counts from 0 again behind
+        the last one.
 
     Returns:
       The chunks, and the round's steps: useful ones, and those that the lanes are busy or idle for. The ratio
