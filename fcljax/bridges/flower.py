@@ -113,7 +113,7 @@ class _Client(NamedTuple):
 
     settings: RunConfig
     id: int
-    own: OwnData | None
+    private: OwnData | None
     call: ConfigRecord
 
 
@@ -138,13 +138,13 @@ def _reply(
 
 def _hello(client: _Client, message: Message, context: Context) -> RecordDict:
     """Report to the server before the node takes part."""
-    report = node.facts(client.settings, client.id, node.load_client(client.settings, client.own))
+    report = node.facts(client.settings, client.id, node.load_client(client.settings, client.private))
     return RecordDict({"facts": config({"json": json.dumps(report._asdict())})})
 
 
 def _round(client: _Client, message: Message, context: Context) -> RecordDict:
     """Play one round of the method; the client's new state goes to the context."""
-    exp = node.client_experiment(client.settings, client.own, int(client.call["examples"]))
+    exp = node.client_experiment(client.settings, client.private, int(client.call["examples"]))
     stored = _stored(context, client.id)
     content = message.content
     cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], client.call)
@@ -276,9 +276,14 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        own = {name: value for name, value in context.run_config.items() if name in _SERVER}
-        given = {name: value for name, value in context.run_config.items() if name not in _SERVER}
-        serve(grid, node.federation_settings(method, settings | given), usual._replace(**own), on_round)
+        service_options = {name: value for name, value in context.run_config.items() if name in _SERVER}
+        options = {name: value for name, value in context.run_config.items() if name not in _SERVER}
+        serve(
+            grid,
+            node.federation_settings(method, settings | options),
+            usual._replace(**service_options),
+            on_round,
+        )
 
     return app
 
@@ -392,7 +397,7 @@ class Nodes:
         grid: Grid,
         clients: int,
         class_names: tuple[str, ...],
-        mine: Facts,
+        server: Facts,
         say: Callable[[str], None],
         bound: Mapping[int, int] | None = None,
     ):
@@ -400,7 +405,7 @@ class Nodes:
         self.grid = grid
         self.clients = clients
         self.class_names = class_names
-        self.mine = mine
+        self.server = server
         self.say = say
         self.of_client: dict[int, int] = {}  # client -> node
         self.facts: dict[int, Facts] = {}  # of each client
@@ -456,7 +461,7 @@ class Nodes:
         """Add a node that can take part."""
         facts = _facts(reply)
         sender = reply.metadata.src_node_id
-        node.check_facts(self.mine, facts, tasks)
+        node.check_facts(self.server, facts, tasks)
         if self.bound and self.bound[sender] != facts.client:
             raise InputError(
                 f"partition-id: node {sender} says that it is client {facts.client}; it is client "
@@ -471,7 +476,8 @@ class Nodes:
                 f"client {facts.client}: it came back with {facts.examples} examples per task, not "
                 f"{previous.examples}"
             )
-        images = {each.digests["images"] for each in (*self.facts.values(), facts)} - {node.OWN}
+        reports = (*self.facts.values(), facts)
+        images = {report.digests["images"] for report in reports} - {node.OWN}
         if len(images) > 1:
             raise InputError(f"client {facts.client}: its images are not those of the other clients")
         self.of_client[facts.client], self.facts[facts.client] = sender, facts
@@ -514,7 +520,7 @@ class Link:
         self.exp = exp
         self.timeout = timeout
         self.say = say
-        self.uploads = [node.upload_shape(each) for each in payload_shapes(exp).uploads]
+        self.uploads = [node.upload_shape(upload) for upload in payload_shapes(exp).uploads]
         self.cached: dict[int, dict[str, str]] = {}  # client -> digests of its arrays of earlier broadcasts
         self.begun: set[int] = set()  # clients that have a state
         self.now: dict[str, int] = {}
@@ -616,8 +622,10 @@ class Link:
         node_of = self.nodes.of_client
         client_of = {node_of[client]: client for client in contents if node_of.get(client) in connected}
         group = str(self.total.get("uploads", 0))
-        messages = [Message(contents[c], each, ROUND, group_id=group) for each, c in client_of.items()]
-        self._count(download_bytes=sum(record_bytes(each.content) for each in messages))
+        messages = [
+            Message(contents[client], node_id, ROUND, group_id=group) for node_id, client in client_of.items()
+        ]
+        self._count(download_bytes=sum(record_bytes(message.content) for message in messages))
         answers = {}
         for reply in self.nodes.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
             client = client_of.get(reply.metadata.src_node_id)  # None in a report of the SuperLink

@@ -39,24 +39,24 @@ OWN = "its own"  # stands for the digest of a client's own images
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def federation_settings(method: str | None, given: dict[str, Any]) -> RunConfig:
+def federation_settings(method: str | None, options: dict[str, Any]) -> RunConfig:
     """Return the resolved settings of a federation, with the number format in which
     this machine computes.
 
     Args:
-      method: name or file; None: `given` has it under "method".
-      given: settings by name, as `fcljax run` takes them.
+      method: name or file; None: `options` has it under "method".
+      options: settings by name, as `fcljax run` takes them.
 
     Raises:
       InputError: for a wrong value, or for settings that only a simulation can honour.
     """
-    given = {name.replace("-", "_"): value for name, value in given.items()}
-    method_name = given.pop("method", method)
+    options = {name.replace("-", "_"): value for name, value in options.items()}
+    method_name = options.pop("method", method)
     if not method_name or (method and method_name != method):
         raise InputError(f"method: {method_name!r} given; name one method, such as 'fppl'")
     if not method:
         check_no_code(method_name, "method", "give it to client_app and server_app")
-    settings = config.resolve(config.from_mapping(method_name, given, "settings"))
+    settings = config.resolve(config.from_mapping(method_name, options, "settings"))
     check_deployable(settings)
     # what runs on this machine: `auto` on a CPU is not that of an accelerator
     return dataclasses.replace(settings, dtype=compute_type(settings))
@@ -111,7 +111,7 @@ class ClientData(NamedTuple):
 
     inputs: Inputs
     scenario: Scenario
-    own: bool  # private data of the client; otherwise the settings' partition assigns it
+    private: bool  # private data of the client; otherwise the settings' partition assigns it
 
     def examples(self, client: int) -> list[int]:
         """Count a client's examples in each task."""
@@ -128,7 +128,7 @@ class Facts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2)
-def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
+def load_client(settings: RunConfig, private: OwnData | None) -> ClientData:
     """Load a client's data; the partition of the settings is the same for all clients
     of a machine.
 
@@ -136,12 +136,12 @@ def load_client(settings: RunConfig, own: OwnData | None) -> ClientData:
       InputError: for settings or files that cannot work.
     """
     joint = find_method(settings.source).joint
-    if own is None:
+    if private is None:
         inputs = load_inputs(settings)
         scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
         return ClientData(inputs, scenario, False)
-    dataset = load_part(settings.dataset, own.path, "train", own.class_names)
-    scenario = scenario_of_one(dataset, settings, settings.rounds, joint, own.client)
+    dataset = load_part(settings.dataset, private.path, "train", private.class_names)
+    scenario = scenario_of_one(dataset, settings, settings.rounds, joint, private.client)
     return ClientData(load_inputs(settings, dataset), scenario, True)
 
 
@@ -168,17 +168,17 @@ def check_client_id(client: object, count: int) -> int:
 def facts(settings: RunConfig, client: int, data: ClientData) -> Facts:
     """Return the client's report to the server."""
     digests = resume.digests(data.inputs)
-    digests["images"] = OWN if data.own else digests["images"]
+    digests["images"] = OWN if data.private else digests["images"]
     return Facts(client, data.examples(client), resume.plain_settings(settings), digests)
 
 
 @functools.lru_cache(maxsize=2)
-def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -> Experiment:
+def client_experiment(settings: RunConfig, private: OwnData | None, examples: int) -> Experiment:
     """Build the experiment of a client.
 
     Args:
       settings: of the federation.
-      own: private data of the client; None: the partition assigns its data.
+      private: data of the client alone; None: the partition assigns its data.
       examples: the most that any client of the federation has in a round, which decides
         the shapes.
 
@@ -186,7 +186,7 @@ def client_experiment(settings: RunConfig, own: OwnData | None, examples: int) -
       InputError: as `load_client`.
     """
     check_no_search(settings)
-    data = load_client(settings, own)
+    data = load_client(settings, private)
     sizes = sizes_of(data.scenario)._replace(examples=examples)
     exp = assemble(settings, data.inputs, data.scenario, sizes, single=True)
     return with_queries(exp, ("train",))
