@@ -153,7 +153,7 @@ def beyond(
 def mean_square(
     a: Float[Array, "batch E"], b: Float[Array, "batch E"], mask: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
-    """The mean of (a - b)^2 over entries and the examples in the mask."""
+    """Return the mean of (a - b)^2 over entries and the examples in the mask."""
     return masked_sum(jnp.mean((a - b) ** 2, axis=-1), mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
@@ -161,7 +161,7 @@ def mean_square(
 
 
 def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
-    """The whole loss of the clients, and the map to the anchors, which trains and travels."""
+    """Compute the whole loss of the clients; the map to the anchors trains and travels."""
     classes = run.sizes.classes
 
     def parameters(key: PRNGKeyArray) -> Head:
@@ -277,7 +277,7 @@ def synthesise(
 
 
 def fresh_map(params: Params, key: PRNGKeyArray) -> dict[str, PyTree]:
-    """The student's own map to the anchors, and the other rules' parameters as they are."""
+    """Return the student's own map to the anchors, and the other rules' parameters as they are."""
     return params.extra | {"lander": init_head(key, *params.extra["lander"].kernel.shape)}
 
 
@@ -306,7 +306,7 @@ def images_of_round(
 
 
 def balanced_labels(seen: Bool[Array, " C"], size: int, key: PRNGKeyArray) -> Int[Array, " size"]:
-    """As many of each seen class, up to one; which classes have one more is random."""
+    """Draw as many labels of each seen class, up to one; which classes have one more is random."""
     ids = jnp.argsort(~seen, stable=True)  # those that were seen come first
     count = jnp.maximum(jnp.sum(seen), 1)
     return ids[(jax.random.randint(key, (), 0, count) + jnp.arange(size)) % count]
@@ -315,7 +315,8 @@ def balanced_labels(seen: Bool[Array, " C"], size: int, key: PRNGKeyArray) -> In
 def disturbed(
     layer: Float[Array, "groups E noise"], label: Int[Array, " batch"], classes: int
 ) -> Float[Array, "batch noise"]:
-    """What the generator reads: the normalised anchors of the labels through their group's random layer."""
+    """Return what the generator reads: the normalised anchors of the labels through their group's random
+    layer."""
     anchor = anchors(classes)[label]
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
     own = layer[jnp.arange(len(label)) // GROUP]
@@ -349,7 +350,7 @@ def maker_loss(
 
 
 def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """The lengths of the differences of means and of variances, added up over layers."""
+    """Return the lengths of the differences of means and of variances, added up over layers."""
     layers = batch_statistics(running, after)
     return sum(
         (jnp.linalg.norm(kept.mean - own.mean) + jnp.linalg.norm(kept.var - own.var) for kept, own in layers),

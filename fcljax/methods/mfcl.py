@@ -118,7 +118,7 @@ class Both(NamedTuple):
 
 
 def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
-    """From the second task on: what the client's model learns of generated images, and keeps of old ones."""
+    """Add the losses on generated images from the second task on: those of new classes, and of old ones."""
     shape = generator_config(options, run)
 
     def old_classes(step: ClientStep) -> Float[Array, ""]:
@@ -143,7 +143,7 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
 def output_for(
     step: ClientStep, trainable: Params, pixels: Float[Array, "images *shape"], train: bool = True
 ) -> Output:
-    """What trainable parameters compute for images of nobody, of pixels in [0, 1]."""
+    """Compute the output of trainable parameters for generated images, of pixels in [0, 1]."""
     batch = unlabelled(step.learner, pixels)
     return step._replace(batch=batch).forward(trainable, train)
 
@@ -161,7 +161,7 @@ def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
 
 
 def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
-    """The mean squared distance of old and new features, as the old classes' classifier reads them."""
+    """Return the mean squared distance of old and new features, as the old classes' classifier reads them."""
     task = step.context.task
     classifier = teacher(step.context).classifier
 
@@ -175,7 +175,7 @@ def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
 
 
 def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
-    """The examples that are no padding, and all generated images."""
+    """Return the mask of the examples that are no padding, and of all generated images."""
     return jnp.concatenate([step.batch.mask, jnp.ones(len(own.made.feature), bool)])
 
 
@@ -197,7 +197,7 @@ def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
 def trained_generator(
     options: MFCLOptions, shape: ImageGeneratorConfig, round: ServerRound, params: Params, state: PyTree
 ) -> tuple[PyTree, Weighted]:
-    """The generator after its steps, and its last loss."""
+    """Return the generator after its steps, and its last loss."""
     first, rest = jax.random.split(round.key)
     fresh = init_image_generator(shape, first)
     start = jax.tree.map(lambda new, old: jnp.where(round.task.index == 0, new, old), fresh, state)
@@ -222,7 +222,7 @@ def trained_generator(
 def generator_loss(
     options: MFCLOptions, round: ServerRound, params: Params, pixels: Float[Array, "batch h w 3"]
 ) -> Float[Array, ""]:
-    """The four terms of the generator's loss."""
+    """Return the sum of the four terms of the generator's loss."""
     seen = round.task.seen
     model = global_model(round, params)
     normalises = has_statistics(model)
@@ -235,13 +235,13 @@ def generator_loss(
 
 
 def certain(logits: Float[Array, "batch C"], temperature: float) -> Float[Array, ""]:
-    """The cross-entropy of the class that the model is surest of."""
+    """Return the cross-entropy of the class that the model is surest of."""
     label = jnp.argmax(logits, axis=-1)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits / temperature, label))
 
 
 def imbalance(logits: Float[Array, "batch C"], seen: Bool[Array, " C"]) -> Float[Array, ""]:
-    """1 minus the entropy of the mean prediction over that of a uniform one: 0 where classes are balanced."""
+    """Return 1 minus the entropy of the mean prediction over that of a uniform one, 0 for balanced classes."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
     entropy = -jnp.sum(jnp.where(seen, mean * jnp.log(jnp.where(seen & (mean > 0), mean, 1.0)), 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
@@ -261,7 +261,7 @@ def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
 
 
 def roughness(pixels: Float[Array, "batch h w 3"]) -> Float[Array, ""]:
-    """The mean squared distance of images and images that a Gaussian of 5 x 5 pixels smoothed."""
+    """Return the mean squared distance of images and images that a Gaussian of 5 x 5 pixels smoothed."""
     weight = jnp.exp(-((jnp.array(SMOOTH) / 2) ** 2))
     weight = weight / jnp.sum(weight)
     smooth = pixels

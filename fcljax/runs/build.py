@@ -64,11 +64,11 @@ class Experiment(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """The most examples of a step."""
+        """Return the most examples of a step."""
         return largest_batch(self.settings.batch_size, self.sizes.examples)
 
     def read(self, split: Split, index: Array) -> Array:
-        """These images as network input, under the clean view."""
+        """Return these images as network input, under the clean view."""
         return read_clean(self.inputs.preprocess, split, index)
 
 

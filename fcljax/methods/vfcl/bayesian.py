@@ -19,7 +19,7 @@ from fcljax.types import Batch, Frozen, Task
 
 
 def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 0) -> Learner:
-    """The learner with `Posterior`s in the places of its adapter's and classifier's parameters.
+    """Return the learner with `Posterior`s in the places of its adapter's and classifier's parameters.
 
     Args:
       inner: does the computing.
@@ -101,12 +101,12 @@ def mean_over_draws(
 
 
 def means(params: Params) -> Params:
-    """The parameters that evaluation uses (VFCL, appendix F.4)."""
+    """Return the parameters that evaluation uses (VFCL, appendix F.4)."""
     return params._replace(adapter=params.adapter.mean.params, classifier=params.classifier.mean)
 
 
 def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
-    """Parameters drawn from their posteriors; the adapter's are one vector."""
+    """Draw parameters from their posteriors; the adapter's are one vector."""
     first, second = jax.random.split(key)
     adapter = sample(first, trainable.adapter)
     classifier = sample(second, trainable.classifier)
@@ -114,7 +114,7 @@ def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
 
 
 def _drawn(params: Params) -> Params:
-    """Parameters as they are if they have been drawn, else the means of their posteriors."""
+    """Return parameters as they are if they have been drawn, else the means of their posteriors."""
     if isinstance(params.adapter, Posterior):
         return means(params)
     return params._replace(adapter=params.adapter.params)
@@ -125,6 +125,6 @@ def _rhos(params: Params) -> Params:
 
 
 def _together(mean: Params, rho: Params) -> Params:
-    """Posteriors of adapter and classifier; all else is that of `mean`."""
+    """Return posteriors of adapter and classifier; all else is that of `mean`."""
     adapter = Posterior(Flat.of(mean.adapter), Flat.of(rho.adapter))
     return mean._replace(adapter=adapter, classifier=Posterior(mean.classifier, rho.classifier))
