@@ -241,7 +241,7 @@ def certain(logits: Float[Array, "batch C"], temperature: float) -> Float[Array,
 
 
 def imbalance(logits: Float[Array, "batch C"], seen: Bool[Array, " C"]) -> Float[Array, ""]:
-    """Return 1 minus the entropy of the mean prediction over that of a uniform one, 0 for balanced classes."""
+    """Return 1 minus the entropy of the mean prediction over that of a uniform one (0: balanced)."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
     entropy = -jnp.sum(jnp.where(seen, mean * jnp.log(jnp.where(seen & (mean > 0), mean, 1.0)), 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
