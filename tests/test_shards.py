@@ -125,11 +125,11 @@ def test_what_a_process_saves_and_reads_is_what_its_devices_have(batch):
     """21 rows on eight devices, or on four pairs: here one process has all of them, each once."""
     mesh, whole = meshes.mesh_of(jax.devices(), batch), state(7).clients
     shared = meshes.put_shared(whole, mesh)
-    index, part = meshes.own_part(shared, COUNT)
+    index, part = meshes.process_part(shared, COUNT)
     same((index, part), (np.arange(COUNT), whole))
-    index = meshes.own_rows(mesh, COUNT)
+    index = meshes.process_rows(mesh, COUNT)
     same(index, np.arange(COUNT))
-    again = meshes.put_own(part, index, COUNT, mesh)
+    again = meshes.put_process_rows(part, index, COUNT, mesh)
     same(jax.tree.map(np.asarray, again), jax.tree.map(np.asarray, shared))
     assert all(x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (again, shared)), strict=True))
 
