@@ -99,10 +99,10 @@ def blurred(
     classes = len(schedule.tasks[0].seen)
     for blurry_class in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
         members = rng.permutation(np.flatnonzero(label == blurry_class))
-        moved = members[: round(share * len(members))]
+        minority = members[: round(share * len(members))]
         other_tasks = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
         if len(other_tasks):
-            train[moved] = np.resize(other_tasks, len(moved))
+            train[minority] = np.resize(other_tasks, len(minority))
     return schedule._replace(tasks=_tasks(train, label, classes), train=train)
 
 
@@ -158,7 +158,7 @@ def tasks_of_examples(
       classes: C.
     """
     tasks = _tasks(task, label, classes)
-    current = np.stack([np.asarray(listed.current) for listed in tasks])
+    current = np.stack([np.asarray(scheduled.current) for scheduled in tasks])
     first_task = np.where(current.any(axis=0), current.argmax(axis=0), NONE)
     return TaskSchedule(tasks, task, first_task[test_label])
 

@@ -118,19 +118,19 @@ def _kernel_gradient_by_patches(window: Window, x: Array, kernel: Array, gradien
 
 
 def conv_general_dilated(
-    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: str | Sequence[Pair], **others: Any
+    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: str | Sequence[Pair], **options: Any
 ) -> Array:
     """Call `conv` with the arguments of jax's function, for `flax.linen.Conv(conv_general_dilated=...)`.
 
     jax's function computes the cases that `conv` lacks: other than two spatial axes, dilations, groups, a
     precision.
     """
-    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, others.get("dimension_numbers"))
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get("dimension_numbers"))
     usual = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
-    dilated = any(d != 1 for side in ("lhs", "rhs") for d in others.get(f"{side}_dilation") or ())
-    special = dilated or others.get("feature_group_count", 1) != 1 or others.get("precision") is not None
+    dilated = any(d != 1 for side in ("lhs", "rhs") for d in options.get(f"{side}_dilation") or ())
+    special = dilated or options.get("feature_group_count", 1) != 1 or options.get("precision") is not None
     if special or not usual:
-        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **others)
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options)
     if isinstance(padding, str):
         size = lhs.shape[1:3]
         reach = rhs.shape[:2]

@@ -81,10 +81,10 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
     """
     if not 0 <= ratio <= 1:
         raise InputError(f"mask_ratio: {ratio} is not in [0, 1]; nearest: {min(max(ratio, 0), 1)}")
-    kept = int(noise.shape[1] * (1 - ratio))
+    visible = int(noise.shape[1] * (1 - ratio))
     shuffle = jnp.argsort(noise, axis=1)
     restore = jnp.argsort(shuffle, axis=1)
-    return Masking(shuffle[:, :kept], restore, restore >= kept)
+    return Masking(shuffle[:, :visible], restore, restore >= visible)
 
 
 def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:

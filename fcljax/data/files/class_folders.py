@@ -59,7 +59,7 @@ class _View(NamedTuple):
     """Images of each folder that are in no folder below it."""
     below: dict[str, dict[str, list[File]]]
     """Images of each folder, by the folder below it."""
-    others: list[str]
+    other_files: list[str]
     """Files that are no images, and images without a class."""
 
 
@@ -110,14 +110,14 @@ def _view(root: Path, inside: str) -> _View:
     all_images: dict[str, list[File]] = {}
     direct: dict[str, list[File]] = {}
     below: dict[str, dict[str, list[File]]] = {}
-    others: list[str] = []
+    other_files: list[str] = []
     for entry in visible(root / inside):
         path = path_below(inside, entry.name)
         if not entry.is_dir():
-            others.append(path)
+            other_files.append(path)
             continue
         below_folder = contents(root, path)
-        others += below_folder.others
+        other_files += below_folder.other_files
         all_images[entry.name] = below_folder.images
         direct[entry.name] = [file for file in below_folder.images if "/" not in file.path[len(path) + 1 :]]
         below[entry.name] = {name: [] for name in folders(root / path)}
@@ -129,7 +129,7 @@ def _view(root: Path, inside: str) -> _View:
         raise InputError(
             f"dataset: {str(root / inside)!r} has no class folders; expected {inside or '.'}/CLASS/*.png"
         )
-    return _View(inside, all_images, direct, below, others)
+    return _View(inside, all_images, direct, below, other_files)
 
 
 def _has_sites(root: Path, view: _View) -> bool:
@@ -248,12 +248,12 @@ def _note(
     )
     if nested and not any(has_sites):
         parts.append(f"images in folders below a class are of that class ({first_names(nested, _SHOWN)})")
-    loose = [path for view in views for path in view.others if is_image(path)]
+    loose = [path for view in views for path in view.other_files if is_image(path)]
     if loose:
         parts.append(f"left out: {len(loose):,} images in no class folder, such as {loose[0]!r}")
-    others = [path for view in views for path in view.others if not is_image(path)]
-    if others:
-        parts.append(f"left out: {in_words(others)}")
+    other_files = [path for view in views for path in view.other_files if not is_image(path)]
+    if other_files:
+        parts.append(f"left out: {in_words(other_files)}")
     if layout.unread:
         parts.append(f"not read: {_unread(root, layout.unread)}")
     return "; ".join(parts)

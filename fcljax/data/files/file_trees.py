@@ -26,7 +26,7 @@ class Contents(NamedTuple):
 
     images: list[File]
     """Files with a suffix of images; paths are relative to the root."""
-    others: list[str]
+    other_files: list[str]
     """Paths of all other files."""
 
 
@@ -50,18 +50,18 @@ def _contents(root: Path, inside: str, parents: frozenset[_Folder]) -> Contents:
     if folder in parents:
         raise InputError(f"dataset: {str(root / inside)!r} links to a folder above it; remove the link")
     images: list[File] = []
-    others: list[str] = []
+    other_files: list[str] = []
     for entry in visible(root / inside):
         path = path_below(inside, entry.name)
         if entry.is_dir():
             below = _contents(root, path, parents | {folder})
             images += below.images
-            others += below.others
+            other_files += below.other_files
         elif is_image(entry.name):
             images.append(file_facts(entry, path))
         else:
-            others.append(path)
-    return Contents(images, others)
+            other_files.append(path)
+    return Contents(images, other_files)
 
 
 def path_below(inside: str, name: str) -> str:
@@ -82,7 +82,7 @@ def images(root: Path, inside: str) -> list[File]:
     """
     files = contents(root, inside)
     if not files.images:
-        hint = f"; it has {in_words(files.others)}" if files.others else ""
+        hint = f"; it has {in_words(files.other_files)}" if files.other_files else ""
         raise InputError(
             f"dataset: {str(root / inside)!r} has no images{hint}; expected files named "
             f"{', '.join(f'*{suffix}' for suffix in sorted(SUFFIXES))}"

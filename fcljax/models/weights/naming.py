@@ -597,23 +597,23 @@ def _shapes(tree: PyTree) -> Shapes:
 
 
 def _recipes(
-    theirs: Naming, ours: Naming, shapes: Shapes, config: ViTConfig | DecoderConfig
+    in_file: Naming, ours: Naming, shapes: Shapes, config: ViTConfig | DecoderConfig
 ) -> dict[str, _Recipe]:
     """Return how each of our tensors is made, by name and in order.
 
     Args:
-      theirs, ours: the names of the file's stack and of ours.
+      in_file, ours: the names of the file's stack and of ours.
       shapes: of our tensors, for a network of one block.
       config: the network's shape.
     """
     recipes = {}
     first_block = ours.block % 0
-    arrays = {ours.token: theirs.token, ours.pos: theirs.pos, "registers": _registers(theirs)}
-    outside = {ours.embed: theirs.embed, ours.norm: theirs.norm, ours.out: theirs.out, NORM_PRE: NORM_PRE}
+    arrays = {ours.token: in_file.token, ours.pos: in_file.pos, "registers": _registers(in_file)}
+    outside = {ours.embed: in_file.embed, ours.norm: in_file.norm, ours.out: in_file.out, NORM_PRE: NORM_PRE}
     for name, shape in shapes.items():
         if name in arrays:
             # torch and Google store tokens and positions as [1, tokens, width]
-            leading = () if theirs.layout == "ours" else (1,) * (3 - len(shape))
+            leading = () if in_file.layout == "ours" else (1,) * (3 - len(shape))
             recipes[name] = _Recipe((arrays[name],), (*leading, *shape), shape, False)
             continue
         module, _, leaf = name.rpartition(".")
@@ -623,14 +623,14 @@ def _recipes(
             copies = [(module, [outside[module]])]
         if inner != module:
             copies = [
-                (ours.block % i + inner, [theirs.block % i + part for part in theirs.modules[inner]])
+                (ours.block % i + inner, [in_file.block % i + part for part in in_file.modules[inner]])
                 for i in range(config.depth)
             ]
         for our_module, file_modules in copies:
             our_shape = (*shape[:-1], shape[-1] // len(file_modules))
-            names = tuple(_leaf(theirs, file_module, leaf) for file_module in file_modules)
-            file_shape = _file_shape(theirs.layout, inner, our_shape, config)
-            reverse_axes = theirs.layout == "torch"
+            names = tuple(_leaf(in_file, file_module, leaf) for file_module in file_modules)
+            file_shape = _file_shape(in_file.layout, inner, our_shape, config)
+            reverse_axes = in_file.layout == "torch"
             recipes[f"{our_module}.{leaf}"] = _Recipe(names, file_shape, our_shape, reverse_axes)
     return dict(sorted(recipes.items()))
 
