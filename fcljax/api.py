@@ -18,6 +18,7 @@ from jaxtyping import Float
 from rich.console import Console
 
 from fcljax import config
+from fcljax.choices import CHOICES, check_no_programs, name_of
 from fcljax.config import RunConfig
 from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
@@ -71,6 +72,7 @@ class Result:
         if method is None:
             method = str(values.get("method"))
             check_no_code(method, str(folder), "if you trust it, give it: Result.of(folder, method)")
+        check_no_programs(values, {}, str(folder))
         settings = config.from_mapping(method, values, "config.yaml")
         return cls(load_summary(folder), Path(folder), settings)
 
@@ -217,9 +219,7 @@ def run(
     if "dataset" in options:
         raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
     images, labels = _images(data)
-    owners = None
-    if partition is not None and not isinstance(partition, str):
-        owners = as_array("partition", "owners", partition)
+    chosen, owners = _partition(partition)
     supplied = Supplied(images, _network(backbone), owners)
     options |= _tasks(tasks, options)
     listed = {name: _listed(value) for name, value in options.items() if name in LISTED}
@@ -227,11 +227,11 @@ def run(
         "dataset": data if isinstance(data, str) else images.name if images else NAME,
         "backbone": backbone if isinstance(backbone, str) else "auto",
     }
-    if partition is not None:
-        given["partition"] = partition if isinstance(partition, str) else f"column:{OWNER}"
+    given |= chosen
     if resume and out is None:
         raise InputError("resume: there is no run directory to resume; give out")
     values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
+    check_no_programs(values, given, "resume")
     values = stored_settings(values, given.get("devices"))
     settings = config.from_mapping(method, values | given, "options")
     config.check_given(settings, options)
@@ -246,11 +246,27 @@ def run(
     if not progress:  # else the run has said it
         for line in summary.get("warnings", ()):
             say(Console(stderr=True), line)
-    settings = config.from_mapping(method, config.load_yaml(folder / "config.yaml"), "config.yaml")
+    values = config.load_yaml(folder / "config.yaml") | _in_memory(settings)
+    settings = config.from_mapping(method, values, "config.yaml")
     result = Result(summary, folder, settings, supplied, labels)
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _partition(partition: Any) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Return the option that names or is a partition, and the owners of the examples if they are given."""
+    if partition is None:
+        return {}, None
+    if isinstance(partition, str) or callable(partition) or name_of("partition", partition):
+        return {"partition": partition}, None
+    return {"partition": f"column:{OWNER}"}, as_array("partition", "owners", partition)
+
+
+def _in_memory(settings: RunConfig) -> dict[str, Any]:
+    """Return the choices that are objects of the user's own, which no file holds."""
+    values = vars(settings)
+    return {name: values[name] for name in CHOICES if not isinstance(values.get(name, ""), str)}
 
 
 def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,13 @@ The tables are known without the code, and so without JAX: the code of a choice 
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fcljax.errors import InputError, Value, choose
 from fcljax.options import check_ranges, fields_of, flag, load
+from fcljax.user_files import is_program, load_object
 
 
 class ChoiceEntry(NamedTuple):
@@ -112,6 +114,9 @@ def find_kind(name: str, value: object) -> type | None:
         return type(value) if name_of(name, value) else None
     if value == OWN:
         return None
+    if is_program(value):
+        found = load_object(name, value)
+        return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
     table = CHOICES[name]
     kind, colon, rest = value.partition(":")
     form = next((entry for entry in table if entry.startswith(f"{kind}:")), "")
@@ -130,7 +135,7 @@ def name_of(name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     place = f"{type(value).__module__}:{type(value).__name__}".removeprefix("fcljax.")
-    found = next((entry for entry, each in CHOICES[name].items() if each.kind == place), "")
+    found = next((entry for entry, each in CHOICES[name].items() if each.kind in (place, type(value))), "")
     if ":" in found:
         raise InputError(f"{name}: {type(value).__name__} is written as text, {found}")
     return found
@@ -149,8 +154,10 @@ def chosen(name: str, settings: object) -> Any:
     """
     value = getattr(settings, name)
     if not isinstance(value, str):
-        return value
+        return _checked(name, value)
     kind = find_kind(name, value)
+    if kind is None and is_program(value):
+        return _checked(name, load_object(name, value))
     if kind is None:
         raise InputError(f"{name}: {value!r} was an object in memory; give it again")
     values = {}
@@ -160,7 +167,58 @@ def chosen(name: str, settings: object) -> Any:
         values[field.name] = (
             chosen(field.name, settings) if nested else getattr(settings, field.name, default)
         )
-    return kind(**values)
+    return _checked(name, kind(**values))
+
+
+# what the object of a choice is called with; the others have a method `build`
+ARGUMENTS = {
+    "partition": ("labels", "clients", "rng"),
+    "aggregator": ("stacked", "reference", "weight", "valid", "key"),
+}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return an object of the user's own that can do the work of a choice.
+
+    Raises:
+      InputError: naming the choice, the object and what it lacks.
+    """
+    if name_of(name, value):
+        return value
+    if name in ARGUMENTS:
+        wanted = f"({', '.join(ARGUMENTS[name])})"
+        if not callable(value):
+            raise InputError(f"{name}: {value!r} cannot be called with {wanted}")
+        try:
+            inspect.signature(value).bind(*ARGUMENTS[name])
+        except TypeError:
+            called = label_of(name, value)
+            raise InputError(
+                f"{name}: {called} takes {inspect.signature(value)}, and {wanted} are given"
+            ) from None
+    elif "optimiser" in name and not hasattr(value, "build") and not is_optax(value):
+        raise InputError(f"{name}: {value!r} is none of optax and has no method build")
+    return value
+
+
+def is_optax(value: object) -> bool:
+    """Check whether an object is an optimiser of optax, which has a learning rate of its own."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def check_no_programs(values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """Check that no choice in a file of settings is a program, unless the user gave it too.
+
+    Raises:
+      InputError: naming the file, the choice and what to give.
+    """
+    for name in CHOICES:
+        value = values.get(name)
+        if is_program(value) and given.get(name) != value:
+            raise InputError(
+                f"{where}: the {name} {value!r} is a program, and a file of settings runs none; if you "
+                f"trust it, give {flag(name)} {value}"
+            )
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from fcljax.choices import (
     OWN,
     Selected,
     check_unread,
+    chosen,
     class_with,
     find_kind,
     flat,
+    is_optax,
     label_of,
     readers,
     selected,
@@ -250,7 +252,7 @@ def rate_fields(options: type) -> list[dataclasses.Field]:
 def learning_rates(settings: RunConfig) -> dict[str, float]:
     """Option -> learning rate that is trained with, of clients and server; none where nothing trains."""
     entry = find_method(settings.source or settings.method)
-    if entry.closed_form and settings.adapter == entry.adapter:
+    if (entry.closed_form and settings.adapter == entry.adapter) or has_own_rate(settings):
         return {}
     factor = settings.rate_factor or 1.0
     rates = {field.name: getattr(settings, field.name) for field in rate_fields(type(settings))}
@@ -527,7 +529,17 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     parse_faults(config.faults)
     usual = preset_of(config)
+    if has_own_rate(config):
+        for field in rate_fields(type(config)):
+            if getattr(config, field.name) != getattr(usual, field.name):
+                raise InputError(f"{field.name}: the optimiser has its own learning rate; leave it out")
     return _one_epoch(partitioned(config, usual), usual)
+
+
+def has_own_rate(config: TrainConfig) -> bool:
+    """Check whether the optimiser of the clients is one of optax, with a learning rate of its own."""
+    in_memory = config.optimiser == OWN
+    return in_memory or is_optax(chosen("optimiser", config))
 
 
 def _one_epoch(config: RunConfig, usual: RunConfig) -> RunConfig:
@@ -667,6 +679,8 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
 
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
+    if field.name in CHOICES and not isinstance(value, str):
+        return value
     null = value is None and field.metadata.get("unset")  # files of earlier versions have null there
     unset = null or value == "" == field.metadata.get("default")  # as config.yaml has it
     return field.metadata["default"] if unset else typed_value(field.name, field.type, value)

@@ -12,7 +12,7 @@ from fcljax.data.attendance import AWAY, attendance, changes
 from fcljax.data.files.dataset import Dataset, natural_order
 from fcljax.data.order_files import read_order
 from fcljax.data.owners import find_column, find_owners, read_tasks, says_tasks
-from fcljax.data.partition import Partition, first_share
+from fcljax.data.partition import Partition, check_parts, first_share
 from fcljax.data.sampled import Sample, Sampled, reported_counts
 from fcljax.data.store import ClientIndices, client_indices, merge
 from fcljax.data.streams import Private, SameTasks, own_streams, shared_streams
@@ -380,7 +380,9 @@ class _Data(NamedTuple):
         if changes(self.options) and not self.all_tasks:
             clients = np.flatnonzero(self.holds[task] == task)
         divide: Partition = self.partition
-        owned = ClientIndices.of(divide(self.dataset.y_train[rows], len(clients), rng))
+        parts = divide(self.dataset.y_train[rows], len(clients), rng)
+        check_parts(parts, len(clients), len(rows))
+        owned = ClientIndices.of(parts)
         sizes = np.zeros(self.options.clients, np.int64)
         sizes[clients] = np.diff(owned.offset)
         offset = np.concatenate([[0], np.cumsum(sizes)])

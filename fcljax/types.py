@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     """The most examples that a client has in a round, for buffers that hold all of them; 0: not known."""
 
 
+@runtime_checkable
 class MergingRule(Protocol):
     """Merges the uploads of all clients at once."""
 
@@ -73,6 +74,7 @@ class MergingRule(Protocol):
         ...
 
 
+@runtime_checkable
 class TaskPool(Protocol):
     """Makes the pool of tasks that private streams draw from."""
 
@@ -81,6 +83,7 @@ class TaskPool(Protocol):
         ...
 
 
+@runtime_checkable
 class ClientOptimiser(Protocol):
     """Makes the optimiser of a client."""
 
@@ -89,6 +92,7 @@ class ClientOptimiser(Protocol):
         ...
 
 
+@runtime_checkable
 class ServerOptimiser(Protocol):
     """Makes the optimiser of the server, which steps along what clients started from, minus their mean."""
 

@@ -12,6 +12,7 @@ FLOORS = (
     {
         "errors",
         "choices",
+        "user_files",
         "options",
         "settings",
         "files",

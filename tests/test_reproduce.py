@@ -115,7 +115,9 @@ def test_a_row_that_is_no_run_is_named(folder, capsys):
     path.write_text(path.read_text().replace("{lr: 0.01}", "{lora_lr: 0.01}"))
     assert cli.main([*OF_FOLDER, "x", "table1"]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "--lora-lr goes with" in err
+    assert (
+        err.count("\n") == 1 and "row 'linear --lora-lr 0.01': " in err and "--lora-lr is an option of" in err
+    )
 
 
 def test_rows_are_runs_with_the_files_first_seeds(folder):

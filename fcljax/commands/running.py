@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax import config
-from fcljax.choices import CHOICES
+from fcljax.choices import CHOICES, check_no_programs
 from fcljax.commands.arguments import (
     ProgramOptions,
     Words,
@@ -275,6 +275,7 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         from fcljax.runs.resume import stored_settings
 
         values = stored_settings(values, given.get("devices"))
+    check_no_programs(values, given, str(source))
     name = values.get("method", method)
     if name != method:
         raise InputError(

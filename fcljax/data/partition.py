@@ -289,6 +289,24 @@ def class_counts(
     return counts.reshape(len(sizes), num_classes)
 
 
+def check_parts(parts: Parts, clients: int, examples: int) -> None:
+    """Check that a partition gives each client indices of examples.
+
+    Raises:
+      InputError: naming what is wrong.
+    """
+    if len(parts) != clients:
+        raise InputError(f"partition: it returned {len(parts)} clients; needed: {clients}")
+    for client, part in enumerate(parts):
+        indices = np.asarray(part)
+        if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            raise InputError(f"partition: client {client} has no list of whole numbers")
+        if indices.size and not (indices.min() >= 0 and indices.max() < examples):
+            raise InputError(
+                f"partition: client {client} has example {indices.max()}; there are {examples}, from 0"
+            )
+
+
 def check_clients(examples: int, clients: int, min_size: int) -> None:
     """Check that a number of clients can own `min_size` examples each.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
-from fcljax.choices import chosen, label_of
+from fcljax.choices import chosen, label_of, name_of
 from fcljax.errors import InputError
 from fcljax.federated.aggregators import Mean, Uniform
 from fcljax.federated.distances import clip, difference
@@ -85,10 +85,26 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
         name=_name(options),
         init=_optimiser_state(optimiser),
         pre=_on_arrival(options, rule),
-        reduce=None if isinstance(rule, Mean | Uniform) else rule,
+        reduce=None if isinstance(rule, Mean | Uniform) else _like_reference(rule),
         post=_at_server(options, optimiser),
         noise=options.noise_multiplier > 0,
     )
+
+
+def _like_reference(rule: MergingRule) -> MergingRule:
+    """Return a rule of which it is checked, where it is traced, that it returns a tree like the reference."""
+    if name_of("aggregator", rule):
+        return rule
+
+    def reduce(stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: PRNGKeyArray) -> PyTree:
+        merged = rule(stacked, reference, weight, valid, key)
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (merged, reference)]
+        if jax.tree.structure(merged) != jax.tree.structure(reference) or shapes[0] != shapes[1]:
+            called = label_of("aggregator", rule)
+            raise InputError(f"aggregator: {called} returned shapes {shapes[0]}; needed: {shapes[1]}")
+        return jax.tree.map(cast_like, merged, reference)
+
+    return reduce
 
 
 def _check_noise(options: AggregationOptions, rule: object) -> None:

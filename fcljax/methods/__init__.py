@@ -10,16 +10,14 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from fcljax.errors import InputError, nearest
 from fcljax.options import load
 from fcljax.settings import NoOptions, Preset
-
-Loaded = TypeVar("Loaded")
+from fcljax.user_files import guarded, load_file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -457,32 +455,12 @@ def _check_options(options: type) -> None:
 def _from_outside(name: str) -> MethodEntry:
     place, _, attribute = name.partition(":")
     if place.endswith(".py"):
-        module = _load_file(place)
+        module = load_file("method", place)
     elif attribute:
-        module = _load(name, functools.partial(importlib.import_module, place))
+        module = guarded("method", name, functools.partial(importlib.import_module, place))
     else:
         raise InputError(f"method: unknown value {name!r}; {nearest(name, METHODS)}")
     entry = getattr(module, attribute or OUTSIDE, None)
     if not isinstance(entry, MethodEntry):
         raise InputError(f"method: {name!r} has no MethodEntry by the name {attribute or OUTSIDE}")
     return _loaded(entry)
-
-
-def _load_file(place: str) -> ModuleType:
-    if not Path(place).is_file():
-        raise InputError(f"method: no file {place!r}")
-    name = str(Path(place).resolve())  # a path, so that no other module has this name
-    spec = importlib.util.spec_from_file_location(name, place)
-    if spec is None or spec.loader is None:
-        raise InputError(f"method: {place!r} is not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # `help_of` reads the source
-    _load(place, functools.partial(spec.loader.exec_module, module))
-    return module
-
-
-def _load(name: str, load: Callable[[], Loaded]) -> Loaded:
-    try:
-        return load()
-    except Exception as error:  # a user's file may raise anything while it is loaded
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"method: {name!r} cannot be loaded: {message}") from error

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array
 
 from fcljax import config
@@ -295,6 +296,8 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
+    if config.has_own_rate(settings):
+        adapter = adapter._replace(rate=None)
     for name, divided in (("microbatch", settings.microbatch), ("batch_devices", settings.batch_devices > 1)):
         if divided and network.split and adapter.network:
             raise InputError(
@@ -331,7 +334,11 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
 def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
     """Return how clients train: their epochs, batches, learning rate and optimiser."""
     batch_size = largest_batch(cfg.batch_size, sizes.examples)
-    return Training(cfg.epochs, batch_size, cfg.lr, chosen("optimiser", cfg).build())
+    optimiser = chosen("optimiser", cfg)
+    if config.has_own_rate(cfg):
+        # federate subtracts what the optimiser gives, and optax's updates are added
+        return Training(cfg.epochs, batch_size, 1.0, optax.chain(optimiser, optax.scale(-1.0)))
+    return Training(cfg.epochs, batch_size, cfg.lr, optimiser.build())
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:

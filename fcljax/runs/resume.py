@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from fcljax import config
-from fcljax.choices import readers
+from fcljax.choices import CHOICES, readers
 from fcljax.config import RunConfig
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.listings import class_list
@@ -28,6 +28,7 @@ from fcljax.runs.build import Experiment, Supplied, load
 from fcljax.runs.inputs import Inputs
 from fcljax.scenario import order_of_classes
 from fcljax.settings import is_owned
+from fcljax.user_files import is_program
 
 # settings that do not influence a run's results, and may change when it is resumed
 FREE = ("data_dir", "verify", "checkpoint_every", "keep_checkpoints")
@@ -107,6 +108,11 @@ def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str
         found[_CLASS_LIST] = "\n".join(class_list(settings.class_list))
     if dataset is None:
         return _hashed(found)
+    for name in CHOICES:
+        value = getattr(settings, name, "")
+        if is_program(value):
+            text = read_user_text(name, value.partition(":")[0], PROGRAM_BYTES)
+            found[f"lines of the {name}'s file"] = text
     if settings.class_order.startswith("file:"):
         order = order_of_classes(dataset, settings, np.random.RandomState(settings.seed))
         found["classes of the class order"] = ",".join(map(str, order.tolist()))

@@ -1,0 +1,63 @@
+"""Python files of the user's own, which are programs: loading one runs it."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from fcljax.errors import InputError
+
+Loaded = TypeVar("Loaded")
+
+
+def is_program(value: object) -> bool:
+    """Check whether a value names a Python file, as FILE.py or FILE.py:NAME."""
+    return isinstance(value, str) and value.partition(":")[0].endswith(".py")
+
+
+def load_object(option: str, value: str) -> object:
+    """Return the object that FILE.py:NAME names; the name is the option's in capitals if it is left out.
+
+    Raises:
+      InputError: for a file that cannot be loaded or has no such name.
+    """
+    place, _, given = value.partition(":")
+    name = given or option.upper()
+    module = load_file(option, place)
+    if not hasattr(module, name):
+        raise InputError(f"{option}: {place!r} has no {name}")
+    return getattr(module, name)
+
+
+@functools.cache
+def load_file(option: str, place: str) -> ModuleType:
+    """Return the module of a file, which is run once.
+
+    Raises:
+      InputError: naming the option and the file, if there is none or it raises.
+    """
+    if not Path(place).is_file():
+        raise InputError(f"{option}: no file {place!r}")
+    name = str(Path(place).resolve())  # no module of the package or of another file has it
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{option}: {place!r} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # `help_of` reads the source
+    guarded(option, place, functools.partial(spec.loader.exec_module, module))
+    return module
+
+
+def guarded(option: str, name: str, load: Callable[[], Loaded]) -> Loaded:
+    """Return what `load` does.
+
+    Raises:
+      InputError: naming what a stranger's file raises while it is loaded.
+    """
+    try:
+        return load()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{option}: {name!r} cannot be loaded: {reason}") from error
