@@ -53,13 +53,13 @@ class Result:
     settings: RunConfig
     """All settings of the run."""
     supplied: Supplied = dataclasses.field(default=NOTHING, repr=False)
-    """What of the run was in memory and is in no file."""
+    """Inputs of the run that were in memory and are in no file."""
     labels: np.ndarray | None = dataclasses.field(default=None, repr=False)
-    """The caller's own labels, in the order of the data set's numbers."""
+    """The caller's labels, in the order of the data set's numbers."""
 
     @classmethod
     def of(cls, folder: str | Path, method: str | MethodEntry | None = None) -> Result:
-        """The result of a run directory, made by `fcljax run` or `fcljax.run`.
+        """Return the result of a run directory, made by `fcljax run` or `fcljax.run`.
 
         Args:
           folder: the run directory.
@@ -78,22 +78,22 @@ class Result:
 
     @property
     def accuracy(self) -> Float[np.ndarray, "T T"]:
-        """Class-IL accuracy on the test images of task i after task t, [t, i]; NaN before task i."""
+        """Return Class-IL accuracy on the test images of task i after task t, [t, i]; NaN before task i."""
         return np.array(self.metrics["accuracy"], float)
 
     @property
     def figures(self) -> dict[str, Path]:
-        """The run's pictures: name -> file."""
+        """Return the run's pictures: name -> file."""
         return {path.stem: path for path in sorted((self.folder / "figures").glob("*.png"))}
 
     @property
     def page(self) -> Path:
-        """The report, for a browser."""
+        """Return the path of the report, for a browser."""
         return self.folder / page.NAME
 
     @cached_property
     def model(self) -> Model:
-        """The final global model."""
+        """Return the final global model."""
         return self.client_model(None)
 
     def client_model(self, client: int | None) -> Model:
@@ -105,7 +105,7 @@ class Result:
         return model_of_run(self.settings, self.folder, self.supplied, self.labels, client)
 
     def predict(self, images: Any, preprocess: bool = False) -> np.ndarray:
-        """The final model's labels of images, see `Model.predict`."""
+        """Predict labels of images with the final model, see `Model.predict`."""
         return self.model.predict(images, preprocess)
 
     def save(self, path: str | Path) -> Path:
@@ -113,7 +113,7 @@ class Result:
         return self.model.save(path)
 
     def facts(self) -> dict[str, str]:
-        """The main results, in words."""
+        """Return the main results, in words."""
         one = self.metrics
         total = self.metrics["communication_total"]
         sent = total["upload_bytes"] + total["download_bytes"]
@@ -127,7 +127,7 @@ class Result:
         }
 
     def __repr__(self) -> str:
-        """A line for each of the main results."""
+        """Return a line for each of the main results."""
         return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
 
     def _repr_html_(self) -> str:
@@ -270,7 +270,7 @@ def _in_memory(settings: RunConfig) -> dict[str, Any]:
 
 
 def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that make these tasks.
+    """Return the options that make these tasks.
 
     Raises:
       InputError: for tasks without classes, or options beside them that say the same.
@@ -293,7 +293,7 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Lists as the command line writes them."""
+    """Return a list as the command line writes it."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 

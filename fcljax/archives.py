@@ -13,13 +13,13 @@ from fcljax.errors import reason
 
 
 def sha256(path: Path) -> str:
-    """The hex digest of a file."""
+    """Return the hex digest of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def leads_out(member: str) -> bool:
-    """Whether the path of a member of an archive leaves the folder that it is unpacked to, on any system."""
+    """Return whether a member of an archive would leave the folder that it is unpacked to, on any system."""
     paths = PurePosixPath(member), PureWindowsPath(member)
     return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 

@@ -17,19 +17,19 @@ NORMALISE = {
 
 
 def from_unit(space: Network | Autoencoder, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """From pixels in [0, 1] to a network's input."""
+    """Turn pixels in [0, 1] into a network's input."""
     return (pixels - jnp.array(space.mean)) / jnp.array(space.std)
 
 
 def to_unit(space: Network | Autoencoder, image: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """From a network's input to pixels in [0, 1]."""
+    """Turn a network's input into pixels in [0, 1]."""
     return image * jnp.array(space.std) + jnp.array(space.mean)
 
 
 def between(
     source: Network | Autoencoder, target: Network | Autoencoder, image: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """From one network's input to another's; the same bits where both have the same pixel constants."""
+    """Turn one network's input into another's; the same bits where both have the same pixel constants."""
     if (source.mean, source.std) == (target.mean, target.std):
         return image
     return from_unit(target, to_unit(source, image))
