@@ -1,14 +1,17 @@
 """FedDyn: federated learning with dynamic regularisation (Acar et al., ICLR 2021, arXiv 2111.04263).
 
-    client    trains on   L_ce - <h_i, w> + alpha / 2 ||w - x||^2,   x the model that it was sent     (eq. 1)
-              keeps       h_i <- h_i - alpha (w_i - x)
-    server    h = sum_i n_i h_i / sum_i n_i over the clients seen so far, also those that rest in this round:
-              participants move the sum by -alpha sum_i n_i (w_i - x) = -alpha (sum_i n_i) (mean_i w_i - x)
-              x <- mean_i w_i - h / alpha                                                (algorithm 1)
+    client    trains on  L_ce - <h_i, w> + alpha / 2 ||w - x||^2,
+              where x is the model that it received                                 (eq. 1)
+              keeps  h_i <- h_i - alpha (w_i - x)
+    server    h = sum_i n_i h_i / sum_i n_i over the clients seen so far, also those that are
+              absent in this round: participants change the sum by
+                  -alpha sum_i n_i (w_i - x) = -alpha (sum_i n_i) (mean_i w_i - x)
+              x <- mean_i w_i - h / alpha                                     (algorithm 1)
 
-Where nobody moves any more, h_i is the gradient of client i's loss and h, their weighted mean, is 0: the
-model is a stationary point of all clients' loss together, which FedAvg's is not. Clients are weighted by
-their examples where the paper weighs them equally. A new task has a new objective: h and h_i start anew.
+Where no client moves any more, h_i is the gradient of client i's loss and h, their weighted mean,
+is 0: the model is a stationary point of all clients' loss together, which FedAvg's is not.
+Clients are weighted by their examples; the paper weighs them equally. A new task has a new
+objective, so h and h_i start anew.
 """
 
 import dataclasses
@@ -47,12 +50,13 @@ PRESETS = {
 
 
 class ServerSlope(NamedTuple):
-    """What the server keeps."""
+    """The server's state, from which h follows."""
 
     total: Params
-    """The sum of n_i h_i over the clients seen so far. h itself would keep the denominators of earlier
-    rounds, with fewer clients."""
+    """The sum of n_i h_i over the clients seen so far. h itself would keep the denominators
+    of earlier rounds, with fewer clients."""
     seen: Seen
+    """These clients, with their numbers of examples."""
 
 
 def feddyn(options: FedDynOptions, run: Run) -> Method:
@@ -71,28 +75,31 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
     """
 
     def loss(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
-        # <h_i, x> is constant
-        change = moved(step.context, step.trainable)
-        return weight / 2 * optax.tree.norm(change, squared=True) - optax.tree.vdot(memory.params, change)
+        # <h_i, w - x> in place of <h_i, w>: <h_i, x> is constant
+        change = model_change(step.context, step.trainable)
+        squared_norm = optax.tree.norm(change, squared=True)
+        return weight / 2 * squared_norm - optax.tree.vdot(memory.params, change)
 
     def on_end(context: ClientContext, memory: OfTask, trainable: Params, _state: OfTask) -> OfTask:
-        change = moved(context, trainable)
+        change = model_change(context, trainable)
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
     def init(_params: Params, trainable: Params) -> ServerSlope:
         return ServerSlope(zeros_like(trainable), nobody(clients))
 
     def update(round: ServerRound, params: Params, state: ServerSlope) -> ServerUpdate:
-        model, new = corrected(weight, round, averaged(round, params), state)
-        return ServerUpdate(merged(round, params, model), new)
+        mean = averaged(round, params)
+        model, state = corrected(weight, round, mean, state)
+        return ServerUpdate(merged(round, params, model), state)
 
     client = ClientRule("feddyn", loss, of_no_task, of_this_task, on_end=on_end)
     return client, ServerRule("feddyn", update, init)
 
 
-def moved(context: ClientContext, trainable: Params) -> Params:
+def model_change(context: ClientContext, trainable: Params) -> Params:
     """Return w - x."""
-    return optax.tree.sub(without_stats(trainable), without_stats(context.payload.trainable))
+    received = without_stats(context.payload.trainable)
+    return optax.tree.sub(without_stats(trainable), received)
 
 
 def corrected(
@@ -113,11 +120,13 @@ def corrected(
 
 
 def averaged(round: ServerRound, params: Params) -> Params:
-    """Return what was averaged."""
-    return round.learner.trainable(params, round.task)._replace(extra=params.extra, stats=())
+    """Return the mean of the clients' models, without running statistics."""
+    mean = round.learner.trainable(params, round.task)
+    return mean._replace(extra=params.extra, stats=())
 
 
 def merged(round: ServerRound, params: Params, model: Params) -> Params:
     """Return the parameters of all tasks with the model in its place; running statistics stay."""
     stats = round.learner.trainable(params, round.task).stats
-    return round.learner.merge(params, round.task, model._replace(stats=stats))._replace(extra=model.extra)
+    params = round.learner.merge(params, round.task, model._replace(stats=stats))
+    return params._replace(extra=model.extra)

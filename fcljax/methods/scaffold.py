@@ -1,14 +1,17 @@
 """SCAFFOLD: stochastic controlled averaging (Karimireddy et al., ICML 2020, arXiv 1910.06378).
 
-    client    gets the model x and the control variate c, and steps along  g_i(y) - c_i + c       (eq. 3)
-              keeps  c_i <- c_i - c + (x - y_i) / (K eta)  after K steps                (eq. 4, option II)
-              sends  its model, and how much c_i changed
-    server    averages the models, and c = sum_i n_i c_i / sum_i n_i over the clients seen so far
+    client    receives the model x and the control variate c
+              steps along  g_i(y) - c_i + c                                        (eq. 3)
+              keeps  c_i <- c_i - c + (x - y_i) / (K eta)  after K steps (eq. 4, option II)
+              sends  its model, and the change of c_i
+    server    averages the models, and c = sum_i n_i c_i / sum_i n_i over the clients seen so
+              far
 
-A client's correction takes away the way in which its data differ from everybody's: at the optimum of all
-clients' loss together every step has length 0. Clients are weighted by their examples where the paper weighs
-them equally. A new task has a new objective, so all control variates start anew. (x - y_i) / (K eta) is the
-mean gradient only where clients descend without momentum, which is checked.
+A client's correction removes the effect of its data differing from the other clients': at the
+optimum of all clients' loss together each step has length 0. Clients are weighted by their
+examples; the paper weighs them equally. A new task has a new objective, so all control variates
+start anew. (x - y_i) / (K eta) is the mean gradient only where clients descend without momentum,
+which is checked.
 """
 
 from typing import NamedTuple
@@ -38,11 +41,12 @@ PRESETS = {
 
 
 class ServerVariate(NamedTuple):
-    """What the server keeps."""
+    """The server's state, from which c follows."""
 
     total: Params
     """The sum of n_i c_i over the clients seen so far."""
     seen: Seen
+    """These clients, with their numbers of examples."""
 
 
 def scaffold(_options: NoOptions, run: Run) -> Method:
@@ -59,7 +63,9 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
       InputError: for an optimiser whose steps are not the gradients.
     """
     check_plain_descent(run.training.optimiser)
-    adapter_rate = run.training.lr if run.adapter.rate is None else run.adapter.rate
+    adapter_rate = run.adapter.rate
+    if adapter_rate is None:
+        adapter_rate = run.training.lr
     rates = (adapter_rate, run.training.lr)
 
     def change(context: ClientContext, trainable: Params) -> Params:
@@ -68,7 +74,8 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
         return optax.tree.sub(gradient, context.payload.sent["scaffold"])
 
     def on_end(context: ClientContext, memory: OfTask, trainable: Params, _state: OfTask) -> OfTask:
-        return memory._replace(params=optax.tree.add(memory.params, change(context, trainable)))
+        variate = optax.tree.add(memory.params, change(context, trainable))
+        return memory._replace(params=variate)
 
     def finalize(end: ClientEnd, _total: tuple) -> Params:
         return optax.tree.scale(end.context.client.examples, change(end.context, end.trainable))
@@ -90,9 +97,10 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
     with jax.ensure_compile_time_eval():  # a method may be made inside of jit (`federated/rates.py`)
         gradient = jnp.float32(2.0)
         start = jnp.zeros(())
-        first, state = optimiser.update(gradient, optimiser.init(start), start)
-        second, _ = optimiser.update(gradient, state, start)
-    if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((first, second))):
+        # Adam differs in the first step, momentum in the second
+        step_1, state = optimiser.update(gradient, optimiser.init(start), start)
+        step_2, _ = optimiser.update(gradient, state, start)
+    if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((step_1, step_2))):
         raise InputError(
             "optimiser: scaffold reads gradients from how far clients move, which Adam and momentum hide; "
             "nearest: --optimiser sgd --momentum 0"
@@ -106,12 +114,16 @@ def mean_gradient(
 
     Args:
       training: epochs and batch size, from which K follows.
-      rates: learning rates of the adapter and of everything else.
+      rates: learning rates of the adapter and of all other parameters.
+      context: for x and the client's number of examples.
+      trainable: y_i.
     """
-    moved = optax.tree.sub(without_stats(context.payload.trainable), without_stats(trainable))
+    received = without_stats(context.payload.trainable)
+    difference = optax.tree.sub(received, without_stats(trainable))
     steps = training.epochs * jnp.ceil(context.client.examples / training.batch_size)
-    adapter, other = (1 / (rate * jnp.maximum(steps, 1)) for rate in rates)
-    return optax.tree.scale(other, moved)._replace(adapter=optax.tree.scale(adapter, moved.adapter))
+    adapter_scale, scale = (1 / (rate * jnp.maximum(steps, 1)) for rate in rates)
+    adapter = optax.tree.scale(adapter_scale, difference.adapter)
+    return optax.tree.scale(scale, difference)._replace(adapter=adapter)
 
 
 def correction(step: ClientStep, memory: OfTask) -> Float[Array, ""]:

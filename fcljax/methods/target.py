@@ -1,11 +1,12 @@
 """TARGET: federated class-continual learning via exemplar-free distillation (Zhang et al., ICCV 2023).
 
-client     trains on   L_ce + weight * L_distil,   the latter on synthetic images, from the model that the
-           task began with
-server     averages; after the last round of a task it makes images of all classes seen so far:
-           a generator learns, from noise, images that the global model recognises and of which a student
-           thinks otherwise; the student learns from the images made so far    (specification C3-C6)
-           the images go down in every round of the next task
+client     trains on  L_ce + weight * L_distil,  which distils the model that the task
+           began with on synthetic images
+server     averages; after the last round of a task it synthesises images of all classes
+           seen so far: a generator learns to make, from noise, images that the global
+           model recognises and on which a student disagrees; the student learns from the
+           images synthesised so far
+           sends the images in every round of the next task
 """
 
 import dataclasses
@@ -51,14 +52,18 @@ from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
 DECAY = 1e-4  # of the student's gradient descent
-REPTILE = 67.0  # times the way that a generator went in a round is its gradient (release)
+REPTILE = 67.0  # factor of a generator's change in a round, as its gradient (release)
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetOptions(SynthesisOptions, PromptedOptions):
-    """Options of TARGET. `released` has the release's constants for CIFAR-100, with which the warm-up never
-    ends; `paper` the same with as many rounds as its 8,000 images need; `intended` those of a port to vision
-    transformers, with half of its generator's steps and channels, for machines without an accelerator."""
+    """Options of TARGET.
+
+    `released` has the release's constants for CIFAR-100, with which the warm-up never ends;
+    `paper` the same with as many rounds as its 8,000 images need; `intended` those of a port to
+    vision transformers, with half of its generator's steps and channels, for machines without an
+    accelerator.
+    """
 
     distill_weight: float = 25.0
     """Weight of the clients' distillation on synthetic images."""
@@ -114,9 +119,9 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
         return options.distill_weight * distil_start(step, pixels, options.distill_temperature)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        # in the first task there is nothing to distil, and no image
-        later = step.context.task.index > 0
-        return jax.lax.cond(later, lambda: distilled(step), lambda: jnp.zeros(()))
+        # in the first task there is no earlier model, and no image
+        has_images = step.context.task.index > 0
+        return jax.lax.cond(has_images, lambda: distilled(step), lambda: jnp.zeros(()))
 
     return ClientRule("target", loss)
 
@@ -125,7 +130,7 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
 
 
 class Making(NamedTuple):
-    """What goes from one round of the synthesis to the next."""
+    """The state of the synthesis between its rounds."""
 
     generator: PyTree
     optimiser: PyTree
@@ -140,8 +145,7 @@ def synthesise(
     params: Params,
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
-    """Make images of the classes that `params` has seen; return them, and the mean of the rounds' lowest
-    losses."""
+    """Return images of the classes seen so far, and the mean of the rounds' lowest losses."""
     generator_key, student_key, rounds_key = jax.random.split(round.key, 3)
     fresh = round.learner.init(student_key, round.frozen)
     student = ImageModel(fresh, round.learner.trainable(fresh, round.task))
@@ -153,25 +157,27 @@ def synthesise(
 
     def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
         making, total = carry
-        draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
-        rival = student._replace(trainable=making.student.trainable)
+        image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
+        current_student = student._replace(trainable=making.student.trainable)
         disputed = r + 1 >= options.synthesis_warmup
         loss = functools.partial(
             synthesis_loss,
             options,
             logits_of(round, teacher),
-            logits_of(round, rival),
+            logits_of(round, current_student),
             round.task,
             disputed,
         )
-        best = best_of_round(options, config, loss, making.generator, round.task.seen, draw_key)
+        seen = round.task.seen
+        best = best_of_round(options, config, loss, making.generator, seen, image_key)
         gradient = _meta_gradient(options, making.generator, best)
         update, optimiser = adam.update(gradient, making.optimiser)
-        made = added(making.made, best.image)
+        synthesised = added(making.made, best.image)
         steps = jnp.where(r >= options.synthesis_warmup, options.student_steps, 0)
-        learned = taught(options, distil, sgd, making.student, made, steps, learn_key)
+        trained_student = taught(options, distil, sgd, making.student, synthesised, steps, student_key)
         generator = optax.apply_updates(making.generator, update)
-        return Making(generator, optimiser, learned, made), total + best.loss
+        making = Making(generator, optimiser, trained_student, synthesised)
+        return making, total + best.loss
 
     start = Making(
         generator,
@@ -193,12 +199,15 @@ def synthesis_loss(
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return oh * CE(teacher, label) + adv * L_adv, where L_adv = -mean(1[they agree] KL(teacher || student))
-    counts once images are `disputed`."""
-    theirs = teacher(pixels)
-    right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs, label))
-    against = adversarial_loss(options, theirs, student, task.seen, disputed, pixels)
-    return options.label_weight * right + against
+    """Return oh * CE(teacher, label) + adv * L_adv.
+
+    L_adv = -mean(1[teacher and student agree] KL(teacher || student)) counts once images are
+    `disputed`.
+    """
+    teacher_logits = teacher(pixels)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(teacher_logits, label)
+    adversarial = adversarial_loss(options, teacher_logits, student, task.seen, disputed, pixels)
+    return options.label_weight * jnp.mean(cross_entropy) + adversarial
 
 
 def best_of_round(
@@ -209,8 +218,10 @@ def best_of_round(
     seen: Bool[Array, " C"],
     key: PRNGKeyArray,
 ) -> Best:
-    """Take steps of a copy of the generator and of new noise, for labels drawn uniformly from the seen
-    classes."""
+    """Train a copy of the generator and new noise, and return the images of the lowest loss.
+
+    Labels are drawn uniformly from the seen classes.
+    """
     size = options.synthesis_batch
     noise_key, label_key, view_key = jax.random.split(key, 3)
     noise = jax.random.normal(noise_key, (size, config.noise))
@@ -222,7 +233,8 @@ def best_of_round(
 
     def loss_of(fast: tuple[PyTree, Array], i: Array) -> tuple[Array, Array]:
         image = generate_images(config, *fast)
-        return loss(label, jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)), image
+        view = jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)
+        return loss(label, view), image
 
     adam = optax.partition(adams, ("generator", "noise"))
     shape = (size, config.height, config.width)
@@ -234,8 +246,10 @@ def _meta_optimiser(options: TargetOptions) -> optax.GradientTransformation:
 
 
 def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyTree:
-    """Return the generator's gradient of a round: the sum of its steps' (first-order MAML), or the way that
-    its copy has gone (Reptile)."""
+    """Return the generator's gradient of a round.
+
+    It is the sum of its steps' gradients (first-order MAML), or the change of its copy (Reptile).
+    """
     if options.meta_update == "fomaml":
         return best.total[0]
     return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.fast[0])
@@ -250,6 +264,7 @@ def student_loss(
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """Return the student's distillation from the global model."""
-    theirs = judge(round, teacher, pixels).logits
-    student = judge(round, ImageModel(cached, trainable), pixels).logits
-    return distillation_at(options.student_temperature, theirs, student, round.task.seen)
+    teacher_logits = judge(round, teacher, pixels).logits
+    student_logits = judge(round, ImageModel(cached, trainable), pixels).logits
+    temperature = options.student_temperature
+    return distillation_at(temperature, teacher_logits, student_logits, round.task.seen)

@@ -1,8 +1,8 @@
-"""A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL, specification section 1).
+"""A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL).
 
-Neither network nor adapter nor classifier know of it. Means and standard deviations train and travel; a
-training step draws parameters from them, evaluation uses the means. Those of the adapter are one vector
-(`Flat`). Running statistics are no parameters and stay as they are.
+Network, adapter and classifier do not know of it. Means and standard deviations train and
+travel; a training step draws parameters from them, evaluation uses the means. Those of the
+adapter are one vector (`Flat`). Running statistics are no parameters and stay as they are.
 """
 
 from collections.abc import Callable
@@ -19,29 +19,30 @@ from fcljax.types import Batch, Frozen, Task
 
 
 def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 0) -> Learner:
-    """Return the learner with `Posterior`s in the places of its adapter's and classifier's parameters.
+    """Return a learner with `Posterior`s in place of the adapter's and classifier's parameters.
 
     Args:
-      inner: does the computing.
-      sigma: standard deviation that all parameters begin with.
+      inner: computes with drawn parameters.
+      sigma: initial standard deviation of all parameters.
       training: draws in every training step, whose loss is their mean.
       evaluation: draws, as of `Sampling`.
     """
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         params = inner.init(key, frozen)
-        wide = init_posterior((params.adapter, params.classifier), sigma)
-        return _together(params, Params(*wide.rho))
+        posterior = init_posterior((params.adapter, params.classifier), sigma)
+        return _posteriors(params, Params(*posterior.rho))
 
     def open_task(params: Params, task: Task) -> Params:
-        return _together(inner.open_task(means(params), task), _rhos(params))
+        return _posteriors(inner.open_task(means(params), task), _rhos(params))
 
     def trainable_of(params: Params, task: Task) -> Params:
-        return _together(inner.trainable(means(params), task), inner.trainable(_rhos(params), task))
+        mean = inner.trainable(means(params), task)
+        return _posteriors(mean, inner.trainable(_rhos(params), task))
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
         merged = inner.merge(means(params), task, means(trainable))
-        return _together(merged, inner.merge(_rhos(params), task, _rhos(trainable)))
+        return _posteriors(merged, inner.merge(_rhos(params), task, _rhos(trainable)))
 
     def cached_of(params: Params) -> Params:
         return inner.cached(means(params))
@@ -107,14 +108,14 @@ def means(params: Params) -> Params:
 
 def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
     """Draw parameters from their posteriors; the adapter's are one vector."""
-    first, second = jax.random.split(key)
-    adapter = sample(first, trainable.adapter)
-    classifier = sample(second, trainable.classifier)
+    adapter_key, classifier_key = jax.random.split(key)
+    adapter = sample(adapter_key, trainable.adapter)
+    classifier = sample(classifier_key, trainable.classifier)
     return trainable._replace(adapter=adapter, classifier=classifier)
 
 
 def _drawn(params: Params) -> Params:
-    """Return parameters as they are if they have been drawn, else the means of their posteriors."""
+    """Return parameters that have been drawn as they are, else the means of posteriors."""
     if isinstance(params.adapter, Posterior):
         return means(params)
     return params._replace(adapter=params.adapter.params)
@@ -124,7 +125,8 @@ def _rhos(params: Params) -> Params:
     return params._replace(adapter=params.adapter.rho.params, classifier=params.classifier.rho)
 
 
-def _together(mean: Params, rho: Params) -> Params:
-    """Return posteriors of adapter and classifier; all else is that of `mean`."""
+def _posteriors(mean: Params, rho: Params) -> Params:
+    """Return posteriors of adapter and classifier; other parameters are those of `mean`."""
     adapter = Posterior(Flat.of(mean.adapter), Flat.of(rho.adapter))
-    return mean._replace(adapter=adapter, classifier=Posterior(mean.classifier, rho.classifier))
+    classifier = Posterior(mean.classifier, rho.classifier)
+    return mean._replace(adapter=adapter, classifier=classifier)
