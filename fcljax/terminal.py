@@ -27,13 +27,20 @@ def plain_text(value: object) -> Text:
     return Text(one_line(str(value)))
 
 
-def new_table(*columns: str, title: str = "", caption: str = "", right: Collection[str] = ()) -> Table:
+def new_table(
+    *columns: str,
+    title: str = "",
+    caption: str = "",
+    right: Collection[str] = (),
+    narrow: bool = False,
+) -> Table:
     """Return an empty table in the one style of all commands, narrow enough for 80 columns.
 
     Args:
       columns: their names.
       title, caption: lines above and below.
-      right: names of the columns that align to the right, such as numbers.
+      right: names of the columns of numbers, which align to the right and never break.
+      narrow: put one space between columns, not two.
     """
     table = Table(
         title=plain_text(title) if title else None,
@@ -42,11 +49,14 @@ def new_table(*columns: str, title: str = "", caption: str = "", right: Collecti
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0 if narrow else (0, 1, 0, 0),
         pad_edge=False,
     )
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        if name in right:
+            table.add_column(name, justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold")
     return table
 
 

@@ -103,8 +103,10 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     title = ""
     if summaries:
         title = ", ".join(_file_name(summaries[0][field]) for field in shared)
-    numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload MB", "download MB", "time", "images/s")
-    table = new_table("method", *differing, *numbers, title=title, caption=caption, right=numbers)
+    numbers = ("seed", "A_avg", "A_last", f"F {forgetting}", "upload\nMB", "download\nMB", "time", "images/s")
+    table = new_table(
+        "method", *differing, *numbers, title=title, caption=caption, right=numbers, narrow=True
+    )
     for _, label, runs in groups:
         rows = [[run] for run in runs]
         if len(runs) > 1:
