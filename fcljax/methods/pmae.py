@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import within
@@ -434,7 +434,7 @@ def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBu
     pool = pool_of(server)
     task = round_context.task
 
-    def flat(leaf: Float[Array, "K Ct u *shape"]) -> Float[Array, "K*Ct*u *shape"]:
+    def flat(leaf: Shaped[Array, "K Ct u *shape"]) -> Shaped[Array, "K*Ct*u *shape"]:
         return leaf.reshape(-1, *leaf.shape[3:])
 
     present = pool.restore.present & (pool.task == task.index)
