@@ -17,8 +17,7 @@ class RanPACOptions:
 
 
 def ranpac(options: RanPACOptions, run: Run) -> Method:
-    width = options.width
-    shape = (options.width, options.width + run.sizes.classes)
+    shape = (width := options.width, width + run.sizes.classes)
 
     def project(feature):
         return jax.nn.relu(feature @ jax.random.normal(jax.random.key(0), (feature.shape[-1], width)))
@@ -28,14 +27,14 @@ def ranpac(options: RanPACOptions, run: Run) -> Method:
         return total + h.T @ jnp.hstack([h, jax.nn.one_hot(step.batch.label, run.sizes.classes)])
 
     def solve(round, params, total):
-        total = total + round.reports["sums"]
+        total += round.reports["sums"]
         weights = jnp.linalg.solve(total[:, :width] + options.ridge * jnp.eye(width), total[:, width:])
         return ServerUpdate(params._replace(classifier=weights), total)
 
     report = Report("sums", lambda context: jnp.zeros(shape), add, merge="sum")
-    rule = ServerRule("ridge", solve, lambda *_: jnp.zeros(shape), reports=(report,), when="task_start")
+    ridge = ServerRule("ridge", solve, lambda *_: jnp.zeros(shape), reports=(report,), when="task_start")
     head = Classifier(lambda key: jnp.zeros(shape)[:, width:], lambda _, w, x, task: project(x) @ w)
-    return federate(run, learner(run.network, run.adapter, head), server_rules=(rule,))
+    return federate(run, learner(run.network, run.adapter, head), server_rules=(ridge,))
 
 
 METHOD = MethodEntry("ridge regression on a random projection", RanPACOptions, ranpac, adapter="linear")
