@@ -218,7 +218,9 @@ def test_modules_of_flax_become_backbones():
     other = fcljax.Backbone.of(dense, 8, variables)
     np.testing.assert_allclose(other.apply(other.params, image), dense.apply(variables, image), rtol=1e-6)
     assert own_config(own, describe).width == 5 and own.name == "Convolution"
-    with pytest.raises(InputError, match="backbone: Dense is not a flax.nnx module"):
+    with pytest.raises(
+        InputError, match="backbone: Dense is neither a flax.nnx module nor a flax.linen module"
+    ):
         fcljax.Backbone.of(dense, 8)
     with pytest.raises(InputError, match="backbone: Convolution is neither a name nor a Backbone"):
         api._network(module)

@@ -17,7 +17,7 @@ from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
 from fcljax.methods.fedavg import plain
 from fcljax.results import run_folder
-from fcljax.runs import build, evaluate
+from fcljax.runs import build, evaluate, machine
 from fcljax.runs.checkpoint import State
 from fcljax.runs.evaluate import make_evaluate, personal_accuracy
 from fcljax.runs.records import Records
@@ -269,7 +269,7 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
 )
 def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, flops, widths, monkeypatch):
     cfg = config.resolve(config.from_mapping("fppl", options, "test"))
-    monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
+    monkeypatch.setattr(machine, "forward_flops", lambda backbone: flops)
     (player,) = build.build(cfg).engine.players
     assert player.capacity.widths == widths
 
@@ -290,8 +290,8 @@ def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, 
 def test_the_lanes_fit_the_device_the_network_and_the_clients(backend, options, flops, lanes, monkeypatch):
     given = {"clients": 10, "partition": "iid", **options}
     cfg = config.resolve(config.from_mapping("linear", given, "test"))
-    monkeypatch.setattr(build, "forward_flops", lambda backbone: flops)
-    monkeypatch.setattr(build.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(machine, "forward_flops", lambda backbone: flops)
+    monkeypatch.setattr(machine.jax, "default_backend", lambda: backend)
     assert build.build(cfg).engine.lanes == lanes
 
 
@@ -304,4 +304,4 @@ def test_flops_are_those_of_the_network():
     # of the last block the class token alone is computed, and the keys and values of all
     last = whole - 2 * vit.width**2 + tokens * 2 * vit.width**2
     products = (vit.depth - 1) * tokens * whole + last + patches * 3 * vit.patch**2 * vit.width
-    assert build.forward_flops(backbone) == pytest.approx(2 * products, rel=0.05)
+    assert machine.forward_flops(backbone) == pytest.approx(2 * products, rel=0.05)

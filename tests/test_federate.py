@@ -36,6 +36,7 @@ from micro import (
 from fcljax.adapters import find_adapter
 from fcljax.adapters.full import FullOptions
 from fcljax.adapters.linear import LinearOptions
+from fcljax.choices import with_options
 from fcljax.errors import InputError
 from fcljax.federated import sums
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
@@ -63,7 +64,9 @@ BATCHES = [rows_of([3, 4, 4]), rows_of([4], seed=2)]
 def run_of(adapter="linear", training=GRADIENT, **aggregation):
     options = {"linear": LinearOptions(), "full": FullOptions(RATE)}[adapter]
     built = find_adapter(adapter).build(options, SIZES, FORMULA)
-    return Run(SIZES, FORMULA, built, training, make_aggregation(AggregationOptions(**aggregation)))
+    return Run(
+        SIZES, FORMULA, built, training, make_aggregation(with_options(AggregationOptions(), aggregation))
+    )
 
 
 def compose(run, client_rules=(), server_rules=(), classifier=linear, loss=CROSS_ENTROPY, **others):
@@ -600,5 +603,5 @@ def test_runs_take_steps_of_joined_arrays():
     """Adam's moments of a tree of small arrays are two vectors, beside the number of steps."""
     params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
     for values, count in ((dict(), 3), (dict(optimiser="sgd", momentum=0.9), 1), (dict(optimiser="sgd"), 0)):
-        training = make_train(resolved("linear", **values))
+        training = make_train(resolved("linear", **values), SIZES)
         assert len(jax.tree.leaves(training.optimiser.init(params))) == count

@@ -24,6 +24,7 @@ from fcljax.runs.build import Experiment, build, make_method
 from fcljax.runs.features import with_queries
 from fcljax.runs.programs import programs_of
 from fcljax.runs.records import Clock, Records
+from fcljax.types import Sizes
 
 REMAT = vit_network(TINY, autoencoder=NETWORK.autoencoder, remat=True)
 # Adam would make differences of rounding in gradients near zero as large as the gradients
@@ -158,7 +159,8 @@ def experiment(settings, network=TINY):
     """What the choice reads of an experiment, with 8 lanes where none are asked for."""
     engine = Engine(None, Lanes(settings.lanes or 8, "vmap"), None, (), None, {}, None)
     inputs = SimpleNamespace(backbone=SimpleNamespace(config=network))
-    return Experiment(settings, None, engine, None, None, None, None, inputs, None, None)
+    sizes = Sizes(classes=10, tasks=2, task_classes=5, clients=8)
+    return Experiment(settings, None, engine, None, None, None, None, inputs, sizes, None)
 
 
 def chosen(monkeypatch, room, network=TINY, **given):

@@ -84,7 +84,7 @@ def test_a_run_directory_and_a_file_of_settings_run_no_program(trap, capsys):
     (trap / "run" / "config.yaml").write_text("method: ./evil.py\n")
     for given in (["--resume", "run"], ["--config", "run/config.yaml"]):
         assert cli.main(["run", "linear", *given]) == 2
-        assert "for method './evil.py'" in capsys.readouterr().err
+        assert "of method './evil.py'" in capsys.readouterr().err
 
 
 def test_the_files_of_reproduce_run_no_program(trap):
@@ -156,7 +156,7 @@ def test_an_empty_value_is_an_error(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words in ([f"--{name}", ""], [f"--{name}="], [f"--{name}", " "]):
         assert cli.main(["run", "linear", *words]) == 2
-        assert f"{name}: it is empty" in capsys.readouterr().err
+        assert f"{name}: the value is empty" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     settings = config.preset("linear")
     (tmp_path / "config.yaml").write_text(config.to_yaml(settings))  # an option's default may be no text

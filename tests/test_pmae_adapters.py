@@ -191,7 +191,9 @@ def test_the_bug_is_an_option_and_mixes_up_the_tasks_prefixes_alone():
     cached = jax.tree.map(lambda x: x, part)
     of = lambda bug: adapter_of("dualprompt", **DUAL, dual_reshape_bug=bug)
     inject = lambda bug: (
-        of(bug).inject(cached, Slots(("own", "key")).current(part, OLD), QUERY, OLD, True, EVERY).prefix
+        of(bug)
+        .inject(cached, Slots(("task_prefix", "key")).current(part, OLD), QUERY, OLD, True, EVERY)
+        .prefix
     )
     right, wrong = inject(False), inject(True)
     np.testing.assert_array_equal(right[0].key[0], part.shared[0, 0])

@@ -330,7 +330,7 @@ def mixing_weights(
     weight: Float[Array, " clients"],
     valid: Bool[Array, " clients"],
     temperature: float,
-) -> Float[Array, "blocks N clients*N"]:
+) -> Float[Array, "blocks N all_components"]:
     """Return how much of all clients' components each component of the server gets.
 
     W = softmax(H H^T / tau); then the rows of W that belong to the same component of
@@ -356,7 +356,7 @@ def mixing_weights(
 
 
 def mixed_by(
-    weights: Float[Array, "blocks N clients*N"],
+    weights: Float[Array, "blocks N all_components"],
     components: Float[Array, "clients blocks N *shape"],
     valid: Bool[Array, " clients"],
 ) -> Float[Array, "blocks N *shape"]:
