@@ -18,10 +18,15 @@ from fcljax import cli, config
 from fcljax.adapters import ADAPTERS
 from fcljax.commands import completion, running
 from fcljax.methods import METHODS
-from fcljax.options import flag
+from fcljax.options import flag, is_read
 from fcljax.settings import HostOptions
 
-MORE = {flag(each.name) for kind in (running.Paths, HostOptions) for each in dataclasses.fields(kind)}
+MORE = {
+    flag(each.name)
+    for options in (running.Paths(), HostOptions())
+    for each in dataclasses.fields(options)
+    if is_read(each, options)
+}
 
 
 # Asks for each line as argcomplete's script does, in one process of its own: argcomplete takes file number 9.
@@ -69,7 +74,8 @@ def test_a_method_has_its_options_on_every_adapter_and_no_others(method, tmp_pat
     adapters = [name for name in ADAPTERS if name not in METHODS[method].excludes]
     lines = [f"run {method} --adapter {adapter} --" for adapter in adapters]
     for adapter, words in zip(adapters, offered(lines, tmp_path), strict=True):
-        fields = dataclasses.fields(config.run_class(method, adapter))
+        usual = config.preset(method, adapter)
+        fields = [field for field in dataclasses.fields(type(usual)) if is_read(field, usual)]
         options = {flag(each.name) for each in fields} | MORE | {"--help"}
         options |= {flag(f"no_{each.name}") for each in fields if each.type is bool}
         assert set(words) == options - {"--method"} and len(words) == len(set(words))

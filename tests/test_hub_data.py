@@ -130,7 +130,7 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path, make, says):
 
 def test_what_is_missing_is_named_with_the_command_that_gets_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(InputError, match="in no cache; get it with: hf download a/b --repo-type dataset"):
+    with pytest.raises(InputError, match="nor in a cache; get it with: hf download a/b --repo-type dataset"):
         load("a/b", tmp_path)
     monkeypatch.setattr(sources, "table_files", sources.table_files)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

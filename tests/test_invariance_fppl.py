@@ -69,7 +69,12 @@ class Federation:
         chex.clear_trace_counter()
         # once for the shapes when the engine is made, and once to compile
         twice = chex.assert_max_traces(n=2)
-        main = main._replace(program=counted, server=twice(main.server))
+        server = main.server
+
+        def step_of_server(*args):
+            return server(*args)
+
+        main = main._replace(program=counted, server=twice(step_of_server))
         partitions = [*PARTITIONS, ALONE]
         self.engine = engine_of(
             self.method._replace(rounds=(main,), broadcast=twice(self.broadcast)), partitions=partitions

@@ -11,8 +11,9 @@ import pytest
 import small_runs
 
 from fcljax import config
+from fcljax.choices import with_options
 from fcljax.commands import running
-from fcljax.commands.arguments import Words, parse
+from fcljax.commands.arguments import Words, chosen_in, parse
 from fcljax.commands.data import ShowOptions
 from fcljax.commands.health import DoctorOptions
 from fcljax.commands.reproducing import ReproduceOptions
@@ -120,7 +121,8 @@ def test_commands_have_options_that_exist(monkeypatch):
         used = [call for call in calls if " ".join(call).startswith(name)]
         assert used
         for call in used:
-            parse({name: options()}, call[words:], name.split(), "", Words("WORDS"))
+            chosen = with_options(options(), chosen_in(call[words:]))
+            parse({name: chosen}, call[words:], name.split(), "", Words("WORDS"))
     assert {call[1] for call in calls if call[0] == "data"} == {"list", "prepare", "show"}
     assert {call[2] for call in calls if call[0] == "data" and len(call) > 2} <= set(DATASETS)
 

@@ -14,6 +14,7 @@ from fcljax.choices import CHOICES, check_no_programs
 from fcljax.commands.arguments import (
     ProgramOptions,
     Words,
+    completing,
     keep_compiled,
     new_folder,
     parse,
@@ -240,6 +241,8 @@ def parse_run(
     source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
     values = config.load_yaml(source) if source and Path(source).is_file() else {}
     deciding = {name: typed[name] for name in (*DECIDING, *CHOICES) if name in typed}
+    if completing():  # the last word may be the beginning of a name
+        deciding = {name: value for name, value in deciding.items() if value in CHOICES.get(name, (value,))}
     adapter = deciding.get("adapter") or values.get("adapter") or find_method(method).adapter
     choices = config.chosen_by(method, values | deciding)
     groups = config.option_groups(method, adapter, choices)

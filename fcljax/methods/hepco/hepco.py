@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from fcljax.errors import InputError
 from fcljax.federated.claims import possible_counts
@@ -377,7 +377,7 @@ def train_generators(
     class_examples: Float[Array, " C"],
     history: History,
     any_client: Bool[Array, ""],
-    keys: PRNGKeyArray,
+    keys: Key[Array, "3"],
 ) -> tuple[Generators, Weighted]:
     """Train the generators that the options ask for; no step where no client takes part.
 
