@@ -167,7 +167,8 @@ def chosen(name: str, settings: object) -> Any:
         values[field.name] = (
             chosen(field.name, settings) if nested else getattr(settings, field.name, default)
         )
-    return _checked(name, kind(**values))
+    built = kind(**values)
+    return _checked(name, built) if is_program(value) else built
 
 
 # what the object of a choice is called with; the others have a method `build`

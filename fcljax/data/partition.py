@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
 
+from fcljax.data.sampled import sample_client as sample_client  # a client of one round
 from fcljax.errors import InputError
 from fcljax.options import option
 
