@@ -56,7 +56,8 @@ def new_table(
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
         else:
-            table.add_column(name, overflow="fold")
+            # the first column names the row: it breaks last
+            table.add_column(name, overflow="fold", min_width=10 if name == columns[0] else None)
     return table
 
 
