@@ -69,7 +69,7 @@ def small_method(epochs: int = 1, channel: str = "mean") -> Method:
         )
 
     def logits(params, batch):
-        return jax.nn.relu(batch.image @ params[0]) @ params[1]
+        return jax.nn.relu(batch.input @ params[0]) @ params[1]
 
     def step(context, local, batch, key):
         params, optimiser = local

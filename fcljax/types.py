@@ -241,7 +241,7 @@ class Batch(NamedTuple):
     Examples with mask False are padding: zero images, label 0, index -1.
     """
 
-    image: Float[Array, "B H W 3"]
+    input: Float[Array, "B H W 3"]
     """Images as the network reads them."""
     label: Int[Array, " B"]
     """Class ids."""

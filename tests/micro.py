@@ -80,7 +80,7 @@ PARTITIONS = [partition_of(task, (9, 0, 4, 7)) for task in STREAM]
 
 
 def read(data, index, keys, augment):
-    return data.image[index], data.label[index], None
+    return data.input[index], data.label[index], None
 
 
 def resolved(name, **values):

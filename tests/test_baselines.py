@@ -58,7 +58,7 @@ def tuned():
 
 def batch_of(rows):
     rows = np.asarray(rows)
-    return Batch(DATA.image[rows], DATA.label[rows], jnp.ones(len(rows), bool), jnp.asarray(rows, jnp.int32))
+    return Batch(DATA.input[rows], DATA.label[rows], jnp.ones(len(rows), bool), jnp.asarray(rows, jnp.int32))
 
 
 @jax.jit
@@ -118,7 +118,7 @@ def test_the_teacher_gets_no_gradient():
 
 
 def test_a_new_pair_changes_nothing_yet(tuned):
-    plain = plain_features(DATA.image[:3])
+    plain = plain_features(DATA.input[:3])
     np.testing.assert_allclose(output_of(tuned, np.arange(3)).feature, plain, atol=1e-6)
 
 
@@ -295,7 +295,7 @@ def test_a_batch_of_a_later_task_is_joined_by_the_images_of_as_many_rows_that_th
 
     def step(context, local, batch, key):
         own, past = batch.mask[:size], batch.mask[size:]
-        right = jnp.all(batch.image == DATA.image[batch.index], axis=(1, 2, 3)) & (
+        right = jnp.all(batch.input == DATA.input[batch.index], axis=(1, 2, 3)) & (
             batch.label == jnp.asarray(LABEL)[batch.index]
         )
         old = context.task.old[batch.label[size:]]
@@ -348,7 +348,7 @@ def test_rows_of_a_task_take_no_places_until_it_is_over():
 
 def means_of(rows, params=None):
     """Class means over these rows, by numpy."""
-    found = plain_features(DATA.image[rows]) if params is None else output_of(params, rows).feature
+    found = plain_features(DATA.input[rows]) if params is None else output_of(params, rows).feature
     feature = np.asarray(found)
     return np.stack([feature[LABEL[rows] == label].mean(0) for label in range(SIZES.classes)])
 

@@ -81,7 +81,7 @@ def test_the_moments_of_a_class_are_those_of_the_mixture_of_all_clients():
     found = sent(method, begun(method))["moments"]
     mean, variance = C.reports.normal_of(found)
     for place, label in enumerate(np.asarray(TASK.classes)):
-        own = [np.asarray(b.image)[np.asarray(b.mask & (b.label == label))] for b in BATCHES.values()]
+        own = [np.asarray(b.input)[np.asarray(b.mask & (b.label == label))] for b in BATCHES.values()]
         own = [np.asarray(x, np.float64) for x in own if len(x)]
         share = np.array([len(x) for x in own]) / sum(map(len, own))
         mu = sum(p * x.mean(0) for p, x in zip(share, own, strict=True))
@@ -95,7 +95,7 @@ def misfit_of(prompt, batch, found):
     """L_c by hand."""
     mean, variance = (np.asarray(x, np.float64) for x in C.reports.normal_of(found))
     label, keep = np.asarray(batch.label), np.asarray(batch.mask)
-    feature = np.asarray(batch.image, np.float64) + np.asarray(prompt, np.float64)[label].mean(1)
+    feature = np.asarray(batch.input, np.float64) + np.asarray(prompt, np.float64)[label].mean(1)
     apart = (feature - mean[label]) ** 2 / np.maximum(variance[label], C.LEAST_VARIANCE)
     return apart.sum(1)[keep].mean() / 2
 
@@ -166,13 +166,13 @@ def test_a_share_of_the_cross_entropy_is_on_images_beside_their_compensation_pro
     prompt = 3 * np.random.default_rng(5).normal(size=(SIZES.task_classes, 2, WIDTH))
     loss, context = loss_of(method, server, batch, prompt)
     head = context.payload.trainable.classifier
-    image, label = np.asarray(batch.image, np.float64), np.asarray(batch.label)
+    image, label = np.asarray(batch.input, np.float64), np.asarray(batch.label)
 
     def logits(shift):
         cached = server.params.adapter
         inject = method_adapter().inject
-        injection = inject(cached, context.payload.trainable.adapter, batch.image, TASK, True, batch.mask)
-        feature = np.asarray(formula(SCALE.network, batch.image, injection)) + shift
+        injection = inject(cached, context.payload.trainable.adapter, batch.input, TASK, True, batch.mask)
+        feature = np.asarray(formula(SCALE.network, batch.input, injection)) + shift
         return feature @ np.asarray(head.kernel) + np.asarray(head.bias)
 
     plain, beside = entropy(logits(0 * image), batch), entropy(logits(prompt[label].mean(1)), batch)
@@ -270,7 +270,7 @@ def test_the_affinity_is_the_sum_of_each_component_s_match_with_each_class():
     own = jax.tree.map(lambda x: np.asarray(x, np.float64)[0], server.params.adapter)
     batch = BATCHES[2]
     expected = np.zeros(uploads[1].gather["affinity"].shape)
-    for query, label in zip(np.asarray(batch.image, np.float64)[:3], (1, 1, 2), strict=True):
+    for query, label in zip(np.asarray(batch.input, np.float64)[:3], (1, 1, 2), strict=True):
         for m, n in np.ndindex(expected.shape[:2]):
             attended, key = query * own.attention[m, n], own.key[m, n]
             cosine = attended @ key / np.linalg.norm(attended) / np.linalg.norm(key)

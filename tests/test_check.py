@@ -134,7 +134,7 @@ WRONG = {
         "begin_task returned its value as float32[1,3]; expected float32[3]",
     ),
     "predictions without classes": (
-        toy(predict=lambda round_context, server, batch: batch.image[:, 0, 0] @ server),
+        toy(predict=lambda round_context, server, batch: batch.input[:, 0, 0] @ server),
         "predict returned float32[1]; expected logits of shape [batch, classes], here [1, 4]",
     ),
     "personal predictions of too few classes": (

@@ -124,7 +124,7 @@ def history(name):
 def predict(name, server, task):
     """Logits of all images."""
     nothing = jnp.zeros(len(LABEL), jnp.int32)
-    rows = Batch(DATA.image, nothing, nothing == 0, nothing)
+    rows = Batch(DATA.input, nothing, nothing == 0, nothing)
     return compiled(federation(name).method.predict)(round_context_of(task), server, rows)
 
 
@@ -214,7 +214,7 @@ def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
         order = epoch_order(toys.fold(KEY, STREAM[0].index, 0), 0, epoch, rows)
         for batch in np.split(order, range(4, len(rows), 4)):
             update, optimiser = rule.update(
-                gradient_of(tuned, DATA.image[batch], DATA.label[batch]), optimiser, tuned
+                gradient_of(tuned, DATA.input[batch], DATA.label[batch]), optimiser, tuned
             )
             tuned = optax.apply_updates(tuned, update)
     close((trained.adapter, trained.classifier), tuned, atol=RATE / 20)

@@ -82,9 +82,9 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
 def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     """The devices find it together, though one of them has it."""
     data, partitions = toys.examples(), toys.partitions(toys.examples())
-    bad = np.array(data.image)
+    bad = np.array(data.input)
     bad[partitions[0].indices[partitions[0].offset[1]], 0, 0, 1] = np.nan  # client 3, of the first device
-    poisoned, found = data._replace(image=jnp.asarray(bad)), []
+    poisoned, found = data._replace(input=jnp.asarray(bad)), []
     for own in (None, mesh):
         lanes = Lanes(1 if own is None else own.size, "loop")
         engine = toys.build(TOYS["gathering"](), partitions, lanes, mesh=own)
@@ -292,11 +292,11 @@ MODEL = jnp.asarray(np.random.default_rng(2).normal(size=(WIDTH, CLASSES)), jnp.
 
 
 def read(split, rows):
-    return split.image[rows].reshape(-1, WIDTH) / jnp.float32(255)
+    return split.input[rows].reshape(-1, WIDTH) / jnp.float32(255)
 
 
 def logits(round_context, model, batch):
-    return jnp.tanh(batch.image @ model) * round_context.frozen
+    return jnp.tanh(batch.input @ model) * round_context.frozen
 
 
 TURN = RoundContext.on_host(

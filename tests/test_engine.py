@@ -243,10 +243,10 @@ def test_if_all_weights_are_0_the_server_stays(hand):
 
 def poisoned(data: toys.Examples, partition, clients, value) -> toys.Examples:
     """The data with one number of one row of each of these clients replaced."""
-    image = np.array(data.image)
+    image = np.array(data.input)
     for client in clients:
         image[partition.indices[partition.offset[client]], 0, 0, 1] = value
-    return data._replace(image=jnp.asarray(image))
+    return data._replace(input=jnp.asarray(image))
 
 
 def play_once(engine, data, partition, ids):

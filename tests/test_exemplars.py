@@ -196,7 +196,7 @@ def test_features_are_gathered_batch_by_batch_and_padding_is_not():
     batches = [rows_of([0, 0, 1], padding=np.nan), rows_of([0, 2], 2, padding=np.nan)]
     batches[1] = batches[1]._replace(index=jnp.where(batches[1].index >= 0, batches[1].index + 10, -1))
     (state,) = end_of_task(method, server, FIRST, batches, method.init_client(KEY, server))
-    feature = np.concatenate([batches[0].image[:3], batches[1].image[:2]])
+    feature = np.concatenate([batches[0].input[:3], batches[1].input[:2]])
     row, label = np.array([0, 1, 2, 10, 11]), np.array([0, 0, 1, 0, 2])
     of = lambda c: [int(row[i]) for i in by_numpy(feature, np.flatnonzero(label == c), 2) if i >= 0]
     assert kept(state) == {c: of(c) for c in (0, 1, 2)}

@@ -218,7 +218,7 @@ def counting(options, run):
         return program.finish(context, local, ())[0], state + 1
 
     def predict_client(round_context, server, state, batch):
-        shape = (batch.image.shape[0], run.sizes.classes)
+        shape = (batch.input.shape[0], run.sizes.classes)
         return jnp.broadcast_to(jax.nn.one_hot(state, run.sizes.classes), shape)
 
     return method._replace(

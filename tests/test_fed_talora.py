@@ -81,7 +81,7 @@ def test_the_residual_acts_in_training_and_in_evaluation(residual):
     adapter = server.params.adapter
     moved = jax.tree.map(lambda x: x + residual * jnp.eye(x.shape[-1]), adapter.residual)
     server = server._replace(params=server.params._replace(adapter=adapter._replace(residual=moved)))
-    head, x = server.params.classifier, np.asarray(BATCHES[0].image)
+    head, x = server.params.classifier, np.asarray(BATCHES[0].input)
     feature = x + 2 * residual * (x + 2 * x)  # two blocks, of each the query once and the value twice
     logits = method.predict(round_context_of(TASK, frozen=SCALE), server, BATCHES[0])
     expected = feature @ np.asarray(head.kernel) + np.asarray(head.bias)

@@ -155,7 +155,7 @@ def plain_loop(head, rounds):
                 for labels, seed in (([*own, own[i // 2]][:4], 3 * i), (own[: i + 1], 3 * i + 1)):
                     rows = rows_of(list(labels), seed)
                     n = int(rows.mask.sum())
-                    g = gradient(mine, rows.image[:n], rows.label[:n], own)
+                    g = gradient(mine, rows.input[:n], rows.label[:n], own)
                     update, optimiser = adam.update(g, optimiser)
                     mine, count = optax.apply_updates(mine, update), count + n
                 sent.append((mine, count))
@@ -393,7 +393,7 @@ def test_an_upload_has_the_trainable_parameters_the_reports_and_what_a_rule_merg
     assert apart.mean.classifier == () and set(apart.gather) == {"means", "classifier"}
     same(apart.gather["classifier"], local.trainable.classifier)
     same(apart.mean.adapter, local.trainable.adapter)
-    image = np.concatenate([batch.image[batch.mask] for batch in BATCHES]) * local.trainable.adapter["scale"]
+    image = np.concatenate([batch.input[batch.mask] for batch in BATCHES]) * local.trainable.adapter["scale"]
     label = np.concatenate([batch.label[batch.mask] for batch in BATCHES])
     total = np.stack([image[label == c].sum(0) for c in (3, 4)])
     np.testing.assert_allclose(upload.sum["class_sums"].feature[:2], total, rtol=1e-5)
@@ -536,7 +536,7 @@ def test_hardness_multiplies_the_logits_of_the_loss():
     local = compiled(main_of(method).program.start)(context, (), KEY)
     _, metrics = compiled(main_of(method).program.phases[0].step)(context, local, BATCHES[0], KEY)
     head: Head = server.params.classifier
-    logits = 3.0 * (BATCHES[0].image @ head.kernel + head.bias)
+    logits = 3.0 * (BATCHES[0].input @ head.kernel + head.bias)
     expected = cross_entropy(logits, BATCHES[0].label, TASKS[1].current, BATCHES[0].mask, "sum")
     assert float(metrics["loss"].total) == pytest.approx(float(expected), rel=1e-5)
 

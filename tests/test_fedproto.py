@@ -36,7 +36,7 @@ def made(**options):
 def features_of(batch):
     """Of the first network, whose updates are 0: the images themselves."""
     keep = np.asarray(batch.mask)
-    return np.asarray(batch.image, np.float64)[keep], np.asarray(batch.label)[keep]
+    return np.asarray(batch.input, np.float64)[keep], np.asarray(batch.label)[keep]
 
 
 def after_a_round(method):
@@ -107,7 +107,7 @@ def test_training_pulls_features_to_their_prototypes():
         server = server._replace(rules=(known,))
         context, local = train(method, server, TASK, [BATCHES[0]] * 4)
         learned = local.trainable.adapter
-        x = np.asarray(BATCHES[0].image)
+        x = np.asarray(BATCHES[0].input)
         moved = x + x @ learned.a_q[0].T @ learned.b_q[0].T + 2 * x @ learned.a_v[0].T @ learned.b_v[0].T
         far.append(float(np.mean((moved - 2.0) ** 2)))
         assert set(context.payload.sent) == {NAME}

@@ -77,7 +77,7 @@ def means_of(task, scale=1.0):
 
 def batch_of(rows):
     ids = jnp.asarray(rows)
-    return Batch(DATA.image[ids], jnp.zeros(len(rows), jnp.int32), ids >= 0, ids)
+    return Batch(DATA.input[ids], jnp.zeros(len(rows), jnp.int32), ids >= 0, ids)
 
 
 # ---- prototypes --------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_a_class_that_is_met_again_is_refined_by_the_mean_of_all_its_rows():
         found = sums_of(report_round.program, method, server, batches)
         server, _ = report_round.server(RoundContext.on_host(SCALE, TASKS[0], 0, False), server, found, KEY)
         for batch in batches:
-            for image, label in zip(batch.image[batch.mask], batch.label[batch.mask], strict=True):
+            for image, label in zip(batch.input[batch.mask], batch.label[batch.mask], strict=True):
                 count[label] += 1
                 mean[label] += (image - mean[label]) / count[label]
     sums = server.params.classifier.sums
@@ -166,11 +166,11 @@ def test_the_loss_of_an_episode_by_hand():
 
 def test_an_episode_s_loss_is_that_of_the_first_task_and_later_nothing():
     batch, rule = rows_of([0, 0, 1, 1]), episodes()
-    own = episode_loss(batch.image, batch.label, TASKS[0].classes, batch.mask)
+    own = episode_loss(batch.input, batch.label, TASKS[0].classes, batch.mask)
     assert float(own) > 0
     for task, expected in zip(TASKS, (own, 0.0), strict=True):
         context = ClientContext(SCALE, None, None, task, info_of(SIZES.classes))
-        step = ClientStep(None, context, None, Output(None, batch.image), batch, KEY, None)
+        step = ClientStep(None, context, None, Output(None, batch.input), batch, KEY, None)
         assert float(rule.loss(step, ())) == float(expected)
 
 
@@ -179,7 +179,7 @@ def test_the_embedding_trains_by_episodes_in_the_first_task_and_never_again():
     server = compiled(method.init)(KEY, SCALE)
     batch = rows_of([0, 0, 1, 1])
     upload, _ = client_round(method, server, TASKS[0], [batch])
-    own = lambda scale: episode_loss(batch.image * scale, batch.label, TASKS[0].classes, batch.mask)
+    own = lambda scale: episode_loss(batch.input * scale, batch.label, TASKS[0].classes, batch.mask)
     one = jnp.ones(WIDTH)
     expected = one - RATE * (jax.grad(own)(one) + 0.1 * one)
     np.testing.assert_allclose(upload.mean.adapter["scale"], expected, rtol=1e-5)
@@ -213,5 +213,5 @@ def test_prototypes_are_embedded_as_in_evaluation():
     (report_round,) = [each for each in method.rounds if each.when == "task_end"]
     server = compiled(method.init)(KEY, Frozen(SCALE.network))
     found = sums_of(report_round.program, method, server, [rows_of([0, 1, 0])])
-    image = rows_of([0, 1, 0]).image
+    image = rows_of([0, 1, 0]).input
     np.testing.assert_allclose(found.sum["embeddings"].feature[0], image[0] + image[2], rtol=1e-5)

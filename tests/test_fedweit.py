@@ -183,7 +183,7 @@ def test_training_computes_with_the_network_of_the_current_task(retroactive):
     params, batch = filled_in(model), BATCHES[0]
     part, cached = model.trainable(params, TASKS[1]), model.cached(params)
     output = model.forward(SCALE, cached, part, batch, TASKS[1], True)
-    np.testing.assert_allclose(output.feature, batch.image * theta_of(params, 1), rtol=1e-5)
+    np.testing.assert_allclose(output.feature, batch.input * theta_of(params, 1), rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, model.merge(params, TASKS[1], part), params)
     assert part.classifier.adaptive.shape == ((2, WIDTH) if retroactive else (WIDTH,))
 
@@ -200,9 +200,9 @@ def test_every_class_is_judged_by_the_pruned_network_of_its_own_task(now):
     found = compiled(model.predict)(SCALE, params, batch, TASKS[now])
     head = params.classifier.head
     for index, classes in ((0, [0, 1, 2]), (1, [3, 4])):
-        logits = batch.image * theta_of(params, index, 0.4) @ head.kernel + head.bias
+        logits = batch.input * theta_of(params, index, 0.4) @ head.kernel + head.bias
         if index > now:
-            logits = batch.image * theta_of(params, now, 0.4) @ head.kernel + head.bias
+            logits = batch.input * theta_of(params, now, 0.4) @ head.kernel + head.bias
         np.testing.assert_allclose(found[:, classes], logits[:, classes], rtol=1e-4)
     assert np.any(np.abs(params.classifier.adaptive) <= 0.4)
 
@@ -237,12 +237,12 @@ def test_running_statistics_are_one_set_for_each_task():
         frozen, model.cached(params), model.trainable(params, TASKS[1]), batch, TASKS[1], True
     )
     assert output.stats[0].tolist() == [0.0] * WIDTH
-    np.testing.assert_allclose(output.stats[1], batch.image.mean(0) / 2, rtol=1e-6)
+    np.testing.assert_allclose(output.stats[1], batch.input.mean(0) / 2, rtol=1e-6)
     params = params._replace(
         stats=output.stats, classifier=params.classifier._replace(task=jnp.array([0, 0, 0, 1, 1]))
     )
     found, head = model.predict(frozen, params, batch, TASKS[1]), params.classifier.head
-    feature = 0.5 * (batch.image - np.where(np.arange(2) == 1, 1, 0)[:, None, None] * output.stats[1])
+    feature = 0.5 * (batch.input - np.where(np.arange(2) == 1, 1, 0)[:, None, None] * output.stats[1])
     logits = feature @ head.kernel + head.bias
     np.testing.assert_allclose(found, np.where(np.arange(5) < 3, logits[0], logits[1]), rtol=1e-4)
 
@@ -572,7 +572,7 @@ def micro_resnet():
     nothing = jnp.zeros(1, jnp.int32)
     image = jnp.zeros((1, size, size, 3))
     example = Example(
-        Frozen(jax.eval_shape(network.init, KEY)), DATA._replace(image=image, label=nothing), TASKS[0]
+        Frozen(jax.eval_shape(network.init, KEY)), DATA._replace(input=image, label=nothing), TASKS[0]
     )
     return network, example
 

@@ -372,7 +372,7 @@ def class_sums(options, run):
         def step(context, local, batch, key):
             local, _ = phase.step(context, local, batch, key)
             examples = jnp.sum(batch.mask.astype(jnp.float32))
-            return local, {"brightness": Weighted(jnp.sum(batch.image), examples)}
+            return local, {"brightness": Weighted(jnp.sum(batch.input), examples)}
 
         return phase._replace(step=step)
 

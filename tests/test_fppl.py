@@ -487,9 +487,9 @@ def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
         assert (prototypes_of(method, server, TASKS[1]) == ()) is wo_unified
         assert len(program_of(method).phases) == 2  # the server still debiases on what clients send
     part, seen = start(method, server, TASKS[1])[1].trainable, jnp.array([True, True, False])
-    weights = gate_weights(part.adapter.gate, data.image, seen)
+    weights = gate_weights(part.adapter.gate, data.input, seen)
     fused = fuse(weights, adapter_of(server).prompt, part.adapter.prompt, jnp.int32(1))
-    feature = encode(data.image, prompt_injection(fused))
+    feature = encode(data.input, prompt_injection(fused))
     logits = apply_head(part.classifier, feature)
     expected = cross_entropy(logits, data.label, jnp.asarray(TASKS[1].current), data.mask, "sum")
     assert reported[True] == pytest.approx(float(expected), rel=1e-5)
@@ -503,7 +503,7 @@ def test_wo_fusion_takes_the_best_seen_task_and_never_trains_the_gate():
     before, after, _ = client_step(method, server, TASKS[1], batch([2, 3, 3]))
     gate = before.trainable.adapter.gate
     jax.tree.map(np.testing.assert_array_equal, gate, after.trainable.adapter.gate)
-    weights = gate_weights(gate, batch([2, 3, 3]).image, jnp.array([True, True, False]), soft=False)
+    weights = gate_weights(gate, batch([2, 3, 3]).input, jnp.array([True, True, False]), soft=False)
     np.testing.assert_array_equal(np.sort(weights, -1), np.tile([0, 0, 1], (4, 1)))
     assert not weights[:, 2].any()
 
@@ -520,7 +520,7 @@ def test_local_prototypes_are_plain_means_of_features_under_the_trained_prompts(
         local, _ = program_of(method).phases[1].step(context, local, data, jax.random.key(0))
     own = program_of(method).finish(context, local, state_of(method, server))[0].gather["prototypes"]
     shift = np.asarray(trained).mean(1).sum(0)  # in the first task the gate's weight is 1
-    images = np.concatenate([first.image[:3], second.image[:2]])
+    images = np.concatenate([first.input[:3], second.input[:2]])
     np.testing.assert_array_equal(own.present, [False, True])
     np.testing.assert_allclose(own.vector[1], images.mean(0) + shift, rtol=1e-5)
 
@@ -605,14 +605,14 @@ def test_features_of_both_are_those_without_prompts_and_then_those_under_them():
     data = batch([0, 0, 1])
     upload = upload_of(method, server, TASKS[0], data)
     prompt = upload.mean.adapter.prompt.mean(-2).sum(0)  # what they add to a feature, by the formula
-    images = np.stack([data.image[:2].mean(0), data.image[2]])
+    images = np.stack([data.input[:2].mean(0), data.input[2]])
     sent = upload.gather["prototypes"].vector
     np.testing.assert_allclose(sent, np.concatenate([images, images + prompt], axis=-1), rtol=1e-5)
     assert np.abs(prompt).max() > 0.1
 
     added = adapter_of(server).prompt[0].mean(-2).sum(0)
-    both = jnp.concatenate([data.image, data.image + added], axis=-1)
-    logits = predict(method, server, TASKS[0], data.image)[:, :2]
+    both = jnp.concatenate([data.input, data.input + added], axis=-1)
+    logits = predict(method, server, TASKS[0], data.input)[:, :2]
     np.testing.assert_allclose(logits, apply_head(server.params.classifier, both)[:, :2], rtol=1e-5)
 
 
@@ -836,14 +836,14 @@ def test_fedavg_sends_no_prototypes():
 def test_logits_of_unseen_classes_never_win(name):
     method, server = make(name=name)
     server = with_head(server, server.params.classifier._replace(bias=jnp.arange(6) * 1e6))
-    logits = predict(method, server, TASKS[1], batch([0, 0, 0, 0]).image)
+    logits = predict(method, server, TASKS[1], batch([0, 0, 0, 0]).input)
     np.testing.assert_array_equal(jnp.argmax(logits, -1), [3, 3, 3, 3])
     np.testing.assert_array_equal(logits[:, 4:], np.full((4, 2), LOWEST))
 
 
 def test_cached_queries_change_no_prediction():
     method, server = make()
-    image = batch([0, 0, 0, 0]).image
+    image = batch([0, 0, 0, 0]).input
     cached = predict(method, server, TASKS[2], image, query=encode(image, None))
     np.testing.assert_array_equal(cached, predict(method, server, TASKS[2], image))
     other = predict(method, server, TASKS[2], image, query=-image)
@@ -868,10 +868,10 @@ def test_padding_classes_store_and_send_nothing():
 
 
 def test_no_row_is_of_a_padding_class():
-    sums, counts = sum_by_class(batch([]).image, batch([]).label, jnp.array([0, -1]), batch([]).mask)
+    sums, counts = sum_by_class(batch([]).input, batch([]).label, jnp.array([0, -1]), batch([]).mask)
     assert not sums.any() and not counts.any()
     np.testing.assert_array_equal(
-        sum_by_class(batch([3]).image, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0]
+        sum_by_class(batch([3]).input, batch([3]).label, jnp.array([3, -1]), batch([3]).mask)[1], [1, 0]
     )
 
 

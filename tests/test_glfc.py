@@ -349,7 +349,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
 
     def forward(frozen, held, part, batch, task, train):
         assert not train
-        feature = batch.image.reshape(len(batch.label), -1)[:, :4]
+        feature = batch.input.reshape(len(batch.label), -1)[:, :4]
         return Output(feature, feature)
 
     label, row = jnp.asarray(LABEL[:10]), jnp.arange(10)
@@ -378,7 +378,7 @@ def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
 
 def test_a_prototype_is_moved_down_its_own_loss():
     def forward(frozen, held, part, batch, task, train):
-        logits = part.adapter * jnp.sum(batch.image.reshape(len(batch.label), -1, 1)[:, :1], axis=1)
+        logits = part.adapter * jnp.sum(batch.input.reshape(len(batch.label), -1, 1)[:, :1], axis=1)
         return Output(logits, logits)
 
     part, pixels = jnp.array([1.0, -1.0, 0.5, 0.0, 2.0]), smooth(2)
@@ -402,7 +402,7 @@ def test_a_prototype_is_moved_down_its_own_loss():
 def named(frozen, held, part, batch, task, train):
     """A model that is a number, and predicts the class of this number."""
     logits = jnp.broadcast_to(jax.nn.one_hot(part.adapter, 5), (len(batch.label), 5))
-    return Output(logits, batch.image.reshape(len(batch.label), -1))
+    return Output(logits, batch.input.reshape(len(batch.label), -1))
 
 
 def of_number(held, part, feature, task):

@@ -115,7 +115,7 @@ def test_binary_problems_are_all_that_fedlwf_mc_learns():
 
     def logits(part):
         head = part.classifier
-        return batch.image * part.adapter["scale"] @ head.kernel + head.bias
+        return batch.input * part.adapter["scale"] @ head.kernel + head.bias
 
     old = logits(server.rules[0].trainable)
     loss = lambda part: distilled_binary_loss(logits(part), old, batch.label, task.old, task.seen, batch.mask)
@@ -147,8 +147,8 @@ def test_rates_fall_over_the_epochs_of_a_round():
         return -jnp.mean(jax.nn.log_softmax(z)[jnp.arange(4), batch.label])
 
     def feature(local):
-        prompt = weighted_prompts(local.trainable.adapter, batch.image)
-        return batch.image + prompt[:, 0, 0] - 2 * prompt[:, 0, 1]
+        prompt = weighted_prompts(local.trainable.adapter, batch.input)
+        return batch.input + prompt[:, 0, 0] - 2 * prompt[:, 0, 1]
 
     for factor in (1, 1, 0.015707, 0.015707):
         slope = jax.grad(loss)(local.trainable.classifier, local)

@@ -60,7 +60,7 @@ def engine(name, fidelity):
 
 
 def read(data, index, keys, augment):
-    return data.image[index], data.label[index], None
+    return data.input[index], data.label[index], None
 
 
 def accuracy(name, fidelity, seed):

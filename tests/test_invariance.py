@@ -148,7 +148,7 @@ def test_rows_that_no_participant_holds_may_be_nan(way, data, partitions):
     assert not np.isin([0], np.concatenate([partition.indices for partition in partitions])).any()
     for client in PRESENT:
         held[partitions[0].indices[partitions[0].offset[client] : partitions[0].offset[client + 1]]] = True
-    image = jnp.where(held[:, None, None, None], data.image, jnp.nan)
+    image = jnp.where(held[:, None, None, None], data.input, jnp.nan)
     poisoned = toys.Examples(image, jnp.where(held, data.label, 10**6))
     same(uploads(engine, poisoned, partitions[0], PRESENT), uploads(engine, data, partitions[0], PRESENT))
 

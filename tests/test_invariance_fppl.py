@@ -123,7 +123,7 @@ def test_frozen_prompt_slots_get_a_gradient_of_exactly_zero(servers):
 
     def loss(prompts, current, task):
         fused = fuse(jnp.full((3, 2), 0.5), prompts, current, task)
-        feature = apply_vit(TINY, FROZEN.network, DATA.image[:3], prompt_injection(fused)).cls
+        feature = apply_vit(TINY, FROZEN.network, DATA.input[:3], prompt_injection(fused)).cls
         return jnp.sum(feature[:, :3] ** 2)
 
     prompts = prompts_of(servers[-1])
@@ -134,7 +134,7 @@ def test_frozen_prompt_slots_get_a_gradient_of_exactly_zero(servers):
 
 def test_classes_not_seen_and_padding_classes_never_win(federation, servers):
     nothing = jnp.zeros(len(LABEL), jnp.int32)
-    rows = Batch(DATA.image, nothing, nothing == 0, nothing)
+    rows = Batch(DATA.input, nothing, nothing == 0, nothing)
     for server, task in ((servers[1], STREAM[0]), (servers[3], STREAM[1])):
         head = server.params.classifier
         tempting = server.params._replace(classifier=head._replace(bias=head.bias + 1e6 * ~task.seen))
@@ -175,8 +175,8 @@ def test_uploads_do_not_depend_on_lanes(federation, servers):
 def test_rows_that_nobody_holds_may_be_nan(federation, servers):
     held = np.isin(np.arange(60), np.concatenate([partition.indices for partition in PARTITIONS]))
     assert not held[0]  # the row that padding reads
-    image = jnp.where(held[:, None, None, None], DATA.image, jnp.nan)
-    same(federation.run(data=DATA._replace(image=image)), servers)
+    image = jnp.where(held[:, None, None, None], DATA.input, jnp.nan)
+    same(federation.run(data=DATA._replace(input=image)), servers)
 
 
 def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, servers):
@@ -214,7 +214,7 @@ def test_one_client_that_holds_all_rows_is_centralised_training(federation):
     for epoch in range(EPOCHS):
         order = epoch_order(toys.fold(KEY, task.index, 0), 0, epoch, rows)
         for batch in np.split(order, range(BATCH, len(rows), BATCH)):
-            gradient = gradient_of(parameters, DATA.image[batch], DATA.label[batch])
+            gradient = gradient_of(parameters, DATA.input[batch], DATA.label[batch])
             update, optimiser = adam.update(gradient, optimiser)
             parameters = optax.apply_updates(parameters, update)
     pair = trained.adapter

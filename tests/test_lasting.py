@@ -105,7 +105,7 @@ def test_vfcl_takes_the_global_prior_for_parameters_of_one_task():
 
 def of_first_values(method):
     """What the statement on batch sizes says of a method at its first values, without an engine."""
-    data = Split(DATA.image, DATA.label, query=jnp.zeros((len(DATA.label), 2)))
+    data = Split(DATA.input, DATA.label, query=jnp.zeros((len(DATA.label), 2)))
     made = tiny.Federation(method, None, FROZEN, data, list(PARTITIONS), *begin(method))
     return batch_size_does_not_matter(made, [tiny.PlayedState(made.server, made.states)] * 2)
 

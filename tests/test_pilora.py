@@ -162,10 +162,10 @@ def predict(method, server, task, image, query=None):
 
 def expected_loss(cfg, server, task, data, lora=None):
     """The loss from its parts, for the network with `lora` as its only pair."""
-    feature = encode(FROZEN.network, data.image, None)
+    feature = encode(FROZEN.network, data.input, None)
     if lora is not None:
         a_q, b_q, a_v, b_v = (x[0] for x in lora)
-        feature = data.image @ (jnp.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
+        feature = data.input @ (jnp.eye(WIDTH) + b_q @ a_q + 2 * b_v @ a_v).T
     distance = distances(feature, prototypes_of(server), cfg.distance)
     allowed = jnp.ones(6, bool) if cfg.negatives == "all" else task.seen
     dce, pl = dce_loss(distance, data.label, allowed, data.mask), pl_loss(distance, data.label, data.mask)
@@ -321,7 +321,7 @@ def test_steps_are_adam_with_l2_in_the_gradient():
 
 
 def expected_loss_of_prototypes(server, data, current):
-    distance = distances(data.image, prototypes_of(server).at[2:4].set(current))
+    distance = distances(data.input, prototypes_of(server).at[2:4].set(current))
     dce = dce_loss(distance, data.label, jnp.ones(6, bool), data.mask)
     return dce + 0.001 * pl_loss(distance, data.label, data.mask)
 
@@ -389,7 +389,7 @@ def test_means_on_the_way_are_of_features_before_each_update_and_a_class_without
     local, _ = step(context, local, second, KEY)
     sent = finish(method, server, TASKS[1], local, 5).gather["features"]
     assert sent.present.tolist() == [False, True]
-    images = np.concatenate([first.image[:3], scale * second.image[:2]])
+    images = np.concatenate([first.input[:3], scale * second.input[:2]])
     np.testing.assert_allclose(sent.vector, [[0] * WIDTH, images.mean(0)], rtol=1e-5)
 
 
@@ -406,7 +406,7 @@ def test_clean_means_are_of_one_pass_with_the_trained_model():
         local.trainable.adapter["scale"],
     )
     assert np.abs(scale - 1).min() > 0.09
-    np.testing.assert_allclose(sent.vector[0], scale * data.image[:2].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(sent.vector[0], scale * data.input[:2].mean(0), rtol=1e-5)
 
 
 def test_without_reweighting_no_features_are_summed_or_sent():
@@ -421,11 +421,11 @@ def test_a_frozen_network_reads_cached_features():
     method, server = make(adapter="linear")
     assert method.queries and not make()[0].queries
     data = batch([2, 3, 3])
-    cached = data._replace(image=jnp.zeros_like(data.image), query=data.image)
+    cached = data._replace(input=jnp.zeros_like(data.input), query=data.input)
     plain, by_query = (client_step(method, server, TASKS[1], x)[1] for x in (data, cached))
     jax.tree.map(np.testing.assert_array_equal, plain, by_query)
-    logits = predict(method, server, TASKS[1], data.image)
-    np.testing.assert_array_equal(predict(method, server, TASKS[1], cached.image, cached.query), logits)
+    logits = predict(method, server, TASKS[1], data.input)
+    np.testing.assert_array_equal(predict(method, server, TASKS[1], cached.input, cached.query), logits)
 
 
 # ---- the server --------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
     total = jax.tree.map(lambda *x: sum(x), *sums)
     aggregate = Aggregate((), total, {}, jnp.ones(2), jnp.arange(2), jnp.ones(2, bool))
     after, _ = opening.server(round_after(method, server, task), server, aggregate, KEY)
-    means = np.concatenate([data[0].image[:3], data[1].image[:1]]).mean(0)
+    means = np.concatenate([data[0].input[:3], data[1].input[:1]]).mean(0)
     np.testing.assert_allclose(prototypes_of(after)[2], means, rtol=1e-5)
     others = jnp.array([0, 1, 3, 4, 5])  # class 3 has no rows
     np.testing.assert_array_equal(prototypes_of(after)[others], prototypes_of(server)[others])

@@ -164,7 +164,7 @@ def test_restored_images_reach_the_classifier_in_its_range_or_in_the_decoders(de
     patches = PAIR.decode(FROZEN.decoder, rows.latent, rows.order, prompt)
     pixels = unpatchify(patches, 1)
     # the decoder's range has mean 0.5 and deviation 0.25, the network's 0 and 1
-    np.testing.assert_allclose(batch.image, pixels * 0.25 + 0.5 if denorm else pixels, atol=1e-5)
+    np.testing.assert_allclose(batch.input, pixels * 0.25 + 0.5 if denorm else pixels, atol=1e-5)
 
 
 def adapter_options():
@@ -207,7 +207,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     server, _ = begin(method)
     rows = np.flatnonzero(DATA.label == 0)[:4]
     keys = jax.random.split(KEY, 4)
-    batch = pmae.Batch(DATA.image[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
+    batch = pmae.Batch(DATA.input[rows], DATA.label[rows], jnp.array([1, 1, 1, 0], bool), jnp.array(rows))
     batch = batch._replace(keys=keys)
     model = learner(NETWORK, find_adapter("vpt").build(adapter_options(), SIZES, NETWORK), linear(DEPTH, 5))
     rule = pmae.reconstruction(options_of(recon_weight=3.0), PAIR)
@@ -220,7 +220,7 @@ def test_the_first_step_is_against_the_gradient_of_the_written_out_loss():
     def written(prompt):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
         masking = random_mask(own, 4, 4, 0.5)
-        image = (batch.image - 0.5) / 0.25
+        image = (batch.input - 0.5) / 0.25
         latent = PAIR.encode(FROZEN.network, image, masking.keep)
         error = PAIR.decode(FROZEN.decoder, latent, masking.restore, prompt)
         patches = image.reshape(4, 4, 3)
@@ -238,7 +238,7 @@ def test_the_prompt_learns_to_rebuild():
     """After four rounds the error on images that nobody trained on is lower with the prompt than with the one
     that the run began with."""
     first, last = begin(method_of("pmae", **VALUES))[0], history(lr=0.05, epochs=8)[-1][0]
-    image = between(NETWORK, PAIR, DATA.image)
+    image = between(NETWORK, PAIR, DATA.input)
     masking = random_mask(KEY, len(image), 4, 0.5)
     error = lambda prompt: float(
         reconstruction_loss(pmae.reconstructed(PAIR, FROZEN, image, masking, prompt), image, masking.masked)
@@ -313,7 +313,7 @@ def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a
     counts = np.bincount(DATA.label[rows], minlength=5)[:3]
     assert sent.present.sum(axis=1).tolist() == np.minimum(counts, 2).tolist()
     assert not sent.latent[~sent.present].any() and not sent.order[~sent.present].any()
-    image = between(NETWORK, PAIR, DATA.image[rows])
+    image = between(NETWORK, PAIR, DATA.input[rows])
     for c, u in np.argwhere(sent.present):
         keep = np.argsort(sent.order[c, u])[:2]  # the places of the two visible patches
         own = image[np.asarray(DATA.label[rows]) == c]
@@ -354,7 +354,7 @@ def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(nam
     inputs = RoundInputs(FROZEN, DATA, partition, ids, task, 0, KEY, "task_start")
     after, _, _ = run_round(engine_of(method), jax.tree.map(jnp.copy, before), states, inputs)
     held = np.concatenate([partition.indices[partition.offset[k] :][: partition.count[k]] for k in ids])
-    feature = _apply(FROZEN.network, DATA.image[held], None, False)[0].cls
+    feature = _apply(FROZEN.network, DATA.input[held], None, False)[0].cls
     feature = np.tile(feature, 2 if name == "hepco" else 1)  # the frozen network's, and those of the adapter
     means = np.stack([np.asarray(feature)[LABEL[held] == c].mean(0) for c in range(3)])
     head = after.params.classifier
@@ -469,7 +469,7 @@ def test_every_image_is_restored_with_the_prompt_of_its_own_task():
     pool, kept = server.rules[0], method_of("pmae", **VALUES).server_replay.buffer(now, server)
     task = jnp.arange(len(kept.label)) % 2
     images = pmae.ReplayBatch(kept.examples, kept.label, task, kept.used, TASKS[1].seen)
-    found = pmae.restored_batch(options_of(**VALUES), now, learner_of(VALUES), pool, images).image
+    found = pmae.restored_batch(options_of(**VALUES), now, learner_of(VALUES), pool, images).input
 
     def with_prompt(of):
         pixels = PAIR.decode(FROZEN.decoder, kept.examples.latent, kept.examples.order, pool.prompt[of])
@@ -599,7 +599,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
 
 
 def test_what_a_run_shows_is_what_the_server_would_rebuild():
-    server, image = history()[-1][0], DATA.image[:3]
+    server, image = history()[-1][0], DATA.input[:3]
     method = method_of("pmae", **VALUES)
     found = method.server_replay.reconstruct(round_context_of(TASKS[1]), server, image, KEY)
     close(found.original, image, atol=1e-5)

@@ -296,8 +296,8 @@ def test_the_search_never_sees_a_test_image(searched):
     """With noise as test images, every trial ends as before."""
     _, summary, _ = searched
     exp = build(settings_of())
-    noise = np.random.default_rng(0).integers(0, 256, exp.test.image.shape, np.uint8)
-    exp = exp._replace(test=exp.test._replace(image=jnp.asarray(noise)))
+    noise = np.random.default_rng(0).integers(0, 256, exp.test.input.shape, np.uint8)
+    exp = exp._replace(test=exp.test._replace(input=jnp.asarray(noise)))
     choice = rate_search.search(loop.placed(exp), loop.QUIET, lambda line: None)
     assert choice.to_json()["trials"] == summary["rate_search"]["trials"]
 

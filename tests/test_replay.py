@@ -80,7 +80,7 @@ def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data
     ]
     assert np.array_equal(mask, row >= 0)
     assert mask.any() and not mask.all()
-    same(image[mask], data.image[row[mask]])
+    same(image[mask], data.input[row[mask]])
     same(label[mask], data.label[row[mask]])
     assert not image[~mask].any() and not label[~mask].any()
     assert set(label[mask].tolist()) <= {0, 1}  # classes of the first task
@@ -101,7 +101,7 @@ def test_rows_that_nobody_replays_may_be_nan(where, data, partitions, start):
     asked = [chosen(i, states[i], step) for i in ids for step in range(steps(partitions[1].count[i]))]
     used = np.isin(np.arange(len(data.label)), np.concatenate([partitions[1].indices, *asked]))
     assert np.isin(np.setdiff1d(states[ids], [-1]), np.flatnonzero(~used)).any()
-    image = jnp.where(used[:, None, None, None], data.image, jnp.nan)
+    image = jnp.where(used[:, None, None, None], data.input, jnp.nan)
     poisoned = toys.Examples(image, jnp.where(used, data.label, 10**6))
     on_host = lambda tree: Host(jax.tree.map(np.asarray, tree), 24)
     place = on_host if where == "host" else lambda tree: tree
@@ -132,7 +132,7 @@ def test_a_client_is_read_what_it_remembers_and_no_more(data, partitions, start)
             return self.array[rows]
 
     (server, states, _), engine = start, engine_of("replaying", "loop1")
-    host = Host(toys.Examples(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
+    host = Host(toys.Examples(Watched(np.asarray(data.input)), np.asarray(data.label)), window=24)
     run_round(
         engine,
         server,
@@ -175,14 +175,14 @@ def test_cached_features_of_own_and_replayed_examples_come_together(partitions, 
 
     def features(data, index, keys, augment):
         image, label, _ = toys.fetch(data, index, keys, augment)
-        return image, label, None if augment else 2 * data.image[index, 0, 0]
+        return image, label, None if augment else 2 * data.input[index, 0, 0]
 
     for augment in (False, True):
 
         def step(context, local, batch, key, augment=augment):
             both[augment] = None if batch.query is None else batch.query.shape
             query = jnp.zeros((7, 3)) if batch.query is None else batch.query
-            return {**local, "off": local["off"] + jnp.sum(jnp.abs(query - 2 * batch.image[:, 0, 0]))}, {}
+            return {**local, "off": local["off"] + jnp.sum(jnp.abs(query - 2 * batch.input[:, 0, 0]))}, {}
 
         replay = lambda context, local, key: jnp.arange(REPLAYED)
         method = toys.toy(

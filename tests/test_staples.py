@@ -71,7 +71,7 @@ def method_by(name, *others):
 def gradient_of(head, batch):
     """Of the client's loss, from the normal equations."""
     keep = np.asarray(batch.mask)
-    x, y = np.asarray(batch.image, np.float64)[keep], np.eye(SIZES.classes)[np.asarray(batch.label)[keep]]
+    x, y = np.asarray(batch.input, np.float64)[keep], np.eye(SIZES.classes)[np.asarray(batch.label)[keep]]
     error = (x @ np.asarray(head.kernel, np.float64) + np.asarray(head.bias) - y) / len(x)
     return Head(x.T @ error, error.sum(0))
 
@@ -80,7 +80,7 @@ def gradient_of(head, batch):
 def optimum():
     """The least-squares classifier of all clients' examples."""
     keep = {i: np.asarray(batch.mask) for i, batch in BATCHES.items()}
-    x = np.concatenate([np.asarray(batch.image, np.float64)[keep[i]] for i, batch in BATCHES.items()])
+    x = np.concatenate([np.asarray(batch.input, np.float64)[keep[i]] for i, batch in BATCHES.items()])
     label = np.concatenate([np.asarray(batch.label)[keep[i]] for i, batch in BATCHES.items()])
     x = np.hstack([x, np.ones((len(x), 1))])
     found = np.linalg.lstsq(x, np.eye(SIZES.classes)[label], rcond=None)[0]

@@ -73,7 +73,7 @@ def test_only_the_rows_that_a_window_needs_are_read(data, partitions):
     engine = engine_of("two_pass", "vmap3")
     server = jax.jit(engine.method.init)(KEY, FROZEN)
     states = init_clients(engine.method, server, toys.CLIENTS, KEY)
-    host = Host(toys.Examples(Watched(np.asarray(data.image)), np.asarray(data.label)), window=24)
+    host = Host(toys.Examples(Watched(np.asarray(data.input)), np.asarray(data.label)), window=24)
     ids = np.array([1, 3])
     run_round(engine, server, states, RoundInputs(FROZEN, host, partitions[1], ids, toys.tasks()[1], 0, KEY))
     theirs = np.concatenate(

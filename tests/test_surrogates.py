@@ -80,7 +80,7 @@ def made(name, **values):
 
 def batch_of(task):
     rows = jnp.asarray(np.flatnonzero(np.asarray(task.current)[LABEL])[:4])
-    return Batch(DATA.image[rows], DATA.label[rows], jnp.ones(4, bool), rows)
+    return Batch(DATA.input[rows], DATA.label[rows], jnp.ones(4, bool), rows)
 
 
 def furthest(a, b):
@@ -153,7 +153,7 @@ def test_a_reviewer_keeps_to_the_old_model_on_its_surrogate_images_and_a_learner
     server = with_head(begin(method)[0], HEADS[0])
     server = reviewing(began(method, server, NEW, HEADS[1]), [2])
     batch = batch_of(NEW)
-    learn = lambda head: cross_entropy(logits(head, batch.image), batch.label, NEW.current, batch.mask)
+    learn = lambda head: cross_entropy(logits(head, batch.input), batch.label, NEW.current, batch.mask)
     close(step_of(method, server, NEW, id_=1), descended(HEADS[0], learn))
     chosen = SURROGATE[jax.random.randint(KEY, (4,), 6, 9)]  # the third of four shards of 12
 
@@ -508,7 +508,7 @@ def test_a_client_learns_its_rows_and_distils_on_synthetic_images():
     server = server._replace(rules=(server.rules[0], even))
     batch, mask = batch_of(NEW), jnp.ones(4, bool)
     learn = lambda head, task: cross_entropy(
-        logits(head, batch_of(task).image), batch_of(task).label, task.current, mask
+        logits(head, batch_of(task).input), batch_of(task).label, task.current, mask
     )
     image = from_unit(NETWORK, even[:4] / 255)
     keep = lambda head: 25 * distillation(logits(head, image), logits(HEADS[1], image), NEW.old, batch.mask)

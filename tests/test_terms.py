@@ -75,7 +75,7 @@ def fresh(method):
 
 def loss_of(head, batch):
     """The client's own loss, over the classes of the second task."""
-    logits = batch.image @ head.kernel + head.bias
+    logits = batch.input @ head.kernel + head.bias
     return cross_entropy(logits, batch.label, TASK.current, batch.mask)
 
 
@@ -220,7 +220,7 @@ def fisher_of(head, batches, classes):
     for batch in batches:
         batch = jax.tree.map(np.asarray, batch)
         for n in np.flatnonzero(batch.mask):
-            x, label = batch.image[n], batch.label[n]
+            x, label = batch.input[n], batch.label[n]
             z = np.where(np.asarray(classes), x.astype(np.float64) @ kernel + bias, -np.inf)
             p = np.exp(z - z.max())
             slope = p / p.sum() - (np.arange(len(p)) == label)
@@ -261,7 +261,7 @@ def test_microbatches_bound_how_many_gradients_there_are_at_a_time_and_change_no
         return end_of_task(method, server, TASK, BATCHES, method.init_client(KEY, server))
 
     close(measured(1), measured(2**20), atol=1e-7)
-    sizes = [module.microbatches(BATCHES[0], most).image.shape for most in (1, 3, 9)]
+    sizes = [module.microbatches(BATCHES[0], most).input.shape for most in (1, 3, 9)]
     assert sizes == [(4, 1, 1, WIDTH), (2, 2, 1, WIDTH), (1, 4, 1, WIDTH)]
 
 
@@ -295,7 +295,7 @@ def test_the_release_measures_after_every_training_under_the_clients_own_model(t
     jax.tree.map(np.testing.assert_array_equal, kept.trainable.classifier, end)
 
     def loss(head, batch, classes):
-        return cross_entropy(batch.image @ head.kernel + head.bias, batch.label, classes, batch.mask)
+        return cross_entropy(batch.input @ head.kernel + head.bias, batch.label, classes, batch.mask)
 
     expected = server.params.classifier
     for batch in batches:
@@ -357,7 +357,7 @@ def times(weight):
 
 def played(method, lanes=PAIR):
     """(server, metrics) after each round of all tasks; images are vectors."""
-    data = DATA._replace(image=DATA.image.reshape(len(DATA.image), -1)[:, :WIDTH])
+    data = DATA._replace(input=DATA.input.reshape(len(DATA.input), -1)[:, :WIDTH])
     engine = engine_of(method, lanes, frozen=SCALE, data=data)
     history = play(engine, *begin(method, SCALE), frozen=SCALE, data=data)
     return [(server, report.metrics) for server, _, report in history]

@@ -60,7 +60,7 @@ REPLAYED, MEMORY = 3, 5  # rows that join a batch, and rows that a client rememb
 class Examples(NamedTuple):
     """The training store: x as images [N, 1, 1, 3], and classes, which are also the regression targets."""
 
-    image: Any
+    input: Any
     label: Any
 
 
@@ -112,7 +112,7 @@ def streams(data: Examples) -> list[ClientPartition]:
 
 def fetch(data: Examples, index, keys, augment: bool):
     """The training view adds noise that is keyed by row of the batch."""
-    image = data.image[index]
+    image = data.input[index]
     if augment:
         image = image + 0.1 * jax.vmap(lambda key: jax.random.uniform(key, (1, 1, 3)))(keys)
     return image, data.label[index], None
@@ -123,7 +123,7 @@ def fetch(data: Examples, index, keys, augment: bool):
 
 def descend(frozen, weight, batch: Batch):
     """One step of gradient descent on the masked batch, and the loss as a metric."""
-    x, count = batch.image[:, 0, 0], jnp.sum(batch.mask)
+    x, count = batch.input[:, 0, 0], jnp.sum(batch.mask)
     error = jnp.where(batch.mask, x @ weight - batch.label, 0.0)
     loss = Weighted(0.5 * jnp.sum(error**2), count.astype(jnp.float32))
     return weight - frozen["rate"] * (error @ x) / jnp.maximum(count, 1), {"loss": loss}
@@ -141,7 +141,7 @@ def begin(context: ClientContext, state, key):
 
 def logits(weight, batch: Batch):
     """Minus half the squared error to every class."""
-    return -0.5 * (batch.image[:, 0, 0] @ weight - jnp.arange(CLASSES)[:, None]).T ** 2
+    return -0.5 * (batch.input[:, 0, 0] @ weight - jnp.arange(CLASSES)[:, None]).T ** 2
 
 
 def take_mean(round_context: RoundContext, server, aggregate: Aggregate, key):
@@ -202,7 +202,7 @@ def conflating() -> Method:
         return {"weight": mean, "precision": sigma**-2}
 
     def step(context, local, batch, key):
-        seen = jnp.sum(jnp.where(batch.mask[:, None], batch.image[:, 0, 0] ** 2, 0), axis=0)
+        seen = jnp.sum(jnp.where(batch.mask[:, None], batch.input[:, 0, 0] ** 2, 0), axis=0)
         return train(context, {**local, "precision": local["precision"] + seen}, batch, key)
 
     def finish(context, local, state):
@@ -236,7 +236,7 @@ def gathering() -> Method:
 
     def step(context, local, batch, key):
         member = ((batch.label[:, None] == jnp.arange(CLASSES)) & batch.mask[:, None]).astype(jnp.float32)
-        return train(context, {**local, "sums": local["sums"] + member.T @ batch.image[:, 0, 0]}, batch, key)
+        return train(context, {**local, "sums": local["sums"] + member.T @ batch.input[:, 0, 0]}, batch, key)
 
     def finish(context, local, state):
         rows = context.client.class_examples
@@ -322,7 +322,7 @@ def two_pass() -> Method:
         return {"weight": context.payload, "trail": jnp.zeros(())}
 
     def look(context, local, batch, key):
-        value = jnp.sum(jnp.where(batch.mask, batch.image[:, 0, 0] @ local["weight"], 0.0))
+        value = jnp.sum(jnp.where(batch.mask, batch.input[:, 0, 0] @ local["weight"], 0.0))
         looked = Weighted(jnp.sum(batch.mask).astype(jnp.float32), jnp.ones(()))
         return {**local, "trail": 0.5 * local["trail"] + value}, {"rows_per_look": looked}
 
@@ -357,7 +357,7 @@ def three_pass() -> Method:
         return {**local, "weight": local["weight"] + velocity, "velocity": velocity}, metrics
 
     def look(context, local, batch, key):
-        value = batch.image[:, 0, 0] @ (local["weight"] + local["noise"])
+        value = batch.input[:, 0, 0] @ (local["weight"] + local["noise"])
         return {**local, "trail": 0.5 * local["trail"] + jnp.sum(jnp.where(batch.mask, value, 0.0))}, {}
 
     def look_again(context, local, batch, key):

@@ -267,8 +267,8 @@ def jax_steps(work: Work, game: Game) -> Callable[[], tuple[PyTree, PyTree]]:
 
     def see(data: Split, rows: Array, key: Array) -> Array:
         if not work.augment:
-            return clean_view(work.preprocess, data.image[rows])
-        return train_view(work.preprocess, data.image[rows], jax.random.split(key, len(rows)))
+            return clean_view(work.preprocess, data.input[rows])
+        return train_view(work.preprocess, data.input[rows], jax.random.split(key, len(rows)))
 
     def sums(feature: Array, label: Array, mask: Array) -> Array:
         return ((label[:, None] == of_class) * mask[:, None]).T @ feature
@@ -325,7 +325,7 @@ def jax_predict(work: Work, game: Game) -> Callable[[], list[np.ndarray]]:
     """Evaluation as a plain loop: a compiled call for every batch."""
     (part, fixed) = start_of(work, game)
     split = test_split(work)
-    images = np.asarray(split.image)
+    images = np.asarray(split.input)
 
     @jax.jit
     def found(part, frozen, fixed, image: Array) -> Array:

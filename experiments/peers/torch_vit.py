@@ -190,7 +190,7 @@ def normal(work: Work, x: Tensor) -> Tensor:
 class Data(NamedTuple):
     """Images as grey levels, and their classes."""
 
-    image: Tensor
+    input: Tensor
     label: Tensor
 
 
@@ -260,14 +260,14 @@ def fppl_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callable
         optimiser = torch.optim.Adam(net.trained().values(), lr=work.rate)
         for _ in range(work.epochs):
             for some in rows[torch.from_numpy(rng.permutation(len(rows)))].split(work.batch):
-                image = data.image[some]
+                image = data.input[some]
                 label = data.label[some]
                 loss = fppl_loss(net, augmented(work, image, rng), label, prototype)
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
         with torch.no_grad():
-            parts = [net(augmented(work, data.image[some], rng)) for some in rows.split(work.batch)]
+            parts = [net(augmented(work, data.input[some], rng)) for some in rows.split(work.batch)]
         class_means(torch.cat(parts), data.label[rows])
         return copy.deepcopy({name: x.detach() for name, x in net.trained().items()})
 
@@ -282,7 +282,7 @@ def class_means(feature: Tensor, label: Tensor) -> dict[int, np.ndarray]:
 def fppl_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
     net = Fppl(work, game, how).to(where)
-    images = tensor(test_split(work).image).to(where)
+    images = tensor(test_split(work).input).to(where)
     found = lambda image: net.fc(net(clean(work, image))).argmax(-1)
     return lambda: predicted(work, found, images)
 
@@ -349,7 +349,7 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
             for some in rows[torch.from_numpy(rng.permutation(len(rows)))].split(work.batch):
                 label = data.label[some]
                 net.zero_grad()
-                loss, feature = pilora_loss(net, augmented(work, data.image[some], rng), label)
+                loss, feature = pilora_loss(net, augmented(work, data.input[some], rng), label)
                 loss.backward()
                 optimiser.step()
                 if how == "lean":
@@ -368,7 +368,7 @@ def pilora_round(work: Work, game: Game, how: How, where: str = "cpu") -> Callab
 def pilora_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Callable[[], Tensor]:
     """The classes of all test images."""
     net = Pilora(work, game, how).to(where)
-    images = tensor(test_split(work).image).to(where)
+    images = tensor(test_split(work).input).to(where)
     return lambda: predicted(work, lambda image: net(clean(work, image))[1].argmin(-1), images)
 
 
@@ -381,7 +381,7 @@ WAYS: dict[str, tuple[How, ...]] = {"fppl": ("released", "frozen", "lean"), "pil
 
 def data_on(game: Game, where: str) -> Data:
     """The training images where the model is."""
-    return Data(tensor(game.data.image).to(where), tensor(game.data.label).long().to(where))
+    return Data(tensor(game.data.input).to(where), tensor(game.data.label).long().to(where))
 
 
 def averaged(work: Work, play: Callable[[int], dict[str, Tensor]], where: str) -> dict[str, Tensor]:

@@ -195,10 +195,10 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
-    image = jnp.where(owned, federation.data.image, jnp.nan)
+    image = jnp.where(owned, federation.data.input, jnp.nan)
     assert federation.data.query is not None
     query = padding_features(*GARBAGE, federation.data.query.shape[1])
-    poisoned = states_after_rounds(federation, federation.data._replace(image=image, query=query))
+    poisoned = states_after_rounds(federation, federation.data._replace(input=image, query=query))
     leaves = difference(poisoned[-1], history[-1])
     return _equal_or_cause(
         "padding is inert: with other images and labels in it, nothing changes",

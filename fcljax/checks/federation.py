@@ -131,7 +131,7 @@ def tiny_federation(
 def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[Array, Array, Array]:
     """Return images without augmentation, labels, and the content of padding in place of query features."""
     assert data.query is not None
-    return data.image[index], data.label[index], data.query[index]
+    return data.input[index], data.label[index], data.query[index]
 
 
 def padding_features(pixel: float, label: int, width: int) -> Array:
@@ -149,9 +149,9 @@ def _with_padding(method: Method) -> Method:
         if batch.query is None:  # a batch that the server draws carries none
             return batch
         pixel, label, *_ = jnp.max(batch.query, axis=0)
-        image = jnp.where(batch.mask[:, None, None, None], batch.image, pixel)
+        image = jnp.where(batch.mask[:, None, None, None], batch.input, pixel)
         return batch._replace(
-            image=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
+            input=image, label=jnp.where(batch.mask, batch.label, label.astype(jnp.int32)), query=None
         )
 
     def phase_of(phase: Phase) -> Phase:

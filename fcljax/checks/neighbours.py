@@ -37,7 +37,7 @@ Logits = Callable[[Array, Array], Float[Array, "n C"]]
 def neighbours_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
     """Check that an image has the same logits alone, beside padding, in a batch and in the reversed batch."""
     batchwise = federation.method.batchwise
-    images = _coloured(federation.data.image[:IMAGES])
+    images = _coloured(federation.data.input[:IMAGES])
     worst = 0.0
     for task_index, state in ((0, history[SIZES.rounds - 1]), (1, history[-1])):
         for logits in _predictions(federation, state, task_index):

@@ -156,7 +156,7 @@ def many_chips(
 
 def _beside(exp: Experiment) -> int:
     """Return the bytes of test images that stay on the chip."""
-    return exp.test.image.nbytes if isinstance(exp.test, Split) else 0
+    return exp.test.input.nbytes if isinstance(exp.test, Split) else 0
 
 
 def experiment(

@@ -107,7 +107,7 @@ def next_round(federation: Federation, index: int, server: PyTree, clients: PyTr
     if predict is None:
         return received, ()
     round_context = RoundContext.on_host(federation.frozen, TASKS[1], 0, False)
-    image = jnp.asarray(federation.data.image)
+    image = jnp.asarray(federation.data.input)
     label = jnp.asarray(federation.data.label)
     batch = Batch(image, label, label >= 0, label)
     predict_all = jax.jit(jax.vmap(lambda state: predict(round_context, server, state, batch)))

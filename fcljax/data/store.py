@@ -12,7 +12,7 @@ from fcljax.data.partition import class_counts, split_at
 class Split(NamedTuple):
     """One split, on the device or (numpy) on the host."""
 
-    image: UInt8[Array | np.ndarray, "N H W 3"]
+    input: UInt8[Array | np.ndarray, "N H W 3"]
     label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
     # height and width before images were squeezed into a square (`augment.Geometry`); None: they are square
     size: Int[Array | np.ndarray, "N 2"] | None = None

@@ -756,7 +756,7 @@ def _read(
         query = clear_padding(query)
     example_keys = jax.vmap(jax.random.fold_in, (None, 0))(examples_key, jnp.where(mask, index, 0))
     return Batch(
-        image=jax.tree.map(clear_padding, image),
+        input=jax.tree.map(clear_padding, image),
         label=clear_padding(label),
         mask=mask,
         index=jnp.where(mask, index, -1),

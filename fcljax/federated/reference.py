@@ -270,7 +270,7 @@ def read_batch(
     if query is not None:
         query = without_padding(query)
     return Batch(
-        image=without_padding(image),
+        input=without_padding(image),
         label=without_padding(label),
         mask=jnp.asarray(mask),
         index=jnp.asarray(index, jnp.int32),

@@ -219,7 +219,7 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
     context = step.context
     mask = step.batch.mask
     injection = Injection(tokens=tokens_of(step, prompt))
-    features, _ = network.apply(context.frozen.network, step.batch.image, injection, True, mask)
+    features, _ = network.apply(context.frozen.network, step.batch.input, injection, True, mask)
     moments: ClassMoments = context.payload.sent[MOMENTS]
     mean, variance = reports.normal_of(moments)
     index = class_index(step)
@@ -240,7 +240,7 @@ def compensated_logits(step: ClientStep, prompt: Float[Array, "Ct length width"]
     injection = adapter.inject(cached.adapter, trainable.adapter, step.output.query, task, True, batch.mask)
     injection = injection._replace(tokens=tokens_of(step, prompt))
     frozen = step.context.frozen.network
-    features, _ = network.apply(frozen, batch.image, injection, True, batch.mask)
+    features, _ = network.apply(frozen, batch.input, injection, True, batch.mask)
     feature = adapter.feature(features)
     return classifier.logits(cached.classifier, trainable.classifier, feature, task)
 

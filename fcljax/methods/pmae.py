@@ -151,7 +151,7 @@ def reconstruction(options: PmaeOptions, autoencoder: Autoencoder) -> ClientRule
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        image = between(step.learner.network, autoencoder, step.batch.image)
+        image = between(step.learner.network, autoencoder, step.batch.input)
         masking = masks_of(options, step, autoencoder)
         prompt = step.trainable.extra[RECONSTRUCTION]
         patches = reconstructed(autoencoder, step.context.frozen, image, masking, prompt)
@@ -231,7 +231,7 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
 
     def offer(step: ClientStep, sample: RestoreSample) -> RestoreSample:
         batch = step.batch
-        image = between(step.learner.network, autoencoder, batch.image)
+        image = between(step.learner.network, autoencoder, batch.input)
         masking = masks_of(options, step, autoencoder)
         latent = autoencoder.encode(step.context.frozen.network, image, masking.keep)
         offered = Restore(latent, masking.restore, batch.mask)

@@ -446,7 +446,7 @@ def _features(
     `queries`), and the running statistics after the batch."""
     query = batch.query
     if query is None and queries:
-        query = network.apply(frozen.network, batch.image, None, False, batch.mask)[0].cls
+        query = network.apply(frozen.network, batch.input, None, False, batch.mask)[0].cls
     if adapter.plain and query is not None:
         return query, query, ()
     params = frozen.network
@@ -457,7 +457,7 @@ def _features(
     injection = (
         adapter.inject(cached.adapter, own, query, task, train, batch.mask) if adapter.inject else None
     )
-    seen, after = network.apply(params, batch.image, injection, train, batch.mask)
+    seen, after = network.apply(params, batch.input, injection, train, batch.mask)
     stats = network.split(after)[1] if network.split and adapter.network else ()
     return adapter.feature(seen), query, stats
 

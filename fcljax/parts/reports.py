@@ -156,7 +156,7 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
         features, _ = network.apply(frozen.network, image[None], injection, False, None)
         return attention_inputs(frozen.network, features, blocks)[:, 0]
 
-    x = jax.vmap(of_image)(step.batch.image)
+    x = jax.vmap(of_image)(step.batch.input)
     x = jnp.where(step.batch.mask[:, None, None, None], x, 0.0)
     return rearrange(x, "batch blocks tokens width -> blocks (batch tokens) width")
 

@@ -277,7 +277,7 @@ def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> F
       InputError: for whatever the user's loss raises, and for a result of another shape.
     """
     try:
-        losses = _losses(loss, model, batch.image, batch.label, key)
+        losses = _losses(loss, model, batch.input, batch.label, key)
     except InputError:
         raise
     except Exception as error:

@@ -221,7 +221,7 @@ def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
 def read_clean(preprocess: Preprocess, split: Split, index: Array) -> Float[Array, "B S S 3"]:
     """Read images of a split as network input, under the clean view."""
     examples = _take(split, index)
-    return clean_view(preprocess, examples.image, examples.size)
+    return clean_view(preprocess, examples.input, examples.size)
 
 
 def inputs_of(
@@ -232,8 +232,8 @@ def inputs_of(
     examples = _take(split, index)
     if augment and augments:
         # cached query features are those of the clean view
-        return train_view(preprocess, examples.image, keys, examples.size), examples.label, None
-    return clean_view(preprocess, examples.image, examples.size), examples.label, examples.query
+        return train_view(preprocess, examples.input, keys, examples.size), examples.label, None
+    return clean_view(preprocess, examples.input, examples.size), examples.label, examples.query
 
 
 def _take(split: Split, index: Array) -> PyTree:
@@ -265,7 +265,7 @@ def make_splits(
     train = Split(dataset.x_train, labels[0].astype(np.int32), dataset.size_train)
     test = Split(dataset.x_test, labels[1].astype(np.int32), dataset.size_test)
     available_bytes = device_memory() * RESIDENT_SHARE
-    image_bytes = max(split.image.nbytes // len(split.label) for split in (train, test))
+    image_bytes = max(split.input.nbytes // len(split.label) for split in (train, test))
     # a window, which gets a quarter of the budget, must hold two evaluation steps
     least_bytes = 8 * eval_batch_size * image_bytes
     if budget is not None:
@@ -276,11 +276,11 @@ def make_splits(
             f"data_budget: {budget} MiB cannot hold windows of {2 * eval_batch_size} images; nearest valid "
             f"value: {least}"
         )
-    if train.image.nbytes + test.image.nbytes <= available_bytes:
+    if train.input.nbytes + test.input.nbytes <= available_bytes:
         return _resident(train), _resident(test)
     # a split on the host has two windows on the device, one of which is read while the other is used
     window_bytes = available_bytes / 4
-    if test.image.nbytes <= available_bytes / 2:
+    if test.input.nbytes <= available_bytes / 2:
         return _host(train, window_bytes), _resident(test)
     return _host(train, window_bytes), _host(test, window_bytes)
 
@@ -311,7 +311,7 @@ def _resident(split: Split) -> Split:
 
 
 def _host(split: Split, window_bytes: float) -> Host:
-    image_bytes = split.image.nbytes // len(split.label)
+    image_bytes = split.input.nbytes // len(split.label)
     return Host(split, int(window_bytes // image_bytes))
 
 

@@ -49,7 +49,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
     clients = jax.eval_shape(
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
-    resident = [split.image for split in (exp.train, exp.test) if isinstance(split, Split)]
+    resident = [split.input for split in (exp.train, exp.test) if isinstance(split, Split)]
     one = _forward(exp)
     devices = device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.batch_size)

@@ -156,7 +156,7 @@ def make_features(
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
 
     def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
-        image = whole(split).image
+        image = whole(split).input
         if index is None:
             index = np.arange(len(image))
         image_bytes = image.nbytes // max(len(image), 1)

@@ -466,7 +466,7 @@ def find_nearest(step: ClientStep, local: LocalState) -> LocalState:
     nearest = jnp.argmin(distance, axis=1)
     least = jnp.min(distance, axis=1)
     is_nearer = least < local.distance
-    image = jnp.where(is_nearer[:, None, None, None], batch.image[nearest], local.image)
+    image = jnp.where(is_nearer[:, None, None, None], batch.input[nearest], local.image)
     return local._replace(image=image, distance=jnp.minimum(least, local.distance))
 
 
