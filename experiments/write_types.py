@@ -99,6 +99,7 @@ def _union(kinds: list[Any]) -> str:
 def import_block() -> str:
     """The imports of fcljax/__init__.py for type checkers."""
     lines = ["if TYPE_CHECKING:  # isort: off"]
+    lines += [f"    from fcljax import {name} as {name}" for name in fcljax._SUBMODULES]
     for module, names in fcljax._MODULES.items():
         aliases = [f"{name} as {name}" for name in names]
         line = f"    from {module} import {', '.join(aliases)}"

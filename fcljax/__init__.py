@@ -67,8 +67,12 @@ _MODULES = {
     ),
 }
 
+# modules with names of their own, such as `fcljax.aggregate.krum`
+_SUBMODULES = ("aggregate",)
+
 # the same table for editors and type checkers, which do not run `__getattr__`; a test compares the two
 if TYPE_CHECKING:  # isort: off
+    from fcljax import aggregate as aggregate
     from fcljax.api import Result as Result, run as run
     from fcljax.data.files.client_json import read_clients as read_clients
     from fcljax.data.files.dataset import Dataset as Dataset
@@ -147,12 +151,14 @@ if TYPE_CHECKING:  # isort: off
     )
 
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, *_SUBMODULES])
 
 
 def __getattr__(name: str) -> object:
     import importlib
 
+    if name in _SUBMODULES:
+        return importlib.import_module(f"fcljax.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fcljax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -28,7 +28,7 @@ FLOORS = (
     {"parts"},
     {"adapters"},
     {"methods"},
-    {"config", "scenario"},
+    {"config", "scenario", "aggregate"},
     {"results"},
     {"runs"},
     {"studies", "checks", "pretraining", "bridges"},

@@ -9,6 +9,7 @@ Robust rules ignore weights, because a weight is the client's own claim.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,7 @@ def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Arr
     return jax.tree.map(median, stacked)
 
 
+@jax.custom_jvp
 def value_of_rank(values: Float[Array, "K ..."], rank: Int[Array, ""]) -> Float[Array, "..."]:
     """The value [...] of this rank, from 0 on, of every coordinate: exact, as if they were sorted.
 
@@ -90,6 +92,16 @@ def value_of_rank(values: Float[Array, "K ..."], rank: Int[Array, ""]) -> Float[
 
     found = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], kind))
     return jax.lax.bitcast_convert_type(jnp.where(found >= top, found ^ top, ~found), values.dtype)
+
+
+@value_of_rank.defjvp
+def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    """Give the tangent of the value of this rank; equal values share it. Bits have no derivative."""
+    values, rank = primals
+    value = value_of_rank(values, rank)
+    equal = values == value
+    tangent = jnp.sum(jnp.where(equal, tangents[0], 0), axis=0) / jnp.sum(equal, axis=0)
+    return value, tangent
 
 
 def trimmed_mean(
