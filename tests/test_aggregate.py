@@ -1,13 +1,11 @@
 """`fcljax.aggregate`: the rules as a researcher imports them."""
 
 import doctest
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_runs
 from jax.test_util import check_grads
 
 import fcljax
@@ -33,14 +31,6 @@ def test_examples_of_docstrings_print_what_they_say():
     for test in doctest.DocTestFinder().find(aggregate, globs=names):
         result = doctest.DocTestRunner().run(test)
         assert result.failed == 0, test.name
-
-
-def test_the_page_of_primitives_runs():
-    page = (small_runs.ROOT / "docs/api/primitives.md").read_text()
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
-    merged = names["merge"](names["stacked"], jnp.ones(3), jnp.ones(3, bool))
-    np.testing.assert_allclose(merged["w"], [2.0, 1.0])
 
 
 def clients(seed=0):

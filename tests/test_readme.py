@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
@@ -79,13 +80,10 @@ def test_federated_averaging_of_a_module_takes_six_lines():
     assert len(names["history"]) == 5 and float(right.mean()) > 0.5
 
 
-def test_the_comments_beside_the_aggregation_rules_are_right():
-    names = namespace(block_with("conflate_sums"))
-    merged = names["weighted_mean"](names["models"], names["examples"], names["valid"])
-    median = names["coordinate_median"](names["models"], names["examples"], names["valid"])
-    assert (merged["kernel"].tolist(), merged["bias"].tolist()) == ([2, 3], [1])
-    assert (median["kernel"].tolist(), median["bias"].tolist()) == ([3, 4], [2])
-    np.testing.assert_allclose([names["mean"]["w"][0], names["sigma"]["w"][0]], [0.6, 0.8**0.5], rtol=1e-6)
+def test_the_jitted_rule_of_the_page_of_primitives_trims_the_extremes():
+    names = namespace(block_with("aggregate.trimmed_mean"))
+    merged = names["merge"](names["stacked"], jnp.ones(3), jnp.ones(3, bool))
+    np.testing.assert_allclose(merged["w"], [2.0, 1.0])
 
 
 def test_commands_have_options_that_exist(monkeypatch):
