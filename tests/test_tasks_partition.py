@@ -6,7 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcljax.data import partition
-from fcljax.data.partition import count_matrix, dirichlet, first_share, iid, quantity, shards, split_at
+from fcljax.data.partition import (
+    Quantity,
+    Shards,
+    WholeClasses,
+    count_matrix,
+    dirichlet,
+    first_share,
+    iid,
+    quantity,
+    shards,
+    split_at,
+)
 from fcljax.data.tasks import class_order, make_tasks, relabel, task_sizes
 from fcljax.errors import InputError
 
@@ -168,6 +179,21 @@ def test_impossible_numbers_of_clients_are_refused():
             split(5)
     with pytest.raises(InputError, match="alpha 0.001 do not all reach 10 of 200 examples"):
         dirichlet(np.repeat(np.arange(2), 100), 4, 0.001, rng)
+
+
+@pytest.mark.parametrize("kind", [Quantity, WholeClasses, Shards])
+def test_partitions_by_labels_are_redrawn_until_every_client_has_its_minimum(kind):
+    labels = np.repeat(np.arange(6), [2, 4, 60, 80, 120, 34])
+    split = lambda **least: kind(1, **least)(labels, 3, np.random.RandomState(0))
+    smallest = min(map(len, split()))
+    assert smallest == (3 if kind is Shards else 4)
+    for client, client_without in zip(split(min_examples=smallest), split(), strict=True):
+        np.testing.assert_array_equal(client, client_without)
+    if kind is not Shards:  # whose clients all have three examples
+        assert min(map(len, split(min_examples=20))) >= 20
+    hopeless = 121 if kind is WholeClasses else 99
+    with pytest.raises(InputError, match=f"classes_per_client 1 do not all reach {hopeless} of 300 examples"):
+        split(min_examples=hopeless)
 
 
 # ---- the rows of one task ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ parts are indices into the `labels` that were given.
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Int64
 
 from fcljax.data.sampled import sample_client as sample_client  # a client of one round
 from fcljax.errors import InputError
-from fcljax.options import option
+from fcljax.options import flag, option
 
 MOST_DRAWN_APART = 100_000  # clients; a draw for each of a million takes seconds
 _PASSES = 1000  # draws before a setting counts as hopeless
@@ -80,9 +81,11 @@ class Quantity:
 
     classes_per_client: int = 2
     """Classes per client and task."""
+    min_examples: int = option(0, least=0)
+    """Minimum number of examples per client; a partition below it is redrawn."""
 
     def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
-        return quantity(labels, clients, self.classes_per_client, rng)
+        return quantity(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +94,11 @@ class Shards:
 
     classes_per_client: int = 2
     """Shards of 1/100 of a task's examples per client."""
+    min_examples: int = option(0, least=0)
+    """Minimum number of examples per client; a partition below it is redrawn."""
 
     def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
-        return shards(labels, clients, self.classes_per_client, rng)
+        return shards(labels, clients, self.classes_per_client, rng, min_size=self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +107,11 @@ class WholeClasses:
 
     classes_per_client: int = 2
     """Classes per client and task."""
+    min_examples: int = option(0, least=0)
+    """Minimum number of examples per client; a partition below it is redrawn."""
 
     def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
-        return whole_classes(labels, clients, self.classes_per_client, rng)
+        return whole_classes(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
 def dirichlet(
@@ -131,14 +138,10 @@ def dirichlet(
             f"alpha: {alpha} is not a Dirichlet concentration; choose 0 < alpha <= 1e6, or partition iid"
         )
     check_clients(len(labels), clients, min_size)
-    for _ in range(_PASSES):
-        parts = _one_pass(labels, clients, alpha, rng)
-        if min(map(len, parts)) >= min_size:
-            return _shuffled(parts, rng)
-    raise InputError(
-        f"clients: {clients} clients with alpha {alpha} do not all reach {min_size} of {len(labels)} "
-        f"examples in {_PASSES} draws; choose fewer clients, a larger --alpha or a smaller --min-examples"
+    parts = _redrawn(
+        lambda: _one_pass(labels, clients, alpha, rng), min_size, len(labels), clients, f"alpha {alpha}"
     )
+    return _shuffled(parts, rng)
 
 
 def iid(labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10) -> Parts:
@@ -163,7 +166,11 @@ def iid(labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState,
 
 
 def quantity(
-    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState
+    labels: Int[np.ndarray, " N"],
+    clients: int,
+    per_client: int,
+    rng: np.random.RandomState,
+    min_size: int = 0,
 ) -> Parts:
     """Every client owns `per_client` labels, and the examples of a label are split equally among its owners.
 
@@ -181,24 +188,34 @@ def quantity(
       per_client: labels per client.
       rng: draws the order of the labels, then client by client the others (of more than `MOST_DRAWN_APART`
         clients at once), then label by label which examples each owner gets.
+      min_size: least number of examples of a client; below it all is drawn again.
 
     Raises:
-      InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
+      InputError: for less than one client, a `per_client` that is not between 1 and the number of labels, or
+        a `min_size` that is not met.
     """
-    check_clients(len(labels), clients, 0)
+    check_clients(len(labels), clients, min_size)
     members = _classes(labels)
     _check_per_client(per_client, len(members), "label ids")
-    owns = _label_owners(len(members), clients, per_client, rng)
-    owned = []
-    for label, mine in enumerate(members):
-        owners = np.flatnonzero(owns[:, label])
-        if len(owners):
-            owned.append(_evenly(rng.permutation(mine), owners))
-    return _by_owner(owned, clients)
+
+    def draw() -> Parts:
+        owns = _label_owners(len(members), clients, per_client, rng)
+        owned = []
+        for label, examples in enumerate(members):
+            owners = np.flatnonzero(owns[:, label])
+            if len(owners):
+                owned.append(_evenly(rng.permutation(examples), owners))
+        return _by_owner(owned, clients)
+
+    return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
 
 def whole_classes(
-    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState
+    labels: Int[np.ndarray, " N"],
+    clients: int,
+    per_client: int,
+    rng: np.random.RandomState,
+    min_size: int = 0,
 ) -> Parts:
     """Every client draws `per_client` labels, and has all their examples, which clients share (GLFC's
     release, in which `per_client` is 6 of a task's 10 classes).
@@ -208,19 +225,30 @@ def whole_classes(
       clients: number of clients K.
       per_client: labels per client.
       rng: draws the labels of one client after the other.
+      min_size: least number of examples of a client; below it all is drawn again.
 
     Raises:
-      InputError: for less than one client, or a `per_client` that is not between 1 and the number of labels.
+      InputError: for less than one client, a `per_client` that is not between 1 and the number of labels, or
+        a `min_size` that is not met.
     """
     check_clients(len(labels), clients, 0)
-    there = np.unique(labels)
-    _check_per_client(per_client, len(there), "label ids")
-    drawn = (rng.choice(there, per_client, replace=False) for _ in range(clients))
-    return [np.flatnonzero(np.isin(labels, mine)) for mine in drawn]
+    label_ids = np.unique(labels)
+    _check_per_client(per_client, len(label_ids), "label ids")
+
+    def draw() -> Parts:
+        drawn = (rng.choice(label_ids, per_client, replace=False) for _ in range(clients))
+        return [np.flatnonzero(np.isin(labels, some)) for some in drawn]
+
+    return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
 
 def shards(
-    labels: Int[np.ndarray, " N"], clients: int, per_client: int, rng: np.random.RandomState, count: int = 100
+    labels: Int[np.ndarray, " N"],
+    clients: int,
+    per_client: int,
+    rng: np.random.RandomState,
+    count: int = 100,
+    min_size: int = 0,
 ) -> Parts:
     """Examples in the order of their labels are cut into `count` shards; each client draws `per_client`.
 
@@ -235,10 +263,11 @@ def shards(
       per_client: shards per client.
       rng: draws the shards of one client after the other.
       count: shards.
+      min_size: least number of examples of a client; below it all is drawn again.
 
     Raises:
-      InputError: for less than one client, a `per_client` not between 1 and `count`, or fewer examples than
-        shards.
+      InputError: for less than one client, a `per_client` not between 1 and `count`, fewer examples than
+        shards, or a `min_size` that is not met.
     """
     check_clients(len(labels), clients, 0)
     _check_per_client(per_client, count, "shards")
@@ -248,10 +277,12 @@ def shards(
             f"{len(labels)}; nearest: quantity"
         )
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
-    return [
-        np.concatenate([cut[shard] for shard in rng.choice(count, per_client, replace=False)])
-        for _ in range(clients)
-    ]
+
+    def draw() -> Parts:
+        drawn = (rng.choice(count, per_client, replace=False) for _ in range(clients))
+        return [np.concatenate([cut[shard] for shard in some]) for some in drawn]
+
+    return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
@@ -321,6 +352,23 @@ def check_clients(examples: int, clients: int, min_size: int) -> None:
             f"clients: {examples} examples cannot give {clients} clients {min_size} each; "
             f"choose {examples // min_size} clients or fewer"
         )
+
+
+def _redrawn(draw: Callable[[], Parts], min_size: int, examples: int, clients: int, setting: str) -> Parts:
+    """Return the first drawn partition in which every client has `min_size` of the examples.
+
+    Raises:
+      InputError: after `_PASSES` draws, naming the setting.
+    """
+    for _ in range(_PASSES):
+        parts = draw()
+        if min(map(len, parts)) >= min_size:
+            return parts
+    name, _, _ = setting.partition(" ")
+    raise InputError(
+        f"clients: {clients} clients with {setting} do not all reach {min_size} of {examples} examples in "
+        f"{_PASSES} draws; choose fewer clients, a larger {flag(name)} or a smaller --min-examples"
+    )
 
 
 def _check_per_client(per_client: int, most: int, what: str) -> None:
