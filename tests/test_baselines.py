@@ -333,6 +333,7 @@ def test_exemplars_are_a_clients_own():
     assert rows[1].tolist() == [-1] * 6
 
 
+@pytest.mark.long
 def test_rows_of_a_task_take_no_places_until_it_is_over():
     """Six places, and old rows only, in every round of the second task."""
     first, second = (history("icarl")[place][1][0].exemplars for place in (1, 2))

@@ -207,6 +207,7 @@ def test_a_ridge_that_leaves_the_matrix_singular_is_never_chosen():
     assert not np.isfinite(float(held_out_error({"fit": one, "held_out": one}, jnp.float32(-2.0))))
 
 
+@pytest.mark.long
 def test_a_first_session_trains_the_network_in_the_first_task_alone():
     method = fedranpac(FedRanPACOptions(projection=12), run_of(True, PIXELS))
     assert [each.when for each in method.rounds] == ["round", "task_end"]

@@ -142,13 +142,14 @@ def check(case, ways):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] if i % 12 else []) for i, case in enumerate(FEW)]
+    "case", [pytest.param(case, marks=[pytest.mark.long] if i % 24 else []) for i, case in enumerate(FEW)]
 )
 def test_every_pair_of_parts_works_together(case):
-    """Every twelfth one in `make test`, since each compiles an engine."""
+    """Every twenty-fourth one in `make test`, since each compiles an engine."""
     check(case, [Lanes(2, "vmap")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FEW[2::32], ids="-".join)
 def test_lanes_do_not_matter_for_combined_parts(case):
     """A few here; all of them, in every mode, in `make test-long`."""

@@ -41,13 +41,9 @@ def outcome(method: str, adapter: str, variant: str) -> str:
     ("method", "adapter", "variant", "refused"),
     [
         ("vfcl", "linear", "plain", ""),  # an adapter without parameters
-        (
-            "vfcl",
-            "dualprompt",
-            "liar",
-            "",
-        ),  # clients that read examples as in evaluation, to choose exemplars
-        ("glfc", "dualprompt", "median", ""),
+        # clients that read examples as in evaluation, to choose exemplars
+        pytest.param("vfcl", "dualprompt", "liar", "", marks=pytest.mark.long),
+        pytest.param("glfc", "dualprompt", "median", "", marks=pytest.mark.long),
         (
             "vfcl",
             "lora",

@@ -242,7 +242,11 @@ def made_of(loss=None, rule=None, server_rule=None):
     return tiny.tiny_federation(make_method(cfg, tiny.SIZES, tiny.network(tiny.TINY)))
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.normal], ids=["random", "numpy.random"])
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, pytest.param(np.random.normal, marks=pytest.mark.long)],
+    ids=["random", "numpy.random"],
+)
 def test_a_number_that_is_drawn_while_tracing_is_found(draw):
     def drawn_loss(_step, _memory):
         return jnp.float32(draw()) ** 2

@@ -33,6 +33,7 @@ OPTIONS = FedSLCAOptions(align_samples=64)
 UNEVEN = ("dirichlet 0.05", "one class a client")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(["iid", *UNEVEN], UNEVEN[:1]))
 def test_covariances_merged_over_clients_are_those_of_the_pooled_examples(name):
     method = fedslca(OPTIONS, run_of(False, PIXELS))

@@ -66,6 +66,7 @@ def test_pieces_are_never_larger_than_asked_and_give_values_and_gradients_of_the
     np.testing.assert_allclose(slope, 3 * jnp.cos(x), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_what_is_not_an_images_own_is_not_divided():
     found = uploads(method_of("fedavg", adapter="vpt", vpt_length=2, vpt_blocks=2, microbatch=2, **STEADY))
     alike(uploads(method_of("fedavg", adapter="vpt", vpt_length=2, vpt_blocks=2, **STEADY)), found)
@@ -92,6 +93,7 @@ def shared(method, batch):
     return uploads(method, Lanes(8 // batch, "loop"), mesh_of(jax.devices(), batch))
 
 
+@pytest.mark.long
 def test_devices_that_share_a_batch_compute_a_part_each_and_send_the_same():
     """8 images a step, 2 on each of 4 devices; two groups of devices share three clients."""
     seen = set()

@@ -150,6 +150,7 @@ class Formula:
             return feature @ trainable
 
 
+@pytest.mark.long
 def test_only_the_classifier_learns_of_all_seen_classes_and_only_features_are_kept():
     """Features and classifiers are numbers; the gradient of each term reaches what it should."""
     task, width = TASKS[1], 2

@@ -368,7 +368,9 @@ def test_surrogate_images_are_another_data_sets_under_the_clean_view(tmp_path):
     assert len(surrogate_images(cfg, SurrogateOptions(name, 99), 4)) == 7
 
 
-@pytest.mark.parametrize(("own", "other"), [("digits", "glyphs"), ("glyphs", "digits")])
+@pytest.mark.parametrize(
+    ("own", "other"), [pytest.param("digits", "glyphs", marks=pytest.mark.long), ("glyphs", "digits")]
+)
 def test_surrogate_images_are_embedded_ones_that_the_run_does_not_have(own, other):
     cfg = dataclasses.replace(SMALL, dataset=own, glyph_train=1, glyph_test=1)
     found, named = (surrogate_images(cfg, SurrogateOptions(name, 3), 8) for name in ("other", other))

@@ -125,6 +125,7 @@ def test_eight_devices_give_the_numbers_of_one(name, data, partitions, mesh):
     assert set(spread.traces.values()) == {1}
 
 
+@pytest.mark.long
 def test_eight_devices_give_the_numbers_of_one_to_clients_with_tasks_of_their_own(data, mesh):
     method, partitions = toys.own_task(), toys.streams(data)
     spread = toys.build(method, partitions, Lanes(8, "vmap"), 3, mesh=mesh)

@@ -32,6 +32,7 @@ def test_a_prediction_by_the_batch_is_caught_unless_the_method_names_it(name, by
     assert not statement(made._replace(batchwise=())).holds
 
 
+@pytest.mark.long
 def test_padding_that_votes_is_caught_though_the_method_names_its_votes():
     """Its predictions take every image of a batch for one that counts."""
     made = method_of("l2p", fidelity="released", **OPTIONS["l2p"])

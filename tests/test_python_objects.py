@@ -136,7 +136,7 @@ def test_images_of_pillow_are_read_as_files_are(mode):
         network_input((8, 8)).scores([Image.fromarray(np.full((8, 8), 40000, np.uint16))])
 
 
-@pytest.mark.parametrize("where", ["loss", "server"])
+@pytest.mark.parametrize("where", ["loss", pytest.param("server", marks=pytest.mark.long)])
 def test_a_traced_value_that_is_kept_for_another_trace_is_one_line_with_the_users_line(where):
     kept = []
 

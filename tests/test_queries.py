@@ -60,6 +60,7 @@ def test_a_task_needs_the_images_of_its_own_classes(exp):
         assert np.array_equal(np.sort(everything), np.arange(len(label)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_features_task_by_task_have_the_bits_of_all_at_once(host, exp):
     if host:
@@ -112,6 +113,7 @@ def test_planned_programs_are_those_of_a_round(augment, exp):
     assert len(planned) == 2
 
 
+@pytest.mark.long
 def test_planned_evaluations_are_those_of_a_run(exp, monkeypatch):
     """With the query features of test images. The last evaluation has all images, in one call."""
     seen, make = [], predict._Loops.of

@@ -158,6 +158,7 @@ def test_what_a_run_chose_for_its_device_stays_when_it_is_resumed(tmp_path):
     assert resuming.chosen_before(tmp_path, settings) == {"microbatch": 8, "dtype": "bfloat16"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reference", ["linear"], indirect=True)
 def test_a_run_goes_on_on_other_devices_with_the_same_numbers_up_to_rounding(reference, tmp_path, capsys):
     """The last round on two devices in place of one. What changed is said once, and stays in config.yaml,

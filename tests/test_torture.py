@@ -170,6 +170,7 @@ def test_a_killed_run_that_ends_otherwise_or_loses_a_checkpoint_is_counted(tortu
     assert outcome("lost", "{}", [1]) == "different"
 
 
+@pytest.mark.long
 def test_a_program_is_forked_and_ended_by_signals(torture):
     programs = sys.modules["torture_programs"].Programs()
     try:
