@@ -18,6 +18,8 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
   must be read with the right classes, what is wrong must end as a bad input does.
 - objects: arguments of `simulate`, `fedavg`, `fcljax.run`, `Model.predict` and `read_clients`
   (torture_objects.py), right or wrong.
+- user files: partitions, class orders, tables, folders and lists with one oddity, and run folders of other
+  programs (torture_user_files.py), right or wrong.
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
 
@@ -45,6 +47,7 @@ from torture_inputs import bad_input, data_input
 from torture_kills import RUNS, References, kill, numbers, references
 from torture_objects import object_input
 from torture_uploads import hostile_upload
+from torture_user_files import user_file
 
 # ---- damaged checkpoints -----------------------------------------------------------------------------------
 
@@ -127,9 +130,10 @@ TRIALS: dict[str, Callable[[random.Random, Path, References, int], Outcome]] = {
     "bad inputs": bad_input,
     "data": data_input,
     "objects": object_input,
+    "user files": user_file,
     "uploads": hostile_upload,
 }
-USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 1000, 300), strict=True))
+USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 1000, 1000, 300), strict=True))
 
 
 def torture(

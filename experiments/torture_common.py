@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,38 @@ class Bad(NamedTuple):
     arguments: list[str]
     files: dict[str, bytes] = {}
     may_pass: bool = False  # whether the program may also take it, and end well
+
+
+class Call(NamedTuple):
+    """A call of Python with one wrong thing, or with right ones."""
+
+    kind: str
+    """What is odd about it."""
+    call: Callable[[], object]
+    """Returns "" if what is right was read rightly, otherwise what is wrong."""
+    right: bool = False
+    """Whether it must be taken."""
+    either: bool = False
+    """Whether it may be refused, and may be taken if it is read rightly."""
+
+
+def judged(made: Call) -> Outcome:
+    """What became of a call."""
+    from fcljax.errors import InputError
+
+    try:
+        found = made.call()
+    except InputError as error:
+        line = str(error)
+        if made.right:
+            return Outcome("other", f"{made.kind}: refused, and it is right: {line}")
+        good = "\n" not in line and len(line) < 2000
+        return Outcome("survived" if good else "other", f"{made.kind}: {line[:300]}")
+    except Exception as error:
+        return Outcome("other", f"{made.kind}: {type(error).__name__}: {str(error)[:300]}")
+    if not (made.right or made.either):
+        return Outcome("different", f"{made.kind}: was taken")
+    return Outcome("different" if found else "survived", f"{made.kind}: {found or 'read'}")
 
 
 def one_line(err: str) -> bool:

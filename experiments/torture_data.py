@@ -48,7 +48,7 @@ def _examples(rng: random.Random, count: int, first: int, classes: int) -> list[
     return [_Image(STEP * (first + i) + 18, label) for i, label in enumerate(labels)]
 
 
-def _file(level: int, kind: str = "PNG") -> bytes:
+def picture_file(level: int, kind: str = "PNG") -> bytes:
     from PIL import Image
 
     stream = io.BytesIO()
@@ -60,8 +60,8 @@ def _file(level: int, kind: str = "PNG") -> bytes:
 # ---- tables of the hub -------------------------------------------------------------------------------------
 
 READ_IMAGES: dict[str, Callable[[int], object]] = {
-    "files": lambda x: {"bytes": _file(x), "path": "a.png"},
-    "bytes": _file,
+    "files": lambda x: {"bytes": picture_file(x), "path": "a.png"},
+    "bytes": picture_file,
     "grey lists": lambda x: np.full((8, 9), x).tolist(),
     "colour lists": lambda x: np.full((8, 9, 3), x).tolist(),
     "channels first": lambda x: np.full((3, 8, 9), x).tolist(),
@@ -83,7 +83,7 @@ WRONG_IMAGES: dict[str, Callable[[int], object]] = {
     "paths": lambda x: "images/a.png",
     "paths in structs": lambda x: {"bytes": None, "path": "a.png"},
     "noise": lambda x: bytes([x]) * 50,
-    "cut off": lambda x: _file(x)[:40],
+    "cut off": lambda x: picture_file(x)[:40],
     "numbers": lambda x: x,
 }
 READ_LABELS: dict[str, Callable[[int, list[str]], object]] = {
@@ -248,7 +248,9 @@ def _folder(rng: random.Random) -> Data:
                     inner,
                     f"{each.level}{suffix}",
                 ]
-                files["/".join(part for part in ("set", *parts) if part)] = _file(each.level, KINDS[suffix])
+                files["/".join(part for part in ("set", *parts) if part)] = picture_file(
+                    each.level, KINDS[suffix]
+                )
                 if split != "val" or "test" not in splits:
                     truth[each.level] = CLASSES[each.label]
     for _ in range(rng.randrange(3)):
@@ -264,7 +266,7 @@ def _folder(rng: random.Random) -> Data:
         files = {each: content for each, content in files.items() if not each.startswith(empty)}
         files[f"{empty}notes.txt"] = b""
     elif wrong == "class":
-        files[f"{site}/eel/1.png"] = _file(250)
+        files[f"{site}/eel/1.png"] = picture_file(250)
     elif wrong == "broken":
         files[name] = rng.choice((b"", b"text", files[name][:20]))
     elif wrong == "only":
@@ -273,7 +275,7 @@ def _folder(rng: random.Random) -> Data:
             each.replace(f"set/{first_split}/", "set/other/"): content for each, content in files.items()
         }
     elif wrong == "stray" and len(sites) > 1:
-        files[f"{site}/map.png"] = _file(250)
+        files[f"{site}/map.png"] = picture_file(250)
     fine = not wrong or (wrong == "stray" and len(sites) == 1) or (wrong == "only" and splits == [""])
     kind = f"folder: {wrong or 'as it is'}, splits {splits}, sites {sites}, below {below!r}"
     return Data(kind, "folder:set", files, truth if fine else None)
@@ -291,7 +293,7 @@ def _list(rng: random.Random) -> Data:
     classes = rng.randrange(2, 5)
     examples = _examples(rng, 36, 0, classes)
     text = rng.random() < 0.5
-    files = {f"set/images/{each.level}.png": _file(each.level) for each in examples}
+    files = {f"set/images/{each.level}.png": picture_file(each.level) for each in examples}
     separator = rng.choice((",", ", ", " ", "   ", "\t", ";"))
     header = rng.random() < 0.5
     names = ["path", "label", "client"] if rng.random() < 0.5 else ["path", "label"]

@@ -8,45 +8,19 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torture_data
-from torture_common import Outcome
+from torture_common import Call, Outcome, judged
 
 LEVELS = 5 * np.arange(24) + 18  # of the images, one for each example
 
 
-class Call(NamedTuple):
-    """A call with one wrong argument, or with right ones."""
-
-    kind: str
-    """What is odd about it."""
-    call: Callable[[], object]
-    """Returns "" if what is right was read rightly, otherwise what is wrong."""
-    right: bool = False
-    """Whether it must be taken."""
-
-
 def object_input(rng: random.Random, folder: Path, *_: object) -> Outcome:
     """What became of a generated call."""
-    from fcljax.errors import InputError
-
     folder.mkdir()
-    made = rng.choice(GENERATORS)(rng, folder)
-    try:
-        found = made.call()
-    except InputError as error:
-        line = str(error)
-        if made.right:
-            return Outcome("other", f"{made.kind}: refused, and it is right: {line}")
-        good = "\n" not in line and len(line) < 2000
-        return Outcome("survived" if good else "other", f"{made.kind}: {line[:300]}")
-    except Exception as error:
-        return Outcome("other", f"{made.kind}: {type(error).__name__}: {str(error)[:300]}")
-    if not made.right:
-        return Outcome("different", f"{made.kind}: was taken")
-    return Outcome("different" if found else "survived", f"{made.kind}: {found or 'read'}")
+    return judged(rng.choice(GENERATORS)(rng, folder))
 
 
 # ---- values that nobody expects ----------------------------------------------------------------------------

@@ -222,6 +222,7 @@ def test_two_lists_are_training_and_test(tmp_path):
         ("path,label,class\nimages/0.png,a,a\n", "has two columns for 'label'"),
         ("path,label\n", "a line with the names of columns alone"),
         ("images/0.png a\nimages/0.png b\n", "line 2: 'images/0.png' is in line 1 already"),
+        ("images/0.png a\n./images/0.png a\n", "line 2: './images/0.png' is in line 1 already"),
         (
             "path,label,split\nimages/0.png,a,trian\n",
             "line 2: unknown split 'trian'; expected train, test or val",

@@ -47,6 +47,12 @@ def test_data_sets_are_read_rightly_or_refused_in_one_line(torture, tmp_path, mo
     assert results(found, "data") == ([], 40)
 
 
+def test_user_files_are_read_rightly_or_refused_in_one_line(torture, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    found = tried(torture, tmp_path, monkeypatch, user_files=25)
+    assert results(found, "user files") == ([], 25)
+
+
 # TensorStore's threads may say of a damaged file what the exception has said
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_files_are_named_refused_or_made_again(torture, tmp_path, monkeypatch):

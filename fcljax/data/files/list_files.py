@@ -9,6 +9,7 @@ else a random fifth is for testing.
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from os.path import normpath
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,13 +119,14 @@ def _read(path: Path) -> _List:
         row = dict(zip(names, values, strict=True))
         if not row["path"]:
             raise InputError(f"{where}, line {line}: no path")
-        if row["path"] in line_of:
-            raise InputError(
-                f"{where}, line {line}: {row['path']!r} is in line {line_of[row['path']]} already"
-            )
-        line_of[row["path"]] = line
-        split = _split(f"{where}, line {line}", row.get("split", ""))
         image = folder / row["path"]
+        # "a.png" and "./a.png" are one image
+        plain_path = normpath(image)
+        if plain_path in line_of:
+            first_line = line_of[plain_path]
+            raise InputError(f"{where}, line {line}: {row['path']!r} is in line {first_line} already")
+        line_of[plain_path] = line
+        split = _split(f"{where}, line {line}", row.get("split", ""))
         examples.append(_Example(_facts(image), row["label"], split, tuple(row[name] for name in extra)))
     if not examples:
         raise InputError(f"{where} has a line with the names of columns alone")
@@ -202,7 +204,8 @@ def _splits(paths: list[Path], lists: list[_List]) -> tuple[list[_Example], list
     examples = lists[0].examples
     if len(lists) == 2:
         tests = lists[1].examples
-        shared = {example.file.path for example in examples} & {example.file.path for example in tests}
+        shared = {normpath(example.file.path) for example in examples}
+        shared &= {normpath(example.file.path) for example in tests}
         notes = []
         if shared:
             notes.append(f"{len(shared):,} images are in both lists")
