@@ -30,8 +30,8 @@ LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int
 # objects that Python takes for a choice
 OBJECTS = {
     "aggregator": ("MergingRule",),
-    "optimiser": ("ClientOptimiser", "GradientTransformation"),
-    "server_optimiser": ("ServerOptimiser", "GradientTransformation"),
+    "optimiser": ("ClientOptimiser", "OptaxOptimiser"),
+    "server_optimiser": ("ServerOptimiser", "OptaxOptimiser"),
     "task_pool": ("TaskPool",),
 }
 
@@ -43,9 +43,7 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
-from optax import GradientTransformation
-
-from fcljax.types import ClientOptimiser, MergingRule, ServerOptimiser, TaskPool
+from fcljax.types import ClientOptimiser, MergingRule, OptaxOptimiser, ServerOptimiser, TaskPool
 
 
 class RunOptions(TypedDict, total=False):

@@ -6,9 +6,7 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
-from optax import GradientTransformation
-
-from fcljax.types import ClientOptimiser, MergingRule, ServerOptimiser, TaskPool
+from fcljax.types import ClientOptimiser, MergingRule, OptaxOptimiser, ServerOptimiser, TaskPool
 
 
 class RunOptions(TypedDict, total=False):
@@ -203,7 +201,7 @@ class RunOptions(TypedDict, total=False):
     noise_width: int
     norm_bound: float
     normalise: Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
-    optimiser: Literal["adam", "sgd", "adamw"] | ClientOptimiser | GradientTransformation
+    optimiser: Literal["adam", "sgd", "adamw"] | ClientOptimiser | OptaxOptimiser
     orthogonality_weight: float
     pair_gram: Literal["diagonal", "full"]
     participation: float
@@ -263,7 +261,7 @@ class RunOptions(TypedDict, total=False):
     server_epochs: int
     server_lr: float | None
     server_momentum: float
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser | GradientTransformation
+    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser | OptaxOptimiser
     server_rank: int
     server_step: float
     server_steps: int

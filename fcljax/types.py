@@ -83,6 +83,20 @@ class TaskPool(Protocol):
         ...
 
 
+class OptaxOptimiser(Protocol):
+    """An optimiser of optax, such as `optax.adamw(1e-3)`. Type checkers that cannot read optax know this."""
+
+    @property
+    def init(self) -> Callable[..., object]:
+        """Return the state for some parameters."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., object]:
+        """Return the changes of the parameters and the next state."""
+        ...
+
+
 @runtime_checkable
 class ClientOptimiser(Protocol):
     """Makes the optimiser of a client."""

@@ -1,6 +1,8 @@
 """`folder:PATH` and `list:FILE`: folders as people have them; what was read and what was not is said."""
 
 import io
+import subprocess
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,35 @@ def refused(name, tmp_path, capsys):
     assert len(lines) == 1 and lines[0].startswith("fcljax: "), lines
     assert not (tmp_path / "data").exists()
     return lines[0]
+
+
+# ---- archives ----------------------------------------------------------------------------------------------
+
+
+def test_archives_of_webdataset_are_refused_and_read_once_they_are_converted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for split, levels in (("train", range(4)), ("test", range(4, 6))):
+        with tarfile.open(f"{split}-0.tar", "w") as archive:
+            for level in levels:
+                picture(Path(f"{level}.jpg"), level)
+                Path(f"{level}.cls").write_text(f"{level % 2}\n")
+                for name in (f"{level}.jpg", f"{level}.cls"):
+                    archive.add(name)
+                    Path(name).unlink()
+    for name in ("folder:.", "hf:.", "list:train-0.tar", "npz:train-0.tar", "train-0.tar"):
+        assert "-0.tar' is a file; unpack it" in refused(name, tmp_path, capsys)
+    documentation = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    commands = documentation.split("list:train.txt,test.txt` reads them:")[1].split("\n\n")[1]
+    subprocess.run(["bash", "-euc", commands], check=True)
+    data, _ = load("list:train.txt,test.txt", tmp_path)
+    assert classes(data) == {0: "0", 1: "1", 2: "0", 3: "1"}
+    assert classes(data, "test") == {4: "0", 5: "1"}
+
+
+def test_a_path_without_its_form_is_refused_with_the_form(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path / "photos", ["train/a/0.png"])
+    assert "did you mean 'folder:photos'?" in refused("photos", tmp_path, capsys)
 
 
 # ---- files of every kind -----------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ def test_the_keyword_options_of_fedavg_are_those_of_the_aggregation():
 
 
 WRONG = """import fcljax
-from fcljax.choices import CHOICES, options_of
 import optax
 
 result = fcljax.run("linear", rounds=1)

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from fcljax.data.files import download, listings, npz_files, prepared, tfds
 from fcljax.data.files.arrays import ARRAYS
+from fcljax.data.files.arrow_files import SUFFIXES as TABLES
 from fcljax.data.files.class_folders import folder_of_classes
 from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
 from fcljax.data.files.list_files import list_of_files
@@ -26,7 +27,7 @@ from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
 from fcljax.data.files.names import DATASETS
 from fcljax.data.files.prepared import Prepared, PreparedInfo
-from fcljax.data.files.raw import Choice, Raw
+from fcljax.data.files.raw import Choice, Raw, visible
 from fcljax.data.files.tables import table_files
 from fcljax.data.geometry import Geometry
 from fcljax.data.partition import first_share
@@ -36,6 +37,7 @@ from fcljax.files import check_folder, in_home
 from fcljax.terminal import say
 
 _SIDE = 32  # of the built-in images
+_TAR = re.compile(r"\.(tar|tgz|tar\.\w+)$")
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
 
 
@@ -167,15 +169,41 @@ def _kind(name: str, options: DataOptions) -> str:
     if kind in FORMS:
         if not path:
             raise InputError(f"dataset: {name!r} needs a path: {kind}:{FORMS[kind].word}")
+        _check_no_tar(path)
     elif name not in DATASETS:
-        raise InputError(
-            f"dataset: unknown name {name!r}; {nearest(kind + ':PATH' if colon else name, DATASETS)}"
-        )
+        hint = nearest(kind + ":PATH" if colon else name, DATASETS)
+        if not colon and os.path.exists(name):
+            _check_no_tar(name)
+            form = "folder" if os.path.isdir(name) else "list"
+            hint = f"did you mean {('npz' if name.endswith('.npz') else form) + ':' + name!r}?"
+        raise InputError(f"dataset: unknown name {name!r}; {hint}")
     if options.class_list and name not in ("imagenet100", "imagenet200"):
         raise InputError(
             f"class_list: {options.class_list!r} is for imagenet100 and imagenet200; {name!r} takes none"
         )
     return kind
+
+
+def _check_no_tar(word: str) -> None:
+    """Check that a path is neither a tar archive nor a folder of them, as webdataset has.
+
+    Raises:
+      InputError: with the way to convert it.
+    """
+    path = str(in_home(word, "dataset"))
+    names = [path]
+    if os.path.isdir(path):
+        entries = visible(Path(path))
+        # folders may be classes, and tables are read
+        if any(entry.is_dir() or Path(entry.name).suffix in TABLES for entry in entries):
+            return
+        names = [entry.path for entry in entries]
+    archive = next((name for name in names if _TAR.search(name) and os.path.isfile(name)), None)
+    if archive is not None:
+        raise InputError(
+            f"dataset: {archive!r} is a file; unpack it, for archives such as those of webdataset are not "
+            "read, and give the folder (folder:PATH) or a list of images and labels (list:FILE)"
+        )
 
 
 def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
