@@ -518,6 +518,9 @@ def resolve(config: RunConfig) -> RunConfig:
     check_ranges(config)
     if config.clients > MOST_CLIENTS:
         raise InputError(f"clients: {config.clients} is too large; nearest valid value: {MOST_CLIENTS}")
+    if find_method(config.source).one_client and config.clients > 1:
+        called = name_of(config.source)
+        raise InputError(f"clients: {called} has one client with all examples; nearest valid value: 1")
     if config.participation > 1 and config.participation % 1:
         raise InputError(
             f"participation: {config.participation} is neither a fraction nor a number of clients; "

@@ -43,6 +43,8 @@ class MethodEntry:
     """Why only the plain mean can merge what clients send; "" if any rule can."""
     joint: bool = False
     """Whether all tasks' classes come at once."""
+    one_client: bool = False
+    """Whether a single client has all examples, so that there is no federation."""
     elsewhere: Any = None
     """Options of the method on other adapters than its own, where these are fewer."""
     closed_form: bool = False
@@ -322,6 +324,7 @@ METHODS: dict[str, MethodEntry] = {
         "fedavg_prompt:CENTRALIZED",
         "fedavg_prompt:fedavg_prompt",
         "pool",
+        one_client=True,
     ),
     "l2p": MethodEntry("FedAvg of L2P's pool of prompts (FedL2P)", "fedavg:NoOptions", "fedavg:plain", "l2p"),
     "dualprompt": MethodEntry(
@@ -349,6 +352,24 @@ METHODS: dict[str, MethodEntry] = {
         "vfcl.vfcl:vfcl",
         "full",
         merges="Gaussians are multiplied; with --merge average any rule merges means and rhos",
+    ),
+    "centralised": MethodEntry(
+        "one client with all data, all classes at once: the upper row",
+        "fedavg:CENTRALISED",
+        "fedavg:plain",
+        "lora",
+        joint=True,
+        one_client=True,
+    ),
+    "sequential": MethodEntry(
+        "one client with all data, task after task: forgetting without a federation",
+        "fedavg:SEQUENTIAL",
+        "fedavg:plain",
+        "lora",
+        one_client=True,
+    ),
+    "local": MethodEntry(
+        "clients train alone and never communicate: the lower row", "local:PRESETS", "local:local", "lora"
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once",

@@ -3,8 +3,8 @@ et al. 2017).
 
 `fedavg` runs on FPPL's adapter with FPPL's three parts off (FPPL table III, first row):
 one prompt per task, which the untrained gate picks; as in the release, that gate travels
-and is counted. `linear`, `joint`, `l2p`, `dualprompt` and `coda-prompt` are FedAvg on
-other adapters.
+and is counted. `linear`, `joint`, `centralised`, `sequential`, `l2p`,
+`dualprompt` and `coda-prompt` are FedAvg on other adapters.
 """
 
 import dataclasses
@@ -35,7 +35,11 @@ PRESETS = {
     "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
     "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
 }
-JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), (LoraOptions(lora_pairs="one"),))}
+_ONE_PAIR = (LoraOptions(lora_pairs="one"),)
+JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), _ONE_PAIR)}
+# one client has all examples: of all classes at once, or of task after task
+CENTRALISED = {"intended": Preset(NoOptions(), RunConfig(clients=1, partition="iid", rounds=15), _ONE_PAIR)}
+SEQUENTIAL = {"intended": Preset(NoOptions(), RunConfig(clients=1, partition="iid"), _ONE_PAIR)}
 
 
 def fedavg_of_fppl(options: FedAvgOptions, run: Run) -> Method:

@@ -40,8 +40,8 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("pmae", "l2p-pmae", "dualprompt-pmae", "coda-prompt-pmae"), _PROMPT),
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
-    "joint": _PAIR,
-    **dict.fromkeys(("ditto", "fedper", "fed-talora"), _HEAD | _PAIR),
+    **dict.fromkeys(("joint", "centralised", "sequential"), _PAIR),
+    **dict.fromkeys(("ditto", "fedper", "fed-talora", "local"), _HEAD | _PAIR),
     "fedproto": _HEAD | _MEANS,
     "dolfin": _HEAD | {"lora_lr": 5e-3},
     "lorm": _HEAD | {"lora_lr": 3e-3},

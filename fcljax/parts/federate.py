@@ -27,7 +27,18 @@ from fcljax.parts import client
 from fcljax.parts.checked import checked_client_rule, checked_server_rule
 from fcljax.parts.classifiers import linear_on
 from fcljax.parts.client import ClientEnd, ClientRule, ClientWork, Local, Report, Training
-from fcljax.parts.learner import Adapter, Keys, Learner, Loss, Params, Reads, learner, two_keys
+from fcljax.parts.learner import (
+    Adapter,
+    Classifier,
+    Keys,
+    Learner,
+    Loss,
+    Params,
+    Reads,
+    all_last,
+    learner,
+    two_keys,
+)
 from fcljax.parts.server import (
     ServerRound,
     ServerRule,
@@ -60,7 +71,7 @@ from fcljax.types import (
 )
 
 MEAN = make_aggregation(AggregationOptions())
-Personal = Literal["classifier", "stats"]
+Personal = Literal["adapter", "classifier", "stats"]
 
 
 class Run(NamedTuple):
@@ -320,19 +331,30 @@ def _personal_after(
     if not parts.personal:
         return ()
     params = {name: getattr(trainable, name) for name in parts.personal}
-    if "classifier" in params:
-        # a client keeps the classifier of all tasks
-        before = _personal_params(parts, state)["classifier"]
-        params["classifier"] = parts.learner.classifier.merge(before, task, params["classifier"])
+    # a client keeps the parameters of all tasks, of which it has trained this task's
+    before = _personal_params(parts, state)
+    for name, part in _parts_over_tasks(parts, params):
+        params[name] = part.merge(before[name], task, params[name])
     return (params,)
 
 
 def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params:
     """Return the trainable parameters that a client starts from: the payload's, and its personal ones."""
     params = dict(_personal_params(parts, state))
-    if "classifier" in params:
-        params["classifier"] = parts.learner.classifier.trainable(params["classifier"], context.task)
+    for name, part in _parts_over_tasks(parts, params):
+        params[name] = part.trainable(params[name], context.task)
     return context.payload.trainable._replace(**params)
+
+
+def _parts_over_tasks(
+    parts: _Parts, personal: dict[Personal, PyTree]
+) -> list[tuple[Personal, Adapter | Classifier]]:
+    """Return the personal parts of the learner that select a task's parameters from those of all tasks."""
+    over_tasks: dict[Personal, Adapter | Classifier] = {
+        "adapter": parts.learner.adapter,
+        "classifier": parts.learner.classifier,
+    }
+    return [(name, part) for name, part in over_tasks.items() if name in personal]
 
 
 # ---- the method's functions --------------------------------------------------------------------------------
@@ -359,6 +381,12 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
     states = tuple(rule.init(key, trainable) for rule in parts.rules)
     if not parts.personal:
         return states
+    if "adapter" in parts.personal and not all_last(parts.learner.adapter, trainable.adapter):
+        # the server opens a task's parameters, and a client's own would miss it
+        raise InputError(
+            "adapter: clients keep their own over tasks, and this adapter trains other parameters in each; "
+            "nearest: --adapter lora --lora-pairs one"
+        )
     return (*states, {name: getattr(server.params, name) for name in parts.personal})
 
 

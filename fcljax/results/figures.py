@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -78,6 +79,8 @@ def save(path: str | Path, figure: Figure) -> Path:
 def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = True) -> Figure:
     """Draw A_t over tasks, one line per run.
 
+    A run of a single task, such as training on all classes at once, is a level beside runs of several.
+
     Args:
       runs: name -> A [T], fractions; lengths may differ.
       spread: name -> half width [T] of a band around the line of that name.
@@ -88,6 +91,9 @@ def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = Tr
     longest = max((len(values) for values in runs.values()), default=0)
     for i, (name, values) in enumerate(runs.items()):
         percent = 100 * np.asarray(values, float)
+        if len(percent) == 1 < longest:
+            axes.axhline(percent[0], label=words(name), gid=f"curve c{i}", **level_style(i))
+            continue
         tasks = np.arange(1, len(percent) + 1)
         (line,) = axes.plot(tasks, percent, label=words(name), gid=f"curve c{i}", **curve_style(i))
         if spread and name in spread:
@@ -121,8 +127,21 @@ def curve_style(i: int) -> dict[str, Any]:
     }
 
 
+def level_style(i: int) -> dict[str, Any]:
+    """Return the style of a horizontal line for run i, in the colour of its curve."""
+    return {
+        "color": PALETTE[i % len(PALETTE)],
+        "linestyle": LINES[1 + i // len(PALETTE) % 3],
+        "linewidth": 1.4,
+    }
+
+
 def scatter(
-    points: Mapping[str, tuple[Number, Number]], xlabel: str, ylabel: str, legend: bool = False
+    points: Mapping[str, tuple[Number, Number]],
+    xlabel: str,
+    ylabel: str,
+    legend: bool = False,
+    levels: Mapping[str, Number] = MappingProxyType({}),
 ) -> Figure:
     """Draw a marker for each name. x is on a logarithmic axis, so only points with x >
     0 are drawn.
@@ -132,6 +151,7 @@ def scatter(
       xlabel: what x is.
       ylabel: what y is.
       legend: whether the figure names the points; it then grows with their number.
+      levels: name -> y of a horizontal line, for what has no x.
     """
     # a legend beside the points needs a wider figure, as high as its names
     size = (9.6, max(3.6, 0.8 + 0.2 * len(points))) if legend else (7.2, 3.6)
@@ -146,6 +166,8 @@ def scatter(
     for i, (name, (x, y)) in enumerate(points.items()):
         if x > 0:  # which a logarithmic axis has
             axes.plot([x], [y], gid=f"point p{i}", label=words(name), **curve_style(i))
+    for i, (name, y) in enumerate(levels.items(), len(points)):
+        axes.axhline(y, label=words(name), **level_style(i))
     if legend and points:
         figure.legend(loc="outside right upper", frameon=False)
     return figure

@@ -59,6 +59,7 @@ FIGURE = "leaderboard.png"
 SEARCH = "search"
 PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
+NOTHING_SENT = 1e-3  # MB of a client whose uploads are the numbers of its examples alone
 # what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
 TUNED: Mapping[str, Sequence[str]] = {
     "afcl": ("ridge",),
@@ -67,8 +68,6 @@ TUNED: Mapping[str, Sequence[str]] = {
     "fedncm": (),
     "fedrecon": (),
 }
-# an upper bound that is no federation
-METHOD_OPTIONS: Mapping[str, Mapping[str, Any]] = {"centralized-prompt": {"clients": 1}}
 # what no method's preset decides here
 SHARED: Mapping[str, Any] = {
     field.name: field.default
@@ -168,7 +167,7 @@ def plan(
     entries = {key: value for key, value in values.items() if value is not None}
     file = typed.read_typed(LeaderboardFile, entries, str(path))
     file = dataclasses.replace(file, base={**file.base, **base})
-    methods = file.methods or {name: METHOD_OPTIONS.get(name, {}) for name in METHODS}
+    methods = file.methods or dict.fromkeys(METHODS, {})
     _check(file, methods, str(path), code)
     unknown = next((name for name in only if name not in methods), None)
     if unknown:
@@ -196,7 +195,11 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
 
 
 def _entry(file: LeaderboardFile, method: str, method_options: Mapping[str, Any], where: str) -> Contender:
-    shared = {**SHARED, **file.base, **method_options}
+    shared = {**SHARED, **file.base}
+    # a bound that is no federation, beside methods that share the base's number of clients
+    if method in METHODS and METHODS[method].one_client:
+        shared["clients"] = 1
+    shared |= method_options
     try:
         settings = config.from_mapping(method, shared, "options")
         tuned = _tuned(file, method, settings)
@@ -380,10 +383,23 @@ def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, com
         for row in rows
     ]
     write_json(out / DATA, {"command": command, "rows": content})
-    points = {row.method: (row.megabytes, 100 * float(np.mean(row.values("A_last")))) for row in ranked(rows)}
-    if points:
-        drawing = figures.scatter(points, "MB per client in the whole run", "A_last (%)", legend=True)
+    points = {}
+    levels = {}
+    for row in ranked(rows):
+        percent = 100 * float(np.mean(row.values("A_last")))
+        if _communicates(row):
+            points[row.method] = (row.megabytes, percent)
+        else:
+            levels[row.method] = percent
+    if points or levels:
+        drawing = figures.scatter(points, "MB per client in the whole run", "A_last (%)", True, levels)
         figures.save(out / FIGURE, drawing)
+
+
+def _communicates(row: Standing) -> bool:
+    """Check whether the row is a federation that sends parameters: no bound such as local or centralised."""
+    one_client = row.method in METHODS and METHODS[row.method].one_client
+    return not one_client and row.megabytes > NOTHING_SENT
 
 
 def _numbers(row: Standing) -> dict[str, Any]:

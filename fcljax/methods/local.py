@@ -1,0 +1,21 @@
+"""Local training: clients never communicate. The lower row of a table of federations.
+
+    client    trains its own adapter and classifier in task after task, and sends nothing
+    server    does nothing
+
+Clients are evaluated as themselves, and their accuracies are averaged.
+"""
+
+from fcljax.adapters.lora import LoraOptions
+from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.learner import cross_entropy_loss
+from fcljax.settings import NoOptions, Preset
+from fcljax.types import Method
+
+PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
+
+
+def local(_options: NoOptions, run: Run) -> Method:
+    """Compose local training."""
+    personal = ("adapter", "classifier", "stats")
+    return federate(run, linear_learner(run), loss=cross_entropy_loss(), personal=personal)
