@@ -342,9 +342,9 @@ def test_settings_of_sampled_clients_come_with_them(options, parts, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fedper", "c2prompt"])
+@pytest.mark.parametrize("method", ["scaffold", "local", "c2prompt"])
 def test_sampled_clients_keep_no_state(method, tmp_path, capsys):
-    """A client would get the control variate, classifier or prompts of the one before it in its place."""
+    """A client would get the control variate, network or prompts of the one before it in its place."""
     options = [*OPTIONS, "--partition", "sampled", "--out", str(tmp_path / "run")]
     assert cli.main(["run", method, *options]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fcljax: ")]

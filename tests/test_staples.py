@@ -262,6 +262,19 @@ def test_ditto_s_own_model_descends_on_its_loss_and_the_pull():
     assert distance(upload.mean.classifier, alone) < 1e-5  # what it sends is FedAvg's
 
 
+def test_local_clients_send_no_parameters_and_train_as_if_alone():
+    method = method_of("local", network=FORMULA, lora_blocks=2)
+    server = compiled(method.init)(KEY, SCALE)
+    state = method.init_client(KEY, server)
+    moved = jax.tree.map(lambda leaf: leaf + 1, server.params.classifier)
+    (personal,) = state
+    upload, (kept,) = client_round(method, server, TASK, [BATCHES[0]], ({**personal, "classifier": moved},))
+    assert not jax.tree.leaves(upload.mean) and method.personal
+    # its training starts from its own classifier, whatever the server has
+    expected = jax.tree.map(lambda w, g: w - RATE * g, moved, gradient_of(moved, BATCHES[0]))
+    assert distance(kept["classifier"], expected) < 1e-5
+
+
 def test_fedper_s_classifier_never_travels():
     method = method_of("fedper", network=FORMULA, lora_blocks=2)
     server = compiled(method.init)(KEY, SCALE)
