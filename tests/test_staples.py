@@ -54,10 +54,10 @@ def run_of(optimiser=None):
     return Run(SIZES, FORMULA, adapter, Training(EPOCHS, 4, RATE, optimiser or optax.identity()))
 
 
-def method_with(*rules, server=()):
+def method_with(*rules, server=(), personal=()):
     run = run_of()
     model = learner(FORMULA, run.adapter, linear_head(WIDTH, SIZES.classes))
-    return federate(run, model, loss=LOSS, client_rules=rules, server_rules=server)
+    return federate(run, model, loss=LOSS, client_rules=rules, server_rules=server, personal=personal)
 
 
 def method_by(name, *others):
@@ -262,8 +262,8 @@ def test_ditto_s_own_model_descends_on_its_loss_and_the_pull():
     assert distance(upload.mean.classifier, alone) < 1e-5  # what it sends is FedAvg's
 
 
-def test_local_clients_send_no_parameters_and_train_as_if_alone():
-    method = method_of("local", network=FORMULA, lora_blocks=2)
+def test_clients_to_whom_all_is_personal_send_no_parameters_and_train_as_if_alone():
+    method = method_with(personal=("adapter", "classifier", "stats"))
     server = compiled(method.init)(KEY, SCALE)
     state = method.init_client(KEY, server)
     moved = jax.tree.map(lambda leaf: leaf + 1, server.params.classifier)
