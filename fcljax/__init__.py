@@ -1,6 +1,8 @@
-"""Federated continual learning in JAX: methods from parts, an engine that simulates many clients at once.
+"""Federated continual learning in JAX: methods from parts, an engine that simulates
+many clients at once.
 
-What a run and a method of one's own need can be imported from here; it is loaded when it is first used.
+What a run and a method of one's own need can be imported from here; it is loaded when
+it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -70,7 +72,8 @@ _MODULES = {
 # modules with names of their own, such as `fcljax.aggregate.krum`
 _SUBMODULES = ("aggregate",)
 
-# the same table for editors and type checkers, which do not run `__getattr__`; a test compares the two
+# the same table for editors and type checkers, which do not run `__getattr__`; a test
+# compares the two
 if TYPE_CHECKING:  # isort: off
     from fcljax import aggregate as aggregate
     from fcljax.api import Result as Result, run as run

@@ -1,4 +1,5 @@
-"""Zip and npz files that nobody vouches for: what is in them is checked before any of it is used."""
+"""Zip and npz files that nobody vouches for: what is in them is checked before any of it
+is used."""
 
 import hashlib
 import math
@@ -19,7 +20,8 @@ def sha256(path: Path) -> str:
 
 
 def leads_out(member: str) -> bool:
-    """Return whether a member of an archive would leave the folder that it is unpacked to, on any system."""
+    """Return whether a member of an archive would leave the folder that it is unpacked
+    to, on any system."""
     paths = PurePosixPath(member), PureWindowsPath(member)
     return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
@@ -50,7 +52,11 @@ def npz_names(path: Path) -> list[str]:
         return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
-def read_npz(path: Path, limit: int, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+def read_npz(
+    path: Path,
+    limit: int,
+    names: Container[str] | None = None,
+) -> dict[str, np.ndarray]:
     """The arrays of a .npz file, none of them pickled.
 
     Args:
@@ -70,7 +76,8 @@ def read_npz(path: Path, limit: int, names: Container[str] | None = None) -> dic
 
 
 def _array(file: Any, name: str) -> np.ndarray:
-    """One array, its header first compared with its size: numpy would allocate whatever a header claims."""
+    """One array, its header first compared with its size: numpy would allocate whatever a
+    header claims."""
     member = name if name in file.zip.namelist() else f"{name}.npy"
     with file.zip.open(member) as stream:
         first = np.lib.format.read_magic(stream) == (1, 0)

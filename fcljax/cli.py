@@ -1,5 +1,5 @@
-"""The program `fcljax`: find the command, run it, and report an error in one line. Each command has a module
-in `fcljax/commands`."""
+"""The program `fcljax`: find the command, run it, and report an error in one line. Each
+command has a module in `fcljax/commands`."""
 
 import os
 import sys
@@ -63,8 +63,8 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are the program's own
-    when None."""
+    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are
+    the program's own when None."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         return reported(_complete)
     if arguments is None:
@@ -122,9 +122,10 @@ def _complete() -> int:
 
 
 def quiet_threads() -> None:
-    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints another, from their
-    threads and even after the error has reached us as one line. Only that line is for the user. This changes
-    the process, so only the program itself does it."""
+    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints
+    another, from their threads and even after the error has reached us as one line.
+    Only that line is for the user. This changes the process, so only the program itself
+    does it."""
     import absl.logging
 
     hook = sys.unraisablehook

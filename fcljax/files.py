@@ -1,7 +1,7 @@
 """Files that are never half written, locks that one process owns, and checks of paths.
 
-New files and folders get the permissions of the user's umask. Nothing is written through a link that another
-user has put in its place.
+New files and folders get the permissions of the user's umask. Nothing is written
+through a link that another user has put in its place.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from fcljax.errors import InputError
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file beside `path` to write to.
 
-    It replaces `path` if the block ends without an error; otherwise it is removed. Readers see the old
-    content or the new one, never a part of it.
+    It replaces `path` if the block ends without an error; otherwise it is removed.
+    Readers see the old content or the new one, never a part of it.
     """
     path = Path(path)
     temporary = beside(path, path.suffix)
@@ -45,8 +45,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def folder_for(path: Path) -> Iterator[None]:
-    """Make the folder `path` and those above it; remove the new ones that are empty if the block ends with an
-    error."""
+    """Make the folder `path` and those above it; remove the new ones that are empty if
+    the block ends with an error."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -60,7 +60,8 @@ def folder_for(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` to write to, which is removed at the end unless it has been moved."""
+    """Yield a folder beside `target` to write to, which is removed at the end unless it
+    has been moved."""
     folder = beside(target)
     folder.mkdir()
     try:
@@ -123,7 +124,8 @@ def _lock_file(path: Path, wait: Callable[[], None] | None) -> tuple[int, bool]:
         except BaseException:
             os.close(handle)
             raise
-        # the last owner may have removed the file since: then the lock of this handle locks no process out
+        # the last owner may have removed the file since: then the lock of this handle
+        # locks no process out
         if _is_file_at(handle, path):
             return handle, locked
         os.close(handle)
@@ -172,7 +174,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Read a regular file in UTF-8, without the byte-order mark that Windows programs put before the text.
+    """Read a regular file in UTF-8, without the byte-order mark that Windows programs
+    put before the text.
 
     Raises:
       OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
@@ -209,7 +212,8 @@ def machine_memory() -> int:
 
 
 def check_folder(folder: str | Path, field: str = "out") -> None:
-    """Check, before anything slow, that a folder can be made, or files in it. Nothing of the trial stays.
+    """Check, before anything slow, that a folder can be made, or files in it. Nothing
+    of the trial stays.
 
     Raises:
       InputError: naming `field`, the folder and what the system says.

@@ -1,10 +1,11 @@
-"""Several devices as one: a mesh with the axis `clients`, and how arrays are placed and split on it.
+"""Several devices as one: a mesh with the axis `clients`, and how arrays are placed and
+split on it.
 
-Devices that share a client's batch lie along a second axis, `batch`: they run the same clients, and the
-network alone divides its images among them (`models/microbatch.py`).
+Devices that share a client's batch lie along a second axis, `batch`: they run the same
+clients, and the network alone divides its images among them (`models/microbatch.py`).
 
-The devices may belong to several processes. Then each process runs this same program on the same values, and
-jax connects the computations.
+The devices may belong to several processes. Then each process runs this same program on
+the same values, and jax connects the computations.
 """
 
 import functools
@@ -28,7 +29,8 @@ SHARED = 2**26  # bytes of a server's array from which on accelerators share it
 
 
 def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
-    """Return a mesh of so many devices that this machine need not have; arguments as of `mesh_of`."""
+    """Return a mesh of so many devices that this machine need not have; arguments as of
+    `mesh_of`."""
     auto = jax.sharding.AxisType.Auto
     if batch == 1:
         return AbstractMesh((devices,), (AXIS,), axis_types=(auto,))
@@ -36,7 +38,8 @@ def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
 
 
 def with_batch(mesh: AnyMesh, batch: int) -> AnyMesh:
-    """Return a mesh of the same devices of which `batch` neighbours share the batches of a client."""
+    """Return a mesh of the same devices of which `batch` neighbours share the batches of
+    a client."""
     if isinstance(mesh, AbstractMesh):
         return abstract_mesh(mesh.size, batch)
     return mesh_of(list(mesh.devices.flat), batch)
@@ -56,7 +59,8 @@ def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
 
 
 def device_count(mesh: AnyMesh | None) -> int:
-    """Return the number of devices that run different clients: all, unless some share a client's batch.
+    """Return the number of devices that run different clients: all, unless some share a
+    client's batch.
 
     Without a mesh it is one.
     """
@@ -64,8 +68,8 @@ def device_count(mesh: AnyMesh | None) -> int:
 
 
 def sharing_batch() -> int:
-    """Return the number of devices that share the batch of the client that is being traced, inside
-    `on_each`."""
+    """Return the number of devices that share the batch of the client that is being
+    traced, inside `on_each`."""
     try:
         return jax.lax.axis_size(BATCH)
     except NameError:  # one device, or no second axis
@@ -73,7 +77,8 @@ def sharing_batch() -> int:
 
 
 def by_itself() -> bool:
-    """Return whether what is being traced runs on each device by itself, inside `on_each` on a mesh."""
+    """Return whether what is being traced runs on each device by itself, inside `on_each`
+    on a mesh."""
     try:
         return jax.lax.axis_size(AXIS) > 0
     except NameError:
@@ -81,21 +86,24 @@ def by_itself() -> bool:
 
 
 def split(axis: int = 0) -> PartitionSpec:
-    """Return the specification by which every device has a part of an axis, in the order of the devices."""
+    """Return the specification by which every device has a part of an axis, in the order
+    of the devices."""
     return PartitionSpec(*[None] * axis, AXIS)
 
 
 def rows_on(mesh: AnyMesh | None, rows: int) -> int:
-    """Return the number of rows of an array that the devices share evenly: `rows`, and as few more as
-    needed."""
+    """Return the number of rows of an array that the devices share evenly: `rows`, and
+    as few more as needed."""
     devices = device_count(mesh)
     return -(-rows // devices) * devices
 
 
 def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Put arrays [N, ...] so that every device of the mesh has an equal part, in the order of the devices.
+    """Put arrays [N, ...] so that every device of the mesh has an equal part, in the
+    order of the devices.
 
-    The last row is repeated up to a multiple of the devices. Without a mesh, the arrays stay as they are.
+    The last row is repeated up to a multiple of the devices. Without a mesh, the arrays
+    stay as they are.
     """
     if mesh is None:
         return tree
@@ -111,8 +119,8 @@ def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
 
 
 def process_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
-    """Return the indices of the rows that this process's devices have of arrays [rows, ...] that the devices
-    share (`put_shared`); without a mesh, of all rows."""
+    """Return the indices of the rows that this process's devices have of arrays [rows,
+    ...] that the devices share (`put_shared`); without a mesh, of all rows."""
     if mesh is None:
         return np.arange(rows)
     indices = np.arange(rows_on(mesh, rows))
@@ -123,7 +131,8 @@ def process_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
 def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
     """Return this process's part of arrays that the devices share (`put_shared`).
 
-    All processes together have every row once: indices [n] below `rows`, and these rows [n, ...] on the host.
+    All processes together have every row once: indices [n] below `rows`, and these rows
+    [n, ...] on the host.
     """
 
     def parts(array: jax.Array) -> list[Any]:
@@ -141,9 +150,14 @@ def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
     return index[index < rows], jax.tree.map(lambda array: joined(array)[index < rows], tree)
 
 
-def put_process_rows(tree: Any, index: np.ndarray, rows: int, mesh: AnyMesh | None) -> Any:
-    """Put arrays [rows, ...] as `put_shared` does, where each process has the rows `index` of `process_rows`
-    alone; leaves [n, ...]."""
+def put_process_rows(
+    tree: Any,
+    index: np.ndarray,
+    rows: int,
+    mesh: AnyMesh | None,
+) -> Any:
+    """Put arrays [rows, ...] as `put_shared` does, where each process has the rows
+    `index` of `process_rows` alone; leaves [n, ...]."""
     if mesh is None:
         return tree
     row_of_entry = np.minimum(np.arange(rows_on(mesh, rows)), rows - 1)
@@ -161,7 +175,8 @@ def put_process_rows(tree: Any, index: np.ndarray, rows: int, mesh: AnyMesh | No
 
 
 def put(tree: Any, mesh: AnyMesh | None, spec: PartitionSpec = WHOLE) -> Any:
-    """Put arrays on the devices of the mesh, sharded by `spec`; without a mesh, on the first device.
+    """Put arrays on the devices of the mesh, sharded by `spec`; without a mesh, on the
+    first device.
 
     Arrays that are there already stay.
     """
@@ -187,7 +202,12 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def put_rows(array: np.ndarray, rows: np.ndarray, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
+def put_rows(
+    array: np.ndarray,
+    rows: np.ndarray,
+    mesh: AnyMesh,
+    spec: PartitionSpec,
+) -> jax.Array:
     """Put `array[rows]` on the devices of the mesh, its first axis sharded by `spec`.
 
     A process reads only what its devices get.
@@ -203,8 +223,8 @@ def put_rows(array: np.ndarray, rows: np.ndarray, mesh: AnyMesh, spec: Partition
 def on_host(tree: Any) -> Any:
     """Return the arrays in numpy, in every process.
 
-    Arrays whose parts lie in several processes are collected by all of them together, at most `COLLECTED`
-    bytes at a time.
+    Arrays whose parts lie in several processes are collected by all of them together,
+    at most `COLLECTED` bytes at a time.
     """
 
     def numpy(leaf: Any) -> Any:
@@ -240,13 +260,17 @@ def collect(x: jax.Array) -> np.ndarray:
 
 
 def jit(
-    function: Callable, mesh: AnyMesh | None, spec: Any = WHOLE, lean: bool = False, **options: Any
+    function: Callable,
+    mesh: AnyMesh | None,
+    spec: Any = WHOLE,
+    lean: bool = False,
+    **options: Any,
 ) -> Callable:
-    """Return `jax.jit` of a function whose outputs are sharded on the mesh by `spec`, one specification or a
-    tree of them.
+    """Return `jax.jit` of a function whose outputs are sharded on the mesh by `spec`,
+    one specification or a tree of them.
 
-    Outputs are arguments of the next call, and a function is traced again for arguments with another
-    sharding. `lean`: as of `compiler_options`.
+    Outputs are arguments of the next call, and a function is traced again for arguments
+    with another sharding. `lean`: as of `compiler_options`.
     """
     out_shardings = None if mesh is None else shardings(mesh, spec)
     xla_options = compiler_options(lean=lean)
@@ -263,11 +287,13 @@ def shardings(mesh: AnyMesh, spec: Any) -> Any:
 
 
 def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str, Any]:
-    """Return XLA's options for programs that no other program calls, without those that XLA_FLAGS names.
+    """Return XLA's options for programs that no other program calls, without those that
+    XLA_FLAGS names.
 
-    On a CPU half of the time to compile is LLVM's, a fifth of which is for optimisations that made no program
-    faster here, nor changed a bit of its results. On accelerators, what the code rounds between operations is
-    rounded: else XLA keeps activations in float32 where it may, for GPUs in memory too.
+    On a CPU half of the time to compile is LLVM's, a fifth of which is for
+    optimisations that made no program faster here, nor changed a bit of its results. On
+    accelerators, what the code rounds between operations is rounded: else XLA keeps
+    activations in float32 where it may, for GPUs in memory too.
 
     Args:
       backend: cpu, gpu or tpu; None: that of this process.
@@ -285,9 +311,14 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
     return {name: value for name, value in options.items() if name not in flags}
 
 
-def on_each(function: Callable, mesh: AnyMesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """Return a function that every device calls with its part of the arguments; without a mesh, `function`
-    itself."""
+def on_each(
+    function: Callable,
+    mesh: AnyMesh | None,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable:
+    """Return a function that every device calls with its part of the arguments; without
+    a mesh, `function` itself."""
     if mesh is None:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -296,8 +327,9 @@ def on_each(function: Callable, mesh: AnyMesh | None, in_specs: Any, out_specs: 
 def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     """Return the sum over all devices, inside `on_each`, in the order of the devices.
 
-    The bits are the same however many processes the devices belong to: in each step one device contributes
-    its value and all others zero, so that the order of its additions does not matter.
+    The bits are the same however many processes the devices belong to: in each step one
+    device contributes its value and all others zero, so that the order of its additions
+    does not matter.
     """
     if x.dtype == bool:
         return add_over_devices(x.astype(jnp.int32), mesh) > 0
@@ -313,10 +345,12 @@ def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 
 
 def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Return arrays that the devices share, for functions that add over their first axis, inside jit.
+    """Return arrays that the devices share, for functions that add over their first
+    axis, inside jit.
 
-    On CPUs every device gets all of them, so that sums over them have the same bits however many processes
-    there are. On accelerators they stay shared, and XLA divides what is computed of them.
+    On CPUs every device gets all of them, so that sums over them have the same bits
+    however many processes there are. On accelerators they stay shared, and XLA divides
+    what is computed of them.
     """
     if mesh is None or not keeps_order(mesh):
         return tree
@@ -324,7 +358,8 @@ def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
 
 
 def keeps_order(mesh: AnyMesh) -> bool:
-    """Return whether sums over arrays are the same bits however many processes the devices belong to.
+    """Return whether sums over arrays are the same bits however many processes the
+    devices belong to.
 
     They are on CPUs. An abstract mesh stands for accelerators.
     """
@@ -334,8 +369,9 @@ def keeps_order(mesh: AnyMesh) -> bool:
 def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
     """Return how the devices share a server's state, a specification for each array.
 
-    On accelerators, arrays of `SHARED` bytes and more lie in equal parts if the devices can share their first
-    axis, such as FPPL's prototypes of all clients. XLA divides what is computed of them.
+    On accelerators, arrays of `SHARED` bytes and more lie in equal parts if the devices
+    can share their first axis, such as FPPL's prototypes of all clients. XLA divides
+    what is computed of them.
     """
     devices = device_count(mesh)
     all_whole = mesh is None or keeps_order(mesh)
@@ -352,22 +388,24 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
 
 
 def put_server(server: Any, mesh: AnyMesh | None) -> Any:
-    """Put a server's state on the devices, as of `server_specs`; without a mesh, return it as it is."""
+    """Put a server's state on the devices, as of `server_specs`; without a mesh, return
+    it as it is."""
     if mesh is None:
         return server
     return jax.tree.map(lambda x, spec: put(x, mesh, spec), server, server_specs(server, mesh))
 
 
 def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
-    """Return rows [n, ...] of arrays that the devices share, inside `on_each`; each device asks for its own.
+    """Return rows [n, ...] of arrays that the devices share, inside `on_each`; each
+    device asks for its own.
 
     Args:
       part: the device's part of the arrays, leaves [N / devices, ...].
       index: of rows, in the whole arrays; every one must be there.
       mesh: the devices; None: one, which has all rows.
 
-    A request goes round all devices, and each fills in what it has: a device holds its part and one request
-    at a time, never the whole arrays.
+    A request goes round all devices, and each fills in what it has: a device holds its
+    part and one request at a time, never the whole arrays.
     """
     if mesh is None or not jax.tree.leaves(part):
         return jax.tree.map(lambda leaf: leaf[index], part)
@@ -388,10 +426,11 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
 
 
 def write_rows(part: Any, index: jax.Array, rows: Any, mesh: AnyMesh | None) -> Any:
-    """Write rows [n, ...] of all devices to their indices in the whole arrays, inside `on_each`, and return
-    the device's part.
+    """Write rows [n, ...] of all devices to their indices in the whole arrays, inside
+    `on_each`, and return the device's part.
 
-    Indices beyond the end are ignored. The rows of each device go round all devices, as in `take_rows`.
+    Indices beyond the end are ignored. The rows of each device go round all devices, as
+    in `take_rows`.
     """
 
     def write(request: Any, part: Any) -> Any:
@@ -417,8 +456,14 @@ def _place_on_device(part: Any, index: jax.Array) -> tuple[jax.Array, jax.Array]
     return (place >= 0) & (place < rows), jnp.clip(place, 0, rows - 1)
 
 
-def _visit_devices(request: Any, visit: Callable[[Any, Any], Any], part: Any, mesh: AnyMesh) -> Any:
-    """Return (request, part) after each device's request has visited every device and come home.
+def _visit_devices(
+    request: Any,
+    visit: Callable[[Any, Any], Any],
+    part: Any,
+    mesh: AnyMesh,
+) -> Any:
+    """Return (request, part) after each device's request has visited every device and
+    come home.
 
     visit(request, part) -> both, on the device that the request is at.
     """
@@ -433,7 +478,7 @@ def _visit_devices(request: Any, visit: Callable[[Any, Any], Any], part: Any, me
 
 
 def by_device(steps: int, devices: int, per_device: int) -> np.ndarray:
-    """Return the order that puts values [steps * devices * per_device], of which every device takes
-    `per_device` at every step, device by device."""
+    """Return the order that puts values [steps * devices * per_device], of which every
+    device takes `per_device` at every step, device by device."""
     order = np.arange(steps * devices * per_device).reshape(steps, devices, per_device)
     return order.transpose(1, 0, 2).reshape(-1)

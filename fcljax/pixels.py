@@ -1,4 +1,5 @@
-"""The pixel ranges that networks are trained with, and random views of images that servers make."""
+"""The pixel ranges that networks are trained with, and random views of images that
+servers make."""
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,29 @@ NORMALISE = {
 }
 
 
-def from_unit(space: Network | Autoencoder, pixels: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def from_unit(
+    space: Network | Autoencoder,
+    pixels: Float[Array, "*shape"],
+) -> Float[Array, "*shape"]:
     """Turn pixels in [0, 1] into a network's input."""
     return (pixels - jnp.array(space.mean)) / jnp.array(space.std)
 
 
-def to_unit(space: Network | Autoencoder, image: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def to_unit(
+    space: Network | Autoencoder,
+    image: Float[Array, "*shape"],
+) -> Float[Array, "*shape"]:
     """Turn a network's input into pixels in [0, 1]."""
     return image * jnp.array(space.std) + jnp.array(space.mean)
 
 
 def between(
-    source: Network | Autoencoder, target: Network | Autoencoder, image: Float[Array, "*shape"]
+    source: Network | Autoencoder,
+    target: Network | Autoencoder,
+    image: Float[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-    """Turn one network's input into another's; the same bits where both have the same pixel constants."""
+    """Turn one network's input into another's; the same bits where both have the same
+    pixel constants."""
     if (source.mean, source.std) == (target.mean, target.std):
         return image
     return from_unit(target, to_unit(source, image))
@@ -38,7 +48,8 @@ def between(
 def jitter(
     key: PRNGKeyArray, image: Float[Array, "batch h w 3"], padding: float
 ) -> Float[Array, "batch h w 3"]:
-    """Images with a border of zeros, cut back to their size at random, and half of them mirrored.
+    """Images with a border of zeros, cut back to their size at random, and half of them
+    mirrored.
 
     Args:
       padding: width of the border over the image's side.

@@ -1,4 +1,5 @@
-"""Client partitions and the task schedule of a run: the training examples of each client in every round."""
+"""Client partitions and the task schedule of a run: the training examples of each client
+in every round."""
 
 import functools
 from collections.abc import Callable
@@ -45,16 +46,20 @@ ONLINE = 35  # the purpose of a draw, among those of the seed
 
 
 class Scenario(NamedTuple):
-    """The task schedule and the client partitions of a run. Labels are positions in the class order."""
+    """The task schedule and the client partitions of a run.
+
+    Labels are positions in the class order."""
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]  # where clients have streams of their own, with the classes of all clients
     partitions: list[list[ClientPartition]]  # [task][round]
     holdings: Int[np.ndarray, "K C"]  # training examples per client and class, over all rounds if redrawn
-    # the task of each test example; None: the classes of a task decide, because clients draw tasks of a pool
+    # the task of each test example; None: the classes of a task decide, because clients
+    # draw tasks of a pool
     test_task: Int[np.ndarray, " M"] | None = None
-    # [task]: the clients' examples of all its rounds, where each of them comes in one round only
+    # [task]: the clients' examples of all its rounds, where each of them comes in one
+    # round only
     whole: tuple[ClientPartition, ...] = ()
 
     def current(self, task: int, client: int | None = None) -> Bool[np.ndarray, " C"]:
@@ -63,7 +68,8 @@ class Scenario(NamedTuple):
         return np.asarray(own.current[client] if own else self.tasks[task].current)
 
     def tests(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
-        """Which test examples belong to a task, or to a client's own if it has tasks of its own."""
+        """Which test examples belong to a task, or to a client's own if it has tasks of
+        its own."""
         if self.test_task is None:
             return self.current(task, client)[self.test_label]
         return self.test_task == task
@@ -78,8 +84,14 @@ class Scenario(NamedTuple):
         return np.any([partition.class_examples > 0 for partition in partitions], axis=0)
 
 
-def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool) -> Scenario:
-    """The scenario of a simulation, in which all training examples are assigned to clients.
+def make_scenario(
+    dataset: Dataset,
+    options: PartitionConfig,
+    rounds: int,
+    joint: bool,
+) -> Scenario:
+    """The scenario of a simulation, in which all training examples are assigned to
+    clients.
 
     Args:
       dataset: the examples.
@@ -123,10 +135,14 @@ def make_scenario(dataset: Dataset, options: PartitionConfig, rounds: int, joint
 
 
 def scenario_of_counts(
-    dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool, counts: Int[np.ndarray, "T K"]
+    dataset: Dataset,
+    options: PartitionConfig,
+    rounds: int,
+    joint: bool,
+    counts: Int[np.ndarray, "T K"],
 ) -> Scenario:
-    """The scenario of a server without training examples, which knows how many examples clients report for
-    each task, but neither their indices nor their classes."""
+    """The scenario of a server without training examples, which knows how many examples
+    clients report for each task, but neither their indices nor their classes."""
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
     none = np.zeros((options.clients, len(dataset.class_names)), np.int32)
 
@@ -140,8 +156,8 @@ def scenario_of_counts(
 def scenario_of_one(
     dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool, client: int
 ) -> Scenario:
-    """The scenario of a client with data of its own: it has all training examples, each in the task of its
-    class."""
+    """The scenario of a client with data of its own: it has all training examples, each
+    in the task of its class."""
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
     parts = [np.empty(0, np.int32)] * options.clients
     parts[client] = np.arange(len(label), dtype=np.int32)
@@ -161,7 +177,8 @@ def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.
 def _schedule_apart(
     dataset: Dataset, options: PartitionConfig, joint: bool
 ) -> tuple[np.ndarray, np.ndarray, TaskSchedule]:
-    """Labels of both splits and the task schedule, where no process has the examples of all clients.
+    """Labels of both splits and the task schedule, where no process has the examples of
+    all clients.
 
     Raises:
       InputError: for a schedule that needs them all.
@@ -213,7 +230,8 @@ def _schedule(
 
 
 def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
-    """The domains that are tasks, in the order of the tasks; None where tasks are of classes."""
+    """The domains that are tasks, in the order of the tasks; None where tasks are of
+    classes."""
     source = chosen("tasks_by", options)
     if not isinstance(source, ByColumn):
         return None
@@ -223,8 +241,8 @@ def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
 
 
 def fit_partition(options: Value, dataset: Dataset) -> Value:
-    """Options with the numbers of clients and tasks that a partition of the user's own and the sizes of tasks
-    decide.
+    """Options with the numbers of clients and tasks that a partition of the user's own
+    and the sizes of tasks decide.
 
     Raises:
       InputError: for a partition or sizes that do not fit the data set.
@@ -267,20 +285,24 @@ def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray
 
 
 class Assignment(NamedTuple):
-    """The training examples of each client in every round. Labels are positions in the class order."""
+    """The training examples of each client in every round.
+
+    Labels are positions in the class order."""
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
     # (task, round) -> the task's training examples of each client in that round
     indices: Callable[[int, int], ClientIndices]
-    # (task, round) -> examples of each class [K, C] that clients report, if they differ from those they have
+    # (task, round) -> examples of each class [K, C] that clients report, if they differ
+    # from those they have
     reported: Callable[[int, int], np.ndarray] | None = None
     # each client's own tasks, leaves [K, ...], if clients do not share the tasks
     own: tuple[Task, ...] = ()
     # the task of each test example; None: see `Scenario.test_task`
     test_task: Int[np.ndarray, " M"] | None = None
-    # [task, client]: the task whose examples the client has in a task; None: all have those of the task
+    # [task, client]: the task whose examples the client has in a task; None: all have
+    # those of the task
     holds: Int[np.ndarray, "T K"] | None = None
 
     def newly(self, task: int) -> Bool[np.ndarray, " K"] | np.ndarray:
@@ -291,17 +313,18 @@ class Assignment(NamedTuple):
 def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assignment:
     """Assign the training examples to clients and tasks.
 
-    The class order and the partition of a static population come from one legacy numpy stream, in this order,
-    as in FPPL's release (specification section 6). A partition by task is drawn task after task; the natural
-    class order draws nothing. `dirichlet` and `iid` split the whole training set, and a task uses its own
-    examples.
+    The class order and the partition of a static population come from one legacy numpy
+    stream, in this order, as in FPPL's release (specification section 6). A partition
+    by task is drawn task after task; the natural class order draws nothing. `dirichlet`
+    and `iid` split the whole training set, and a task uses its own examples.
 
-    A static population has the same examples in every round of a task. A redrawn one has a new partition in
-    each round, which depends on (seed, task, round) alone and is drawn when `Assignment.indices` is called.
-    In an independent one a partition is drawn for each client, who takes its part of it, as in PILoRA's
-    release: clients may share examples, and some examples belong to no client. Sampled clients depend on
-    (seed, task, round, client), as HePCo's release draws them. Private streams (`streams.py`) continue the
-    legacy stream.
+    A static population has the same examples in every round of a task. A redrawn one
+    has a new partition in each round, which depends on (seed, task, round) alone and is
+    drawn when `Assignment.indices` is called. In an independent one a partition is
+    drawn for each client, who takes its part of it, as in PILoRA's release: clients may
+    share examples, and some examples belong to no client. Sampled clients depend on
+    (seed, task, round, client), as HePCo's release draws them. Private streams
+    (`streams.py`) continue the legacy stream.
 
     Args:
       dataset: the examples.
@@ -351,7 +374,8 @@ class _Data(NamedTuple):
     dataset: Dataset
     options: PartitionConfig
     partition: Any
-    """What was chosen: a `Partition`, or one of those that assign by rules of their own."""
+    """What was chosen: a `Partition`, or one of those that assign by rules of their
+    own."""
     schedule: TaskSchedule
     used: Int[np.ndarray, " n"]
     """Indices of the training examples that are used."""
@@ -374,7 +398,8 @@ class _Data(NamedTuple):
         return self.used[self.schedule.train[self.used] == task]
 
     def parts(self, task: int, rng: np.random.RandomState) -> ClientIndices:
-        """Return a partition of a task, or of all; of a task among the clients that have it."""
+        """Return a partition of a task, or of all; of a task among the clients that have
+        it."""
         rows = self.of_task(task)
         clients = np.arange(self.options.clients)
         if changes(self.options) and not self.all_tasks:
@@ -412,7 +437,10 @@ class _Data(NamedTuple):
             [self.parts(task, np.random.RandomState(seeds[k])).by_client()[k] for k in everyone]
         )
 
-    def static(self, stream: np.random.RandomState) -> Callable[[int, int], ClientIndices]:
+    def static(
+        self,
+        stream: np.random.RandomState,
+    ) -> Callable[[int, int], ClientIndices]:
         """Partitions that stay over the rounds, of all tasks or drawn task after task."""
         options = self.options
         count = len(self.schedule.tasks)
@@ -436,8 +464,9 @@ class _Data(NamedTuple):
 
 
 def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment:
-    """The examples of clients that join, stay behind or leave. One that stays behind has the classes of its
-    own last task as the current ones, and has seen those of all tasks so far."""
+    """The examples of clients that join, stay behind or leave. One that stays behind
+    has the classes of its own last task as the current ones, and has seen those of all
+    tasks so far."""
 
     def indices(task: int, round_: int) -> ClientIndices:
         mine = holds[task].tolist()
@@ -457,8 +486,8 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
 
 
 def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assignment:
-    """Each client's examples of a task divided over its rounds, in an order that depends on (seed, task,
-    client)."""
+    """Each client's examples of a task divided over its rounds, in an order that
+    depends on (seed, task, client)."""
 
     def indices(task: int, round_: int) -> ClientIndices:
         seeds = [[options.seed, ONLINE, task, client] for client in range(options.clients)]
@@ -509,7 +538,8 @@ def _private(
     used: np.ndarray,
     rng: np.random.RandomState,
 ) -> Assignment:
-    """Private streams: of shared tasks, or of tasks that each client draws from a pool."""
+    """Private streams: of shared tasks, or of tasks that each client draws from a
+    pool."""
     label = relabel(dataset.y_train, order)
     test_label = relabel(dataset.y_test, order)
     classes = len(order)
@@ -538,8 +568,9 @@ def _private(
 
 
 def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
-    """A task of every client, leaves [K, ...]. All clients have the run's class positions, so that their
-    reports can be added up; `current` and `seen` say which classes are the client's."""
+    """A task of every client, leaves [K, ...]. All clients have the run's class
+    positions, so that their reports can be added up; `current` and `seen` say which
+    classes are the client's."""
 
     def repeated(leaf: Array | np.ndarray) -> np.ndarray:
         return np.broadcast_to(np.asarray(leaf), (len(own), *np.shape(leaf)))
@@ -551,7 +582,9 @@ def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
 def order_of_classes(
     dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState
 ) -> Int64[np.ndarray, " C"]:
-    """The class order, as original labels. Only the shuffled one draws from the stream."""
+    """The class order, as original labels.
+
+    Only the shuffled one draws from the stream."""
     classes = len(dataset.class_names)
     kind = options.class_order
     if kind.startswith("file:"):

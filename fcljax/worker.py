@@ -1,4 +1,5 @@
-"""The child of `fcljax run --coordinator`, which does the work: python -m fcljax.worker LOG ..."""
+"""The child of `fcljax run --coordinator`, which does the work: python -m fcljax.worker
+LOG ..."""
 
 import os
 import sys

@@ -16,7 +16,8 @@ class AdapterEntry(NamedTuple):
     """Fidelity -> the adapter's options, or the dataclass of its options, whose defaults
     are the one preset. A method's preset may say otherwise."""
     build: Any
-    """(options, sizes: `types.Sizes`, network: `types.Network`) -> `parts.learner.Adapter`."""
+    """(options, sizes: `types.Sizes`, network: `types.Network`) ->
+    `parts.learner.Adapter`."""
     attention: bool = True
     """Whether it works inside attention, so that the network must be a ViT."""
 

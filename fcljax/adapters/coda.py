@@ -85,7 +85,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     task_components = options.coda_components // sizes.tasks
 
     def init(key: PRNGKeyArray, _frozen) -> Components:
-        # normal draws for each task, which Gram-Schmidt makes orthogonal when the task begins
+        # normal draws for each task, which Gram-Schmidt makes orthogonal when the task
+        # begins
         shape = (sizes.tasks, options.coda_blocks, task_components)
         prompt_key, key_key, attention_key = jax.random.split(key, 3)
         return Components(
@@ -118,7 +119,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def inject(
         cached: Cached, trainable: Components, query: Array, task: Task, train: bool, _mask: Array
     ) -> Injection:
-        # a server that trains as in evaluation trains all components that it has (release)
+        # a server that trains as in evaluation trains all components that it has
+        # (release)
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
     def loss(
@@ -146,7 +148,12 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     return adapter
 
 
-def with_current(params: Components, current: Components, task: Task, constant: bool) -> Components:
+def with_current(
+    params: Components,
+    current: Components,
+    task: Task,
+    constant: bool,
+) -> Components:
     """Return the components of all tasks, with `current` in place of this task's.
 
     The others are `constant`, or get a gradient.
@@ -170,7 +177,10 @@ def combined(
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
 
 
-def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
+def matches(
+    params: Components,
+    query: Float[Array, "batch width"],
+) -> Float[Array, "batch *tasks blocks n"]:
     """Return the weight cos(q * A_k, K_k) of each component for each image."""
     axes = tuple(range(1, params.key.ndim))
     attended = unit(jnp.expand_dims(query, axes) * params.attention, EPSILON)
@@ -180,7 +190,8 @@ def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Arr
 def orthogonal_start(
     rows: Float[Array, "tasks blocks n *shape"], task: Array
 ) -> Float[Array, "tasks blocks n *shape"]:
-    """Return all rows with the task's made orthonormal by Gram-Schmidt, one after the other.
+    """Return all rows with the task's made orthonormal by Gram-Schmidt, one after the
+    other.
 
     A row loses its projections on all rows before it, those of earlier tasks included,
     and is scaled to length 1.
@@ -200,7 +211,10 @@ def orthogonal_start(
     return jnp.moveaxis(matrices, 0, 1).reshape(rows.shape)
 
 
-def orthogonal_row(rows: Float[Array, "rows width"], index: Array) -> Float[Array, " width"]:
+def orthogonal_row(
+    rows: Float[Array, "rows width"],
+    index: Array,
+) -> Float[Array, " width"]:
     """Return a row minus its projections on all rows before it, scaled to length 1."""
     squares = jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON)
     projections = exact_matmul(rows, rows[index]) / squares
@@ -209,8 +223,12 @@ def orthogonal_row(rows: Float[Array, "rows width"], index: Array) -> Float[Arra
     return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
 
 
-def distance_from_orthonormal(rows: Float[Array, "tasks blocks n *shape"], task: Array) -> Float[Array, ""]:
-    """Return the mean square of X X^T - I over the rows X of the tasks seen, summed over blocks."""
+def distance_from_orthonormal(
+    rows: Float[Array, "tasks blocks n *shape"],
+    task: Array,
+) -> Float[Array, ""]:
+    """Return the mean square of X X^T - I over the rows X of the tasks seen, summed over
+    blocks."""
     tasks, blocks, n = rows.shape[:3]
     matrices = jnp.moveaxis(rows, 1, 0).reshape(blocks, tasks * n, -1)
     seen = jnp.repeat(jnp.arange(tasks) <= task, n)

@@ -74,7 +74,8 @@ BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")  # options by which pred
 class DualPrompts(NamedTuple):
     """Prefixes, as keys and values of each block, and the tasks' keys.
 
-    The trainable ones have the current task's `task_prefix` and `key`, without the axis of tasks.
+    The trainable ones have the current task's `task_prefix` and `key`, without the axis
+    of tasks.
     """
 
     shared: Float[Array, "blocks 2 length width"]
@@ -168,7 +169,12 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     )
 
 
-def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, width: int) -> DualPrompts:
+def uniform_prompts(
+    key: PRNGKeyArray,
+    options: DualPromptOptions,
+    tasks: int,
+    width: int,
+) -> DualPrompts:
     """Return initial prefixes and keys of all tasks, uniform in [-1, 1]."""
     shapes = (
         (options.dual_shared_blocks, 2, options.dual_shared_length, width),

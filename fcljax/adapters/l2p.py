@@ -72,7 +72,12 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         prompt = uniform(prompt_key, (size, options.l2p_length, network.width))
         return KeyedPrompts(prompt, uniform(key_key, (size, network.width)))
 
-    def choose(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch top_k"]:
+    def choose(
+        trainable: KeyedPrompts,
+        query: Array,
+        train: bool,
+        mask: Array,
+    ) -> Int[Array, "batch top_k"]:
         batchwise = options.l2p_eval_batchwise
         if train:
             batchwise = options.l2p_train_batchwise
@@ -92,7 +97,12 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         return tokens(trainable, query, False, no_padding)
 
     def inject(
-        _cached, trainable: KeyedPrompts, query: Array, _task: Task, train: bool, mask: Array
+        _cached,
+        trainable: KeyedPrompts,
+        query: Array,
+        _task: Task,
+        train: bool,
+        mask: Array,
     ) -> Injection:
         return Injection(tokens=tokens(trainable, query, train, mask))
 
@@ -124,16 +134,21 @@ def uniform(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
 
 
 def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
-    """Return the feature that the classifier reads: the mean over the prompts' outputs."""
+    """Return the feature that the classifier reads: the mean over the prompts'
+    outputs."""
     if features.prompts is None:
         raise InputError("l2p: the network gives back no injected tokens; it works on a vision transformer")
     return features.prompts.mean(axis=1)
 
 
 def choose_prompts(
-    score: Float[Array, "batch size"], mask: Bool[Array, " batch"], count: int, batchwise: bool
+    score: Float[Array, "batch size"],
+    mask: Bool[Array, " batch"],
+    count: int,
+    batchwise: bool,
 ) -> Int[Array, "batch count"]:
-    """Choose the prompts with the highest scores, or those with the most votes of the batch.
+    """Choose the prompts with the highest scores, or those with the most votes of the
+    batch.
 
     Among prompts with equally many votes the one with the lower index wins.
     """
@@ -151,6 +166,7 @@ def key_similarity(
     index: Int[Array, "batch count"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Return the sum of the cosines of a query and its chosen keys, the mean over examples."""
+    """Return the sum of the cosines of a query and its chosen keys, the mean over
+    examples."""
     similarity = jnp.take_along_axis(cosine(query, key), index, axis=1)
     return reduce_rows(jnp.sum(similarity, axis=1), mask, jnp.sum(mask), "mean")

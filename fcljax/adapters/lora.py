@@ -25,9 +25,15 @@ LoraRule = Literal["sum", "current", "products", "first"]
 
 
 def init_pairs(
-    key: PRNGKeyArray, tasks: int, blocks: int, rank: int, width: int, init: LoraInit = "kaiming_uniform"
+    key: PRNGKeyArray,
+    tasks: int,
+    blocks: int,
+    rank: int,
+    width: int,
+    init: LoraInit = "kaiming_uniform",
 ) -> Lora:
-    """Return new pairs of all tasks: B = 0, A uniform in +-1/sqrt(width) (release) or normal.
+    """Return new pairs of all tasks: B = 0, A uniform in +-1/sqrt(width) (release) or
+    normal.
 
     The paper's normal distribution has no stated standard deviation; here it is that of
     the uniform draw.
@@ -58,8 +64,14 @@ def merge_pair(pairs: Lora, task: ArrayLike, pair: Lora) -> Lora:
     return jax.tree.map(lambda leaf, new: leaf.at[task].set(new), pairs, pair)
 
 
-def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRule) -> Lora:
-    """Return the one pair that stands for tasks 0 to t, of which task t's alone gets a gradient.
+def summed(
+    pairs: Lora | tuple[()],
+    current: Lora,
+    task: ArrayLike,
+    rule: LoraRule,
+) -> Lora:
+    """Return the one pair that stands for tasks 0 to t, of which task t's alone gets a
+    gradient.
 
     Args:
       pairs: leaves [tasks, blocks, ...]; may be () for the rule "current".
@@ -77,7 +89,8 @@ def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRu
         return current
     slots: Lora = jax.tree.map(lambda old, new: _up_to(old, new, task), pairs, current)
     if rule == "products":
-        # side by side along the rank, [B_0, B_1, ..] [A_0; A_1; ..] is the sum of products
+        # side by side along the rank, [B_0, B_1, ..] [A_0; A_1; ..] is the sum of
+        # products
         return Lora(
             a_q=rearrange(slots.a_q, "t m r d -> m (t r) d"),
             b_q=rearrange(slots.b_q, "t m d r -> m d (t r)"),
@@ -90,7 +103,8 @@ def summed(pairs: Lora | tuple[()], current: Lora, task: ArrayLike, rule: LoraRu
 
 
 def lora_injection(pair: Lora) -> Injection:
-    """Return the injection in which block m has the low-rank updates [m, ...] of the pair."""
+    """Return the injection in which block m has the low-rank updates [m, ...] of the
+    pair."""
     blocks = pair.a_q.shape[0]
     return Injection(lora={block: pair_of(pair, block) for block in range(blocks)})
 
@@ -98,7 +112,8 @@ def lora_injection(pair: Lora) -> Injection:
 def _up_to(
     old: Float[Array, "tasks *rest"], current: Float[Array, "*rest"], task: ArrayLike
 ) -> Float[Array, "tasks *rest"]:
-    """Return a leaf with the current task's values, constant earlier ones and 0 for later tasks."""
+    """Return a leaf with the current task's values, constant earlier ones and 0 for later
+    tasks."""
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * current.ndim)
     earlier = jnp.where(index < task, jax.lax.stop_gradient(old), 0.0)
     return jnp.where(index == task, current, earlier)

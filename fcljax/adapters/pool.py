@@ -37,7 +37,9 @@ class PoolOptions:
 
 
 class Pool(NamedTuple):
-    """Prompts and their keys, of every block with prompts. All of them train in every task."""
+    """Prompts and their keys, of every block with prompts.
+
+    All of them train in every task."""
 
     prompt: Float[Array, "blocks size length width"]
     key: Float[Array, "blocks size width"]
@@ -64,7 +66,14 @@ def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
     ) -> Float[Array, "batch blocks length width"]:
         return weighted_prompts(trainable, query)
 
-    def inject(_cached, trainable: Pool, query: Array, _task: Task, _train: bool, _mask: Array) -> Injection:
+    def inject(
+        _cached,
+        trainable: Pool,
+        query: Array,
+        _task: Task,
+        _train: bool,
+        _mask: Array,
+    ) -> Injection:
         return prefix_injection(weighted_prompts(trainable, query))
 
     def mixture(_cached, trainable: Pool, query: Array, _task: Task) -> Mixture:
@@ -74,7 +83,10 @@ def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
     return Adapter(init, inject=inject, prompt=prompt, mixture=mixture, queries=True)
 
 
-def weights(pool: Pool, query: Float[Array, "batch width"]) -> Float[Array, "blocks batch size"]:
+def weights(
+    pool: Pool,
+    query: Float[Array, "batch width"],
+) -> Float[Array, "blocks batch size"]:
     """Return cos(q, K_lm) of each prompt m, for each block l."""
     query = unit(query, eps=1e-12)
     keys = unit(pool.key, eps=1e-12)
@@ -87,8 +99,8 @@ def weighted_prompts(
     """Return rho_l(q) = sum_m cos(q, K_lm) P_lm (HePCo, section 4.1)."""
     blocks, size, length, _ = pool.prompt.shape
     basis = pool.prompt.reshape(blocks, size, -1)
-    # one matrix product per block: on a CPU five of them take a fifth of the time of a batched
-    # one, and a loop compiles it once
+    # one matrix product per block: on a CPU five of them take a fifth of the time of a
+    # batched one, and a loop compiles it once
     prompts = jax.lax.map(lambda block: exact_matmul(*block), (weights(pool, query), basis))
     return rearrange(prompts, "l b (t d) -> b l t d", t=length)
 
@@ -106,8 +118,10 @@ def check_even(field: str, length: int) -> None:
 
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
-    """Return the injection with half of each block's tokens as keys, the other as values."""
-    # the gradient of `unstack` joins those of the parts; that of indexing adds padded arrays
+    """Return the injection with half of each block's tokens as keys, the other as
+    values."""
+    # the gradient of `unstack` joins those of the parts; that of indexing adds padded
+    # arrays
     blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))
     prefixes = [Prefix(*jnp.unstack(keys_and_values)) for keys_and_values in blocks]
     return Injection(prefix=dict(enumerate(prefixes)))

@@ -46,9 +46,13 @@ def init_gate(key: PRNGKeyArray, tasks: int, width: int, learnable_scale: bool) 
 
 
 def gate_weights(
-    gate: Gate, query: Float[Array, "batch width"], seen: Bool[Array, " tasks"], soft: bool = True
+    gate: Gate,
+    query: Float[Array, "batch width"],
+    seen: Bool[Array, " tasks"],
+    soft: bool = True,
 ) -> Float[Array, "batch tasks"]:
-    """Return the fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q, psi_t).
+    """Return the fusion weights of tasks (in FPPL eq. 2): softmax of sigma * cos(q,
+    psi_t).
 
     Weights of unseen tasks are exactly 0. With soft False (the ablation without fusion)
     the best task has weight 1, and the gate gets no gradient.
@@ -68,19 +72,22 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Return the fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), with `current` as P[task].
+    """Return the fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), with `current` as
+    P[task].
 
     The other prompts are constants, so only `current` gets a gradient.
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
     prompts = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
-    # block by block: in the gradient of all at once a CPU writes each image's prompts four times
+    # block by block: in the gradient of all at once a CPU writes each image's prompts
+    # four times
     fused = [exact_einsum("tld,bt->bld", prompts[:, block], weights) for block in range(prompts.shape[1])]
     return jnp.stack(fused, axis=1)
 
 
 def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Injection:
-    """Return the injection in which each block has its prompts, dropped after the block."""
+    """Return the injection in which each block has its prompts, dropped after the
+    block."""
     return Injection(prompt=dict(enumerate(jnp.unstack(fused, axis=1))))
 
 
@@ -100,7 +107,8 @@ class PromptOptions:
     gate_scale: Literal["learnable", "fixed"] = "learnable"
     """Train and send the gate's scale sigma (learnable), or fix it at 1."""
     prompt_upload: Literal["current", "all"] = "current"
-    """Prompts that clients and server send: those of the current task, or of all tasks."""
+    """Prompts that clients and server send: those of the current task, or of all
+    tasks."""
 
 
 PRESETS = {
@@ -121,7 +129,9 @@ class Prompts(NamedTuple):
 
 
 class CachedPrompts(NamedTuple):
-    """The prompts of all tasks, as clients cache them. The gate trains and is received."""
+    """The prompts of all tasks, as clients cache them.
+
+    The gate trains and is received."""
 
     prompt: Float[Array, "tasks blocks length width"]
 
@@ -130,7 +140,8 @@ Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]  # the server's paramete
 
 
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Return FPPL's adapter: a prompt per task, fused by a gate on an image's query (eq. 1, 2).
+    """Return FPPL's adapter: a prompt per task, fused by a gate on an image's query
+    (eq. 1, 2).
 
     With `prompt_upload` = "all" clients send all prompts, as in the release; only the
     current one trains.
@@ -167,7 +178,12 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         return fuse(weights, all_prompts.prompt, current, task.index)
 
     def inject(
-        cached: Cached, trainable: Prompts, query: Array, task: Task, _train: bool, _mask: Array
+        cached: Cached,
+        trainable: Prompts,
+        query: Array,
+        task: Task,
+        _train: bool,
+        _mask: Array,
     ) -> Injection:
         return prompt_injection(prompt(cached, trainable, query, task))
 

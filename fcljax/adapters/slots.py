@@ -10,12 +10,14 @@ class Slots(NamedTuple):
     """How a NamedTuple of parameters is split by task."""
 
     fields: Sequence[str]
-    """Fields whose leaves have an axis of tasks in front; the others train in all tasks."""
+    """Fields whose leaves have an axis of tasks in front; the others train in all
+    tasks."""
     whole: bool = False
     """Whether clients send all slots, as some releases do, or the current one."""
 
     def current(self, params: Any, task: Task) -> Any:
-        """Return the parameters with the current task's slots, without the axis of tasks."""
+        """Return the parameters with the current task's slots, without the axis of
+        tasks."""
         slots = {field: getattr(params, field)[task.index] for field in self.fields}
         return params._replace(**slots)
 

@@ -102,7 +102,8 @@ def client_app(method: str | None = None, **settings: Any) -> ClientApp:
         wins.
     """
     app = ClientApp()
-    # no local functions: Flower's simulation pickles the app, and functions of a module are pickled by name
+    # no local functions: Flower's simulation pickles the app, and functions of a module
+    # are pickled by name
     app.query("hello")(functools.partial(_reply, _hello, method, settings))
     app.train("round")(functools.partial(_reply, _round, method, settings))
     return app
@@ -170,7 +171,11 @@ def _request(call: ConfigRecord) -> Request:
     return Request(int(call["index"]), int(call["task"]), int(call["round"]), key)
 
 
-def _cached(stored: Mapping[str, Array], received: ArrayRecord, call: ConfigRecord) -> ArrayRecord | None:
+def _cached(
+    stored: Mapping[str, Array],
+    received: ArrayRecord,
+    call: ConfigRecord,
+) -> ArrayRecord | None:
     """Return the cached part of earlier broadcasts, from the node's arrays and from
     those that were sent; None: an array is missing, or does not have the digest that
     the server expects."""
@@ -329,7 +334,11 @@ def serve(
 
 
 def _play(
-    exp: Experiment, records: Records, link: "Link", out: Path | None, on_round: OnRound | None
+    exp: Experiment,
+    records: Records,
+    link: "Link",
+    out: Path | None,
+    on_round: OnRound | None,
 ) -> None:
     """Play and log all rounds."""
     state = State(first_server(exp), (), jax.random.key_data(exp.key))
@@ -515,7 +524,13 @@ class Answer(NamedTuple):
 class Link:
     """Play the clients' part of every exchange on nodes, and count the traffic."""
 
-    def __init__(self, nodes: Nodes, exp: Experiment, timeout: float, say: Callable[[str], None]):
+    def __init__(
+        self,
+        nodes: Nodes,
+        exp: Experiment,
+        timeout: float,
+        say: Callable[[str], None],
+    ):
         self.nodes = nodes
         self.exp = exp
         self.timeout = timeout
@@ -547,7 +562,8 @@ class Link:
         player = self.exp.engine.players[index]
         accumulator = player.empty()
         present = np.array(sorted(replies), np.int64)
-        # the order in which one lane plays them: the sums have the same rounding as in a simulation
+        # the order in which one lane plays them: the sums have the same rounding as in
+        # a simulation
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
             context = _client_context(round_context, broadcast, partition, client)
@@ -557,7 +573,12 @@ class Link:
         self._count(uploads=len(replies), dropped=len(ids) - len(replies))
         return ExchangeOutcome(accumulator, states, serve(accumulator), present, (steps, steps))
 
-    def _call(self, index: int, round_context: RoundContext, key: PRNGKeyArray) -> dict[str, Any]:
+    def _call(
+        self,
+        index: int,
+        round_context: RoundContext,
+        key: PRNGKeyArray,
+    ) -> dict[str, Any]:
         return {
             "index": index,
             "task": int(round_context.task.index),
@@ -568,7 +589,12 @@ class Link:
             "class_names": list(self.nodes.class_names),
         }
 
-    def _replies(self, call: dict[str, Any], broadcast: Broadcast, clients: list[int]) -> dict[int, Answer]:
+    def _replies(
+        self,
+        call: dict[str, Any],
+        broadcast: Broadcast,
+        clients: list[int],
+    ) -> dict[int, Answer]:
         """Collect the answers of those clients that answer. A client that lacks an
         array is sent everything again. Each call has a nonce, which the answer must
         repeat."""
@@ -642,7 +668,11 @@ class Link:
         return answers
 
     def _receive(
-        self, accumulator: Accumulator, context: ClientContext, answer: Answer, position: int
+        self,
+        accumulator: Accumulator,
+        context: ClientContext,
+        answer: Answer,
+        position: int,
     ) -> Accumulator:
         """Add an answer. A wrong one is left out and counted, as one that is not
         finite."""
@@ -679,7 +709,10 @@ def _check_stamp(answer: Answer) -> None:
 
 
 def _metrics(
-    program: Program, accumulator: Accumulator, context: ClientContext, content: RecordDict
+    program: Program,
+    accumulator: Accumulator,
+    context: ClientContext,
+    content: RecordDict,
 ) -> tuple[Metrics, ...]:
     """Return the metrics of an answer, none of which may be over more examples than the
     client reads.
@@ -699,7 +732,10 @@ def _metrics(
 
 
 def _client_context(
-    round_context: RoundContext, broadcast: Broadcast, partition: ClientPartition, client: int
+    round_context: RoundContext,
+    broadcast: Broadcast,
+    partition: ClientPartition,
+    client: int,
 ) -> ClientContext:
     """A client's context as far as the server knows it: not how many examples of each
     class it has."""

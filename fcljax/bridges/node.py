@@ -173,7 +173,11 @@ def facts(settings: RunConfig, client: int, data: ClientData) -> Facts:
 
 
 @functools.lru_cache(maxsize=2)
-def client_experiment(settings: RunConfig, private: OwnData | None, examples: int) -> Experiment:
+def client_experiment(
+    settings: RunConfig,
+    private: OwnData | None,
+    examples: int,
+) -> Experiment:
     """Build the experiment of a client.
 
     Args:
@@ -294,7 +298,11 @@ def _without_training(dataset: Dataset) -> Dataset:
     return dataset._replace(x_train=black, y_train=np.zeros(1, np.int64), size_train=size)
 
 
-def server_experiment(settings: RunConfig, inputs: Inputs, examples: Int[np.ndarray, "T K"]) -> Experiment:
+def server_experiment(
+    settings: RunConfig,
+    inputs: Inputs,
+    examples: Int[np.ndarray, "T K"],
+) -> Experiment:
     """Build the experiment of the server, whose clients have so many examples in each
     task.
 

@@ -182,7 +182,12 @@ def _unpacked(array: Array, like: PyTree, where: str) -> jax.Array:
     return jnp.asarray(plain.view(like.dtype))
 
 
-def _plain(array: Array, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
+def _plain(
+    array: Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    where: str,
+) -> np.ndarray:
     """Return the array in the bytes. Their header is read first, so that a wrong one
     allocates nothing."""
     stream = io.BytesIO(array.data)

@@ -1,5 +1,5 @@
-"""The invariants that every method must satisfy, as statements that `fcljax check` tests on a tiny federation
-(checks/federation.py).
+"""The invariants that every method must satisfy, as statements that `fcljax check`
+tests on a tiny federation (checks/federation.py).
 """
 
 import re
@@ -68,7 +68,8 @@ def check(settings: RunConfig) -> list[Statement]:
 
 
 def stays_finite(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that states and losses stay finite, no upload is rejected, and the server's state changes."""
+    """Check that states and losses stay finite, no upload is rejected, and the server's
+    state changes."""
     reports: list[RoundReport] = []
     states_after_rounds(federation, on_report=reports.append)
     problem = (
@@ -82,7 +83,8 @@ def stays_finite(federation: Federation, history: list[PlayedState]) -> Statemen
 
 
 def _not_finite_leaf(federation: Federation, history: list[PlayedState]) -> str:
-    """Name the first leaf with a number that is not finite, with its round and rule; "" if there is none."""
+    """Name the first leaf with a number that is not finite, with its round and rule; ""
+    if there is none."""
     for r, state in enumerate(history):
         leaves = not_finite(state)
         if leaves:
@@ -109,10 +111,11 @@ def _training_warning(reports: Sequence[RoundReport]) -> str:
 
 
 def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that one lane in a loop, with short batches, receives the same as two vmapped lanes with padding.
+    """Check that one lane in a loop, with short batches, receives the same as two
+    vmapped lanes with padding.
 
-    The tolerance is for rounding, which Adam turns into whole steps where a gradient is nothing else: in
-    FedLwF.MC the teachers equal the students at first.
+    The tolerance is for rounding, which Adam turns into whole steps where a gradient is
+    nothing else: in FedLwF.MC the teachers equal the students at first.
     """
     single = engine_of(
         federation.method,
@@ -138,7 +141,8 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
 
 
 def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that what a client sends and keeps has the same bits whichever clients take part."""
+    """Check that what a client sends and keeps has the same bits whichever clients take
+    part."""
     problems = [
         _influence_of_others(federation, history[1], index) for index in range(len(federation.method.rounds))
     ]
@@ -150,7 +154,8 @@ def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> 
 
 
 def _influence_of_others(federation: Federation, before: PlayedState, index: int) -> str:
-    """Say which client sends or keeps other numbers alone than with others in a round; "" if none."""
+    """Say which client sends or keeps other numbers alone than with others in a round; ""
+    if none."""
     clients = [0, 2, 3]
     partition = federation.partitions[1]
     together, states = receive(federation, federation.engine, index, before, partition, clients)
@@ -166,12 +171,14 @@ def _influence_of_others(federation: Federation, before: PlayedState, index: int
 
 
 def _equal_or_cause(name: str, problem: str, cause: str) -> Statement:
-    """Return the statement that two results have the same bits, with the usual cause where they do not."""
+    """Return the statement that two results have the same bits, with the usual cause
+    where they do not."""
     return equal_bits(name, f"{problem}; usual cause: {cause}" if problem else "")
 
 
 def _owner(federation: Federation, leaves: str, field: str = "") -> str:
-    """Name the rule whose state a leaf is, such as ", of the client rule 'ewc'"; "" if it is of no rule.
+    """Name the rule whose state a leaf is, such as ", of the client rule 'ewc'"; "" if
+    it is of no rule.
 
     Args:
       federation: whose rules are known by name.
@@ -207,7 +214,10 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     )
 
 
-def order_does_not_matter(federation: Federation, _history: list[PlayedState]) -> Statement:
+def order_does_not_matter(
+    federation: Federation,
+    _history: list[PlayedState],
+) -> Statement:
     """Check that clients with permuted ids send the same sums in their first round.
 
     Later rounds are left out, since keys depend on the ids.
@@ -246,8 +256,14 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
     return max(differences)
 
 
-def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) -> Statement:
-    """Return the statement that a difference is below `most`; where it is not, with leaf and usual cause."""
+def _nearly_equal(
+    name: str,
+    worst: tuple[float, str],
+    most: float,
+    cause: str,
+) -> Statement:
+    """Return the statement that a difference is below `most`; where it is not, with leaf
+    and usual cause."""
     largest, leaf = worst
     measurement = f"largest relative difference {largest:.1e}"
     if largest < most:
@@ -272,7 +288,8 @@ def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
 
 
 def traced_once(federation: Federation, _history: list[PlayedState]) -> Statement:
-    """Check that every function of the engine was traced once, after all other statements."""
+    """Check that every function of the engine was traced once, after all other
+    statements."""
     function, traces = max(federation.engine.traces.items(), key=lambda item: item[1])
     measurement = f"{function}: {traces} traces"
     if traces > 1:

@@ -1,7 +1,8 @@
-"""The checks of `fcljax doctor`: what a run needs of this machine, and how to get what is missing.
+"""The checks of `fcljax doctor`: what a run needs of this machine, and how to get what
+is missing.
 
-The checks change nothing and download no data set. Only a finding that would keep every run from starting
-counts as failed.
+The checks change nothing and download no data set. Only a finding that would keep every
+run from starting counts as failed.
 """
 
 import hashlib
@@ -55,7 +56,10 @@ class Finding(NamedTuple):
     """What the user can do about it: a command if there is one."""
 
 
-def examine(checkpoints: Sequence[str] = (), data_dir: str | None = None) -> list[Finding]:
+def examine(
+    checkpoints: Sequence[str] = (),
+    data_dir: str | None = None,
+) -> list[Finding]:
     """Run all checks.
 
     Args:
@@ -83,7 +87,8 @@ def healthy(findings: Iterable[Finding]) -> bool:
 
 
 def packages() -> Iterator[Finding]:
-    """Examine Python, fcljax and the dependencies that the installed package's metadata lists."""
+    """Examine Python, fcljax and the dependencies that the installed package's metadata
+    lists."""
     yield Finding("packages", "python", "ok", platform.python_version())
     yield Finding("packages", "fcljax", "ok", __version__)
     try:
@@ -101,7 +106,8 @@ def packages() -> Iterator[Finding]:
 
 
 def _needed(requirement: Requirement, extra: str) -> bool:
-    """Return whether this machine needs a requirement; `extra` "" is for the package itself."""
+    """Return whether this machine needs a requirement; `extra` "" is for the package
+    itself."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -185,7 +191,8 @@ def self_test() -> Iterator[Finding]:
 
 
 def _product() -> tuple[bool, float, float]:
-    """Return whether the product is right, seconds to compile, and operations per second."""
+    """Return whether the product is right, seconds to compile, and operations per
+    second."""
     host = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     x = jnp.asarray(host)
     began = time.perf_counter()
@@ -284,7 +291,8 @@ def _used(folder: Path) -> int:
 
 
 def datasets(data_dir: str | None = None) -> Iterator[Finding]:
-    """Examine whether each named data set is present; if not, give the command that gets it."""
+    """Examine whether each named data set is present; if not, give the command that gets
+    it."""
     for name, _, state in known_datasets(data_dir):
         why = state.removeprefix("not here: ")
         if why == state:

@@ -1,7 +1,8 @@
 """A tiny federation on which `fcljax check` tests a method.
 
-A tiny random ViT, five classes in two tasks, four clients, one of which has no examples of the first task:
-small enough for seconds, large enough for partial batches, padding classes and absent clients.
+A tiny random ViT, five classes in two tasks, four clients, one of which has no examples
+of the first task: small enough for seconds, large enough for partial batches, padding
+classes and absent clients.
 """
 
 import dataclasses
@@ -93,7 +94,8 @@ class PlayedState(NamedTuple):
 
 
 def network(vit: ViTConfig) -> Network:
-    """Return a ViT for images of 8 pixels, with a masked autoencoder whose pixels have another range."""
+    """Return a ViT for images of 8 pixels, with a masked autoencoder whose pixels have
+    another range."""
     pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
     return vit_network(vit, autoencoder=pair)
 
@@ -128,8 +130,14 @@ def tiny_federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[Array, Array, Array]:
-    """Return images without augmentation, labels, and the content of padding in place of query features."""
+def read_plain(
+    data: Split,
+    index: Array,
+    _keys: Array,
+    _augment: bool,
+) -> tuple[Array, Array, Array]:
+    """Return images without augmentation, labels, and the content of padding in place of
+    query features."""
     assert data.query is not None
     return data.input[index], data.label[index], data.query[index]
 
@@ -143,7 +151,8 @@ def padding_features(pixel: float, label: int, width: int) -> Array:
 
 
 def _with_padding(method: Method) -> Method:
-    """Return the method with steps that see the padding which the batch's examples carry."""
+    """Return the method with steps that see the padding which the batch's examples
+    carry."""
 
     def filled(batch: Batch) -> Batch:
         if batch.query is None:  # a batch that the server draws carries none
@@ -193,7 +202,8 @@ def engine_of(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """Return the engine; with `short`, batches of one and two examples are computed without padding."""
+    """Return the engine; with `short`, batches of one and two examples are computed
+    without padding."""
     sizes = capacities(method, partitions, lanes.count, slots=128)
     if short:
         sizes = tuple(size._replace(widths=tuple(map(_with_short, size.widths))) for size in sizes)
@@ -213,7 +223,8 @@ def states_after_rounds(
     ids: Sequence[int] | None = None,
     on_report: Callable[[RoundReport], object] | None = None,
 ) -> list[PlayedState]:
-    """Return the states after every round from task `start` on, task starts and ends included.
+    """Return the states after every round from task `start` on, task starts and ends
+    included.
 
     Args:
       federation: what is played.
@@ -264,7 +275,8 @@ def receive(
     task: Task = TASKS[1],
     round_: int = 0,
 ) -> tuple[Accumulator, PyTree]:
-    """Return what the server receives from some clients in one of the method's rounds, and all new states.
+    """Return what the server receives from some clients in one of the method's rounds,
+    and all new states.
 
     Args:
       federation: whose data are read.
@@ -308,7 +320,8 @@ def begin_task(federation: Federation, server: PyTree, task: Task) -> PyTree:
 
 
 def equal_bits(name: str, problem: str) -> Statement:
-    """Return the statement that two trees have the same bits; `problem` says how they differ, "" if equal."""
+    """Return the statement that two trees have the same bits; `problem` says how they
+    differ, "" if equal."""
     return Statement(name, not problem, problem or "the same bits")
 
 
@@ -323,7 +336,8 @@ def difference(a: PyTree, b: PyTree) -> str:
 
 
 def not_finite(tree: PyTree) -> str:
-    """Return the first three leaves with NaN or infinite numbers; "" if there are none."""
+    """Return the first three leaves with NaN or infinite numbers; "" if there are
+    none."""
     leaves = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -333,7 +347,8 @@ def not_finite(tree: PyTree) -> str:
 
 
 def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
-    """Return the largest difference over the largest value of a tree, and the path of its leaf."""
+    """Return the largest difference over the largest value of a tree, and the path of its
+    leaf."""
     scale = max(largest(b), 1e-6)
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
     differences = [
@@ -350,6 +365,7 @@ def largest(tree: PyTree) -> float:
 
 
 def relative_difference(a: PyTree, b: PyTree) -> float:
-    """Return the largest difference over the largest value; infinite if one is NaN or infinite."""
+    """Return the largest difference over the largest value; infinite if one is NaN or
+    infinite."""
     differences = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
     return largest(differences) / max(largest(b), 1e-6)

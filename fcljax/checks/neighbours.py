@@ -1,9 +1,10 @@
-"""Predictions and the images beside them: a prediction depends neither on the other images of its batch, nor
-on their order, nor on padding.
+"""Predictions and the images beside them: a prediction depends neither on the other
+images of its batch, nor on their order, nor on padding.
 
-Accuracies would otherwise depend on the order of the test images, and a user who predicts one image would get
-another class for it than in a batch. A method whose predictions do depend on the batch names the options by
-which they do (`Method.batchwise`); padding has no influence on its predictions either.
+Accuracies would otherwise depend on the order of the test images, and a user who
+predicts one image would get another class for it than in a batch. A method whose
+predictions do depend on the batch names the options by which they do
+(`Method.batchwise`); padding has no influence on its predictions either.
 """
 
 from collections.abc import Callable
@@ -27,15 +28,20 @@ from fcljax.options import flag
 from fcljax.types import Batch, Method, RoundContext
 
 IMAGES = 32  # of a batch
-# rounding differs with the size of a batch, while prompts of another choice move logits by percents
+# rounding differs with the size of a batch, while prompts of another choice move logits
+# by percents
 TOLERANCE = 1e-3
 
 # logits(images [n, H, W, 3], mask [n]) -> logits [n, C] of one of the method's functions
 Logits = Callable[[Array, Array], Float[Array, "n C"]]
 
 
-def neighbours_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that an image has the same logits alone, beside padding, in a batch and in the reversed batch."""
+def neighbours_do_not_matter(
+    federation: Federation,
+    history: list[PlayedState],
+) -> Statement:
+    """Check that an image has the same logits alone, beside padding, in a batch and in
+    the reversed batch."""
     batchwise = federation.method.batchwise
     images = _coloured(federation.data.input[:IMAGES])
     worst = 0.0
@@ -51,14 +57,20 @@ def neighbours_do_not_matter(federation: Federation, history: list[PlayedState])
 def _coloured(noise: Array | np.ndarray) -> Float[Array, "n H W 3"]:
     """Return images of noise, each with its own colour.
 
-    A small random network finds noise without colour so alike that nearly all images choose the same prompts.
+    A small random network finds noise without colour so alike that nearly all images
+    choose the same prompts.
     """
     colour = np.random.default_rng(0).normal(size=(len(noise), 1, 1, 3))
     return jnp.asarray(noise + 3 * colour, jnp.float32)
 
 
-def _largest_change(images: Float[Array, "n H W 3"], logits: Logits, batchwise: bool) -> float:
-    """Return the largest difference to the logits of images alone; with `batchwise`, beside padding only."""
+def _largest_change(
+    images: Float[Array, "n H W 3"],
+    logits: Logits,
+    batchwise: bool,
+) -> float:
+    """Return the largest difference to the logits of images alone; with `batchwise`,
+    beside padding only."""
     alone = jnp.concatenate([logits(image[None], jnp.ones(1, bool)) for image in images])
     first = jnp.arange(IMAGES) == 0
     # padding that is not black, in case that black images choose what others choose
@@ -73,11 +85,16 @@ def _largest_change(images: Float[Array, "n H W 3"], logits: Logits, batchwise: 
     return max(change, relative_difference(together, alone), relative_difference(reverse, alone))
 
 
-def _predictions(federation: Federation, state: PlayedState, task_index: int) -> list[Logits]:
-    """Return one function for each way in which the method predicts: its logits of the classes seen.
+def _predictions(
+    federation: Federation,
+    state: PlayedState,
+    task_index: int,
+) -> list[Logits]:
+    """Return one function for each way in which the method predicts: its logits of the
+    classes seen.
 
-    A method may predict by the server's model, by the merged model before the server trained, by a client's
-    personal model and by weights drawn for it.
+    A method may predict by the server's model, by the merged model before the server
+    trained, by a client's personal model and by weights drawn for it.
     """
     task = TASKS[task_index]
     context = RoundContext.on_host(federation.frozen, task, SIZES.rounds - 1, True)

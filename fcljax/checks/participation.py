@@ -38,11 +38,15 @@ LATE, OTHERS = 3, (0, 2)
 TOLERANCE = 2e-3  # for rounding, which Adam turns into whole steps where a gradient is nothing else
 
 
-def participation_equals_the_reference(federation: Federation, history: list[PlayedState]) -> Statement:
+def participation_equals_the_reference(
+    federation: Federation,
+    history: list[PlayedState],
+) -> Statement:
     """Check that two rounds of different clients give the states of the reference round.
 
-    The reference round has neither lanes nor padding: it calls the method's functions client by client. It
-    does not play training on a server's replay buffer, so that is left out.
+    The reference round has neither lanes nor padding: it calls the method's functions
+    client by client. It does not play training on a server's replay buffer, so that is
+    left out.
     """
     method = federation.method._replace(server_replay=None)
     engine = federation.engine
@@ -67,11 +71,16 @@ def participation_equals_the_reference(federation: Federation, history: list[Pla
     )
 
 
-def late_clients_keep_the_same(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that a client's copies of the task's first broadcast do not depend on when it first takes part.
+def late_clients_keep_the_same(
+    federation: Federation,
+    history: list[PlayedState],
+) -> Statement:
+    """Check that a client's copies of the task's first broadcast do not depend on when
+    it first takes part.
 
-    A teacher is such a copy. It must be the same for a client that first takes part in the second round,
-    after others have trained. What a client computes by training may differ.
+    A teacher is such a copy. It must be the same for a client that first takes part in
+    the second round, after others have trained. What a client computes by training may
+    differ.
     """
     problem = ""
     for index, this_round in enumerate(federation.method.rounds):
@@ -80,8 +89,13 @@ def late_clients_keep_the_same(federation: Federation, history: list[PlayedState
     return equal_bits("a client that comes late keeps the same of the task's start", problem)
 
 
-def _changed_copies(federation: Federation, history: list[PlayedState], index: int) -> str:
-    """Name the leaves of a late client's state that copy a later broadcast; "" if there are none."""
+def _changed_copies(
+    federation: Federation,
+    history: list[PlayedState],
+    index: int,
+) -> str:
+    """Name the leaves of a late client's state that copy a later broadcast; "" if there
+    are none."""
     partition = federation.partitions[TASK]
     start = PlayedState(_begin_task(federation, history), _before(history).clients)
     first_broadcast = _broadcast(federation, start.server, 0)
@@ -113,7 +127,8 @@ def _changed_copies(federation: Federation, history: list[PlayedState], index: i
 def _is_copy(leaf: Array, broadcast_leaves: list[np.ndarray]) -> bool:
     """Return whether a leaf of parameters has the bits of a leaf of the broadcast."""
     array = np.asarray(leaf)
-    # a constant leaf, such as zeros before the first step, equals leaves that it was not copied from
+    # a constant leaf, such as zeros before the first step, equals leaves that it was
+    # not copied from
     constant = array.size < 2 or np.all(array == array.flat[0])
     if constant or not np.issubdtype(array.dtype, np.floating):
         return False
@@ -140,7 +155,8 @@ def _rounds(federation: Federation) -> list[RoundInputs]:
 
 
 def _inputs(federation: Federation, number: int, ids: Sequence[int]) -> RoundInputs:
-    """Return the inputs of one round of the task, in which the clients `ids` take part."""
+    """Return the inputs of one round of the task, in which the clients `ids` take
+    part."""
     last = number == len(PARTICIPANTS) - 1
     partition = federation.partitions[TASK]
     return RoundInputs(

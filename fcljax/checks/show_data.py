@@ -1,4 +1,5 @@
-"""`fcljax data show`: images of a data set, and the examples that each client would get."""
+"""`fcljax data show`: images of a data set, and the examples that each client would
+get."""
 
 from pathlib import Path
 
@@ -17,9 +18,11 @@ SHEET_IMAGES = 8
 
 
 def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
-    """Draw images of the first classes (images.png) and each client's examples per class (classes.png).
+    """Draw images of the first classes (images.png) and each client's examples per
+    class (classes.png).
 
-    Where examples are assigned anew in every round, the picture shows the first round of each task.
+    Where examples are assigned anew in every round, the picture shows the first round
+    of each task.
 
     Returns:
       Rows (property, value) of a table.

@@ -1,8 +1,10 @@
-"""State that outlives a task belongs to parameters that do: a statement of `fcljax check`.
+"""State that outlives a task belongs to parameters that do: a statement of `fcljax
+check`.
 
-Some adapters train other parameters in each task, a slot for each: CODA-Prompt's components, or a LoRA pair
-per task. When a task is over its slot is frozen. What clients keep in the shape of the trainable parameters,
-such as an anchor or a control variate, must then not reach the next task's slot.
+Some adapters train other parameters in each task, a slot for each: CODA-Prompt's
+components, or a LoRA pair per task. When a task is over its slot is frozen. What
+clients keep in the shape of the trainable parameters, such as an anchor or a control
+variate, must then not reach the next task's slot.
 """
 
 import jax
@@ -26,10 +28,11 @@ NAME = "state that clients keep over tasks does not reach parameters of one task
 
 
 def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that clients' state of the first task's slots has no influence on the second task.
+    """Check that clients' state of the first task's slots has no influence on the
+    second task.
 
-    The entries of client states that belong to these slots get other values. In the second task clients must
-    then send, store and predict the same bits.
+    The entries of client states that belong to these slots get other values. In the
+    second task clients must then send, store and predict the same bits.
     """
     slots = slot_entries(federation)
     clients, names = with_other_slots(history[1].clients, slots)
@@ -46,10 +49,11 @@ def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Stat
 
 
 def slot_entries(federation: Federation) -> dict[str, np.ndarray]:
-    """Return the entries of trainable parameters that belong to one task alone: path -> mask.
+    """Return the entries of trainable parameters that belong to one task alone: path ->
+    mask.
 
-    A server with random parameters broadcasts equal values in both tasks where both train the same
-    parameters, and almost surely other values where they do not.
+    A server with random parameters broadcasts equal values in both tasks where both
+    train the same parameters, and almost surely other values where they do not.
     """
     rng = np.random.default_rng(0)
 
@@ -64,10 +68,15 @@ def slot_entries(federation: Federation) -> dict[str, np.ndarray]:
     return {path: mask for path, mask in masks.items() if mask.any()}
 
 
-def trainable_leaves(federation: Federation, server: PyTree, task) -> dict[str, jax.Array]:
+def trainable_leaves(
+    federation: Federation,
+    server: PyTree,
+    task,
+) -> dict[str, jax.Array]:
     """Return what the clients of a task receive and train: path -> leaf.
 
-    A method written by hand may have no field `trainable`: then it is all that clients receive.
+    A method written by hand may have no field `trainable`: then it is all that clients
+    receive.
     """
     payload = federation.engine.broadcast(
         RoundContext.on_host(federation.frozen, task, 0, False), server
@@ -76,8 +85,12 @@ def trainable_leaves(federation: Federation, server: PyTree, task) -> dict[str, 
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(trainable)}
 
 
-def with_other_slots(clients: PyTree, slots: dict[str, np.ndarray]) -> tuple[PyTree, list[str]]:
-    """Return client states with other values in the entries of slots, and the paths of the changed leaves.
+def with_other_slots(
+    clients: PyTree,
+    slots: dict[str, np.ndarray],
+) -> tuple[PyTree, list[str]]:
+    """Return client states with other values in the entries of slots, and the paths of
+    the changed leaves.
 
     Args:
       clients: states, stacked over clients.
@@ -97,8 +110,14 @@ def with_other_slots(clients: PyTree, slots: dict[str, np.ndarray]) -> tuple[PyT
     return jax.tree_util.tree_map_with_path(change, clients), names
 
 
-def next_round(federation: Federation, index: int, server: PyTree, clients: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what clients send in the second task, and the logits of their personal models afterwards."""
+def next_round(
+    federation: Federation,
+    index: int,
+    server: PyTree,
+    clients: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Return what clients send in the second task, and the logits of their personal
+    models afterwards."""
     state = PlayedState(server, clients)
     received, after = receive(
         federation, federation.engine, index, state, federation.partitions[1], [0, 2, 3]

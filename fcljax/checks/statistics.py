@@ -1,8 +1,9 @@
-"""What a method measures does not depend on the batch size: a statement of `fcljax check`.
+"""What a method measures does not depend on the batch size: a statement of `fcljax
+check`.
 
-Fisher information, class sums, Gram matrices and means are statistics of a client's examples. A mean of batch
-means, a square of a batch's mean gradient or batch norm in training mode would make the batch size a
-hyper-parameter that nobody chose.
+Fisher information, class sums, Gram matrices and means are statistics of a client's
+examples. A mean of batch means, a square of a batch's mean gradient or batch norm in
+training mode would make the batch size a hyper-parameter that nobody chose.
 """
 
 import functools
@@ -33,8 +34,12 @@ SIZES = (2, 5)  # four whole batches, or one and another with padding
 TOLERANCE = 1e-3
 
 
-def batch_size_does_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that passes that only measure give the same over the same examples in batches of two sizes.
+def batch_size_does_not_matter(
+    federation: Federation,
+    history: list[PlayedState],
+) -> Statement:
+    """Check that passes that only measure give the same over the same examples in
+    batches of two sizes.
 
     Passes that train are left out: there the batch size is part of the method.
     """

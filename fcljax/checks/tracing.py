@@ -1,5 +1,6 @@
-"""What is drawn while tracing: a number from `random` or `numpy.random` becomes a constant of the compiled
-program, the same for all clients, steps and rounds, and another one in the next process.
+"""What is drawn while tracing: a number from `random` or `numpy.random` becomes a
+constant of the compiled program, the same for all clients, steps and rounds, and
+another one in the next process.
 
 Every function of the method is traced twice, and the two programs must be the same.
 """
@@ -36,7 +37,8 @@ def traces_are_the_same(federation: Federation, _history: list[PlayedState]) -> 
 
 
 def _traced_twice(method: Method, differences: list[str]) -> Method:
-    """Return the method with functions that add to `differences` where two of their traces differ."""
+    """Return the method with functions that add to `differences` where two of their
+    traces differ."""
 
     def twice(part: str, function: Any) -> Any:
         if function is None:
@@ -71,7 +73,8 @@ def _traced_twice(method: Method, differences: list[str]) -> Method:
 
 
 def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
-    """Trace the function, under a new name, since JAX caches the traces of functions that it has seen."""
+    """Trace the function, under a new name, since JAX caches the traces of functions that
+    it has seen."""
 
     def unseen(*args: PyTree) -> PyTree:
         return function(*args)
@@ -80,7 +83,8 @@ def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
 
 
 def first_difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
-    """Return where two traces of a function differ first: file and line, "" if unknown; None: nowhere."""
+    """Return where two traces of a function differ first: file and line, "" if unknown;
+    None: nowhere."""
     for k, (constant_a, constant_b) in enumerate(zip(a.consts, b.consts, strict=False)):
         if not _equal(constant_a, constant_b):
             return _place(a.jaxpr, lambda eqn, k=k: a.jaxpr.constvars[k] in eqn.invars)
@@ -114,13 +118,15 @@ def _inside(params: dict[str, Any]) -> Iterator[ClosedJaxpr]:
 
 
 def _shown(eqn: Any) -> list[str]:
-    """Return an equation's plain parameters as text, without the addresses of functions."""
+    """Return an equation's plain parameters as text, without the addresses of
+    functions."""
     plain = (int, float, bool, str)
     return [ADDRESS.sub("", f"{k}={v}") for k, v in eqn.params.items() if type(v) in plain]
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two constants have equal entries; NaN equals NaN, and keys compare by their bits."""
+    """Return whether two constants have equal entries; NaN equals NaN, and keys compare
+    by their bits."""
     if any(hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in (a, b)):
         a = jax.random.key_data(a)
         b = jax.random.key_data(b)
@@ -128,12 +134,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _place(jaxpr: Jaxpr, reads: Callable[[Any], bool]) -> str:
-    """Return the line of the first equation for which `reads` is true; "" if there is none."""
+    """Return the line of the first equation for which `reads` is true; "" if there is
+    none."""
     return next((_line(eqn) for eqn in jaxpr.eqns if reads(eqn)), "")
 
 
 def _line(eqn: Any) -> str:
-    """Return the source line of an equation, such as "my_method.py:12 loss()"; "" if it is unknown."""
+    """Return the source line of an equation, such as "my_method.py:12 loss()"; "" if it
+    is unknown."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""

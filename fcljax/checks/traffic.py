@@ -1,8 +1,10 @@
-"""Bytes that a compiled program moves between a chip and its memory, counted in the text of its HLO module.
+"""Bytes that a compiled program moves between a chip and its memory, counted in the
+text of its HLO module.
 
-XLA's compiler for GPUs does not count them. Its result is a list of kernels. Each reads its operands from
-memory and writes its result there, whatever it computes in between, so shapes give the bytes. Two things are
-not counted: a cache may hold one kernel's result for the next, and a kernel may read an operand twice.
+XLA's compiler for GPUs does not count them. Its result is a list of kernels. Each reads
+its operands from memory and writes its result there, whatever it computes in between,
+so shapes give the bytes. Two things are not counted: a cache may hold one kernel's
+result for the next, and a kernel may read an operand twice.
 """
 
 import itertools
@@ -45,8 +47,8 @@ Computation = dict[str, Instruction]
 def traffic(text: str) -> int:
     """Return the bytes read and written by one call of a compiled module.
 
-    A loop counts as often as the compiler knows that it runs, else once; of a conditional, the branch that
-    moves most counts.
+    A loop counts as often as the compiler knows that it runs, else once; of a
+    conditional, the branch that moves most counts.
 
     Args:
       text: the module after all passes, `jax.stages.Compiled.as_text()`.
@@ -60,7 +62,11 @@ def kernels(text: str) -> Iterator[tuple[Instruction, int]]:
     yield from _within(computations, entry, 1)
 
 
-def _within(computations: dict[str, Computation], name: str, times: int) -> Iterator[tuple[Instruction, int]]:
+def _within(
+    computations: dict[str, Computation],
+    name: str,
+    times: int,
+) -> Iterator[tuple[Instruction, int]]:
     """Yield the kernels of a computation that runs so many times."""
     computation = computations[name]
     for instruction in computation.values():
@@ -75,7 +81,8 @@ def _within(computations: dict[str, Computation], name: str, times: int) -> Iter
 
 
 def _calls(instruction: Instruction) -> dict[str, int]:
-    """Return the computations whose instructions are kernels by themselves, and how often each runs."""
+    """Return the computations whose instructions are kernels by themselves, and how often
+    each runs."""
     if instruction.opcode == "while":
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         return dict.fromkeys(_named(instruction, "body"), int(trips[1]) if trips else 1)
@@ -94,7 +101,11 @@ def _named(instruction: Instruction, key: str) -> list[str]:
     return [name for group in groups for name in re.findall(r"%([\w.\-]+)", group)]
 
 
-def _moved(computations: dict[str, Computation], computation: Computation, instruction: Instruction) -> int:
+def _moved(
+    computations: dict[str, Computation],
+    computation: Computation,
+    instruction: Instruction,
+) -> int:
     """Return the bytes that one instruction reads and writes."""
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in _NAMES or instruction.opcode.startswith("async-"):
@@ -114,7 +125,8 @@ def _moved(computations: dict[str, Computation], computation: Computation, instr
 
 
 def _read(inner: Computation, operands: list[Instruction]) -> int:
-    """Return the bytes that a fusion reads; of an operand that it only slices, the slices alone."""
+    """Return the bytes that a fusion reads; of an operand that it only slices, the slices
+    alone."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inner.values():
         for name in instruction.operands:
@@ -138,7 +150,8 @@ def _read(inner: Computation, operands: list[Instruction]) -> int:
 
 
 def _written(inner: Computation) -> int:
-    """Return the bytes that a fusion writes; of an array that it updates in place, the update alone."""
+    """Return the bytes that a fusion writes; of an array that it updates in place, the
+    update alone."""
 
     def bytes_of(instruction: Instruction) -> int:
         if instruction.opcode == "tuple":

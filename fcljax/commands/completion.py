@@ -1,4 +1,5 @@
-"""Run the command `fcljax completion bash|zsh|fish`: a script for completion in the shell."""
+"""Run the command `fcljax completion bash|zsh|fish`: a script for completion in the
+shell."""
 
 from fcljax.commands.arguments import Words, parse
 from fcljax.errors import InputError, choose

@@ -58,7 +58,11 @@ def list_(arguments: list[str]) -> int:
     return 0
 
 
-def _listing(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> Table:
+def _listing(
+    title: str,
+    rows: Sequence[Sequence[str]],
+    columns: Sequence[str] = ("", ""),
+) -> Table:
     """Return a table whose names are never broken; the last column takes the rest of
     the width."""
     table = new_table(*columns, title=title)

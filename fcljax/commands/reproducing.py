@@ -70,7 +70,13 @@ def reproduce(arguments: list[str]) -> int:
     return _show(plan, outcomes, out, console, options.experiments is not None)
 
 
-def _show(plan: Any, outcomes: Any, out: Path, console: Console, write_files: bool) -> int:
+def _show(
+    plan: Any,
+    outcomes: Any,
+    out: Path,
+    console: Console,
+    write_files: bool,
+) -> int:
     """Write and show the results; `write_files`: status and cost into the papers' files
     too."""
     from fcljax.studies import paper_tables as tables

@@ -66,7 +66,8 @@ def tune(arguments: list[str]) -> int:
         shared = {}
         if options.config:
             shared = config.load_yaml(options.config)
-        # a range replaces the file's value; beside a value on the command line parse_range refuses it
+        # a range replaces the file's value; beside a value on the command line
+        # parse_range refuses it
         for name in ("method", *(name.replace("-", "_") for name, _ in pairs)):
             shared.pop(name, None)
         shared |= given

@@ -1,7 +1,7 @@
 """Draw when clients join, move on to the next task, stay behind or leave.
 
-In GLFC's protocol (Dong et al., CVPR 2022) ten new clients join with every task and 90 % of the others move
-on.
+In GLFC's protocol (Dong et al., CVPR 2022) ten new clients join with every task and 90
+% of the others move on.
 """
 
 import math
@@ -22,11 +22,12 @@ def changes(options: PartitionConfig) -> bool:
 
 
 def attendance(options: PartitionConfig, tasks: int) -> Int[np.ndarray, "T K"]:
-    """Return the task from which each client has its examples, while each task is trained; -1: away.
+    """Return the task from which each client has its examples, while each task is
+    trained; -1: away.
 
-    Clients join in the order of their ids. With each task after the first, a share of the present clients,
-    rounded down as in GLFC's release, is drawn to move on, and new clients join. The draw depends on (seed,
-    task).
+    Clients join in the order of their ids. With each task after the first, a share of
+    the present clients, rounded down as in GLFC's release, is drawn to move on, and new
+    clients join. The draw depends on (seed, task).
 
     Raises:
       InputError: for new clients that leave none for the first task.

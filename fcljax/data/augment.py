@@ -1,9 +1,11 @@
-"""Turn stored uint8 images into network inputs inside jit: random crops in training, else a clean view.
+"""Turn stored uint8 images into network inputs inside jit: random crops in training,
+else a clean view.
 
-Resampling is separable and linear in the image, so a crop, a resize and a flip are two small matrices per
-image: no gathers, no loop over images, one trace. The matrices contain Pillow's kernels, stretched when
-shrinking (antialias), truncated at the crop box and renormalised. Values are rounded to grey levels after
-each pass, as in Pillow: the clean view equals torchvision's on PIL images.
+Resampling is separable and linear in the image, so a crop, a resize and a flip are two
+small matrices per image: no gathers, no loop over images, one trace. The matrices
+contain Pillow's kernels, stretched when shrinking (antialias), truncated at the crop
+box and renormalised. Values are rounded to grey levels after each pass, as in Pillow:
+the clean view equals torchvision's on PIL images.
 """
 
 from collections.abc import Callable
@@ -27,9 +29,10 @@ _ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a c
 class Preprocess:
     """How images become network inputs; a static argument, on which jit specialises.
 
-    Training: a random crop that is resized (bilinear), or with `crop_scale` None the clean view's geometry;
-    then a random flip and a random brightness. Clean: the short side (with `squash` both sides) resized to
-    int(margin * image_size), then a central crop.
+    Training: a random crop that is resized (bilinear), or with `crop_scale` None the
+    clean view's geometry; then a random flip and a random brightness. Clean: the short
+    side (with `squash` both sides) resized to int(margin * image_size), then a central
+    crop.
 
     Raises:
       InputError: for sizes, ranges or probabilities that make no sense, naming the field.
@@ -65,11 +68,17 @@ class Preprocess:
 
     @property
     def resized(self) -> int:
-        """Side to which the clean view resizes before its central crop: 256 for 224, else rounded down."""
+        """Side to which the clean view resizes before its central crop: 256 for 224, else
+        rounded down."""
         return int(self.margin * self.image_size)
 
-    def with_pixels(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "Preprocess":
-        """Return the same views, with pixels in [0, 1] normalised by this mean and standard deviation."""
+    def with_pixels(
+        self,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+    ) -> "Preprocess":
+        """Return the same views, with pixels in [0, 1] normalised by this mean and
+        standard deviation."""
         return replace(self, mean=mean, std=std)
 
     @property
@@ -143,7 +152,8 @@ def clean_view(
     images: UInt8[Array, "batch height width 3"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """Return the test view: resize, central crop, normalisation. Images of the right size are not resampled.
+    """Return the test view: resize, central crop, normalisation. Images of the right
+    size are not resampled.
 
     Args:
       preprocess: the pipeline.
@@ -153,7 +163,11 @@ def clean_view(
     return _normalise(preprocess, _clean_grey(preprocess, images, sizes))
 
 
-def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> Float[Array, "batch S S 3"]:
+def _clean_grey(
+    preprocess: Preprocess,
+    images: Array,
+    sizes: Array | None,
+) -> Float[Array, "batch S S 3"]:
     """Return the grey levels of the clean view."""
     height, width = images.shape[1:3]
     size = preprocess.image_size
@@ -184,7 +198,8 @@ def _clean_grey(preprocess: Preprocess, images: Array, sizes: Array | None) -> F
 def _central_weights(
     kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
 ) -> Float[Array | np.ndarray, "batch size pixels"]:
-    """Return the weights that resize a line to `resized` pixels, by image, and cut out the central `size`."""
+    """Return the weights that resize a line to `resized` pixels, by image, and cut out
+    the central `size`."""
 
     def of_image(resized: Array) -> Array | np.ndarray:
         start = jnp.round((resized - size) / 2).astype(jnp.int32)
@@ -196,7 +211,8 @@ def _central_weights(
 def sample_crops(
     preprocess: Preprocess, sizes: Int[Array, "batch 2"], keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, "batch 4"], Bool[Array, " batch"]]:
-    """Draw crop boxes (top, left, rows, columns) and flips as torchvision's RandomResizedCrop does.
+    """Draw crop boxes (top, left, rows, columns) and flips as torchvision's
+    RandomResizedCrop does.
 
     Args:
       preprocess: ranges and probabilities. With `crop_scale` None all boxes are the whole image.
@@ -212,7 +228,8 @@ def sample_crops(
     area = jnp.prod(sizes.astype(jnp.float32), 1)[:, None] * scale
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * uniform[:, _ATTEMPTS : 2 * _ATTEMPTS])
-    # [batch, attempts, (rows, columns)]; torchvision retries one by one and takes the first that fits
+    # [batch, attempts, (rows, columns)]; torchvision retries one by one and takes the
+    # first that fits
     sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)
     fits = jnp.all((sides > 0) & (sides <= sizes[:, None]), -1)
     side = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
@@ -230,10 +247,11 @@ def crop_resize(
     size: int,
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch size size 3"]:
-    """Cut out boxes (top, left, rows, columns), resize them (bilinear), and mirror those in `flips`.
+    """Cut out boxes (top, left, rows, columns), resize them (bilinear), and mirror
+    those in `flips`.
 
-    Boxes are in pixels of images of `sizes`, which are stored squeezed to height x width (None: as stored).
-    Grey levels are 0..255.
+    Boxes are in pixels of images of `sizes`, which are stored squeezed to height x
+    width (None: as stored). Grey levels are 0..255.
     """
     height, width = images.shape[1:3]
     if sizes is not None:
@@ -250,8 +268,12 @@ def _box_weights(
     return jax.vmap(lambda *box: _weights(_triangle, pixels, box, size, jnp.arange(size)))(start, length)
 
 
-def _central_boxes(ratio: tuple[float, float], sizes: Int[Array, "batch 2"]) -> Int[Array, "batch 4"]:
-    """Return the largest central boxes whose ratio is the nearest to that of their image."""
+def _central_boxes(
+    ratio: tuple[float, float],
+    sizes: Int[Array, "batch 2"],
+) -> Int[Array, "batch 4"]:
+    """Return the largest central boxes whose ratio is the nearest to that of their
+    image."""
     height, width = sizes.astype(jnp.float32).T
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
     columns = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
@@ -275,7 +297,11 @@ _KERNELS = {"bicubic": _cubic, "bilinear": _triangle}
 
 
 def _weights(
-    kernel: Callable, pixels: int, box: tuple, resized: Array | int, out: Array | np.ndarray
+    kernel: Callable,
+    pixels: int,
+    box: tuple,
+    resized: Array | int,
+    out: Array | np.ndarray,
 ) -> Float[Array | np.ndarray, "out pixels"]:
     """Return the weights of a line's pixels in its resized version.
 
@@ -286,7 +312,8 @@ def _weights(
       resized: length that this part gets.
       out: positions of the result to compute.
     """
-    # in float64, as Pillow has them, if all is known while tracing: then `out` is a numpy array
+    # in float64, as Pillow has them, if all is known while tracing: then `out` is a
+    # numpy array
     xp = np if isinstance(out, np.ndarray) else jnp
     start, length = box
     scale = length / resized
@@ -305,7 +332,8 @@ def _resample(
     batch, height, width, channels = images.shape
     rows = vertical.shape[-2]
     columns = horizontal.shape[-2]
-    # with channels between rows and columns, both passes are plain batched matrix products
+    # with channels between rows and columns, both passes are plain batched matrix
+    # products
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey_levels(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * columns)
@@ -314,10 +342,11 @@ def _resample(
 
 
 def _grey_levels(product: Callable, weights: Array | np.ndarray) -> Array:
-    """Compute Pillow's fixed-point products in float32: weights are multiples of 2**-22, halves round up."""
-    # Weights are small fractions, so ties are common and must not depend on rounding errors. They are split
-    # into multiples of 2**-11 and a rest: the products and sums of both with grey levels fit into 24 bits
-    # and are exact.
+    """Compute Pillow's fixed-point products in float32: weights are multiples of 2**-22,
+    halves round up."""
+    # Weights are small fractions, so ties are common and must not depend on rounding
+    # errors. They are split into multiples of 2**-11 and a rest: the products and sums
+    # of both with grey levels fit into 24 bits and are exact.
     xp = np if isinstance(weights, np.ndarray) else jnp
     high = xp.round(weights * 2**11) / 2**11
     low = xp.round((weights - high) * 2**22) / 2**22
@@ -333,7 +362,8 @@ def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
 
 
 def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
-    """Multiply each image by a random factor, rounded down, as torchvision's ColorJitter on PIL images."""
+    """Multiply each image by a random factor, rounded down, as torchvision's ColorJitter
+    on PIL images."""
     if not preprocess.brightness:
         return grey
     # another stream than the crops', so that brightness does not change them

@@ -1,4 +1,5 @@
-"""Describe the size at which images are stored, and the papers' input pipelines; without JAX."""
+"""Describe the size at which images are stored, and the papers' input pipelines; without
+JAX."""
 
 from typing import Literal, NamedTuple
 
@@ -15,11 +16,13 @@ PIPELINES = {
 
 
 class Geometry(NamedTuple):
-    """How images of many sizes are resized before storing, the one resize that jit cannot do.
+    """How images of many sizes are resized before storing, the one resize that jit
+    cannot do.
 
-    Whole training images are squeezed to train x train, whatever their shape; crops undo that with the
-    original sizes. Test images are stored as the clean view needs them, without further resampling: the short
-    side is resized to `test` and a central square cut out, or, with `squash`, both sides are resized.
+    Whole training images are squeezed to train x train, whatever their shape; crops
+    undo that with the original sizes. Test images are stored as the clean view needs
+    them, without further resampling: the short side is resized to `test` and a central
+    square cut out, or, with `squash`, both sides are resized.
     """
 
     train: int = 256  # side in pixels

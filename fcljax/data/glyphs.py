@@ -1,13 +1,16 @@
-"""Render glyph images: a data set of any size with two disjoint alphabets, from matplotlib's fonts.
+"""Render glyph images: a data set of any size with two disjoint alphabets, from
+matplotlib's fonts.
 
-`PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian and Georgian letters)
-is for class-incremental runs and for validating a backbone on classes it has never seen. Neither contains a
-digit or numeral of any script, nor a character that DejaVu Sans draws like a digit.
+`PRETRAIN` (600 letters and symbols) is for training backbones. `GLYPHS` (100 Armenian
+and Georgian letters) is for class-incremental runs and for validating a backbone on
+classes it has never seen. Neither contains a digit or numeral of any script, nor a
+character that DejaVu Sans draws like a digit.
 
-Every letter is rendered once per font into a signed distance field, so that stroke weight is a threshold and
-warps stay smooth. An image is one batched gather (rotation, slant, scale, perspective and elastic warp at
-once) and two small matrix products (blur and low resolution): about 20,000 images a second on one core. The
-n-th image of a class depends on seed, character, fonts, size, style and n only.
+Every letter is rendered once per font into a signed distance field, so that stroke
+weight is a threshold and warps stay smooth. An image is one batched gather (rotation,
+slant, scale, perspective and elastic warp at once) and two small matrix products (blur
+and low resolution): about 20,000 images a second on one core. The n-th image of a class
+depends on seed, character, fonts, size, style and n only.
 """
 
 import dataclasses
@@ -25,11 +28,12 @@ from scipy import ndimage
 
 from fcljax.errors import InputError, choose
 
-# Chosen greedily (letters before symbols, Latin before Greek before Cyrillic before the rest) among
-# characters that at least 3 fonts have, are not numeric in any sense of Unicode and carry no diacritic. A
-# character is left out if its `outline` correlates above 0.9 (0.85 for symbols, 0.82 for Canadian syllabics)
-# with that of a digit or of a character already chosen. GLYPHS are the 100 most distinct ones, by the same
-# rule, of the Armenian and Georgian letters that at least 8 fonts have.
+# Chosen greedily (letters before symbols, Latin before Greek before Cyrillic before the
+# rest) among characters that at least 3 fonts have, are not numeric in any sense of
+# Unicode and carry no diacritic. A character is left out if its `outline` correlates
+# above 0.9 (0.85 for symbols, 0.82 for Canadian syllabics) with that of a digit or of a
+# character already chosen. GLYPHS are the 100 most distinct ones, by the same rule, of
+# the Armenian and Georgian letters that at least 8 fonts have.
 PRETRAIN = (
     "ACDEFGHIJKLMNOPQRTUVWXYZabdefkmnpqrstuyÆÐÞßæðŊƐƕƪɐɔɘɞɣɩɮɯɶɷɸɹʁʇʉʊʌʍʎʔʕʖʗʙʚʜʞʣʤʦʧꜧƍƏƜƢƣƦƩƷƸǶȜȸȹɁɄʩʪʫʬ"
     "ʭᴔᴖᴗᴝᴞᴟⱵⱷꜦꞍȢȣɂᴃᴎᴑᴒᴙᴚẞỺỻꜢꜤꜨꜩꜲꜴꜶꜷꜸꜹꜼꜽꝆꞀꞂꟻꟼꟽꟿᴕΓΔΞΦΨΩαβζκλμνξπςφωϘϚϝϞϟϠϡϗϺϻͲͳͶͼϏЂЉЋЏБДЖЛЦЩЪЫЭЮЯпфъыьђњћѢ"
@@ -63,7 +67,8 @@ _UNIT = 1 / 8192  # of the int16 distances
 class Style:
     """How strongly images are distorted.
 
-    Lengths are in half image sides. Draws from ranges are uniform, and symmetric if one bound is given.
+    Lengths are in half image sides. Draws from ranges are uniform, and symmetric if one
+    bound is given.
     """
 
     rotation: float = 15.0  # degrees
@@ -109,8 +114,14 @@ def _characters(font: str) -> frozenset[str]:
     return frozenset(c for c in characters if not ascii_only or c.isascii() and c.isalpha())
 
 
-def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -> Image.Image:
-    """Draw a character, white on black, centred in side x side pixels, its longer side `extent` pixels."""
+def _bitmap(
+    char: str,
+    font: ImageFont.FreeTypeFont,
+    side: int,
+    extent: float,
+) -> Image.Image:
+    """Draw a character, white on black, centred in side x side pixels, its longer side
+    `extent` pixels."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
@@ -123,9 +134,11 @@ def _bitmap(char: str, font: ImageFont.FreeTypeFont, side: int, extent: float) -
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """Return a character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and norm 1.
+    """Return a character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and
+    norm 1.
 
-    The inner product of two outlines is their correlation, by which `PRETRAIN` and `GLYPHS` are chosen.
+    The inner product of two outlines is their correlation, by which `PRETRAIN` and
+    `GLYPHS` are chosen.
     """
     font = ImageFont.truetype(_font_path("DejaVuSans"), 64)
     image = _bitmap(char, font, 24, 20.0).filter(ImageFilter.GaussianBlur(1.3))
@@ -152,7 +165,8 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
 
 
 def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
-    """Compute the distance fields of `chars` in all `fonts` that have them, in about 1 ms each.
+    """Compute the distance fields of `chars` in all `fonts` that have them, in about 1
+    ms each.
 
     Class c is chars[c].
 
@@ -177,7 +191,8 @@ def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
 
 
 class _Draws(NamedTuple):
-    """Uniform numbers in [0, 1), one per image; `warp` and `press` have one per control point."""
+    """Uniform numbers in [0, 1), one per image; `warp` and `press` have one per control
+    point."""
 
     font: np.ndarray
     rotation: np.ndarray
@@ -254,7 +269,8 @@ def _gauss(size: int, sigma: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
-    """Return matrices [resolutions, blurs, size, size] that blur, shrink and enlarge along one axis."""
+    """Return matrices [resolutions, blurs, size, size] that blur, shrink and enlarge
+    along one axis."""
     lenses = []
     low, high = style.resolution
     for resolution in range(low, high + 1):
@@ -265,7 +281,11 @@ def _lenses(size: int, style: Style) -> np.ndarray:
     return np.array(lenses, dtype=np.float32)
 
 
-def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _source(
+    draw: _Draws,
+    size: int,
+    style: Style,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return where pixels come from, x and y [N, size, size], and the glyph's scale [N].
 
     x and y are in half-extents of the glyph.
@@ -291,7 +311,12 @@ def _source(draw: _Draws, size: int, style: Style) -> tuple[np.ndarray, np.ndarr
     return slanted_x / _per_image(scale * stretch), rotated_y * _per_image(stretch / scale), scale
 
 
-def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _lookup(
+    distance: np.ndarray,
+    glyph: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+) -> np.ndarray:
     """Sample the glyphs' distances at x, y (half-extents) bilinearly."""
     half = _CELL / 2
     x = np.clip(x * (half / _REACH) + half - 0.5, 0, _CELL - 1.001).astype(np.float32)
@@ -308,7 +333,12 @@ def _lookup(distance: np.ndarray, glyph: np.ndarray, x: np.ndarray, y: np.ndarra
 
 
 def _thickening(
-    fields: Fields, glyph: np.ndarray, draw: _Draws, scale: np.ndarray, size: int, style: Style
+    fields: Fields,
+    glyph: np.ndarray,
+    draw: _Draws,
+    scale: np.ndarray,
+    size: int,
+    style: Style,
 ) -> np.ndarray:
     """Return how much to thicken strokes, [N, size, size]."""
     stroke = _between(draw.stroke, *style.stroke)
@@ -341,7 +371,8 @@ def draw_glyphs(
     noise: Float32[np.ndarray, "n size size"],
     style: Style,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Draw grey images of the classes `label`, each from its uniforms in [0, 1) and its normal noise."""
+    """Draw grey images of the classes `label`, each from its uniforms in [0, 1) and its
+    normal noise."""
     size = noise.shape[-1]
     draw = _split(uniform)
     glyph = fields.first[label] + (draw.font * fields.number[label]).astype(np.int64)
@@ -365,17 +396,24 @@ def sample_glyphs(
     size: int = 32,
     style: Style | None = None,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Draw one random grey image per label from `rng`, a stream of fresh training images."""
+    """Draw one random grey image per label from `rng`, a stream of fresh training
+    images."""
     uniform = rng.random((len(label), _COLUMNS), dtype=np.float32)
     noise = rng.standard_normal((len(label), size, size), dtype=np.float32)
     return draw_glyphs(fields, label, uniform, noise, style or Style())
 
 
 def _render_class(
-    fields: Fields, label: int, count: int, stream: tuple[int, ...], size: int, style: Style
+    fields: Fields,
+    label: int,
+    count: int,
+    stream: tuple[int, ...],
+    size: int,
+    style: Style,
 ) -> np.ndarray:
     """Render the first `count` images of a class."""
-    # generators fill arrays image by image: a larger count leaves the first images as they are
+    # generators fill arrays image by image: a larger count leaves the first images as
+    # they are
     uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
     labels = np.full(count, label)
@@ -394,7 +432,12 @@ def _check_counts(**fields: tuple[int, int]) -> None:
 
 
 def _render(
-    fields: Fields, chars: str, count: int, stream: tuple[int, ...], size: int, style: Style
+    fields: Fields,
+    chars: str,
+    count: int,
+    stream: tuple[int, ...],
+    size: int,
+    style: Style,
 ) -> tuple[np.ndarray, np.ndarray]:
     grey = [
         _render_class(fields, label, count, (*stream, ord(char)), size, style)
@@ -414,8 +457,9 @@ def render(
 ) -> tuple[UInt8[np.ndarray, "n size size 3"], Int64[np.ndarray, " n"]]:
     """Render images of `chars`, sorted by class, and labels: label i is chars[i].
 
-    Grey levels are repeated in three channels. The n-th image of a class depends on (seed, character, fonts,
-    size, style, n) only: not on count_per_class or the other characters.
+    Grey levels are repeated in three channels. The n-th image of a class depends on
+    (seed, character, fonts, size, style, n) only: not on count_per_class or the other
+    characters.
 
     Raises:
       InputError: for an unknown font, a character that no font has, or a count, seed or size that is too
@@ -434,8 +478,8 @@ def glyphs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Render x_train uint8[N, size, size, 3], y_train int64[N], x_test and y_test.
 
-    Both splits are sorted by class. They come from disjoint random streams, so that one can grow without
-    changing the other.
+    Both splits are sorted by class. They come from disjoint random streams, so that one
+    can grow without changing the other.
 
     Raises:
       InputError: for a count, seed or size that is too small.

@@ -1,7 +1,8 @@
 """Read files that list all classes in the order in which tasks take them.
 
-A class in each line; one line with commas; JSON, ["dog", "cat"] or [1, 0]; or a .npy array. Classes are names
-or numbers from 0. The content of a file decides its form, not its suffix.
+A class in each line; one line with commas; JSON, ["dog", "cat"] or [1, 0]; or a .npy
+array. Classes are names or numbers from 0. The content of a file decides its form, not
+its suffix.
 """
 
 import csv

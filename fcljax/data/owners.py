@@ -1,7 +1,7 @@
 """Read a user's client partition: the owner of each training example.
 
-A partition is a file (`file:who.csv`), a column of the data set (`column:NAME`), or in Python an array of
-owners, which becomes the column OWNER of the data set.
+A partition is a file (`file:who.csv`), a column of the data set (`column:NAME`), or in
+Python an array of owners, which becomes the column OWNER of the data set.
 """
 
 import csv
@@ -97,7 +97,12 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     return dataset._replace(columns={**dataset.columns, OWNER: column})
 
 
-def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, dataset: Dataset) -> np.ndarray:
+def find_column(
+    name: str,
+    columns: Mapping[str, np.ndarray],
+    problem: str,
+    dataset: Dataset,
+) -> np.ndarray:
     """Return a column as text.
 
     Raises:
@@ -113,7 +118,8 @@ def find_column(name: str, columns: Mapping[str, np.ndarray], problem: str, data
 
 
 def read_owners(path: str, dataset: Dataset) -> np.ndarray:
-    """Read each training example's owner [N] from a file in one of the forms of `partition_files`.
+    """Read each training example's owner [N] from a file in one of the forms of
+    `partition_files`.
 
     Raises:
       InputError: naming the file, the position in it and the fault.

@@ -33,18 +33,26 @@ Parts = list[Int64[np.ndarray, " _"]]  # the indices of each client
 class Partition(Protocol):
     """Divides training examples among clients.
 
-    A partition with the class attribute `all_tasks = True` divides all examples once, and a client's examples
-    of a task follow; any other divides the examples of one task after the other.
+    A partition with the class attribute `all_tasks = True` divides all examples once,
+    and a client's examples of a task follow; any other divides the examples of one task
+    after the other.
     """
 
-    def __call__(self, labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, /) -> Parts:
+    def __call__(
+        self,
+        labels: Int[np.ndarray, " N"],
+        clients: int,
+        rng: np.random.RandomState,
+        /,
+    ) -> Parts:
         """Return the indices, into the labels, of each client's examples."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Dirichlet:
-    """Each class is spread over the clients by a Dirichlet draw (FPPL), once for all tasks."""
+    """Each class is spread over the clients by a Dirichlet draw (FPPL), once for all
+    tasks."""
 
     alpha: float = option(0.5, positive=True)
     """Dirichlet concentration; smaller is less even."""
@@ -52,7 +60,12 @@ class Dirichlet:
     """Minimum number of examples per client; a partition below it is redrawn."""
     all_tasks: ClassVar[bool] = True
 
-    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.RandomState,
+    ) -> Parts:
         return dirichlet(labels, clients, self.alpha, rng, self.min_examples)
 
 
@@ -71,33 +84,50 @@ class IID:
     """Minimum number of examples per client; a partition below it is redrawn."""
     all_tasks: ClassVar[bool] = True
 
-    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.RandomState,
+    ) -> Parts:
         return iid(labels, clients, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """Each client owns some classes of each task, whose examples their owners share (PILoRA)."""
+    """Each client owns some classes of each task, whose examples their owners share
+    (PILoRA)."""
 
     classes_per_client: int = 2
     """Classes per client and task."""
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.RandomState,
+    ) -> Parts:
         return quantity(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Each client draws some shards of each task's examples in the order of their classes."""
+    """Each client draws some shards of each task's examples in the order of their
+    classes."""
 
     classes_per_client: int = 2
     """Shards of 1/100 of a task's examples per client."""
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.RandomState,
+    ) -> Parts:
         return shards(labels, clients, self.classes_per_client, rng, min_size=self.min_examples)
 
 
@@ -110,18 +140,29 @@ class WholeClasses:
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(self, labels: np.ndarray, clients: int, rng: np.random.RandomState) -> Parts:
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.RandomState,
+    ) -> Parts:
         return whole_classes(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
 def dirichlet(
-    labels: Int[np.ndarray, " N"], clients: int, alpha: float, rng: np.random.RandomState, min_size: int = 10
+    labels: Int[np.ndarray, " N"],
+    clients: int,
+    alpha: float,
+    rng: np.random.RandomState,
+    min_size: int = 10,
 ) -> Parts:
-    """Label-skewed partition: every class is spread over clients by a draw from Dirichlet(alpha, ..., alpha).
+    """Label-skewed partition: every class is spread over clients by a draw from
+    Dirichlet(alpha, ..., alpha).
 
-    Clients that already own their fair share N / clients get nothing more, and the whole partition is drawn
-    again until every client has `min_size` examples. Each client's examples are shuffled. FPPL's release
-    splits the whole training set like this, PILoRA's the examples of one task ("distribution-based").
+    Clients that already own their fair share N / clients get nothing more, and the
+    whole partition is drawn again until every client has `min_size` examples. Each
+    client's examples are shuffled. FPPL's release splits the whole training set like
+    this, PILoRA's the examples of one task ("distribution-based").
 
     Args:
       labels: original labels.
@@ -144,13 +185,19 @@ def dirichlet(
     return _shuffled(parts, rng)
 
 
-def iid(labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, min_size: int = 10) -> Parts:
+def iid(
+    labels: Int[np.ndarray, " N"],
+    clients: int,
+    rng: np.random.RandomState,
+    min_size: int = 10,
+) -> Parts:
     """Every class is shuffled and cut into equal parts.
 
-    The examples of a class that are left over go round: its first goes to the client after the one that the
-    class before it ended with, beginning at a client that is drawn. So all clients' sizes differ by one at
-    most. In FPPL's release they go to the first clients, class after class; where all classes divide evenly,
-    nothing is drawn and the partition is the release's.
+    The examples of a class that are left over go round: its first goes to the client
+    after the one that the class before it ended with, beginning at a client that is
+    drawn. So all clients' sizes differ by one at most. In FPPL's release they go to the
+    first clients, class after class; where all classes divide evenly, nothing is drawn
+    and the partition is the release's.
 
     Raises:
       InputError: for less than one client, or a `min_size` that is not met.
@@ -172,15 +219,18 @@ def quantity(
     rng: np.random.RandomState,
     min_size: int = 0,
 ) -> Parts:
-    """Every client owns `per_client` labels, and the examples of a label are split equally among its owners.
+    """Every client owns `per_client` labels, and the examples of a label are split
+    equally among its owners.
 
-    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of PILoRA's paper. First
-    the labels are assigned in turn: client k gets label k modulo the number of labels and, where labels
-    outnumber clients, every `clients`-th label after it, up to `per_client`; then it draws others at random.
-    So every label has an owner if clients * per_client >= labels; otherwise all owned labels differ and the
-    examples of the others are unused. NIID-Bench takes the labels in their own order and gives each client
-    only one of them before the draw; here their order is drawn, so that chance decides which labels stay
-    unused. The first owners of a label get one example more where its examples do not divide evenly.
+    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of
+    PILoRA's paper. First the labels are assigned in turn: client k gets label k modulo
+    the number of labels and, where labels outnumber clients, every `clients`-th label
+    after it, up to `per_client`; then it draws others at random. So every label has an
+    owner if clients * per_client >= labels; otherwise all owned labels differ and the
+    examples of the others are unused. NIID-Bench takes the labels in their own order
+    and gives each client only one of them before the draw; here their order is drawn,
+    so that chance decides which labels stay unused. The first owners of a label get one
+    example more where its examples do not divide evenly.
 
     Args:
       labels: labels of the examples to split.
@@ -217,8 +267,8 @@ def whole_classes(
     rng: np.random.RandomState,
     min_size: int = 0,
 ) -> Parts:
-    """Every client draws `per_client` labels, and has all their examples, which clients share (GLFC's
-    release, in which `per_client` is 6 of a task's 10 classes).
+    """Every client draws `per_client` labels, and has all their examples, which clients
+    share (GLFC's release, in which `per_client` is 6 of a task's 10 classes).
 
     Args:
       labels: labels of the examples.
@@ -250,12 +300,14 @@ def shards(
     count: int = 100,
     min_size: int = 0,
 ) -> Parts:
-    """Examples in the order of their labels are cut into `count` shards; each client draws `per_client`.
+    """Examples in the order of their labels are cut into `count` shards; each client
+    draws `per_client`.
 
-    The quantity-based partition of PILoRA's release. The shards of one client differ, but clients draw
-    independently: some shards belong to several clients, some to none. The first N modulo `count` shards have
-    one example more. A client has at most `per_client` labels where the examples of every label fill whole
-    shards; elsewhere a shard may reach from one label into the next.
+    The quantity-based partition of PILoRA's release. The shards of one client differ,
+    but clients draw independently: some shards belong to several clients, some to none.
+    The first N modulo `count` shards have one example more. A client has at most
+    `per_client` labels where the examples of every label fill whole shards; elsewhere a
+    shard may reach from one label into the next.
 
     Args:
       labels: labels of the examples to split.
@@ -297,7 +349,8 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
         raise InputError(
             f"train_share: {share} is not a share of the examples; choose more than 0 and at most 1"
         )
-    # without the slack 0.07 of 100 examples would be 8, since 0.07 * 100 > 7 in floating point
+    # without the slack 0.07 of 100 examples would be 8, since 0.07 * 100 > 7 in
+    # floating point
     return np.sort(
         np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])
     )
@@ -314,8 +367,8 @@ def count_matrix(
 def class_counts(
     labels: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " K"], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
-    """How many examples of each class each client owns, from the labels of the first client's examples, of
-    the second's, and so on."""
+    """How many examples of each class each client owns, from the labels of the first
+    client's examples, of the second's, and so on."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
     counts = np.bincount(owner * num_classes + labels, minlength=len(sizes) * num_classes)
     return counts.reshape(len(sizes), num_classes)
@@ -354,8 +407,15 @@ def check_clients(examples: int, clients: int, min_size: int) -> None:
         )
 
 
-def _redrawn(draw: Callable[[], Parts], min_size: int, examples: int, clients: int, setting: str) -> Parts:
-    """Return the first drawn partition in which every client has `min_size` of the examples.
+def _redrawn(
+    draw: Callable[[], Parts],
+    min_size: int,
+    examples: int,
+    clients: int,
+    setting: str,
+) -> Parts:
+    """Return the first drawn partition in which every client has `min_size` of the
+    examples.
 
     Raises:
       InputError: after `_PASSES` draws, naming the setting.
@@ -406,7 +466,8 @@ def _draw_apart(
     most: int,
     rng: np.random.RandomState,
 ) -> Int[np.ndarray, "K most"]:
-    """For each client `wanted` of the first `free` numbers, drawn client after client; then `labels`."""
+    """For each client `wanted` of the first `free` numbers, drawn client after client;
+    then `labels`."""
     drawn = np.full((len(free), most), labels)
     for others, left, count in zip(drawn, free.tolist(), wanted.tolist(), strict=True):
         others[:count] = rng.permutation(left)[:count]
@@ -420,8 +481,8 @@ def _draw_together(
     most: int,
     rng: np.random.RandomState,
 ) -> Int[np.ndarray, "K most"]:
-    """The same with all clients at once, from other draws: the first steps of a shuffle (Fisher and Yates)
-    in each row."""
+    """The same with all clients at once, from other draws: the first steps of a shuffle
+    (Fisher and Yates) in each row."""
     client = np.arange(len(free))
     deck = np.tile(np.arange(labels), (len(free), 1))
     for i in range(most):
@@ -432,13 +493,16 @@ def _draw_together(
 
 
 def split_at(values: np.ndarray, sizes: Int[np.ndarray, " n"]) -> list[np.ndarray]:
-    """Parts of these sizes, one after the other. `np.split` takes microseconds for each."""
+    """Parts of these sizes, one after the other.
+
+    `np.split` takes microseconds for each."""
     ends = np.cumsum(sizes).tolist()
     return [values[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def even(examples: int, parts: int) -> Int64[np.ndarray, " parts"]:
-    """Sizes of equal parts; the first ones are larger by one where they do not divide evenly."""
+    """Sizes of equal parts; the first ones are larger by one where they do not divide
+    evenly."""
     return examples // parts + (np.arange(parts) < examples % parts)
 
 
@@ -454,7 +518,12 @@ def _evenly(members: np.ndarray, owners: np.ndarray) -> _Owned:
     return members, np.repeat(owners, even(len(members), len(owners)))
 
 
-def _one_pass(labels: np.ndarray, clients: int, alpha: float, rng: np.random.RandomState) -> Parts:
+def _one_pass(
+    labels: np.ndarray,
+    clients: int,
+    alpha: float,
+    rng: np.random.RandomState,
+) -> Parts:
     """One draw of `dirichlet`, in which clients may still have too few examples."""
     sizes = np.zeros(clients, np.int64)
     owned: list[_Owned] = []
@@ -468,13 +537,19 @@ def _one_pass(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Ran
     return _by_owner(owned, clients)
 
 
-def _shares(below: np.ndarray, alpha: float, rng: np.random.RandomState) -> Float[np.ndarray, " K"]:
-    """Dirichlet shares among the clients `below` their fair share, of whom there is at least one."""
+def _shares(
+    below: np.ndarray,
+    alpha: float,
+    rng: np.random.RandomState,
+) -> Float[np.ndarray, " K"]:
+    """Dirichlet shares among the clients `below` their fair share, of whom there is at
+    least one."""
     shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
         return shares / total
-    # A tiny alpha underflows to all zeros; there the release divides by zero. The limit is one random client.
+    # A tiny alpha underflows to all zeros; there the release divides by zero. The limit
+    # is one random client.
     return np.eye(len(below))[rng.choice(np.flatnonzero(below))]
 
 

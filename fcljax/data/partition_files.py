@@ -1,9 +1,10 @@
 """Read files that assign training examples to clients, in the usual forms.
 
-A table (CSV) with the columns `client`, `example` or `file`, and perhaps `task`; JSON with the examples of
-each client, {"ann": [0, 2], "bob": [1]} or [[0, 2], [1]], or with the client of each example; a .npy array
-with the client of each example; a .npz archive with an array of examples for each client. The content of a
-file decides its form, not its suffix.
+A table (CSV) with the columns `client`, `example` or `file`, and perhaps `task`; JSON
+with the examples of each client, {"ann": [0, 2], "bob": [1]} or [[0, 2], [1]], or with
+the client of each example; a .npy array with the client of each example; a .npz archive
+with an array of examples for each client. The content of a file decides its form, not
+its suffix.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,8 @@ PICKLE = b"\x80"
 
 
 class Assigned(NamedTuple):
-    """The client and the task of each training example [N], as text; NOBODY: no client."""
+    """The client and the task of each training example [N], as text; NOBODY: no
+    client."""
 
     client: np.ndarray
     task: np.ndarray | None = None
@@ -178,7 +180,8 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
             f"numbers from 0 to {examples.count - 1}"
         )
     number = {name: i for i, name in enumerate(names)}
-    # by name without folders; images that share a name can only be given with their folders
+    # by name without folders; images that share a name can only be given with their
+    # folders
     by_file_name = {Path(name).name: i for i, name in enumerate(names)}
     unique = len(by_file_name) == len(names)
 
@@ -250,7 +253,8 @@ def _from_examples(owners: Any, examples: _Examples) -> np.ndarray:
 
 
 def _npy(path: str) -> np.ndarray:
-    """Map the array of a .npy file, so that a header that claims too much allocates nothing."""
+    """Map the array of a .npy file, so that a header that claims too much allocates
+    nothing."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of headers raises what Python's does

@@ -1,4 +1,5 @@
-"""Sampled clients, as HePCo's release draws them: each exists for one round (HePCo, specification 6.3)."""
+"""Sampled clients, as HePCo's release draws them: each exists for one round (HePCo,
+specification 6.3)."""
 
 import dataclasses
 import math
@@ -25,11 +26,11 @@ def sample_client(
     imbalance: float,
     applied: bool = True,
 ) -> Sample:
-    """A client of HePCo, which exists for one round: it has some classes of the task, and fewer examples of
-    each class than of the one before.
+    """A client of HePCo, which exists for one round: it has some classes of the task,
+    and fewer examples of each class than of the one before.
 
-    Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split floor(N / n *
-    imbalance^(i / (classes - 1)))) examples.
+    Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split
+    floor(N / n * imbalance^(i / (classes - 1)))) examples.
 
     Args:
       labels: of the task's examples.
@@ -57,7 +58,8 @@ def sample_client(
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Clients that are drawn for one round, each with some classes of the task (HePCo)."""
+    """Clients that are drawn for one round, each with some classes of the task
+    (HePCo)."""
 
     split_ratio: float = option(0.1, positive=True, most=1.0)
     """Fraction gamma of a class's examples that a client draws."""
@@ -100,8 +102,12 @@ class Sampled:
         return drawn
 
 
-def reported_counts(drawn: list[Sample], position: Int[np.ndarray, " C"]) -> Int[np.ndarray, "K C"]:
-    """Return how many examples of each class sampled clients report, by position in the class order."""
+def reported_counts(
+    drawn: list[Sample],
+    position: Int[np.ndarray, " C"],
+) -> Int[np.ndarray, "K C"]:
+    """Return how many examples of each class sampled clients report, by position in the
+    class order."""
     counts = np.zeros((len(drawn), len(position)), np.int32)
     for client, sample in enumerate(drawn):
         for label, count in sample.reported.items():

@@ -1,4 +1,5 @@
-"""Make the packaged digits in several domains: plain, turned, inverted, noisy and blurred.
+"""Make the packaged digits in several domains: plain, turned, inverted, noisy and
+blurred.
 
 As in rotated MNIST, every domain has all images, and images of the two splits stay apart.
 """
@@ -54,7 +55,8 @@ SHIFTS: dict[str, Callable[[Images], Images]] = {
 def shifted(images: Images) -> UInt8[np.ndarray, "M H W 3"]:
     """Return each image in all domains, [5 N, H, W, 3].
 
-    The domains of an image are neighbours, so that --holdout, which takes from the end, takes all of them.
+    The domains of an image are neighbours, so that --holdout, which takes from the end,
+    takes all of them.
     """
     domains = [shift(images) for shift in SHIFTS.values()]
     return np.stack(domains, axis=1).reshape(-1, *images.shape[1:])

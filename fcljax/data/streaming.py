@@ -1,4 +1,5 @@
-"""Stream data from the host: windows of examples are copied to the device while it computes."""
+"""Stream data from the host: windows of examples are copied to the device while it
+computes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,9 @@ Loaded = TypeVar("Loaded")
 class Host(NamedTuple):
     """Data that do not fit on the device.
 
-    The examples of the next steps are copied to the device in windows of at least one step; each device of a
-    mesh has other windows. Two exist at a time: the device works on one while the next is copied.
+    The examples of the next steps are copied to the device in windows of at least one
+    step; each device of a mesh has other windows. Two exist at a time: the device works
+    on one while the next is copied.
     """
 
     tree: PyTree  # numpy arrays in memory or mapped from files, an example per row
@@ -28,7 +30,10 @@ class Host(NamedTuple):
     overlap: bool = True  # False: copy only when the device is idle, which is for measuring
 
     def take(
-        self, indices: Int[np.ndarray, " n"], mesh: AnyMesh | None = None, parted: bool = False
+        self,
+        indices: Int[np.ndarray, " n"],
+        mesh: AnyMesh | None = None,
+        parted: bool = False,
     ) -> PyTree:
         """Copy these examples to the device, or to every device of a mesh.
 
@@ -60,7 +65,8 @@ def over_windows(
     load: Callable[[Item], Loaded],
     overlap: bool = True,
 ) -> Carry:
-    """Fold carry = step(carry, item, load(item)) over all items, while a thread loads the next.
+    """Fold carry = step(carry, item, load(item)) over all items, while a thread loads
+    the next.
 
     Args:
       step: dispatches the device's work and returns at once.
@@ -79,7 +85,8 @@ def over_windows(
             jax.block_until_ready(carry)
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            # submitted before the step, because some backends block their caller while they dispatch
+            # submitted before the step, because some backends block their caller while
+            # they dispatch
             if position + 1 < len(items):
                 next_window = loader.submit(load, items[position + 1])
             if overlap:

@@ -1,8 +1,10 @@
-"""Private streams: what each client learns in each task where clients do not share their examples.
+"""Private streams: what each client learns in each task where clients do not share
+their examples.
 
-All clients may have the same tasks, of which each gets its part (VFCL, appendix A.1), or each draws tasks
-from a pool in an order of its own (FedWeIT's benchmarks Overlapped-CIFAR100 and NonIID-50). Labels are
-positions in the class order; indices are positions in the `labels` that were given.
+All clients may have the same tasks, of which each gets its part (VFCL, appendix A.1),
+or each draws tasks from a pool in an order of its own (FedWeIT's benchmarks
+Overlapped-CIFAR100 and NonIID-50). Labels are positions in the class order; indices are
+positions in the `labels` that were given.
 """
 
 import dataclasses
@@ -33,7 +35,8 @@ class Private:
 
 @dataclasses.dataclass(frozen=True)
 class SameTasks:
-    """All clients have the same tasks, and each draws a share of their classes (VFCL, appendix A.1)."""
+    """All clients have the same tasks, and each draws a share of their classes (VFCL,
+    appendix A.1)."""
 
     category_ratio: float = option(0.5, positive=True, most=1.0)
     """Fraction kappa of a task's classes that a client has."""
@@ -47,7 +50,8 @@ class Neighbours:
     """Classes per task in the pool of private streams."""
 
     def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
-        """Return the classes of each task, of classes with these names from these data sets."""
+        """Return the classes of each task, of classes with these names from these data
+        sets."""
         return split_pool("order", names, sources, self.task_pool_classes, 0)
 
 
@@ -56,7 +60,8 @@ class Superclasses:
     """A task is one of CIFAR-100's superclasses (Overlapped-CIFAR100)."""
 
     def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
-        """Return the classes of each task, of classes with these names from these data sets."""
+        """Return the classes of each task, of classes with these names from these data
+        sets."""
         return split_pool("superclasses", names, sources, 5, 0)
 
 
@@ -70,11 +75,13 @@ class WithinSources:
     """Maximum number of tasks per source in the pool of private streams."""
 
     def pool(self, names: Sequence[str], sources: Int[np.ndarray, " C"]) -> Pool:
-        """Return the classes of each task, of classes with these names from these data sets."""
+        """Return the classes of each task, of classes with these names from these data
+        sets."""
         return split_pool("sources", names, sources, self.task_pool_classes, self.task_pool_limit)
 
 
-# CIFAR-100's twenty superclasses, in the order of their names, by the names of their classes
+# CIFAR-100's twenty superclasses, in the order of their names, by the names of their
+# classes
 SUPERCLASSES = {
     "aquatic mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
     "fish": ("aquarium_fish", "flatfish", "ray", "shark", "trout"),
@@ -100,7 +107,11 @@ SUPERCLASSES = {
 
 
 def split_pool(
-    kind: PoolKind, names: Sequence[str], sources: Int[np.ndarray, " C"], size: int, most: int
+    kind: PoolKind,
+    names: Sequence[str],
+    sources: Int[np.ndarray, " C"],
+    size: int,
+    most: int,
 ) -> Pool:
     """Return the classes of each task of a pool.
 
@@ -139,7 +150,9 @@ def split_pool(
 
 
 class Stream(NamedTuple):
-    """The classes and examples of one client, task by task. The client skips tasks without classes."""
+    """The classes and examples of one client, task by task.
+
+    The client skips tasks without classes."""
 
     classes: tuple[Int64[np.ndarray, " _"], ...]  # of each task
     indices: tuple[Int64[np.ndarray, " _"], ...]  # of the client's examples of each task
@@ -154,9 +167,9 @@ def shared_streams(
 ) -> list[Stream]:
     """Draw private streams through the same tasks (VFCL, appendix A.1).
 
-    Each task goes to a random number of random clients, each of which draws a share of its classes. The
-    examples of a class are divided among its owners, so that no example belongs to two clients; those of
-    classes that no client drew are unused.
+    Each task goes to a random number of random clients, each of which draws a share of
+    its classes. The examples of a class are divided among its owners, so that no
+    example belongs to two clients; those of classes that no client drew are unused.
 
     Args:
       labels: of all training examples.
@@ -181,10 +194,12 @@ def own_streams(
     tasks: int,
     rng: np.random.RandomState,
 ) -> list[Stream]:
-    """Draw a private stream for each client, tasks from a pool in random order (FedWeIT; VFCL, appendix F.1).
+    """Draw a private stream for each client, tasks from a pool in random order
+    (FedWeIT; VFCL, appendix F.1).
 
-    If the pool has enough tasks, no task goes to two clients (NonIID-50). Else clients draw independently,
-    and the examples of a class are divided among its owners (Overlapped-CIFAR100).
+    If the pool has enough tasks, no task goes to two clients (NonIID-50). Else clients
+    draw independently, and the examples of a class are divided among its owners
+    (Overlapped-CIFAR100).
 
     Args:
       labels: of all training examples.
@@ -212,7 +227,8 @@ def own_streams(
 def _drawn_classes(
     classes: np.ndarray, clients: int, share: float, rng: np.random.RandomState
 ) -> list[np.ndarray]:
-    """Draw the classes of one task for each client; none for clients that the task does not go to."""
+    """Draw the classes of one task for each client; none for clients that the task does
+    not go to."""
     participants = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))
     return [
@@ -224,7 +240,8 @@ def _drawn_classes(
 def _streams(
     owned: Sequence[Sequence[np.ndarray]], labels: np.ndarray, rng: np.random.RandomState
 ) -> list[Stream]:
-    """Return the streams of clients that own these classes, `[client][task]`, each at most once."""
+    """Return the streams of clients that own these classes, `[client][task]`, each at
+    most once."""
     all_classes = np.arange(labels.max() + 1)
     owns = np.array([np.isin(all_classes, np.concatenate(client_classes)) for client_classes in owned])
     parts = {}

@@ -1,8 +1,9 @@
 """Assign examples to tasks: by class, by domain, or by class with blurry boundaries.
 
-In class-incremental learning tasks have different classes. Domain-incremental tasks have the same classes in
-different domains (van de Ven & Tolias, arXiv 1904.07734). With blurry boundaries, some examples of a class
-belong to other tasks than most of them (i-Blurry, Koh et al., ICLR 2022).
+In class-incremental learning tasks have different classes. Domain-incremental tasks
+have the same classes in different domains (van de Ven & Tolias, arXiv 1904.07734). With
+blurry boundaries, some examples of a class belong to other tasks than most of them
+(i-Blurry, Koh et al., ICLR 2022).
 """
 
 import dataclasses
@@ -24,12 +25,14 @@ PURPOSE = 34  # separates these draws from others of the seed
 
 @dataclasses.dataclass(frozen=True)
 class ByClass:
-    """A task is made of classes, of which it has all examples unless boundaries are blurry."""
+    """A task is made of classes, of which it has all examples unless boundaries are
+    blurry."""
 
     base_classes: int = option(0, least=0, unset="as the other tasks")
     """Number of classes of the first task; the other tasks share the rest."""
     classes_per_task: int = option(0, least=0, unset="all classes over --tasks")
-    """Number of classes of each task after the first; it determines the number of tasks."""
+    """Number of classes of each task after the first; it determines the number of
+    tasks."""
     task_sizes: str = option("", unset="as even as possible")
     """Number of classes of each task, e.g. 50,10,10,30."""
     blurry: float = option(0.0, least=0.0, below=1.0)
@@ -84,7 +87,8 @@ def blurred(
     disjoint: float,
     rng: np.random.RandomState,
 ) -> TaskSchedule:
-    """Blur the boundaries of a class-incremental schedule (i-Blurry-N-M, N = 100 disjoint, M = 100 share).
+    """Blur the boundaries of a class-incremental schedule (i-Blurry-N-M, N = 100
+    disjoint, M = 100 share).
 
     Args:
       schedule: the tasks that keep most examples of each class, and all its test examples.
@@ -113,7 +117,8 @@ def by_domain(
     label: Int[np.ndarray, " N"],
     classes: int,
 ) -> TaskSchedule:
-    """Make a task for each domain, in this order; its test examples are those of the domain.
+    """Make a task for each domain, in this order; its test examples are those of the
+    domain.
 
     Args:
       domain: of each training example.

@@ -1,7 +1,9 @@
-"""Make a stream of tasks: the shuffled class order of a run, and the classes of each task.
+"""Make a stream of tasks: the shuffled class order of a run, and the classes of each
+task.
 
-Classes have two numberings. Original labels are those of the data set, 0..C-1. After `relabel` a class is
-numbered by its position in the class order, so that the tasks that all clients share own contiguous ranges.
+Classes have two numberings. Original labels are those of the data set, 0..C-1. After
+`relabel` a class is numbered by its position in the class order, so that the tasks that
+all clients share own contiguous ranges.
 """
 
 import random
@@ -18,14 +20,16 @@ from fcljax.types import Task
 def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarray, " C"]:
     """Draw the order in which tasks take the original labels.
 
-    This must be the first draw of `RandomState(seed)`; the partition continues the same stream (FPPL's
-    release, which seeds numpy's global legacy stream). Only `RandomState` promises the same stream for ever.
+    This must be the first draw of `RandomState(seed)`; the partition continues the same
+    stream (FPPL's release, which seeds numpy's global legacy stream). Only
+    `RandomState` promises the same stream for ever.
     """
     return rng.permutation(np.arange(num_classes, dtype=np.int64))
 
 
 def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
-    """Draw the class order with Python's generator; seed 0: the natural order (HePCo's release)."""
+    """Draw the class order with Python's generator; seed 0: the natural order (HePCo's
+    release)."""
     order = list(range(num_classes))
     if seed:
         random.Random(seed).shuffle(order)
@@ -33,7 +37,8 @@ def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
 
 
 def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
-    """Return the classes per task; if `tasks` does not divide them, the first tasks get one more.
+    """Return the classes per task; if `tasks` does not divide them, the first tasks get
+    one more.
 
     Raises:
       InputError: for less than one task, or more tasks than classes.
@@ -96,7 +101,8 @@ def chosen_sizes(
 
 
 def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
-    """Make the tasks of a run as numpy arrays, with classes numbered by position in the class order.
+    """Make the tasks of a run as numpy arrays, with classes numbered by position in the
+    class order.
 
     Raises:
       InputError: as `task_sizes`.
@@ -110,8 +116,12 @@ def tasks_of_sizes(sizes: Sequence[int]) -> tuple[Task, ...]:
     return tasks_of(np.split(np.arange(ends[-1]), ends[:-1]), int(ends[-1]))
 
 
-def listed_order(class_names: Sequence[str], listed: Sequence[str]) -> Int64[np.ndarray, " C"]:
-    """Return the class order that a user lists: names, or numbers from 0 that are no names.
+def listed_order(
+    class_names: Sequence[str],
+    listed: Sequence[str],
+) -> Int64[np.ndarray, " C"]:
+    """Return the class order that a user lists: names, or numbers from 0 that are no
+    names.
 
     Raises:
       InputError: for a class that does not exist, or is missing or repeated.
@@ -132,7 +142,10 @@ def listed_order(class_names: Sequence[str], listed: Sequence[str]) -> Int64[np.
     return np.array(order, np.int64)
 
 
-def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int) -> tuple[Task, ...]:
+def tasks_of(
+    classes: Sequence[Int[np.ndarray, " _"]],
+    num_classes: int,
+) -> tuple[Task, ...]:
     """Make the tasks with these classes, in this order.
 
     Args:
@@ -151,7 +164,10 @@ def tasks_of(classes: Sequence[Int[np.ndarray, " _"]], num_classes: int) -> tupl
     return tuple(tasks)
 
 
-def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int64[np.ndarray, " N"]:
+def relabel(
+    labels: Int[np.ndarray, " N"],
+    order: Int[np.ndarray, " C"],
+) -> Int64[np.ndarray, " N"]:
     """Turn original labels into positions in the class order."""
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))

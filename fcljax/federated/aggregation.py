@@ -1,7 +1,7 @@
 """Aggregation: how the clients' uploads become the server's next value.
 
-`make_aggregation` composes a merging rule (`rules.py`), clipping, noise and a server optimiser into one
-`Aggregation`, as the options say.
+`make_aggregation` composes a merging rule (`rules.py`), clipping, noise and a server
+optimiser into one `Aggregation`, as the options say.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,13 @@ from fcljax.types import Claim, MergingRule, PyTree
 class OnArrival(Protocol):
     """Acts on the upload of one client as it arrives, before it is merged."""
 
-    def __call__(self, mean: PyTree, reference: PyTree, weight: Num[Array, ""], /) -> tuple[PyTree, Array]:
+    def __call__(
+        self,
+        mean: PyTree,
+        reference: PyTree,
+        weight: Num[Array, ""],
+        /,
+    ) -> tuple[PyTree, Array]:
         """The upload [...] and its weight as they are merged."""
         ...
 
@@ -36,16 +42,24 @@ class AtServer(Protocol):
     """Acts on what was merged."""
 
     def __call__(
-        self, mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray, /
+        self,
+        mean: PyTree,
+        reference: PyTree,
+        state: PyTree,
+        count: Int[Array, ""],
+        key: PRNGKeyArray,
+        /,
     ) -> tuple[PyTree, PyTree]:
-        """The server's next value [...] and the new state; `count` is the number of valid uploads."""
+        """The server's next value [...] and the new state; `count` is the number of valid
+        uploads."""
         ...
 
 
 class Aggregation(NamedTuple):
     """How the `mean` channel of uploads becomes the server's next value.
 
-    `reference` is the value [...] that the clients started the round from, a tree like `mean`.
+    `reference` is the value [...] that the clients started the round from, a tree like
+    `mean`.
     """
 
     name: str
@@ -55,23 +69,27 @@ class Aggregation(NamedTuple):
     pre: OnArrival | None = None
     """On one upload as it arrives; None: nothing."""
     reduce: MergingRule | None = None
-    """The merging rule; None: the mean weighted by the uploads' weights, which streams."""
+    """The merging rule; None: the mean weighted by the uploads' weights, which
+    streams."""
     post: AtServer | None = None
     """On what was merged; None: nothing."""
     noise: bool = False
     """Whether `post` adds the noise of differential privacy."""
     possible: Claim | None = None
-    """What the uploads of this rule say of a client and can be checked; None: nothing but their weight."""
+    """What the uploads of this rule say of a client and can be checked; None: nothing but
+    their weight."""
 
 
 def make_aggregation(options: AggregationOptions) -> Aggregation:
-    """Return the rule that the options choose: clipping, then merging, then noise, then the server optimiser.
+    """Return the rule that the options choose: clipping, then merging, then noise, then
+    the server optimiser.
 
-    Integer and boolean leaves are merged and nothing else. Clipping bounds each client's change from the
-    reference, over all floating leaves (McMahan et al. 2018, section 3). With noise every upload has weight
-    1, and each coordinate of the mean of n uploads gets N(0, (noise_multiplier * clip_norm / n)^2); what that
-    guarantees is `privacy.epsilon`, for this channel, its floating leaves, and float32 only: narrower leaves
-    are rounded after clipping.
+    Integer and boolean leaves are merged and nothing else. Clipping bounds each
+    client's change from the reference, over all floating leaves (McMahan et al. 2018,
+    section 3). With noise every upload has weight 1, and each coordinate of the mean of
+    n uploads gets N(0, (noise_multiplier * clip_norm / n)^2); what that guarantees is
+    `privacy.epsilon`, for this channel, its floating leaves, and float32 only: narrower
+    leaves are rounded after clipping.
 
     Raises:
       InputError: an unknown name, a value out of range, or noise without clipping or with a rule that is no
@@ -92,11 +110,18 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
 
 
 def _like_reference(rule: MergingRule) -> MergingRule:
-    """Return a rule of which it is checked, where it is traced, that it returns a tree like the reference."""
+    """Return a rule of which it is checked, where it is traced, that it returns a tree
+    like the reference."""
     if name_of("aggregator", rule):
         return rule
 
-    def reduce(stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: PRNGKeyArray) -> PyTree:
+    def reduce(
+        stacked: PyTree,
+        reference: PyTree,
+        weight: Array,
+        valid: Array,
+        key: PRNGKeyArray,
+    ) -> PyTree:
         merged = rule(stacked, reference, weight, valid, key)
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (merged, reference)]
         if jax.tree.structure(merged) != jax.tree.structure(reference) or shapes[0] != shapes[1]:
@@ -134,7 +159,11 @@ def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     if not bound and not equal:
         return None
 
-    def pre(mean: PyTree, reference: PyTree, weight: Num[Array, ""] | float) -> tuple[PyTree, Array]:
+    def pre(
+        mean: PyTree,
+        reference: PyTree,
+        weight: Num[Array, ""] | float,
+    ) -> tuple[PyTree, Array]:
         clipped = mean if not bound else clip_change(mean, reference, bound)
         return clipped, _equal_weight(weight) if equal else jnp.asarray(weight)
 
@@ -142,8 +171,8 @@ def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
 
 
 def clip_change(mean: PyTree, reference: PyTree, bound: float) -> PyTree:
-    """One upload [...] whose change from `reference` has L2 norm at most `bound` over all floating leaves:
-    scaled, direction kept (McMahan et al. 2018, section 3).
+    """One upload [...] whose change from `reference` has L2 norm at most `bound` over
+    all floating leaves: scaled, direction kept (McMahan et al. 2018, section 3).
 
     Shorter changes, and uploads that are not finite, are returned as they are.
     """
@@ -171,7 +200,11 @@ def _at_server(
         return None
 
     def post(
-        mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray
+        mean: PyTree,
+        reference: PyTree,
+        state: PyTree,
+        count: Int[Array, ""],
+        key: PRNGKeyArray,
     ) -> tuple[PyTree, PyTree]:
         if noise:
             mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
@@ -186,10 +219,11 @@ def _at_server(
 
 
 def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
-    """Add Gaussian noise of this standard deviation to every coordinate of the floating leaves [...].
+    """Add Gaussian noise of this standard deviation to every coordinate of the floating
+    leaves [...].
 
-    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on a plain mean (McMahan et al.
-    2018, algorithm 1). Each leaf has a key of its own.
+    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on a plain
+    mean (McMahan et al. 2018, algorithm 1). Each leaf has a key of its own.
     """
 
     def noisy(index: int, leaf: Array) -> Array:
@@ -199,14 +233,17 @@ def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> P
 
 
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
-    """Return the optimiser of the server, which steps along the pseudo-gradient, reference - mean."""
+    """Return the optimiser of the server, which steps along the pseudo-gradient,
+    reference - mean."""
     choice = chosen("server_optimiser", options)
     if label_of("server_optimiser", options.server_optimiser) == "none":
         return None
     return choice.build() if hasattr(choice, "build") else choice
 
 
-def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable[[PyTree], PyTree]:
+def _optimiser_state(
+    optimiser: optax.GradientTransformation | None,
+) -> Callable[[PyTree], PyTree]:
     def init(reference: PyTree) -> PyTree:
         return () if optimiser is None else optimiser.init(_floats(reference))
 

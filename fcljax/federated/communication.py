@@ -1,8 +1,9 @@
-"""Communication of a round, counted from the pytrees that are sent (arrays or `jax.ShapeDtypeStruct`).
+"""Communication of a round, counted from the pytrees that are sent (arrays or
+`jax.ShapeDtypeStruct`).
 
-Scalars are the papers' unit: floating-point numbers only, since masks, indices and counts are metadata. Bytes
-include everything. A buffer counts in full: a gathered [C, D] of prototypes counts C of them, however many
-classes the client has.
+Scalars are the papers' unit: floating-point numbers only, since masks, indices and
+counts are metadata. Bytes include everything. A buffer counts in full: a gathered [C,
+D] of prototypes counts C of them, however many classes the client has.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +56,8 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
-    """Return {scalars, bytes} that a client keeps from earlier rounds, besides the payload (FPPL's ESTG)."""
+    """Return {scalars, bytes} that a client keeps from earlier rounds, besides the
+    payload (FPPL's ESTG)."""
     return size(broadcast.cached)
 
 

@@ -1,13 +1,14 @@
-"""The round engine: it plans a round on the host (`schedule.py`), runs the clients in a compiled loop
-(`client_loop.py`), and takes the server's step.
+"""The round engine: it plans a round on the host (`schedule.py`), runs the clients in a
+compiled loop (`client_loop.py`), and takes the server's step.
 
     run_round      plays the method's rounds of one time, each as an exchange
     run_chunks     gives the clients to the device, chunk by chunk
     run_ticks      trains the clients of a chunk (`client_loop.py`)
     _server_step   merges the uploads and calls the method's server function
 
-Every function is traced once for a whole run. Uploads are running sums and gathered buffers, so memory does
-not grow with the number of clients where they only send means and sums.
+Every function is traced once for a whole run. Uploads are running sums and gathered
+buffers, so memory does not grow with the number of clients where they only send means
+and sums.
 """
 
 import contextlib
@@ -99,7 +100,8 @@ from fcljax.types import (
 
 # A smaller network's programs take longer to compile than to run, and are compiled lean.
 LEAN_PARAMETERS = 2_000_000
-# Chunks that the host has given to the device at most: each of them takes the memory of its slots.
+# Chunks that the host has given to the device at most: each of them takes the memory of
+# its slots.
 CHUNKS_IN_FLIGHT = 2
 
 
@@ -113,14 +115,16 @@ class RoundReport(NamedTuple):
     rejected: int = 0
     """Uploads that were left out: not finite, or with an impossible claim."""
     impossible: dict[str, int] = {}
-    """Claim -> uploads that were left out because it was impossible; claims that no upload broke are left
-    out."""
+    """Claim -> uploads that were left out because it was impossible; claims that no
+    upload broke are left out."""
     refused: int = 0
-    """The method's rounds whose result was not finite, so that the server kept its state."""
+    """The method's rounds whose result was not finite, so that the server kept its
+    state."""
     examples: int = 0
     """Examples read in all phases."""
     training_examples: int = 0
-    """Examples read in the longest phase of the first of the method's rounds that was played."""
+    """Examples read in the longest phase of the first of the method's rounds that was
+    played."""
     useful_steps: int = 0
     """Steps of clients."""
     paid_steps: int = 0
@@ -143,7 +147,9 @@ class ServerResult(NamedTuple):
 
 
 Serve = Callable[[Accumulator], ServerResult]
-"""The server's step on the received uploads. It returns at once, while the device still computes."""
+"""The server's step on the received uploads.
+
+It returns at once, while the device still computes."""
 
 
 def no_server(_received: Accumulator) -> ServerResult:
@@ -154,9 +160,10 @@ def no_server(_received: Accumulator) -> ServerResult:
 class Player(NamedTuple):
     """The compiled functions of one of the method's rounds.
 
-    Data on the host go through the same functions as resident data, a window at a time, and get the same
-    bits. On a mesh every device runs its lanes, on a carry [devices, ...] that has the slots of its clients.
-    States of clients and their entries in the accumulator lie in equal parts on the devices.
+    Data on the host go through the same functions as resident data, a window at a time,
+    and get the same bits. On a mesh every device runs its lanes, on a carry [devices,
+    ...] that has the slots of its clients. States of clients and their entries in the
+    accumulator lie in equal parts on the devices.
     """
 
     round: Round  # the round itself
@@ -164,14 +171,16 @@ class Player(NamedTuple):
     empty: Callable[[], Accumulator]  # empty() -> an accumulator
     # indices(chunk, key) -> the examples of every tick, for each phase
     indices: Callable[..., tuple[Array, ...]]
-    # replay_indices(carry, chunk) -> the examples that each of the chunk's clients may replay
+    # replay_indices(carry, chunk) -> the examples that each of the chunk's clients may
+    # replay
     replay_indices: Callable[..., Array] | None
     open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
-    # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry; `parted`: each device has
-    # its own part of the window's data
+    # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry;
+    # `parted`: each device has its own part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
-    # close(accumulator, states, carry, chunk, merging) -> both with the uploads and states of the chunk's
-    # clients, if all of them are finite, and how many chunks are merged
+    # close(accumulator, states, carry, chunk, merging) -> both with the uploads and
+    # states of the chunk's clients, if all of them are finite, and how many chunks are
+    # merged
     close: Callable[..., tuple[Accumulator, PyTree, Array]]
     # receive(accumulator, context, upload, position) adds an upload from another machine
     receive: Callable[..., tuple[Accumulator, Array]]
@@ -203,10 +212,13 @@ class ExchangeOutcome(NamedTuple):
 
 @runtime_checkable
 class Clients(Protocol):
-    """Runs the clients' part of an exchange: the engine itself, or clients on other machines."""
+    """Runs the clients' part of an exchange: the engine itself, or clients on other
+    machines."""
 
     def __call__(self, exchange: Exchange, states: PyTree, serve: Serve, /) -> ExchangeOutcome:
-        """Return the received uploads, `serve` of them, and the new states. `states` may be donated."""
+        """Return the received uploads, `serve` of them, and the new states.
+
+        `states` may be donated."""
         ...
 
 
@@ -222,7 +234,8 @@ class Engine(NamedTuple):
     players: tuple[Player, ...]
     """In the order of method.rounds."""
     place: Callable[[PyTree], PyTree]
-    """Puts arrays where the engine works, a copy on every device of its mesh; arrays that are there stay."""
+    """Puts arrays where the engine works, a copy on every device of its mesh; arrays that
+    are there stay."""
     traces: dict[str, int]
     """How often each function was traced: once, after any number of rounds."""
     mesh: AnyMesh | None
@@ -323,8 +336,8 @@ def _player(
 ) -> Player:
     """Compile what the clients and the server do in one of the method's rounds.
 
-    Arguments are those of `make_engine` for this round; `jit(name, function, spec, **options)` compiles a
-    function whose outputs the devices share by `spec`.
+    Arguments are those of `make_engine` for this round; `jit(name, function, spec,
+    **options)` compiles a function whose outputs the devices share by `spec`.
     """
     program = this_round.program
     lanes_of_device = lanes._replace(count=lanes.count // device_count(mesh))
@@ -408,7 +421,9 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
 
 
 def _carry_of_device(carry: Carry, mesh: AnyMesh | None) -> Carry:
-    """Return a device's carry. On a mesh it arrives as [1, ...], the device's part of [devices, ...]."""
+    """Return a device's carry.
+
+    On a mesh it arrives as [1, ...], the device's part of [devices, ...]."""
     return carry if mesh is None else squeeze(carry)
 
 
@@ -420,7 +435,12 @@ def _carry_of_mesh(carry: Carry, mesh: AnyMesh | None) -> Carry:
 # ---- client states -----------------------------------------------------------------------------------------
 
 
-def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
+def init_clients(
+    method: Method,
+    server: PyTree,
+    clients: int,
+    key: PRNGKeyArray,
+) -> PyTree:
     """Return the first states of all clients, stacked [K, ...] in the order of their ids.
 
     Client i has the key fold_in(key, i).
@@ -428,15 +448,27 @@ def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray
     return client_states(method, server, jnp.arange(clients), key)
 
 
-def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
-    """Return the first states of these clients, stacked [n, ...]; the same as in `init_clients`."""
+def client_states(
+    method: Method,
+    server: PyTree,
+    ids: Int[Array, " n"],
+    key: PRNGKeyArray,
+) -> PyTree:
+    """Return the first states of these clients, stacked [n, ...]; the same as in
+    `init_clients`."""
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)
     init_all = jax.vmap(lambda client_key: method.init_client(client_key, server))
     return _strong(jax.jit(init_all)(keys))
 
 
-def begin_clients(engine: Engine, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
-    """Return `init_clients`, shared by the devices as of `mesh.put_shared`: no device ever has all states."""
+def begin_clients(
+    engine: Engine,
+    server: PyTree,
+    clients: int,
+    key: PRNGKeyArray,
+) -> PyTree:
+    """Return `init_clients`, shared by the devices as of `mesh.put_shared`: no device
+    ever has all states."""
     if engine.mesh is None:
         return init_clients(engine.method, server, clients, key)
 
@@ -451,7 +483,8 @@ def begin_clients(engine: Engine, server: PyTree, clients: int, key: PRNGKeyArra
 def _strong(tree: PyTree) -> PyTree:
     """Return the same arrays without jax's mark that a Python number made them.
 
-    Arrays lose that mark on their way through a round, and every function would be traced a second time.
+    Arrays lose that mark on their way through a round, and every function would be
+    traced a second time.
     """
 
     def strong(leaf: PyTree) -> PyTree:
@@ -467,14 +500,16 @@ class RoundInputs(NamedTuple):
     """What one federated round needs, besides the states of server and clients."""
 
     frozen: PyTree
-    """Arrays that are never trained. On a mesh, `frozen` and `data` should be as `Engine.place` returns them:
-    otherwise they are copied to its devices in every round."""
+    """Arrays that are never trained. On a mesh, `frozen` and `data` should be as
+    `Engine.place` returns them: otherwise they are copied to its devices in every
+    round."""
     data: PyTree
     """What `Fetch` reads, on the device, or a `Host`; both give the same bits."""
     partition: ClientPartition
     """Each client's examples in this task."""
     ids: Int[np.ndarray, " n"]
-    """Sorted ids of the sampled participants; those without examples are absent and keep their state."""
+    """Sorted ids of the sampled participants; those without examples are absent and keep
+    their state."""
     task: Task
     """The current task."""
     round: int
@@ -482,12 +517,13 @@ class RoundInputs(NamedTuple):
     key: PRNGKeyArray
     """The run's key. The round's is derived from (key, task, round)."""
     when: When = "round"
-    """Which of the method's rounds to play: "round" plays those of "after_round" as well."""
+    """Which of the method's rounds to play: "round" plays those of "after_round" as
+    well."""
     last: bool = False
     """Whether this is the last round of the task."""
     past: Sequence[ReplayBuffer] = ()
-    """The server's examples of the earlier tasks, in the order of the tasks, as `keep_task` returned them, if
-    it has a server replay."""
+    """The server's examples of the earlier tasks, in the order of the tasks, as
+    `keep_task` returned them, if it has a server replay."""
 
 
 def run_round(
@@ -500,8 +536,9 @@ def run_round(
     clients: Clients | None = None,
     guarded: bool = False,
 ) -> tuple[PyTree, PyTree, RoundReport]:
-    """Play one federated round: broadcast, the participants' programs, merging, the server's step, and its
-    training on its replay buffer; then the method's rounds of "after_round".
+    """Play one federated round: broadcast, the participants' programs, merging, the
+    server's step, and its training on its replay buffer; then the method's rounds of
+    "after_round".
 
     `reference.py` says the same in plain words.
 
@@ -547,7 +584,8 @@ def run_round(
 
 
 def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
-    """Return the sorted ids of the clients with examples, of the sampled ones or of all."""
+    """Return the sorted ids of the clients with examples, of the sampled ones or of
+    all."""
     ids = inputs.ids
     if who == "everyone":
         ids = np.flatnonzero(inputs.partition.count)
@@ -555,12 +593,21 @@ def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
 
 
 def _first_rows(array: Array, rows: int) -> Array:
-    """Return the first rows of an array. One that has no more is returned itself: slicing would copy it."""
+    """Return the first rows of an array.
+
+    One that has no more is returned itself: slicing would copy it."""
     return array if len(array) == rows else array[:rows]
 
 
-def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_: int) -> ReplayBuffer | None:
-    """Return the server's examples of a task that is over, on the host; None if the method keeps none.
+def keep_task(
+    engine: Engine,
+    frozen: PyTree,
+    server: PyTree,
+    task: Task,
+    round_: int,
+) -> ReplayBuffer | None:
+    """Return the server's examples of a task that is over, on the host; None if the
+    method keeps none.
 
     The rounds of later tasks get them as `RoundInputs.past`.
     """
@@ -572,13 +619,15 @@ def keep_task(engine: Engine, frozen: PyTree, server: PyTree, task: Task, round_
 
 
 def stages(when: When) -> tuple[When, ...]:
-    """Return the stages of rounds that are played together: "after_round" follows "round"."""
+    """Return the stages of rounds that are played together: "after_round" follows
+    "round"."""
     if when == "round":
         return ("round", "after_round")
     return (when,)
 
 
-# what the key of a stage's first round is folded in with; the stage "round" has the round's key itself
+# what the key of a stage's first round is folded in with; the stage "round" has the
+# round's key itself
 _STAGE_KEYS = {
     "task_start": RoundKey.TASK_START,
     "after_round": RoundKey.AFTER_ROUND,
@@ -586,7 +635,11 @@ _STAGE_KEYS = {
 }
 
 
-def stage_keys(method: Method, stage: When, round_key: PRNGKeyArray) -> list[tuple[int, PRNGKeyArray]]:
+def stage_keys(
+    method: Method,
+    stage: When,
+    round_key: PRNGKeyArray,
+) -> list[tuple[int, PRNGKeyArray]]:
     """Return the method's rounds of a stage, by index, each with its key."""
     stage_key = round_key
     if stage in _STAGE_KEYS:
@@ -599,12 +652,17 @@ def stage_keys(method: Method, stage: When, round_key: PRNGKeyArray) -> list[tup
 
 
 def _exchange(
-    engine: Engine, server: PyTree, states: PyTree, exchange: Exchange, section: Callable, clients: Clients
+    engine: Engine,
+    server: PyTree,
+    states: PyTree,
+    exchange: Exchange,
+    section: Callable,
+    clients: Clients,
 ) -> tuple[PyTree, PyTree, RoundReport]:
     """Play one of the method's rounds: the broadcast, the clients, the server's step.
 
-    The host gives the server's step to the device before it waits for the clients, so that the device goes
-    from one to the other without the host.
+    The host gives the server's step to the device before it waits for the clients, so
+    that the device goes from one to the other without the host.
     """
     player = engine.players[exchange.index]
     if not len(exchange.ids):
@@ -632,9 +690,16 @@ def _exchange(
 
 
 def _run_clients(
-    engine: Engine, data: PyTree, guarded: bool, exchange: Exchange, states: PyTree, serve: Serve
+    engine: Engine,
+    data: PyTree,
+    guarded: bool,
+    exchange: Exchange,
+    states: PyTree,
+    serve: Serve,
 ) -> ExchangeOutcome:
-    """Run the clients on this engine: its `Clients`. `data` and `guarded` are as in `run_round`."""
+    """Run the clients on this engine: its `Clients`.
+
+    `data` and `guarded` are as in `run_round`."""
     player = engine.players[exchange.index]
     chunks, steps = plan_round(
         player.round.program,
@@ -697,15 +762,21 @@ def run_chunks(
         merged = int(merged_on_device)
         if merged == len(chunks):
             return accumulator, states, result
-        # The first chunk that is not merged has a bad upload, which rarely comes alone: from here on every
-        # upload is checked as it arrives.
+        # The first chunk that is not merged has a bad upload, which rarely comes alone:
+        # from here on every upload is checked as it arrives.
         guarded = True
 
 
 def _run_chunk(
-    player: Player, lanes: Lanes, call: Call, accumulator: Accumulator, states: PyTree, data: PyTree
+    player: Player,
+    lanes: Lanes,
+    call: Call,
+    accumulator: Accumulator,
+    states: PyTree,
+    data: PyTree,
 ) -> Carry:
-    """Run all ticks of one chunk; its carry has what its clients sent, and their states."""
+    """Run all ticks of one chunk; its carry has what its clients sent, and their
+    states."""
     chunk = call.chunk
     carry = player.open(accumulator, states, chunk)
     indices = player.indices(chunk, call.key)
@@ -725,11 +796,19 @@ def _run_chunk(
 
 
 def _run_chunk_over_host(
-    player: Player, lanes: Lanes, call: Call, carry: Carry, data: Host, indices: tuple, to_replay: np.ndarray
+    player: Player,
+    lanes: Lanes,
+    call: Call,
+    carry: Carry,
+    data: Host,
+    indices: tuple,
+    to_replay: np.ndarray,
 ) -> Carry:
-    """Run the ticks of one chunk over windows of host data, in the order of resident data.
+    """Run the ticks of one chunk over windows of host data, in the order of resident
+    data.
 
-    The examples that its clients may replay stay on the device for as long as the chunk is run.
+    The examples that its clients may replay stay on the device for as long as the chunk
+    is run.
     """
     chunk = call.chunk
     mesh = player.mesh
@@ -746,7 +825,8 @@ def _run_chunk_over_host(
     ]
 
     def load(window: tuple[int, int]) -> tuple[PyTree, Array, Array]:
-        """Read the examples of a window: data, and their indices and places [ticks, L, B]."""
+        """Read the examples of a window: data, and their indices and places [ticks, L,
+        B]."""
         phase_index, first = window
         length = window_ticks[phase_index]
         index = indices[phase_index][first : first + length]
@@ -769,8 +849,13 @@ def _run_chunk_over_host(
     return over_windows(step, carry, windows, load, data.overlap)
 
 
-def _read_replay_data(data: Host, to_replay: np.ndarray, mesh: AnyMesh | None) -> ReplayData:
-    """Read the examples that a chunk's clients may replay, onto the device that runs them.
+def _read_replay_data(
+    data: Host,
+    to_replay: np.ndarray,
+    mesh: AnyMesh | None,
+) -> ReplayData:
+    """Read the examples that a chunk's clients may replay, onto the device that runs
+    them.
 
     One example is read where there are none, because arrays need one.
     """
@@ -787,8 +872,15 @@ def _read_replay_data(data: Host, to_replay: np.ndarray, mesh: AnyMesh | None) -
     )
 
 
-def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
-    """Return how many ticks' examples fit into the devices' windows: at least one tick, at most all."""
+def _window_ticks(
+    data: Host,
+    phase: Phase,
+    lanes: Lanes,
+    table: LaneTable,
+    devices: int,
+) -> int:
+    """Return how many ticks' examples fit into the devices' windows: at least one tick,
+    at most all."""
     examples_of_tick = lanes.count * phase.view.batch_size
     return int(np.clip(devices * data.window // examples_of_tick, 1, len(table.slot)))
 
@@ -797,7 +889,8 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devi
 
 
 def sending(method: Method) -> Method:
-    """Return the method for a client alone: its uploads are returned as it makes them, and never merged."""
+    """Return the method for a client alone: its uploads are returned as it makes them,
+    and never merged."""
 
     def round_of_client(this_round: Round) -> Round:
         program = this_round.program
@@ -824,7 +917,12 @@ class ClientResult(NamedTuple):
     valid: Array  # whether the upload is finite and of a weight that is not negative
 
 
-def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) -> ClientResult:
+def work_alone(
+    engine: Engine,
+    exchange: Exchange,
+    state: PyTree,
+    data: PyTree,
+) -> ClientResult:
     """Run one client in one of the method's rounds, as it would run among others.
 
     Args:
@@ -849,7 +947,8 @@ def work_alone(engine: Engine, exchange: Exchange, state: PyTree, data: PyTree) 
 def alone_capacity(capacity: Capacity) -> Capacity:
     """Return the capacity of an engine that runs one client at a time and knows no other.
 
-    It cannot know how many examples the others have, so all batches are padded to the full size.
+    It cannot know how many examples the others have, so all batches are padded to the
+    full size.
     """
     full_widths = tuple(widths[-1:] for widths in capacity.widths)
     return capacity._replace(clients=1, participants=1, widths=full_widths)
@@ -870,8 +969,8 @@ def _server_step(
 ) -> ServerResult:
     """Merge the uploads, then take the method's server step.
 
-    Without a valid upload, or with a result that is not finite, the server keeps its state. The latter is
-    reported as refused.
+    Without a valid upload, or with a result that is not finite, the server keeps its
+    state. The latter is reported as refused.
     """
     aggregate = _aggregate(received, shapes, participants, mesh)
     new_server, metrics = function(round_context, server, aggregate, fold(key, RoundKey.SERVER))
@@ -881,8 +980,14 @@ def _server_step(
     return ServerResult(one_of(has_upload & ~refused, new_server, server), metrics, refused)
 
 
-def _aggregate(received: Accumulator, shapes: Shapes, participants: int, mesh: AnyMesh | None) -> Aggregate:
-    """Return what the server sees of the received uploads; the mean is sum_k w_k x_k / sum_k w_k."""
+def _aggregate(
+    received: Accumulator,
+    shapes: Shapes,
+    participants: int,
+    mesh: AnyMesh | None,
+) -> Aggregate:
+    """Return what the server sees of the received uploads; the mean is sum_k w_k x_k /
+    sum_k w_k."""
     entries = in_order((received.gather, received.weight, received.id, received.valid), mesh)
     # on a mesh there are more entries than participants, a multiple of the devices
     gather, weight, ids, valid = jax.tree.map(lambda leaf: leaf[:participants], entries)
@@ -902,7 +1007,11 @@ def _aggregate(received: Accumulator, shapes: Shapes, participants: int, mesh: A
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
-def _report(this_round: Round, outcome: ExchangeOutcome, partition: ClientPartition) -> RoundReport:
+def _report(
+    this_round: Round,
+    outcome: ExchangeOutcome,
+    partition: ClientPartition,
+) -> RoundReport:
     """Return what an exchange's clients and server report. The host waits for both."""
     received = outcome.accumulator
     result = outcome.server_result
@@ -928,12 +1037,17 @@ def _report(this_round: Round, outcome: ExchangeOutcome, partition: ClientPartit
     )
 
 
-def _combine(method: Method, exchanges: dict[int, RoundReport], replayed: Replayed | None) -> RoundReport:
-    """Return a round's report from those of its exchanges, by the index of the method's round.
+def _combine(
+    method: Method,
+    exchanges: dict[int, RoundReport],
+    replayed: Replayed | None,
+) -> RoundReport:
+    """Return a round's report from those of its exchanges, by the index of the method's
+    round.
 
-    Participants and training examples are those of the first exchange; all else is added up. A metric whose
-    name an earlier exchange has taken gets a prefix, such as "after_round_1_loss". Metrics of the server's
-    replay have the prefix "replay_".
+    Participants and training examples are those of the first exchange; all else is
+    added up. A metric whose name an earlier exchange has taken gets a prefix, such as
+    "after_round_1_loss". Metrics of the server's replay have the prefix "replay_".
     """
     reports = list(exchanges.values()) or [RoundReport({})]
     metrics: dict[str, float] = {}

@@ -1,7 +1,9 @@
-"""Clients that fail or misbehave, for simulations: a wrapper around any method, whose server stays as it is.
+"""Clients that fail or misbehave, for simulations: a wrapper around any method, whose
+server stays as it is.
 
-The faulty clients are either the same in every round (`corrupt`), or drawn in every round anew, by (seed,
-task, round, client) (`with_faults`). Whether a client is faulty is data, so one compiled program serves all.
+The faulty clients are either the same in every round (`corrupt`), or drawn in every
+round anew, by (seed, task, round, client) (`with_faults`). Whether a client is faulty
+is data, so one compiled program serves all.
 """
 
 import functools
@@ -57,7 +59,8 @@ def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
 
 
 def _sharper(rho: Array, _key: PRNGKeyArray) -> Array:
-    """Return the rho of standard deviations softplus(rho) that are `SHARPER` times smaller."""
+    """Return the rho of standard deviations softplus(rho) that are `SHARPER` times
+    smaller."""
     return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
 
@@ -113,7 +116,8 @@ def drawn_fault(
     round_: Int[Array, ""],
     client: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """Draw the one fault of a client in a round: its index in the order of the shares; -1: none."""
+    """Draw the one fault of a client in a round: its index in the order of the shares;
+    -1: none."""
     key = fold(jax.random.key(seed), task, round_, client)
     # a uniform draw falls into an interval as long as the fault's share
     interval_ends = np.cumsum(list(shares.values()), dtype=np.float32)
@@ -122,7 +126,11 @@ def drawn_fault(
 
 
 def reached(
-    shares: Mapping[str, float], seed: int, task: int, round_: int, ids: Int[np.ndarray, " n"]
+    shares: Mapping[str, float],
+    seed: int,
+    task: int,
+    round_: int,
+    ids: Int[np.ndarray, " n"],
 ) -> Int[np.ndarray, " m"]:
     """Return the clients among `ids` that do not drop out of a round."""
     if not shares.get(_DROP) or not len(ids):
@@ -149,8 +157,9 @@ class _Faults(NamedTuple):
 def corrupt(method: Method, attack: str, malicious: int) -> Method:
     """Return the method with clients 0 .. malicious - 1 misbehaving in every round.
 
-    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for claims. The client's
-    state and the metrics of its steps are what the honest program makes of its (mirrored) data.
+    Uploads are attacked in `mean`, `sum` and `gather`, floating leaves only, but for
+    claims. The client's state and the metrics of its steps are what the honest program
+    makes of its (mirrored) data.
 
     Args:
       method: any method.
@@ -200,13 +209,18 @@ def with_faults(
 
 
 def _faulty(this_round: Round, faults: _Faults) -> Round:
-    """Return the round with clients that mirror labels and change uploads, if that is their fault."""
+    """Return the round with clients that mirror labels and change uploads, if that is
+    their fault."""
     program = this_round.program
     if _LABELS in faults.names:
         program = program._replace(phases=tuple(_mirrored(phase, faults) for phase in program.phases))
     upload_faults = [name for name in faults.names if name in (*_LEAF_ATTACKS, _WEIGHT, _COUNTS)]
 
-    def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
+    def finish(
+        context: ClientContext,
+        local: Local,
+        state: ClientState,
+    ) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         for name in upload_faults:
             upload = _changed(upload, faults.has(context, name), name, context)
@@ -218,7 +232,8 @@ def _faulty(this_round: Round, faults: _Faults) -> Round:
 
 
 def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -> Upload:
-    """Return the upload with its floating leaves or its claims changed, if the client is faulty."""
+    """Return the upload with its floating leaves or its claims changed, if the client is
+    faulty."""
     if name == _WEIGHT:
         weight = jnp.asarray(upload.weight, jnp.float32)
         return upload._replace(weight=jnp.where(faulty, CLAIMED, weight))
@@ -245,7 +260,8 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
 
 
 def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
-    """Return a leaf with a lie in its place, if it claims something and the client is faulty."""
+    """Return a leaf with a lie in its place, if it claims something and the client is
+    faulty."""
     leaf = jnp.asarray(leaf)
     claim = _claim(path, leaf.dtype)
     if claim is None:
@@ -254,8 +270,8 @@ def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
 
 
 def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
-    """Return what "counts" makes of a leaf: the largest integer, a huge number of examples, or the rho of a
-    Gaussian that is certain; None: it stays."""
+    """Return what "counts" makes of a leaf: the largest integer, a huge number of
+    examples, or the rho of a Gaussian that is certain; None: it stays."""
     name = jax.tree_util.keystr(path)
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).max)
@@ -274,8 +290,8 @@ def _is_rho(path: tuple) -> bool:
 
 
 def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
-    """Check that "counts" and "certain", if they are among the faults, change what they name in uploads of
-    these shapes.
+    """Check that "counts" and "certain", if they are among the faults, change what they
+    name in uploads of these shapes.
 
     Raises:
       InputError: if clients send nothing that is counted, or no standard deviations.
@@ -289,8 +305,8 @@ def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
-    """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks (replayed examples)
-    stay."""
+    """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks
+    (replayed examples) stay."""
     is_class = task.classes >= 0  # not padding
     lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
     highest = jnp.max(jnp.where(is_class, task.classes, -1))
@@ -300,7 +316,12 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
 def _mirrored(honest: Phase, faults: _Faults) -> Phase:
     """Return the phase with clients that mirror labels, if that is their fault."""
 
-    def step(context: ClientContext, local: Local, batch: Batch, key: PRNGKeyArray) -> tuple[Local, Metrics]:
+    def step(
+        context: ClientContext,
+        local: Local,
+        batch: Batch,
+        key: PRNGKeyArray,
+    ) -> tuple[Local, Metrics]:
         flips = faults.has(context, _LABELS) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
@@ -319,7 +340,11 @@ class LastUpload(NamedTuple):
     exists: tuple[Bool[Array, ""] | Float[Array, ""], ...]  # whether there is one yet
 
 
-def _with_stale_uploads(method: Method, faults: _Faults, uploads: tuple[Upload, ...]) -> Method:
+def _with_stale_uploads(
+    method: Method,
+    faults: _Faults,
+    uploads: tuple[Upload, ...],
+) -> Method:
     """Return the method with clients that keep their uploads, to send them again."""
 
     def init_client(key: PRNGKeyArray, server: PyTree) -> LastUpload:
@@ -327,7 +352,8 @@ def _with_stale_uploads(method: Method, faults: _Faults, uploads: tuple[Upload, 
         return LastUpload(method.init_client(key, server), no_uploads, (jnp.bool_(False),) * len(uploads))
 
     def of_method(predict: Callable | None) -> Callable | None:
-        """Return a prediction with a client's state, which gets the state of the method."""
+        """Return a prediction with a client's state, which gets the state of the
+        method."""
         if predict is None:
             return None
         return lambda round_context, server, state, batch: predict(round_context, server, state.state, batch)
@@ -341,13 +367,18 @@ def _with_stale_uploads(method: Method, faults: _Faults, uploads: tuple[Upload, 
 
 
 def _stale(this_round: Round, index: int, faults: _Faults) -> Round:
-    """Return the round with clients that send their previous upload again, if that is their fault."""
+    """Return the round with clients that send their previous upload again, if that is
+    their fault."""
     program = this_round.program
 
     def start(context: ClientContext, state: LastUpload, key: PRNGKeyArray) -> Local:
         return program.start(context, state.state, key)
 
-    def finish(context: ClientContext, local: Local, state: LastUpload) -> tuple[Upload, LastUpload]:
+    def finish(
+        context: ClientContext,
+        local: Local,
+        state: LastUpload,
+    ) -> tuple[Upload, LastUpload]:
         upload, method_state = program.finish(context, local, state.state)
         last_upload = state.uploads[index]
         upload = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), upload, last_upload)

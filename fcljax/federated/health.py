@@ -1,5 +1,5 @@
-"""What rounds say of training that went wrong, in lines for the user: `run`, `simulate`, the page and `watch`
-show the same."""
+"""What rounds say of training that went wrong, in lines for the user: `run`,
+`simulate`, the page and `watch` show the same."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history
 
 
 def training_warnings(lines: Sequence[Line]) -> list[str]:
-    """Warnings about rounds in which nothing valid arrived, whose loss was not finite, or after which the
-    model was worse than a guess.
+    """Warnings about rounds in which nothing valid arrived, whose loss was not finite,
+    or after which the model was worse than a guess.
 
     Args:
       lines: of the rounds, in their order. A round has `participants`, `rejected` and, if clients train,
@@ -49,8 +49,8 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
 
 
 def _not_finite(lines: Sequence[Line]) -> list[str]:
-    """Warn about losses that are not finite. Gradients, and so uploads, may be finite where the loss is
-    not."""
+    """Warn about losses that are not finite. Gradients, and so uploads, may be finite
+    where the loss is not."""
     rounds = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
     if not rounds:
         return []
@@ -78,7 +78,8 @@ def _share_not_finite(line: Line) -> float:
 
 
 def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
-    """Warn of tasks that end with a cross-entropy above that of equal probabilities for all classes seen."""
+    """Warn of tasks that end with a cross-entropy above that of equal probabilities for
+    all classes seen."""
     last_line = {line["task"]: line for line in lines if "task" in line}
     worse = {task: line for task, line in last_line.items() if _above_guessing(line)}
     if not worse:
@@ -99,7 +100,8 @@ def _above_guessing(line: Line) -> bool:
 
 
 def diverged(first_loss: float, last_loss: float | None) -> list[str]:
-    """Return a list with a warning if a user's loss, which may be negative, has more than doubled.
+    """Return a list with a warning if a user's loss, which may be negative, has more
+    than doubled.
 
     Args:
       first_loss: of the model that training began with. NaN: there is no warning.

@@ -1,8 +1,8 @@
 """What a random key is folded in with, for each purpose.
 
-Keys form a tree: a run's key gives the keys of its rounds, a round's key those of its clients, and so on.
-Each class below lists what is derived from one kind of key. The numbers decide the bits of every result, so
-they never change.
+Keys form a tree: a run's key gives the keys of its rounds, a round's key those of its
+clients, and so on. Each class below lists what is derived from one kind of key. The
+numbers decide the bits of every result, so they never change.
 """
 
 from enum import IntEnum
@@ -24,7 +24,8 @@ class RunKey(IntEnum):
 
 
 class RoundKey(IntEnum):
-    """What is derived from the key of a round, which itself comes from (run, task, round)."""
+    """What is derived from the key of a round, which itself comes from (run, task,
+    round)."""
 
     SERVER = 0  # the server's step
     AFTER_ROUND = 1  # the first of the method's rounds of this kind
@@ -60,14 +61,16 @@ class InitKey(IntEnum):
 
 
 class ServerKey(IntEnum):
-    """What is derived from the key of the server's step. 0 and upwards are its parts, in their order."""
+    """What is derived from the key of the server's step. 0 and upwards are its parts, in
+    their order."""
 
     REDUCE = 1000  # the rule that merges uploads
     POST = 1001  # noise on what was merged
 
 
 def fold(key: PRNGKeyArray, *numbers: ArrayLike) -> PRNGKeyArray:
-    """Return the key at the end of a path of numbers: fold(key, a, b) is fold(fold(key, a), b)."""
+    """Return the key at the end of a path of numbers: fold(key, a, b) is fold(fold(key,
+    a), b)."""
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key

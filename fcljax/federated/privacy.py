@@ -1,4 +1,5 @@
-"""The (epsilon, delta) guarantee of central noise on clipped uploads, by an accountant on the host.
+"""The (epsilon, delta) guarantee of central noise on clipped uploads, by an accountant
+on the host.
 
 `aggregation.add_noise` adds the noise itself.
 """
@@ -9,8 +10,14 @@ from collections.abc import Sequence
 from fcljax.errors import InputError
 
 
-def epsilon(noise_multiplier: float, participation: float, rounds: int, delta: float) -> float:
-    """Return the epsilon of (epsilon, delta) differential privacy of one client's data after noisy means.
+def epsilon(
+    noise_multiplier: float,
+    participation: float,
+    rounds: int,
+    delta: float,
+) -> float:
+    """Return the epsilon of (epsilon, delta) differential privacy of one client's data
+    after noisy means.
 
     This is the Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv
     1908.10530; Google's dp-accounting), for data sets that differ by one whole client. Simulations sample a

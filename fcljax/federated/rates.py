@@ -1,7 +1,9 @@
-"""Learning rates as data: a wrapper around any method, so that one compiled program serves all rates.
+"""Learning rates as data: a wrapper around any method, so that one compiled program
+serves all rates.
 
-The rates are in `Frozen.rates`, which every function of a method reads through its context. The method is
-made anew, with these rates, inside each function while it is traced.
+The rates are in `Frozen.rates`, which every function of a method reads through its
+context. The method is made anew, with these rates, inside each function while it is
+traced.
 """
 
 import functools
@@ -75,8 +77,8 @@ def _build_traced(build: Build, rates: Rates) -> Method:
 
 
 def _with_rates_of_context(build: Build, method: Method, find: Find) -> Callable:
-    """Return a function that builds the method with the rates of its context, and calls what `find` finds
-    there."""
+    """Return a function that builds the method with the rates of its context, and calls
+    what `find` finds there."""
 
     @functools.wraps(find(method))
     def with_context(context, *args):
@@ -87,7 +89,8 @@ def _with_rates_of_context(build: Build, method: Method, find: Find) -> Callable
 
 
 def _round(build: Build, method: Method, index: int) -> Round:
-    """Return one of the method's rounds, whose functions get the rates of their context."""
+    """Return one of the method's rounds, whose functions get the rates of their
+    context."""
     this_round = method.rounds[index]
     program: Program = this_round.program
 
@@ -123,7 +126,11 @@ def _round(build: Build, method: Method, index: int) -> Round:
     return this_round
 
 
-def _server_replay(build: Build, method: Method, server_replay: ServerReplay) -> ServerReplay:
+def _server_replay(
+    build: Build,
+    method: Method,
+    server_replay: ServerReplay,
+) -> ServerReplay:
     def with_rates_of(name: str) -> Callable:
         return _with_rates_of_context(build, method, operator.attrgetter(f"server_replay.{name}"))
 

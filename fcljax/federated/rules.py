@@ -1,9 +1,11 @@
-"""Rules that merge the uploads of K clients: pure, jit-able reductions of pytrees [K, ...] to pytrees [...].
+"""Rules that merge the uploads of K clients: pure, jit-able reductions of pytrees [K,
+...] to pytrees [...].
 
-Every rule takes `valid [K]`, so that K stays fixed. Invalid clients have no influence, whatever their uploads
-contain, NaN and inf included. Valid uploads must be finite; `sums.finite_guard` sees to that. Results have
-the dtypes of the leaves; integers and booleans are rounded. If no client is valid, a mean or median is 0; the
-engine keeps the server's state in that case, so the zeros are never used.
+Every rule takes `valid [K]`, so that K stays fixed. Invalid clients have no influence,
+whatever their uploads contain, NaN and inf included. Valid uploads must be finite;
+`sums.finite_guard` sees to that. Results have the dtypes of the leaves; integers and
+booleans are rounded. If no client is valid, a mean or median is 0; the engine keeps the
+server's state in that case, so the zeros are never used.
 
 Robust rules ignore weights, because a weight is the client's own claim.
 """
@@ -31,8 +33,13 @@ from fcljax.federated.sums import (
 from fcljax.types import PyTree
 
 
-def weighted_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> PyTree:
-    """sum_k n_k w_k / sum_k n_k over the valid clients (FedAvg, McMahan et al. 2017, algorithm 1).
+def weighted_mean(
+    stacked: PyTree,
+    weight: Num[Array, " K"],
+    valid: Bool[Array, " K"],
+) -> PyTree:
+    """sum_k n_k w_k / sum_k n_k over the valid clients (FedAvg, McMahan et al. 2017,
+    algorithm 1).
 
     Args:
       stacked: leaves [K, ...].
@@ -47,14 +54,23 @@ def weighted_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, 
     return sum_value(mean, stacked)
 
 
-def uniform_mean(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> PyTree:
-    """The plain mean [...] over the valid clients of leaves [K, ...]; `weight [K]` is ignored."""
+def uniform_mean(
+    stacked: PyTree,
+    weight: Num[Array, " K"],
+    valid: Bool[Array, " K"],
+) -> PyTree:
+    """The plain mean [...] over the valid clients of leaves [K, ...]; `weight [K]` is
+    ignored."""
     return weighted_mean(stacked, jnp.ones_like(weight), valid)
 
 
-def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> PyTree:
-    """The median [...] of every coordinate over the valid clients of leaves [K, ...] (Yin et al. 2018,
-    definition 1). `weight [K]` is ignored.
+def coordinate_median(
+    stacked: PyTree,
+    weight: Num[Array, " K"],
+    valid: Bool[Array, " K"],
+) -> PyTree:
+    """The median [...] of every coordinate over the valid clients of leaves [K, ...]
+    (Yin et al. 2018, definition 1). `weight [K]` is ignored.
 
     An even count takes the mean of the middle two.
     """
@@ -74,11 +90,15 @@ def coordinate_median(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Arr
 
 
 @jax.custom_jvp
-def value_of_rank(values: Float[Array, "K ..."], rank: Int[Array, ""]) -> Float[Array, "..."]:
-    """The value [...] of this rank, from 0 on, of every coordinate: exact, as if they were sorted.
+def value_of_rank(
+    values: Float[Array, "K ..."],
+    rank: Int[Array, ""],
+) -> Float[Array, "..."]:
+    """The value [...] of this rank, from 0 on, of every coordinate: exact, as if they
+    were sorted.
 
-    It is found bit by bit, in a pass over the values for each: a sort over 40,000 clients takes 10 s and
-    needs the memory of several copies.
+    It is found bit by bit, in a pass over the values for each: a sort over 40,000
+    clients takes 10 s and needs the memory of several copies.
     """
     bits = 8 * values.dtype.itemsize
     kind = jnp.dtype(f"uint{bits}")
@@ -95,8 +115,13 @@ def value_of_rank(values: Float[Array, "K ..."], rank: Int[Array, ""]) -> Float[
 
 
 @value_of_rank.defjvp
-def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    """Give the tangent of the value of this rank; equal values share it. Bits have no derivative."""
+def _value_of_rank_jvp(
+    primals: tuple[Array, Array],
+    tangents: tuple[Array, Any],
+) -> tuple[Array, Array]:
+    """Give the tangent of the value of this rank; equal values share it.
+
+    Bits have no derivative."""
     values, rank = primals
     value = value_of_rank(values, rank)
     equal = values == value
@@ -107,8 +132,9 @@ def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]
 def trimmed_mean(
     stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], trim: float = 0.1
 ) -> PyTree:
-    """The mean [...] of every coordinate without its floor(trim * n) smallest and as many largest values, n =
-    valid clients (Yin et al. 2018, definition 2). `weight [K]` is ignored.
+    """The mean [...] of every coordinate without its floor(trim * n) smallest and as
+    many largest values, n = valid clients (Yin et al. 2018, definition 2). `weight [K]`
+    is ignored.
 
     Fewer than 1 / trim valid clients leave nothing to trim.
 
@@ -145,13 +171,14 @@ def geometric_median(
     steps: int = 32,
     smoothing: float = 1e-6,
 ) -> PyTree:
-    """The point [...] with the least weighted sum of L2 distances to the valid uploads (RFA, Pillutla et al.
-    2022, the smoothed Weiszfeld algorithm).
+    """The point [...] with the least weighted sum of L2 distances to the valid uploads
+    (RFA, Pillutla et al. 2022, the smoothed Weiszfeld algorithm).
 
         v <- sum_k b_k w_k / sum_k b_k,   b_k = a_k / max(smoothing, ||v - w_k||),   a_k = n_k / sum_j n_j
 
-    It starts at the coordinate median, not at the mean: from the mean, one upload of 3e38 takes 40 steps to
-    forget. Clients with less than half of the weight cannot move the result far.
+    It starts at the coordinate median, not at the mean: from the mean, one upload of
+    3e38 takes 40 steps to forget. Clients with less than half of the weight cannot move
+    the result far.
 
     Args:
       stacked: leaves [K, ...].
@@ -168,7 +195,8 @@ def geometric_median(
         change = difference(wide, centre)
         distance = jnp.maximum(jax.vmap(norm)(change), SHRINK * smoothing)
         nearest = jnp.min(jnp.where(counted, distance, jnp.inf))
-        # steps of unit vectors, all relative to the nearest upload: 1 / distance itself would underflow
+        # steps of unit vectors, all relative to the nearest upload: 1 / distance itself
+        # would underflow
         pull = jnp.sum(jnp.where(counted, share * (nearest / distance), 0))
         length = jnp.where(pull > 0, nearest / SHRINK / jnp.where(pull > 0, pull, 1), 0)
         unit = _mix(share, jax.tree.map(lambda x: x / broadcast_left(distance, x), change))
@@ -178,10 +206,15 @@ def geometric_median(
     return sum_value(jax.lax.fori_loop(0, steps, towards, start), stacked)
 
 
-def krum(stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], malicious: int) -> PyTree:
-    """The one valid upload [...] with the smallest sum of squared distances to its n - malicious - 2 nearest
-    others, n = valid clients; the first of equals (Blanchard et al. 2017, section 4). `weight [K]` is
-    ignored.
+def krum(
+    stacked: PyTree,
+    weight: Num[Array, " K"],
+    valid: Bool[Array, " K"],
+    malicious: int,
+) -> PyTree:
+    """The one valid upload [...] with the smallest sum of squared distances to its n -
+    malicious - 2 nearest others, n = valid clients; the first of equals (Blanchard et
+    al. 2017, section 4). `weight [K]` is ignored.
 
     Raises:
       InputError: malicious < 0.
@@ -196,8 +229,8 @@ def multi_krum(
     malicious: int,
     chosen: int | None = None,
 ) -> PyTree:
-    """The plain mean [...] of the `chosen` valid uploads that `krum` ranks first (Blanchard et al. 2017,
-    section 5).
+    """The plain mean [...] of the `chosen` valid uploads that `krum` ranks first
+    (Blanchard et al. 2017, section 5).
 
     Args:
       stacked: leaves [K, ...].
@@ -217,17 +250,23 @@ def multi_krum(
     return weighted_mean(stacked, jnp.ones_like(weight), valid & (rank < chosen_count))
 
 
-def _krum_scores(stacked: PyTree, valid: Bool[Array, " K"], malicious: int) -> Float[Array, " K"]:
-    """The root of the sum of squared L2 distances of an upload to its n - malicious - 2 nearest others, n =
-    valid clients, in shrunk units; inf for invalid clients (Blanchard et al. 2017, section 4).
+def _krum_scores(
+    stacked: PyTree,
+    valid: Bool[Array, " K"],
+    malicious: int,
+) -> Float[Array, " K"]:
+    """The root of the sum of squared L2 distances of an upload to its n - malicious - 2
+    nearest others, n = valid clients, in shrunk units; inf for invalid clients
+    (Blanchard et al. 2017, section 4).
 
-    The root ranks as the sum does and does not overflow. With too few clients for the formula, one neighbour
-    counts, if there is one.
+    The root ranks as the sum does and does not overflow. With too few clients for the
+    formula, one neighbour counts, if there is one.
     """
     clients = valid.shape[0]
     count = jnp.sum(valid)
     wide = _selected(stacked, valid)
-    # one client at a time: the differences of all pairs, [K, K, ...], may not fit into memory
+    # one client at a time: the differences of all pairs, [K, K, ...], may not fit into
+    # memory
     distance = jax.lax.map(lambda one: jax.vmap(norm)(difference(wide, one)), wide)
     other = valid[:, None] & valid & ~jnp.eye(clients, dtype=bool)
     ranked = jnp.sort(jnp.where(other, distance, jnp.inf), axis=1)
@@ -244,8 +283,8 @@ def centred_clipping(
     radius: float,
     steps: int = 3,
 ) -> PyTree:
-    """The centre [...] moved, `steps` times, by the mean of the changes clipped to L2 norm `radius`
-    (Karimireddy et al. 2021, algorithm 2, CClip).
+    """The centre [...] moved, `steps` times, by the mean of the changes clipped to L2
+    norm `radius` (Karimireddy et al. 2021, algorithm 2, CClip).
 
         v <- v + 1/n sum_k (x_k - v) min(1, radius / ||x_k - v||)
 
@@ -285,8 +324,8 @@ def _selected(stacked: PyTree, valid: Array) -> PyTree:
 def _mix(share: Array, stacked: PyTree) -> PyTree:
     """sum_k share_k leaf_k, as matrix products.
 
-    With one million parameters, a sum over axis 0 that is fused with what computes its terms took up to 100
-    times as long on the CPU.
+    With one million parameters, a sum over axis 0 that is fused with what computes its
+    terms took up to 100 times as long on the CPU.
     """
     highest = jax.lax.Precision.HIGHEST  # else accelerators round to fewer bits
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)

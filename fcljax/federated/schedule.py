@@ -1,8 +1,10 @@
-"""Planning of a round on the host, in numpy: who takes part, and what each lane does at each tick.
+"""Planning of a round on the host, in numpy: who takes part, and what each lane does at
+each tick.
 
-A lane runs its clients one after the other, so lanes are never padded to the longest client. The longest
-clients are assigned first, each to the least loaded lane (LPT). The tables have one shape for a whole run, so
-that every round of every task uses one compiled program.
+A lane runs its clients one after the other, so lanes are never padded to the longest
+client. The longest clients are assigned first, each to the least loaded lane (LPT). The
+tables have one shape for a whole run, so that every round of every task uses one
+compiled program.
 """
 
 import heapq
@@ -19,22 +21,25 @@ from fcljax.types import Method, Program, Task, View
 Ints = Int[np.ndarray, "..."]
 Counts = Int[Array | np.ndarray | np.integer, "*clients"]  # also of one client, and inside jit
 
-# Batch sizes that a step is compiled for: at most so many, chosen from so many candidates. Another one must
-# save this share of a run's examples, and so many examples: those of the time in which a ViT-Ti's step is
-# compiled on one core of a CPU.
+# Batch sizes that a step is compiled for: at most so many, chosen from so many
+# candidates. Another one must save this share of a run's examples, and so many
+# examples: those of the time in which a ViT-Ti's step is compiled on one core of a CPU.
 MOST_WIDTHS = 3
 TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32
 WORTH_EXAMPLES = 1000.0
 
-# Lanes of one device: at most so many, of whose steps clients use at least this share in the tried rounds.
+# Lanes of one device: at most so many, of whose steps clients use at least this share
+# in the tried rounds.
 MOST_LANES = 16
 LEAST_USEFUL = 0.85
 TRIED_ROUNDS = 16
 
-# With more clients their ids are not shuffled: that takes longer for a million than a round of 200 of them.
+# With more clients their ids are not shuffled: that takes longer for a million than a
+# round of 200 of them.
 MOST_SHUFFLED = 100_000
-# A device has slots for so many times its even share of the clients, since some get many small clients.
+# A device has slots for so many times its even share of the clients, since some get
+# many small clients.
 SLOT_FACTOR = 2
 
 # Smaller batches are compiled as they are, however few examples clients have.
@@ -42,8 +47,8 @@ LARGE_BATCH = 1024
 
 
 class ClientPartition(NamedTuple):
-    """The clients that could take part in a round, and their training examples, in CSR form: client i has
-    indices[offset[i]:offset[i + 1]]."""
+    """The clients that could take part in a round, and their training examples, in CSR
+    form: client i has indices[offset[i]:offset[i + 1]]."""
 
     indices: Int[np.ndarray, " examples"]
     """Into the training set."""
@@ -61,7 +66,8 @@ class ClientPartition(NamedTuple):
         return np.diff(self.offset)
 
     def count_of(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the number of examples of some clients, without computing those of all."""
+        """Return the number of examples of some clients, without computing those of
+        all."""
         return self.offset[ids + 1] - self.offset[ids]
 
     def of_client(self, client: int | np.integer) -> Int[np.ndarray, " n"]:
@@ -96,16 +102,17 @@ class LaneTable(NamedTuple):
     start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
     end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
     active: Int[np.ndarray, "ticks lanes"]  # 0 where the lane is idle
-    # number of the loss's term whose gradient is measured, and nothing else; -1: the step is taken
+    # number of the loss's term whose gradient is measured, and nothing else; -1: the
+    # step is taken
     term: Int[np.ndarray, "ticks lanes"]
 
 
 class Chunk(NamedTuple):
     """A group of participants that one call of the compiled program trains.
 
-    Slots and examples of one device stand together, in the order of the devices, and what names a slot or an
-    index of an example counts from the device's first. Padding slots have id K and position P, which no write
-    reaches.
+    Slots and examples of one device stand together, in the order of the devices, and
+    what names a slot or an index of an example counts from the device's first. Padding
+    slots have id K and position P, which no write reaches.
     """
 
     id: Int[np.ndarray, " slots"]  # client ids
@@ -131,9 +138,14 @@ class Probe(NamedTuple):
 
 
 def participants(
-    seed: int, task: int, round_: int, eligible: Int[np.ndarray, " n"], participation: float
+    seed: int,
+    task: int,
+    round_: int,
+    eligible: Int[np.ndarray, " n"],
+    participation: float,
 ) -> Int[np.ndarray, " m"]:
-    """Return the sorted ids of the clients that take part, sampled uniformly without replacement.
+    """Return the sorted ids of the clients that take part, sampled uniformly without
+    replacement.
 
     The sample depends on (seed, task, round) only.
 
@@ -154,16 +166,18 @@ def participants(
 
 
 def _num_participants(participation: float, eligible: int) -> int:
-    """Return how many clients take part: ceil(participation * eligible), or a number above 1 itself, at most
-    all of them."""
+    """Return how many clients take part: ceil(participation * eligible), or a number
+    above 1 itself, at most all of them."""
     if participation > 1:
         return min(int(participation), eligible)
-    # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating point
+    # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating
+    # point
     return int(np.ceil(participation * eligible - 1e-9))
 
 
 def largest_batch(batch_size: int, examples: int) -> int:
-    """Return the batch size that is compiled: a large one is cut to what the largest client has.
+    """Return the batch size that is compiled: a large one is cut to what the largest
+    client has.
 
     A step takes the same examples as before, without the padding.
 
@@ -185,16 +199,22 @@ def phase_steps(count: Counts, view: View) -> Counts:
 
 
 def phase_examples(count: Counts, view: View) -> Counts:
-    """Return the most examples that a client with `count` of them reads in a phase, replayed ones
-    included."""
+    """Return the most examples that a client with `count` of them reads in a phase,
+    replayed ones included."""
     return view.epochs * count + phase_steps(count, view) * view.replay
 
 
-def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tuple[int, ...]:
-    """Choose the batch sizes, ascending, that a step is compiled for; the last one is the view's.
+def step_widths(
+    view: View,
+    counts: Ints,
+    worth: float = WORTH_EXAMPLES,
+) -> tuple[int, ...]:
+    """Choose the batch sizes, ascending, that a step is compiled for; the last one is
+    the view's.
 
-    The last batch of an epoch has what is left of a client's examples, and is padded to the next of these
-    sizes. Those that save most are chosen one after the other, as long as one is worth its compilation.
+    The last batch of an epoch has what is left of a client's examples, and is padded to
+    the next of these sizes. Those that save most are chosen one after the other, as
+    long as one is worth its compilation.
 
     Args:
       view: batches and epochs of a phase.
@@ -226,7 +246,8 @@ def step_widths(view: View, counts: Ints, worth: float = WORTH_EXAMPLES) -> tupl
 
 
 def pack(length: Ints, lanes: int) -> list[list[int]]:
-    """Assign items to lanes, longest first, each to the least loaded lane: each lane's items in their order.
+    """Assign items to lanes, longest first, each to the least loaded lane: each lane's
+    items in their order.
 
     Ties go to the lower index, so the result is unique.
     """
@@ -236,10 +257,12 @@ def pack(length: Ints, lanes: int) -> list[list[int]]:
 def pack_chunks(
     length: Ints, lanes: int, devices: int = 1, slots: int | None = None
 ) -> list[list[list[int]]]:
-    """Assign items that only fit in several chunks, as `pack` does: for each chunk, each lane's items.
+    """Assign items that only fit in several chunks, as `pack` does: for each chunk,
+    each lane's items.
 
-    A chunk ends where the least loaded lane belongs to a device whose slots are all taken; all lanes are
-    about equally loaded then. Of equally loaded lanes the first one of each device comes first.
+    A chunk ends where the least loaded lane belongs to a device whose slots are all
+    taken; all lanes are about equally loaded then. Of equally loaded lanes the first
+    one of each device comes first.
 
     Args:
       length: of each item.
@@ -252,8 +275,8 @@ def pack_chunks(
         slots = len(length)
 
     def open_chunk() -> tuple[list[list[int]], list[tuple[int, int, int]], list[int]]:
-        """Return each lane's items, a heap of (load, rank on its device, lane), and each device's used
-        slots."""
+        """Return each lane's items, a heap of (load, rank on its device, lane), and
+        each device's used slots."""
         heap = sorted((0, lane % lanes_per_device, lane) for lane in range(lanes))
         return [[] for _ in range(lanes)], heap, [0] * devices
 
@@ -278,7 +301,8 @@ def paying_lanes(
     filled: float,
     participation: float = 1.0,
 ) -> int:
-    """Return the number of lanes, a multiple of the devices, with which rounds are shortest.
+    """Return the number of lanes, a multiple of the devices, with which rounds are
+    shortest.
 
     Arguments are those of `paying_mesh`.
     """
@@ -293,11 +317,13 @@ def paying_mesh(
     participation: float = 1.0,
     sharing: Iterable[int] = (1,),
 ) -> tuple[int, int]:
-    """Return the number of lanes, and of devices that share a client's batch, with which rounds are shortest.
+    """Return the number of lanes, and of devices that share a client's batch, with
+    which rounds are shortest.
 
-    Clients side by side cost no time until a device is full, and from then on as much as one after the other.
-    Lanes that are idle for more than a few steps are left out, though never the last one of a device. Among
-    equals, the fewest devices share a batch.
+    Clients side by side cost no time until a device is full, and from then on as much
+    as one after the other. Lanes that are idle for more than a few steps are left out,
+    though never the last one of a device. Among equals, the fewest devices share a
+    batch.
 
     Args:
       program: what clients do.
@@ -310,7 +336,8 @@ def paying_mesh(
     tried = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
     counts = [_participants_examples(partitions[number], participation, number) for number in tried]
 
-    # exact, so that equals are equal: rounded, as many ticks of 5 clients as of one may seem to be shorter
+    # exact, so that equals are equal: rounded, as many ticks of 5 clients as of one may
+    # seem to be shorter
     exact_filled = Fraction(filled)
 
     def cost(shared: int, lanes_per_group: int) -> tuple[float | Fraction, int, int]:
@@ -328,23 +355,32 @@ def paying_mesh(
     return lanes_per_group * (devices // shared), shared
 
 
-def _participants_examples(partition: ClientPartition, participation: float, round_: int) -> Ints:
+def _participants_examples(
+    partition: ClientPartition,
+    participation: float,
+    round_: int,
+) -> Ints:
     """Return the examples of clients that could be a round's participants."""
     eligible = np.flatnonzero(partition.count)
     return partition.count_of(participants(0, 0, round_, eligible, participation))
 
 
 def round_steps(program: Program, count: Ints, lanes: int) -> tuple[int, int]:
-    """Return the steps that clients with `count` examples take in a round, and the ticks that the lanes need
-    for them when all clients are in one chunk."""
+    """Return the steps that clients with `count` examples take in a round, and the
+    ticks that the lanes need for them when all clients are in one chunk."""
     steps = np.array([phase_steps(count, phase.view) for phase in program.phases])
     queues = pack(steps.sum(axis=0), lanes)
     ticks = np.max([steps[:, queue].sum(axis=1) for queue in queues], axis=0)
     return int(steps.sum()), int(ticks.sum())
 
 
-def tabulate(queues: list[list[int]], steps: Ints, capacity: int) -> tuple[LaneTable, int]:
-    """Return the table of one phase, padded to `capacity` ticks, and the number of ticks in use.
+def tabulate(
+    queues: list[list[int]],
+    steps: Ints,
+    capacity: int,
+) -> tuple[LaneTable, int]:
+    """Return the table of one phase, padded to `capacity` ticks, and the number of
+    ticks in use.
 
     Args:
       queues: the clients of each lane, as indices into `steps`.
@@ -378,11 +414,11 @@ def _idle(ticks: int, lanes: int) -> LaneTable:
 
 
 def with_probe(table: LaneTable, slot: int, step: int, terms: int) -> LaneTable:
-    """Return a table with ticks before one step of one client, at which the gradients of its loss's terms are
-    measured.
+    """Return a table with ticks before one step of one client, at which the gradients
+    of its loss's terms are measured.
 
-    All other lanes wait at these ticks, so that clients finish in the same order, and their uploads are added
-    up in the same order, as without them.
+    All other lanes wait at these ticks, so that clients finish in the same order, and
+    their uploads are added up in the same order, as without them.
 
     Args:
       table: of a phase, with at least `terms` ticks that are not in use.
@@ -442,8 +478,8 @@ def capacity(
 
 
 def _slots_of_device(clients: int, lanes: int, devices: int) -> int:
-    """Return the most clients of a chunk that one device needs slots for: its lanes or, where there are more
-    clients than lanes, `SLOT_FACTOR` times its share of them."""
+    """Return the most clients of a chunk that one device needs slots for: its lanes or,
+    where there are more clients than lanes, `SLOT_FACTOR` times its share of them."""
     lanes_per_device = lanes // devices
     if clients <= lanes:
         return lanes_per_device
@@ -476,10 +512,11 @@ def capacities(
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
-    """Return ticks per phase that any subset of clients with `count` examples stays within.
+    """Return ticks per phase that any subset of clients with `count` examples stays
+    within.
 
-    LPT never ends later than the mean load plus the longest job, but it balances whole programs: one phase
-    alone may be as uneven as their sum allows.
+    LPT never ends later than the mean load plus the longest job, but it balances whole
+    programs: one phase alone may be as uneven as their sum allows.
     """
     steps_by_phase = [phase_steps(count, phase.view) for phase in program.phases]
     steps = np.sum(steps_by_phase, axis=0)
@@ -556,7 +593,8 @@ def _plan_chunk(
 ) -> Chunk:
     """Plan the chunk of some of a round's participants.
 
-    Their indices stand one after the other, and in the table of each phase a client keeps its lane.
+    Their indices stand one after the other, and in the table of each phase a client
+    keeps its lane.
 
     Args:
       partition: the clients' examples.
@@ -604,8 +642,12 @@ def _plan_chunk(
     )
 
 
-def _slots_of(queues: list[list[int]], capacity: Capacity) -> Int[np.ndarray, "devices slots"]:
-    """Return the item in each slot of each device, which has those of its lanes in their order; -1: none."""
+def _slots_of(
+    queues: list[list[int]],
+    capacity: Capacity,
+) -> Int[np.ndarray, "devices slots"]:
+    """Return the item in each slot of each device, which has those of its lanes in their
+    order; -1: none."""
     member = np.full((capacity.devices, capacity.slots), -1)
     lanes_per_device = len(queues) // capacity.devices
     for device, row in enumerate(member):
@@ -615,8 +657,13 @@ def _slots_of(queues: list[list[int]], capacity: Capacity) -> Int[np.ndarray, "d
     return member
 
 
-def _examples_of(partition: ClientPartition, ids: Ints, capacity: Capacity) -> tuple[Ints, Ints]:
-    """Return the indices of the examples of one device's clients, and the slot of each, padded."""
+def _examples_of(
+    partition: ClientPartition,
+    ids: Ints,
+    capacity: Capacity,
+) -> tuple[Ints, Ints]:
+    """Return the indices of the examples of one device's clients, and the slot of each,
+    padded."""
     no_examples = np.zeros(0, np.int32)
     indices = np.concatenate([no_examples, *(partition.of_client(client) for client in ids)])
     slot = np.repeat(np.arange(len(ids)), partition.count_of(ids))

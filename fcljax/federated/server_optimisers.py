@@ -1,5 +1,5 @@
-"""The optimisers of the server, which step along the pseudo-gradient: what clients started from, minus their
-mean."""
+"""The optimisers of the server, which step along the pseudo-gradient: what clients
+started from, minus their mean."""
 
 import dataclasses
 
@@ -53,14 +53,19 @@ class FedYogi(FedAdam):
         return adaptive(self.server_step, self.server_momentum, self.server_adaptivity, signed=True)
 
 
-def adaptive(step: float, beta: float, adaptivity: float, signed: bool) -> optax.GradientTransformation:
+def adaptive(
+    step: float,
+    beta: float,
+    adaptivity: float,
+    signed: bool,
+) -> optax.GradientTransformation:
     """FedAdam, or FedYogi if signed (Reddi et al. 2021, algorithm 2, beta_2 = 0.99).
 
         m <- beta m + (1 - beta) g,   x <- x - step m / (sqrt(v) + tau)
         v <- beta_2 v + (1 - beta_2) g^2,   or with signs   v <- v - (1 - beta_2) g^2 sign(v - g^2)
 
-    It starts from m = 0 and v = tau^2. The paper has no bias correction, as optax's adam and yogi have, so
-    these would take other steps.
+    It starts from m = 0 and v = tau^2. The paper has no bias correction, as optax's
+    adam and yogi have, so these would take other steps.
     """
 
     def init(params: PyTree) -> tuple[PyTree, PyTree]:
@@ -71,7 +76,11 @@ def adaptive(step: float, beta: float, adaptivity: float, signed: bool) -> optax
         square = jnp.square(g)
         return v - (1 - SERVER_BETA2) * (square * jnp.sign(v - square) if signed else v - square)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+    ) -> tuple[PyTree, PyTree]:
         del params
         m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], updates)
         v = jax.tree.map(second, state[1], updates)

@@ -1,7 +1,7 @@
 """Training of the server on its replay buffer (`types.ServerReplay`).
 
-The examples lie on the host, and the device sees a batch of them at a time: its memory does not grow with the
-tasks. The order of the examples comes from the round's key.
+The examples lie on the host, and the device sees a batch of them at a time: its memory
+does not grow with the tasks. The order of the examples comes from the round's key.
 """
 
 import functools
@@ -25,7 +25,8 @@ class Replayer(NamedTuple):
     buffer: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
-    # finish(round_context, server, local) -> (server, refused): the old state if the new is not finite
+    # finish(round_context, server, local) -> (server, refused): the old state if the
+    # new is not finite
     finish: Callable[..., tuple[PyTree, Array]]
 
 
@@ -38,7 +39,11 @@ class Replayed(NamedTuple):
     refused: bool  # whether the result was not finite, so that the server kept its state
 
 
-def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WHOLE) -> Replayer:
+def make_replayer(
+    server_replay: ServerReplay,
+    jit: Callable,
+    specs: PyTree = WHOLE,
+) -> Replayer:
     """Make functions that are compiled once.
 
     Args:
@@ -47,7 +52,11 @@ def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WH
       specs: how the devices share the server's state.
     """
 
-    def finish(round_context: RoundContext, server: PyTree, local: PyTree) -> tuple[PyTree, Array]:
+    def finish(
+        round_context: RoundContext,
+        server: PyTree,
+        local: PyTree,
+    ) -> tuple[PyTree, Array]:
         new_server = jax.tree.map(jnp.asarray, server_replay.finish(round_context, server, local))
         refused = became_non_finite(new_server, server)
         return one_of(~refused, new_server, server), refused
@@ -61,8 +70,13 @@ def make_replayer(server_replay: ServerReplay, jit: Callable, specs: PyTree = WH
     )
 
 
-def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
-    """Return the examples of the current task on the host, in numpy, without unfilled entries."""
+def current_buffer(
+    replayer: Replayer,
+    round_context: RoundContext,
+    server: PyTree,
+) -> ReplayBuffer:
+    """Return the examples of the current task on the host, in numpy, without unfilled
+    entries."""
     buffer = jax.device_get(replayer.buffer(round_context._replace(previous=()), server))
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(buffer.used)], buffer)
 
@@ -127,7 +141,8 @@ class _ReplayedExamples(NamedTuple):
 def _replayed_examples(
     buffers: Sequence[ReplayBuffer], pairs: Sequence[tuple[int, int]]
 ) -> _ReplayedExamples:
-    """Return all examples of each pair's task, in the order of the pairs (`types.ReplayPlan`)."""
+    """Return all examples of each pair's task, in the order of the pairs
+    (`types.ReplayPlan`)."""
     columns = []
     for source, as_task in pairs:
         index = np.arange(len(buffers[source].label))

@@ -1,7 +1,8 @@
 """Sums over clients, for leaves that are stacked over them: [K, ...] or [lanes, ...].
 
-Sums are taken in float32 at least (float64 leaves stay float64). An invalid client has no influence, whatever
-its leaves contain: it is left out by selection, never by a factor, because 0 * NaN is NaN.
+Sums are taken in float32 at least (float64 leaves stay float64). An invalid client has
+no influence, whatever its leaves contain: it is left out by selection, never by a
+factor, because 0 * NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -41,11 +42,16 @@ def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
 
 
 def add_stacked(
-    total: PyTree, stacked: PyTree, valid: Bool[Array, " L"], weight: Num[Array, " L"] | None = None
+    total: PyTree,
+    stacked: PyTree,
+    valid: Bool[Array, " L"],
+    weight: Num[Array, " L"] | None = None,
 ) -> PyTree:
-    """Add the valid entries of leaves [L, ...] to `total [...]`, in the dtype of the total.
+    """Add the valid entries of leaves [L, ...] to `total [...]`, in the dtype of the
+    total.
 
-    With weights, each entry is multiplied by its own. Booleans without weight are combined by "or".
+    With weights, each entry is multiplied by its own. Booleans without weight are
+    combined by "or".
     """
 
     def add(total: Array, leaf: Array) -> Array:
@@ -61,12 +67,14 @@ def add_stacked(
 
 
 def sum_value(total: PyTree, like: PyTree) -> PyTree:
-    """Return a finished sum, or its mean, in the dtypes of `like`; integers and booleans are rounded."""
+    """Return a finished sum, or its mean, in the dtypes of `like`; integers and booleans
+    are rounded."""
     return jax.tree.map(cast_like, total, like)
 
 
 def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
-    """Return the valid clients' weights [K] divided by their sum; zeros if they add up to 0."""
+    """Return the valid clients' weights [K] divided by their sum; zeros if they add up to
+    0."""
     weight = jnp.where(valid, weight, 0).astype(jnp.float32)
     total = jnp.sum(weight)
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
@@ -76,7 +84,8 @@ def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
 
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Return whether every floating-point leaf is free of NaN and inf; other leaves are ignored."""
+    """Return whether every floating-point leaf is free of NaN and inf; other leaves are
+    ignored."""
     checks = [jnp.all(jnp.isfinite(vector)) for vector in joined(jax.tree.leaves(tree))]
     if not checks:
         return jnp.asarray(True)
@@ -96,7 +105,8 @@ def became_non_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
 
 
 def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
-    """Return the floating-point leaves, where leaves of up to `SMALL` scalars are one vector at the end.
+    """Return the floating-point leaves, where leaves of up to `SMALL` scalars are one
+    vector at the end.
 
     A check of every shape by itself takes 50 ms to compile.
     """
@@ -109,7 +119,8 @@ def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
 
 
 def parted(vectors: Sequence[Array], like: Sequence[Array]) -> list[Array]:
-    """Undo `joined`: return arrays of the shapes and types of the floating-point leaves `like`."""
+    """Undo `joined`: return arrays of the shapes and types of the floating-point leaves
+    `like`."""
     small_leaves = [leaf for leaf in like if leaf.size <= SMALL]
     large = iter(vectors)
     small = iter(())
@@ -122,7 +133,8 @@ def parted(vectors: Sequence[Array], like: Sequence[Array]) -> list[Array]:
 def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """Return `new` if the condition holds, else `old`.
 
-    Small leaves are copied together: a kernel that chooses between numbers takes 10 ms to compile per leaf.
+    Small leaves are copied together: a kernel that chooses between numbers takes 10 ms
+    to compile per leaf.
     """
     old_leaves, structure = jax.tree.flatten(old)
     pairs = list(zip(structure.flatten_up_to(new), old_leaves, strict=True))
@@ -135,7 +147,8 @@ def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 def finite_guard(
     stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]
 ) -> tuple[Num[Array, " K"], Bool[Array, " K"], Int[Array, ""]]:
-    """Reject each client that has a NaN or inf in any leaf [K, ...] or in its weight, or a negative weight.
+    """Reject each client that has a NaN or inf in any leaf [K, ...] or in its weight,
+    or a negative weight.
 
     Returns:
       (weight, valid, rejected): weight is 0 and valid False for rejected and for already invalid clients;
@@ -171,7 +184,8 @@ def cast_like(value: Array, leaf: Leaf) -> Array:
 
 
 def broadcast_left(mask: Array, leaf: Array) -> Array:
-    """Return the mask with trailing axes of size 1, so that it broadcasts against the leaf from the left."""
+    """Return the mask with trailing axes of size 1, so that it broadcasts against the
+    leaf from the left."""
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 

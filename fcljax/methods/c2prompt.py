@@ -1,4 +1,5 @@
-"""C2Prompt: class-aware client knowledge interaction (Xu et al., NeurIPS 2025, arXiv 2509.19674).
+"""C2Prompt: class-aware client knowledge interaction (Xu et al., NeurIPS 2025, arXiv
+2509.19674).
 
     before a task   clients send the sums of their frozen features and of their squares by
                     class, from which follow the moments of each class over all clients:
@@ -59,7 +60,8 @@ class C2PromptOptions:
     compensation_length: int = option(3, least=1)
     """Tokens of a class's compensation prompt."""
     compensation_epochs: int = option(5, least=1)
-    """Number of epochs in which a client trains its compensation prompts, once per task."""
+    """Number of epochs in which a client trains its compensation prompts, once per
+    task."""
     compensation_lr: float = option(1e-2, positive=True)
     """Learning rate of the compensation prompts."""
     compensation_share: float = option(0.5, least=0.0, most=1.0)
@@ -101,7 +103,8 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
 
 
 def global_moments(run: Run) -> ServerRule:
-    """Send the moments of the task's classes [Ct] over all clients' examples: mu and sigma^2."""
+    """Send the moments of the task's classes [Ct] over all clients' examples: mu and
+    sigma^2."""
     classes = run.sizes.task_classes
     width = run.network.width
 
@@ -122,7 +125,11 @@ def global_moments(run: Run) -> ServerRule:
     def sends(_task: Task, moments: ClassMoments) -> ClassMoments:
         return moments
 
-    def update(round: ServerRound, params: Params, _previous: ClassMoments) -> ServerUpdate:
+    def update(
+        round: ServerRound,
+        params: Params,
+        _previous: ClassMoments,
+    ) -> ServerUpdate:
         return ServerUpdate(params, round.reports[MOMENTS])
 
     report = Report(MOMENTS, init_total, add, merge="sum", possible=reports.possible_moments)
@@ -153,7 +160,8 @@ class Compensating(NamedTuple):
 def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
     """Train compensation prompts (LCDC), and add the loss on images beside them.
 
-    The prompts train before the client's first round of a task and are constant afterwards.
+    The prompts train before the client's first round of a task and are constant
+    afterwards.
 
     Args:
       options: of the method.
@@ -167,7 +175,11 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
         return Compensation(jnp.zeros(shape), jnp.int32(-1))
 
     # all clients start from the same prompts, so that their order does not matter
-    def start(context: ClientContext, state: Compensation, _key: PRNGKeyArray) -> Compensating:
+    def start(
+        context: ClientContext,
+        state: Compensation,
+        _key: PRNGKeyArray,
+    ) -> Compensating:
         trains = state.task != context.task.index
         initial = initial_prompts(shape)
         prompt = jnp.where(trains, initial, state.prompt)
@@ -186,7 +198,10 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
         return loss.value(output, step.batch, step.context.task)
 
     def end(
-        context: ClientContext, memory: Compensating, _trainable: Params, _state: Compensation
+        context: ClientContext,
+        memory: Compensating,
+        _trainable: Params,
+        _state: Compensation,
     ) -> Compensation:
         return Compensation(memory.prompt, jnp.asarray(context.task.index, jnp.int32))
 
@@ -200,7 +215,10 @@ def initial_prompts(shape: tuple[int, int, int]) -> Float[Array, "Ct length widt
     return INITIAL_STD * jax.random.normal(jax.random.key(0), shape)
 
 
-def tokens_of(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[Array, "batch length D"]:
+def tokens_of(
+    step: ClientStep,
+    prompt: Float[Array, "Ct length width"],
+) -> Float[Array, "batch length D"]:
     """Return the compensation prompt of each example's class."""
     return prompt[class_index(step)]
 
@@ -229,7 +247,10 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
     return total / jnp.maximum(jnp.sum(counts), 1)
 
 
-def compensated_logits(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[Array, "batch C"]:
+def compensated_logits(
+    step: ClientStep,
+    prompt: Float[Array, "Ct length width"],
+) -> Float[Array, "batch C"]:
     """Return the model's logits of images beside their classes' prompts."""
     network, adapter, classifier = step.learner[:3]
     cached = step.context.cached
@@ -249,7 +270,8 @@ def compensated_logits(step: ClientStep, prompt: Float[Array, "Ct length width"]
 
 
 def keep_wrong_classes(weight: float, temperature: float) -> ClientRule:
-    """Add beta L_kd from a task's second round on, when a model knows the task's classes."""
+    """Add beta L_kd from a task's second round on, when a model knows the task's
+    classes."""
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
@@ -271,7 +293,8 @@ def not_true_distance(
     wrong: Bool[Array, "batch C"],
     temperature: float,
 ) -> Float[Array, " batch"]:
-    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)) over the wrong classes."""
+    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)) over the wrong
+    classes."""
     return temperature**2 * heads.kl(teacher / temperature, student / temperature, wrong)
 
 
@@ -279,13 +302,17 @@ def not_true_distance(
 
 
 def affinity(run: Run) -> Report:
-    """Report H, how well each component matches each class's examples, summed in training."""
+    """Report H, how well each component matches each class's examples, summed in
+    training."""
 
     def init(context: ClientContext) -> Float[Array, "blocks N Ct"]:
         components = run.adapter.counted(context.payload.trainable.adapter, context.task)
         return jnp.zeros((*components.key.shape[:-1], run.sizes.task_classes))
 
-    def add(step: ClientStep, total: Float[Array, "blocks N Ct"]) -> Float[Array, "blocks N Ct"]:
+    def add(
+        step: ClientStep,
+        total: Float[Array, "blocks N Ct"],
+    ) -> Float[Array, "blocks N Ct"]:
         task = step.context.task
         batch = step.batch
         query = step.output.query
@@ -298,7 +325,10 @@ def affinity(run: Run) -> Report:
     return Report(AFFINITY, init, add, possible=possible_affinity)
 
 
-def possible_affinity(context: ClientContext, reported: Float[Array, "blocks N Ct"]) -> Bool[Array, ""]:
+def possible_affinity(
+    context: ClientContext,
+    reported: Float[Array, "blocks N Ct"],
+) -> Bool[Array, ""]:
     """Check that these can be sums of cosines, one for each example."""
     most = context.client.examples * (1 + 1e-3)  # up to rounding
     return jnp.all(jnp.sum(jnp.abs(reported), axis=-1) <= most)

@@ -111,14 +111,16 @@ def input_grams() -> Report:
 
 
 def possible_gram(_context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
-    """Check that no product is larger than the sums of squares allow (Cauchy and Schwarz)."""
+    """Check that no product is larger than the sums of squares allow (Cauchy and
+    Schwarz)."""
     squares = jnp.diagonal(gram, 0, 1, 2)
     root = jnp.sqrt(jnp.maximum(squares, 0)) * (1 + 1e-3)  # up to rounding
     return jnp.all(squares >= 0) & jnp.all(jnp.abs(gram) <= root[:, :, None] * root[:, None, :])
 
 
 def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
-    """Choose A of the task that begins, and extend the memory P [blocks, D, D] by its inputs."""
+    """Choose A of the task that begins, and extend the memory P [blocks, D, D] by its
+    inputs."""
 
     def init(params: Params, _trainable: Params) -> Matrices:
         tasks, blocks, _, width = params.adapter.a_q.shape
@@ -143,13 +145,20 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
     return ServerRule("memory", update, init, reports=(input_grams(),), when="task_start")
 
 
-def threshold(options: DolfinOptions, task: Int[Array, ""], tasks: int) -> Float[Array, ""]:
+def threshold(
+    options: DolfinOptions,
+    task: Int[Array, ""],
+    tasks: int,
+) -> Float[Array, ""]:
     """Return epsilon_t, which grows linearly over the tasks."""
     growth = options.memory_last - options.memory_first
     return options.memory_first + growth * task / tasks
 
 
-def outside(memory: Float[Array, "D D"], gram: Float[Array, "D D"]) -> tuple[Array, Array]:
+def outside(
+    memory: Float[Array, "D D"],
+    gram: Float[Array, "D D"],
+) -> tuple[Array, Array]:
     """Return the left singular vectors [D, D] and singular values [D] of (I - P) G."""
     vectors, values, _ = jnp.linalg.svd(gram - exact_matmul(memory, gram))
     return vectors, values
@@ -158,7 +167,8 @@ def outside(memory: Float[Array, "D D"], gram: Float[Array, "D D"]) -> tuple[Arr
 def new_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], rank: int
 ) -> Float[Array, "rank D"]:
-    """Return A_t, with rows of 0 where the memory leaves fewer directions than the rank."""
+    """Return A_t, with rows of 0 where the memory leaves fewer directions than the
+    rank."""
     vectors, values = outside(memory, gram)
     exists = values[:rank] > ROUNDING * jnp.linalg.norm(gram)
     return ROW_LENGTH * jnp.where(exists[:, None], vectors[:, :rank].T, 0.0)
@@ -167,7 +177,8 @@ def new_directions(
 def extend_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], epsilon: Float[Array, ""]
 ) -> Float[Array, "D D"]:
-    """Return P with the fewest directions of (I - P) G that explain the share epsilon of |G|^2."""
+    """Return P with the fewest directions of (I - P) G that explain the share epsilon of
+    |G|^2."""
     vectors, values = outside(memory, gram)
     total = jnp.maximum(jnp.sum(gram**2), jnp.finfo(gram.dtype).tiny)
     energy = values**2 / total

@@ -1,4 +1,5 @@
-"""EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017), after TARGET's release (ICCV 2023).
+"""EWC+FL: elastic weight consolidation (Kirkpatrick et al. 2017), after TARGET's
+release (ICCV 2023).
 
     client    trains on  L_ce + lambda / 2 sum_i F_i (w_i - w*_i)^2                  (eq. 3)
     task end  each client measures F, the diagonal of the Fisher information, on its N
@@ -53,7 +54,8 @@ class EWCOptions:
     batch's mean loss."""
 
 
-# how TARGET's release trains this baseline (specification C0), with one LoRA pair for all tasks
+# how TARGET's release trains this baseline (specification C0), with one LoRA pair for
+# all tasks
 _RUN = RunConfig(optimiser=SGD(momentum=0.9), lr=0.01), (LoraOptions(lora_pairs="one", lora_lr=0.01),)
 PRESETS = {
     "intended": Preset(EWCOptions(), *_RUN),
@@ -80,7 +82,8 @@ class Measuring(NamedTuple):
     squares: Params
     """Sums of squared gradients."""
     batches: Float[Array, ""]
-    """Number of squared gradients: of batches of one example, or of whole batches as in the release."""
+    """Number of squared gradients: of batches of one example, or of whole batches as in
+    the release."""
 
 
 def ewc(options: EWCOptions, run: Run) -> Method:
@@ -91,7 +94,8 @@ def ewc(options: EWCOptions, run: Run) -> Method:
 
 
 def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRule:
-    """Add lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3) from the second task on.
+    """Add lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3) from the second
+    task on.
 
     Args:
       options: lambda, the limit of F, and how F is measured.
@@ -126,7 +130,12 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
             classes = step.context.task.seen
         return add_squares(step, measuring, classes)
 
-    def new_anchor(context: ClientContext, measuring: Measuring, trainable: Params, anchor: Anchor) -> Anchor:
+    def new_anchor(
+        context: ClientContext,
+        measuring: Measuring,
+        trainable: Params,
+        anchor: Anchor,
+    ) -> Anchor:
         def mean(squares: Array) -> Array:
             return jnp.minimum(squares / jnp.maximum(measuring.batches, 1), options.fisher_limit)
 
@@ -141,7 +150,11 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
     return ClientRule("ewc", penalty, no_anchor, passes=(at_end,))
 
 
-def start_measuring(_context: ClientContext, anchor: Anchor, _key: PRNGKeyArray) -> Measuring:
+def start_measuring(
+    _context: ClientContext,
+    anchor: Anchor,
+    _key: PRNGKeyArray,
+) -> Measuring:
     """Return the sums before the first batch."""
     return Measuring(anchor, jax.tree.map(jnp.zeros_like, anchor.fisher), jnp.zeros(()))
 
@@ -149,11 +162,17 @@ def start_measuring(_context: ClientContext, anchor: Anchor, _key: PRNGKeyArray)
 # ---- squared gradients -----------------------------------------------------------------
 
 GRADIENT_SCALARS = 2**24
-"""Scalars of all gradients that a device holds at a time (64 MiB in float32), or one gradient."""
+"""Scalars of all gradients that a device holds at a time (64 MiB in float32), or one
+gradient."""
 
 
-def add_squared_gradients(step: ClientStep, measuring: Measuring, classes: Bool[Array, " C"]) -> Measuring:
-    """Add the squared gradients of a batch's examples, in microbatches that bound the memory.
+def add_squared_gradients(
+    step: ClientStep,
+    measuring: Measuring,
+    classes: Bool[Array, " C"],
+) -> Measuring:
+    """Add the squared gradients of a batch's examples, in microbatches that bound the
+    memory.
 
     Args:
       step: a batch of a client.
@@ -276,7 +295,9 @@ def consolidate(
     mixed = jax.tree.map(lambda f, new: a * f + (1 - a) * new, anchor.fisher, fisher)
 
     def keep_new_classes(
-        old: Float[Array, "*rows C"], mixed: Float[Array, "*rows C"], new: Float[Array, "*rows C"]
+        old: Float[Array, "*rows C"],
+        mixed: Float[Array, "*rows C"],
+        new: Float[Array, "*rows C"],
     ) -> Float[Array, "*rows C"]:
         was_measured = jnp.any(old > 0, axis=tuple(range(old.ndim - 1)))
         return jnp.where(was_measured, mixed, new)

@@ -1,4 +1,5 @@
-"""Fed-TaLoRA: one LoRA pair for all tasks, calibrated after aggregation (arXiv 2505.12318).
+"""Fed-TaLoRA: one LoRA pair for all tasks, calibrated after aggregation (arXiv
+2505.12318).
 
     client    trains one pair B, A, which all tasks share, and the classifier
     server    averages both factors and the classifier, and adds what this misses to a
@@ -105,7 +106,8 @@ def calibrated(lora: Adapter) -> Adapter:
 
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
-    """Return a block's update B A + R as a pair whose rank is larger by D: `[B, R] [A; I]`."""
+    """Return a block's update B A + R as a pair whose rank is larger by D: `[B, R] [A;
+    I]`."""
     identity = jnp.eye(pair.a_q.shape[1])
     return Lora(
         jnp.concatenate([pair.a_q, identity]),

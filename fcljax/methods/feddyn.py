@@ -1,4 +1,5 @@
-"""FedDyn: federated learning with dynamic regularisation (Acar et al., ICLR 2021, arXiv 2111.04263).
+"""FedDyn: federated learning with dynamic regularisation (Acar et al., ICLR 2021, arXiv
+2111.04263).
 
     client    trains on  L_ce - <h_i, w> + alpha / 2 ||w - x||^2,
               where x is the model that it received                                 (eq. 1)
@@ -8,10 +9,10 @@
                   -alpha sum_i n_i (w_i - x) = -alpha (sum_i n_i) (mean_i w_i - x)
               x <- mean_i w_i - h / alpha                                     (algorithm 1)
 
-Where no client moves any more, h_i is the gradient of client i's loss and h, their weighted mean,
-is 0: the model is a stationary point of all clients' loss together, which FedAvg's is not.
-Clients are weighted by their examples; the paper weighs them equally. A new task has a new
-objective, so h and h_i start anew.
+Where no client moves any more, h_i is the gradient of client i's loss and h, their
+weighted mean, is 0: the model is a stationary point of all clients' loss together,
+which FedAvg's is not. Clients are weighted by their examples; the paper weighs them
+equally. A new task has a new objective, so h and h_i start anew.
 """
 
 import dataclasses
@@ -53,8 +54,8 @@ class ServerSlope(NamedTuple):
     """The server's state, from which h follows."""
 
     total: Params
-    """The sum of n_i h_i over the clients seen so far. h itself would keep the denominators
-    of earlier rounds, with fewer clients."""
+    """The sum of n_i h_i over the clients seen so far. h itself would keep the
+    denominators of earlier rounds, with fewer clients."""
     seen: Seen
     """These clients, with their numbers of examples."""
 
@@ -80,7 +81,12 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         squared_norm = optax.tree.norm(change, squared=True)
         return weight / 2 * squared_norm - optax.tree.vdot(memory.params, change)
 
-    def on_end(context: ClientContext, memory: OfTask, trainable: Params, _state: OfTask) -> OfTask:
+    def on_end(
+        context: ClientContext,
+        memory: OfTask,
+        trainable: Params,
+        _state: OfTask,
+    ) -> OfTask:
         change = model_change(context, trainable)
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
@@ -126,7 +132,8 @@ def averaged(round: ServerRound, params: Params) -> Params:
 
 
 def merged(round: ServerRound, params: Params, model: Params) -> Params:
-    """Return the parameters of all tasks with the model in its place; running statistics stay."""
+    """Return the parameters of all tasks with the model in its place; running statistics
+    stay."""
     stats = round.learner.trainable(params, round.task).stats
     params = round.learner.merge(params, round.task, model._replace(stats=stats))
     return params._replace(extra=model.extra)

@@ -1,4 +1,5 @@
-"""FedPer: personal classifiers on a shared network (Arivazhagan et al. 2019, arXiv 1912.00818).
+"""FedPer: personal classifiers on a shared network (Arivazhagan et al. 2019, arXiv
+1912.00818).
 
     client    trains what is shared and a classifier of its own, and sends what is shared
     server    averages it

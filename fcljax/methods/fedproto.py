@@ -108,7 +108,8 @@ def no_prototypes(width: int, classes: int) -> Prototypes:
 
 
 def near_prototypes(options: FedProtoOptions) -> ClientRule:
-    """Add lambda L_R (eq. 7), which keeps features near the prototypes of their classes."""
+    """Add lambda L_R (eq. 7), which keeps features near the prototypes of their
+    classes."""
     distance = distance_of_means
     if options.proto_distance == "examples":
         distance = distance_of_examples
@@ -144,7 +145,8 @@ def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, 
 
 
 def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
-    """Report C_{i,j} of the task's classes j (eq. 3) after training, as sums that add up."""
+    """Report C_{i,j} of the task's classes j (eq. 3) after training, as sums that add
+    up."""
 
     def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)
@@ -164,7 +166,8 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
 
 
 def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:
-    """Keep and send the global prototypes (eq. 6); classes without reports keep theirs."""
+    """Keep and send the global prototypes (eq. 6); classes without reports keep
+    theirs."""
 
     def init(_params: Params, _trainable: Params) -> Prototypes:
         return no_prototypes(run.network.width, run.sizes.classes)
@@ -172,7 +175,11 @@ def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:
     def sends(_task: Task, prototypes: Prototypes) -> Prototypes:
         return prototypes
 
-    def update(round: ServerRound, params: Params, prototypes: Prototypes) -> ServerUpdate:
+    def update(
+        round: ServerRound,
+        params: Params,
+        prototypes: Prototypes,
+    ) -> ServerUpdate:
         sums: Sums = round.reports["class_sums"]
         reported = Prototypes(*class_means(*sums))
         prototypes = replace_present(prototypes, reported, round.task)
@@ -184,7 +191,11 @@ def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:
     return ServerRule(NAME, update, init, sends, (local_prototypes(options, run),))
 
 
-def replace_present(prototypes: Prototypes, reported: Prototypes, task: Task) -> Prototypes:
+def replace_present(
+    prototypes: Prototypes,
+    reported: Prototypes,
+    task: Task,
+) -> Prototypes:
     """Return the prototypes of all classes with those that were reported of this task.
 
     Args:

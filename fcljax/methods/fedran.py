@@ -1,4 +1,5 @@
-"""FedRAN: accurate and resource-efficient federated continual learning (arXiv 2606.11480).
+"""FedRAN: accurate and resource-efficient federated continual learning (arXiv
+2606.11480).
 
     once per task   each client projects its features f at random,  h = relu(f^T P)
                     sends the r largest directions  F_k = U_k S_k^(1/2)  of its Gram matrix
@@ -158,7 +159,10 @@ def no_examples(count: int, width: int, classes: int) -> Examples:
 
 
 def keep_examples(
-    total: Examples, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+    total: Examples,
+    h: Float[Array, "batch M"],
+    label: Int[Array, " batch"],
+    mask: Bool[Array, " batch"],
 ) -> Examples:
     """Append the examples of a batch that are in the mask."""
     # an index beyond the buffer is dropped
@@ -179,8 +183,8 @@ def summary_of_examples(total: Examples, rank: int) -> Summary:
     largest = vectors[:, ::-1][:, :rank]  # eigenvalues ascend
     factor = exact_matmul(total.h.T, largest)
     factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
-    # `Sizes.examples` promises that the buffer holds all examples. If it does not, the upload
-    # is made non-finite, so that the server leaves it out
+    # `Sizes.examples` promises that the buffer holds all examples. If it does not, the
+    # upload is made non-finite, so that the server leaves it out
     factor = jnp.where(total.count <= len(total.h), factor, jnp.nan)
     trace = jnp.sum(total.h**2)
     return Summary(factor, total.products, total.count.astype(jnp.float32), trace)
@@ -298,7 +302,8 @@ def solve_low_rank(
 ) -> Float[Array, "M C"]:
     """Return (F F^T + ridge I)^-1 Q by Woodbury's identity; 0 before any example.
 
-    It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T) / ridge.
+    It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T)
+    / ridge.
     """
     ridge = jnp.maximum(ridge, jnp.finfo(jnp.float32).tiny)
     inner = solve_ridge(exact_matmul(factor.T, factor), exact_matmul(factor.T, products), ridge)
@@ -309,7 +314,8 @@ def solve_low_rank(
 
 
 def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
-    """Merge the class sums of labelled examples, before any example is pseudo-labelled."""
+    """Merge the class sums of labelled examples, before any example is
+    pseudo-labelled."""
 
     def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)

@@ -50,7 +50,8 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     if run.adapter.plain:
         method = federate(run, model, server_rules=(merge_prototypes(run, "task_start"),))
     else:
-        # the first task's prototypes are those of the embedding that its training ends with
+        # the first task's prototypes are those of the embedding that its training ends
+        # with
         method = federate(
             run,
             model,
@@ -61,7 +62,12 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     if options.evaluated == "server":
         return method
 
-    def predict_client(round_context: RoundContext, server, _state, batch: Batch) -> Array:
+    def predict_client(
+        round_context: RoundContext,
+        server,
+        _state,
+        batch: Batch,
+    ) -> Array:
         return method.predict(round_context, server, batch)
 
     return method._replace(predict_client=predict_client, personal=True)
@@ -119,7 +125,8 @@ def episode_loss(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Return the loss of prototypical networks on one batch (Snell et al. 2017, algorithm 1).
+    """Return the loss of prototypical networks on one batch (Snell et al. 2017,
+    algorithm 1).
 
     Every second example supports its class's prototype, the others are queries, and their
     negative squared distances to the prototypes are the logits. Queries of classes

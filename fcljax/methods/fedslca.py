@@ -43,7 +43,8 @@ EXTRA_VARIANCE = 1e-4  # is added to every variance (release)
 
 @dataclasses.dataclass(frozen=True)
 class FedSLCAOptions:
-    """Options of FedSLCA's classifier alignment; the values are those of SLCA's release."""
+    """Options of FedSLCA's classifier alignment; the values are those of SLCA's
+    release."""
 
     align_epochs: int = 5
     """Number of server epochs over drawn features, with equally many features of every
@@ -121,7 +122,8 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
 
 
 def statistics(width: int, classes: int) -> Report:
-    """Report sums of features and of their outer products by class, under the final model.
+    """Report sums of features and of their outer products by class, under the final
+    model.
 
     Args:
       width: D.
@@ -226,7 +228,8 @@ def align_classifier(
     tasks: int,
     key: PRNGKeyArray,
 ) -> Head:
-    """Return the classifier after some epochs over features drawn from all classes so far.
+    """Return the classifier after some epochs over features drawn from all classes so
+    far.
 
     Args:
       options: epochs, learning rate, temperature.

@@ -192,7 +192,8 @@ def unified_representation_loss(
 
 
 def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
-    """Store the clients' prototypes, send their means G (eq. 5), debias the classifier (eq. 4).
+    """Store the clients' prototypes, send their means G (eq. 5), debias the classifier
+    (eq. 4).
 
     Under a robust aggregation rule G is merged by that rule, class by class, and the
     debiasing leaves out prototypes that lie far from it.
@@ -324,8 +325,13 @@ def debias(
     return head, {"loss": mean_loss, "accuracy": accuracy}
 
 
-def _epoch_orders(present: Bool[Array, " n"], epochs: int, key: PRNGKeyArray) -> Int[Array, "epochs n"]:
-    """Return indices with the present entries in front, in a new random order per epoch."""
+def _epoch_orders(
+    present: Bool[Array, " n"],
+    epochs: int,
+    key: PRNGKeyArray,
+) -> Int[Array, "epochs n"]:
+    """Return indices with the present entries in front, in a new random order per
+    epoch."""
 
     def uniform(epoch: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
@@ -335,7 +341,10 @@ def _epoch_orders(present: Bool[Array, " n"], epochs: int, key: PRNGKeyArray) ->
     return jnp.argsort(draws, axis=-1)
 
 
-def _of_classes(prototypes: Prototypes, classes: Int[Array | np.ndarray, " Ct"]) -> Prototypes:
+def _of_classes(
+    prototypes: Prototypes,
+    classes: Int[Array | np.ndarray, " Ct"],
+) -> Prototypes:
     """Return the prototypes of `classes`; padding (-1) has none."""
     index = jnp.maximum(classes, 0)
     return Prototypes(prototypes.vector[index], prototypes.present[index] & (classes >= 0))
@@ -357,7 +366,9 @@ def merge_pool(aggregation: Aggregation, pool: Prototypes) -> Prototypes:
 
 
 def prototype_mean(
-    prototype: Float[Array, "K C D"], present: Bool[Array, "K C"], valid: Bool[Array, " K"]
+    prototype: Float[Array, "K C D"],
+    present: Bool[Array, "K C"],
+    valid: Bool[Array, " K"],
 ) -> tuple[Float[Array, "C D"], Bool[Array, " C"]]:
     """Return the unweighted mean over the valid clients that hold a class (FPPL eq. 5).
 
@@ -372,7 +383,8 @@ def prototype_mean(
 
 
 def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
-    """Return the rule's `reduce` for stacks of class prototypes, over the holders of a class.
+    """Return the rule's `reduce` for stacks of class prototypes, over the holders of a
+    class.
 
     Clipping, noise and server optimiser have no part in it: prototypes have no reference,
     so centred clipping starts from zeros.
@@ -409,7 +421,8 @@ def screen_prototypes(
     valid: Bool[Array, " K"],
     factor: float = 3.0,
 ) -> Bool[Array, "K C"]:
-    """Return `present` without prototypes that lie far from the merged one of their class.
+    """Return `present` without prototypes that lie far from the merged one of their
+    class.
 
     Kept are those whose L2 distance is at most `factor` times the median distance of
     the class's holders, which is at least half of them. A class with fewer than 3

@@ -15,8 +15,8 @@ server     averages; after the last round of a task but the last it makes images
            and a student learns from the images made so far, as in TARGET
            the images go down in every round of the next task
 
-The paper's anchors are embeddings of the classes' names by a language model. Here they are drawn at random,
-with the distances between classes that those embeddings have.
+The paper's anchors are embeddings of the classes' names by a language model. Here they
+are drawn at random, with the distances between classes that those embeddings have.
 """
 
 import dataclasses
@@ -74,8 +74,9 @@ DECAY = 2e-4  # of the student's gradient descent
 
 @dataclasses.dataclass(frozen=True)
 class LanderOptions(SynthesisOptions):
-    """Options of LANDER. `paper` and `released` have the release's constants for CIFAR-100; `intended` has
-    fewer rounds, images and channels, for machines without an accelerator."""
+    """Options of LANDER. `paper` and `released` have the release's constants for
+    CIFAR-100; `intended` has fewer rounds, images and channels, for machines without an
+    accelerator."""
 
     bound_weight: float = 5.0
     """Weight w_B of the distance to the anchors."""
@@ -94,7 +95,8 @@ class LanderOptions(SynthesisOptions):
     generator_lr: float = option(2e-3, positive=True)
     """Learning rate of the generator and the random layer."""
     statistics_weight: float = 1.0
-    """Weight w_BN of the batch-normalisation statistics, for networks with batch normalisation."""
+    """Weight w_BN of the batch-normalisation statistics, for networks with batch
+    normalisation."""
 
 
 _RELEASED = LanderOptions(
@@ -145,7 +147,8 @@ def beyond(
     mask: Bool[Array, " batch"],
     radius: float,
 ) -> Float[Array, ""]:
-    """L_B: the mean square of a(x) - e_y over the examples in the mask, as far as it is beyond the radius."""
+    """L_B: the mean square of a(x) - e_y over the examples in the mask, as far as it is
+    beyond the radius."""
     square = mean_square(place, anchor, mask)
     return jnp.maximum(square - radius, 0.0)
 
@@ -161,7 +164,8 @@ def mean_square(
 
 
 def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
-    """Compute the whole loss of the clients; the map to the anchors trains and travels."""
+    """Compute the whole loss of the clients; the map to the anchors trains and
+    travels."""
     classes = run.sizes.classes
 
     def parameters(key: PRNGKeyArray) -> Head:
@@ -241,8 +245,8 @@ def synthesise(
     params: Params,
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
-    """Make images of the classes that `params` has seen; return them, and the mean of the lowest losses of
-    the rounds that made them."""
+    """Make images of the classes that `params` has seen; return them, and the mean of
+    the lowest losses of the rounds that made them."""
     generator_key, student_key, map_key, rounds_key = jax.random.split(round.key, 4)
     truth = global_model(round, params)
     fresh = round.learner.init(student_key, round.frozen)
@@ -251,7 +255,10 @@ def synthesise(
     sgd = student_optimiser(options, DECAY)
     distil = functools.partial(student_loss, options, round, truth, student.cached)
 
-    def one_round(r: Array, carry: tuple[AnchoredRound, Array]) -> tuple[AnchoredRound, Array]:
+    def one_round(
+        r: Array,
+        carry: tuple[AnchoredRound, Array],
+    ) -> tuple[AnchoredRound, Array]:
         making, total = carry
         draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         rival = student._replace(trainable=making.student.trainable)
@@ -277,7 +284,8 @@ def synthesise(
 
 
 def fresh_map(params: Params, key: PRNGKeyArray) -> dict[str, PyTree]:
-    """Return the student's own map to the anchors, and the other rules' parameters as they are."""
+    """Return the student's own map to the anchors, and the other rules' parameters as
+    they are."""
     return params.extra | {"lander": init_head(key, *params.extra["lander"].kernel.shape)}
 
 
@@ -289,7 +297,8 @@ def images_of_round(
     task: Task,
     key: PRNGKeyArray,
 ) -> Best:
-    """Take steps of the generator and of new random layers, for as many images of each seen class."""
+    """Take steps of the generator and of new random layers, for as many images of each
+    seen class."""
     size = options.synthesis_batch
     layer_key, label_key, view_key = jax.random.split(key, 3)
     label = balanced_labels(task.seen, size, label_key)
@@ -305,8 +314,13 @@ def images_of_round(
     return best_images(loss_of, Maker(generator, layer), adam, options.generator_steps, shape)
 
 
-def balanced_labels(seen: Bool[Array, " C"], size: int, key: PRNGKeyArray) -> Int[Array, " size"]:
-    """Draw as many labels of each seen class, up to one; which classes have one more is random."""
+def balanced_labels(
+    seen: Bool[Array, " C"],
+    size: int,
+    key: PRNGKeyArray,
+) -> Int[Array, " size"]:
+    """Draw as many labels of each seen class, up to one; which classes have one more is
+    random."""
     ids = jnp.argsort(~seen, stable=True)  # those that were seen come first
     count = jnp.maximum(jnp.sum(seen), 1)
     return ids[(jax.random.randint(key, (), 0, count) + jnp.arange(size)) % count]
@@ -315,8 +329,8 @@ def balanced_labels(seen: Bool[Array, " C"], size: int, key: PRNGKeyArray) -> In
 def disturbed(
     layer: Float[Array, "groups E noise"], label: Int[Array, " batch"], classes: int
 ) -> Float[Array, "batch noise"]:
-    """Return what the generator reads: the normalised anchors of the labels through their group's random
-    layer."""
+    """Return what the generator reads: the normalised anchors of the labels through
+    their group's random layer."""
     anchor = anchors(classes)[label]
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
     own = layer[jnp.arange(len(label)) // GROUP]
@@ -350,7 +364,8 @@ def maker_loss(
 
 
 def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """Return the lengths of the differences of means and of variances, added up over layers."""
+    """Return the lengths of the differences of means and of variances, added up over
+    layers."""
     layers = batch_statistics(running, after)
     return sum(
         (jnp.linalg.norm(kept.mean - own.mean) + jnp.linalg.norm(kept.var - own.var) for kept, own in layers),
@@ -366,7 +381,8 @@ def student_loss(
     trainable: Params,
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the student's distillation from the global model, of classes and of places between anchors."""
+    """Return the student's distillation from the global model, of classes and of places
+    between anchors."""
     theirs = judge(round, truth, pixels)
     student = judge(round, ImageModel(cached, trainable), pixels)
     everyone = jnp.ones(len(pixels), bool)

@@ -70,7 +70,8 @@ class Grams(NamedTuple):
 
 
 class WeightedChange(NamedTuple):
-    """A client's change of what trains, times the Gram matrix of the inputs on which it acts."""
+    """A client's change of what trains, times the Gram matrix of the inputs on which it
+    acts."""
 
     grams: Grams
     query: Float[Array, "blocks rank D"]
@@ -156,7 +157,10 @@ def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
     return trainable._replace(adapter=pair)
 
 
-def no_pair_grams(options: LoRMOptions, context: ClientContext) -> Float[Array, "blocks *gram"]:
+def no_pair_grams(
+    options: LoRMOptions,
+    context: ClientContext,
+) -> Float[Array, "blocks *gram"]:
     """Return Gram matrices of the pairs' inputs over no examples yet."""
     blocks, _, width = context.payload.trainable.adapter.a_q.shape
     return jnp.zeros((blocks, *_gram_shape(options, width)))
@@ -169,7 +173,11 @@ def _gram_shape(options: LoRMOptions, width: int) -> tuple[int, ...]:
     return (width, width)
 
 
-def pair_grams(options: LoRMOptions, step: ClientStep, blocks: int) -> Float[Array, "blocks *gram"]:
+def pair_grams(
+    options: LoRMOptions,
+    step: ClientStep,
+    blocks: int,
+) -> Float[Array, "blocks *gram"]:
     """Return the sums of x x^T, or of its diagonal, over the tokens x of a batch."""
     x = inputs_of_pairs(step, blocks)
     if options.pair_gram == "diagonal":
@@ -178,7 +186,8 @@ def pair_grams(options: LoRMOptions, step: ClientStep, blocks: int) -> Float[Arr
 
 
 def responses(options: LoRMOptions, run: Run) -> Report:
-    """Report `weighted_change`, by the Gram matrices of the client's examples after training."""
+    """Report `weighted_change`, by the Gram matrices of the client's examples after
+    training."""
     width = run.network.width
 
     def init(context: ClientContext) -> Grams:
@@ -195,7 +204,8 @@ def responses(options: LoRMOptions, run: Run) -> Report:
 
 
 def task_grams(options: LoRMOptions, run: Run) -> Report:
-    """Report the Gram matrices of the pairs' inputs under the merged pair, at a task's end."""
+    """Report the Gram matrices of the pairs' inputs under the merged pair, at a task's
+    end."""
 
     def init(context: ClientContext) -> Array:
         return no_pair_grams(options, context)
@@ -219,7 +229,12 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
     trained = end.trainable
     b_trains = trains_b(end.context.client.round)
 
-    def times_gram(a: Array, a_i: Array, b: Array, b_i: Array) -> Float[Array, "blocks rank D"]:
+    def times_gram(
+        a: Array,
+        a_i: Array,
+        b: Array,
+        b_i: Array,
+    ) -> Float[Array, "blocks rank D"]:
         change_of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b).mT)
         change_of_a = apply_gram(a_i - a, grams.pairs)
         return jnp.where(b_trains, change_of_b, change_of_a)
@@ -243,7 +258,10 @@ def possible_grams(context: ClientContext, change: WeightedChange) -> Bool[Array
     return bounded & possible_squares(context, change.grams.pairs)
 
 
-def possible_squares(_context: ClientContext, grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
+def possible_squares(
+    _context: ClientContext,
+    grams: Float[Array, "blocks *gram"],
+) -> Bool[Array, ""]:
     """Check that no sum of squares is negative."""
     squares = grams
     if grams.ndim == 3:
@@ -352,5 +370,6 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
 
 
 def over_tasks(weighted: Float[Array, "tasks blocks rank D"], gram: PyTree) -> Array:
-    """Return A_t G_t (sum_s G_s)^+ of each task t; with B_t they are the merged update."""
+    """Return A_t G_t (sum_s G_s)^+ of each task t; with B_t they are the merged
+    update."""
     return jax.vmap(lambda a: divide_by_gram(a, gram))(weighted)

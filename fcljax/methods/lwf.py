@@ -1,4 +1,5 @@
-"""LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV 2023).
+"""LwF+FL: learning without forgetting (Li and Hoiem 2016), as in TARGET's release (ICCV
+2023).
 
     client    trains on  L_ce + weight * L_distil  on its examples of the current task;
               L_distil keeps the logits of old classes near those of the model that the
@@ -31,7 +32,8 @@ class LwFOptions:
     """Temperature of student and teacher in the distillation."""
 
 
-# how TARGET's release trains this baseline and iCaRL (specification C0), with one LoRA pair for all tasks
+# how TARGET's release trains this baseline and iCaRL (specification C0), with one LoRA
+# pair for all tasks
 RELEASED_RUN = (
     RunConfig(optimiser=SGD(momentum=0.9, weight_decay=5e-4), lr=0.01),
     (LoraOptions(lora_pairs="one", lora_lr=0.01),),

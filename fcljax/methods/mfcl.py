@@ -1,5 +1,5 @@
-"""MFCL: a data-free approach to mitigate catastrophic forgetting in federated class-incremental learning for
-vision tasks (Babakniya et al., NeurIPS 2023).
+"""MFCL: a data-free approach to mitigate catastrophic forgetting in federated
+class-incremental learning for vision tasks (Babakniya et al., NeurIPS 2023).
 
 client     trains on its examples x and on images z that the generator makes of new noise in every step
                L = L_CE(x; classes of the task)
@@ -50,14 +50,15 @@ SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
 
 @dataclasses.dataclass(frozen=True)
 class MFCLOptions(GeneratorOptions):
-    """Options of MFCL. `released` has the release's constants for CIFAR-100; `intended` has fewer channels,
-    for machines without an accelerator."""
+    """Options of MFCL. `released` has the release's constants for CIFAR-100; `intended`
+    has fewer channels, for machines without an accelerator."""
 
     finetune_weight: float = 1.0
     """Weight w_FT of the cross-entropy over all seen classes, which trains the classifier
     only."""
     distill_weight: float = 0.1
-    """Weight w_KD of the distance between the old classifier's inputs under old and new model."""
+    """Weight w_KD of the distance between the old classifier's inputs under old and new
+    model."""
     generator_steps: int = 100
     """Number of generator steps after a task."""
     generator_batch: int = 64
@@ -118,7 +119,8 @@ class Both(NamedTuple):
 
 
 def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
-    """Add the losses on generated images from the second task on: those of new classes, and of old ones."""
+    """Add the losses on generated images from the second task on: those of new classes,
+    and of old ones."""
     shape = generator_config(options, run)
 
     def old_classes(step: ClientStep) -> Float[Array, ""]:
@@ -141,15 +143,20 @@ def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
 
 
 def output_for(
-    step: ClientStep, trainable: Params, pixels: Float[Array, "images *shape"], train: bool = True
+    step: ClientStep,
+    trainable: Params,
+    pixels: Float[Array, "images *shape"],
+    train: bool = True,
 ) -> Output:
-    """Compute the output of trainable parameters for generated images, of pixels in [0, 1]."""
+    """Compute the output of trainable parameters for generated images, of pixels in [0,
+    1]."""
     batch = unlabelled(step.learner, pixels)
     return step._replace(batch=batch).forward(trainable, train)
 
 
 def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
-    """Cross-entropy over all seen classes, whose gradient reaches the classifier alone."""
+    """Cross-entropy over all seen classes, whose gradient reaches the classifier
+    alone."""
     task = step.context.task
     batch = step.batch
     head = step.learner.classifier
@@ -161,7 +168,8 @@ def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
 
 
 def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
-    """Return the mean squared distance of old and new features, as the old classes' classifier reads them."""
+    """Return the mean squared distance of old and new features, as the old classes'
+    classifier reads them."""
     task = step.context.task
     classifier = teacher(step.context).classifier
 
@@ -175,7 +183,8 @@ def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
 
 
 def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
-    """Return the mask of the examples that are no padding, and of all generated images."""
+    """Return the mask of the examples that are no padding, and of all generated
+    images."""
     return jnp.concatenate([step.batch.mask, jnp.ones(len(own.made.feature), bool)])
 
 
@@ -183,8 +192,8 @@ def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
 
 
 def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
-    """After the last round of every task but the last one, steps of the generator; it goes on from where it
-    was."""
+    """After the last round of every task but the last one, steps of the generator; it
+    goes on from where it was."""
     shape = generator_config(options, run)
 
     def first() -> PyTree:
@@ -195,7 +204,11 @@ def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
 
 
 def trained_generator(
-    options: MFCLOptions, shape: ImageGeneratorConfig, round: ServerRound, params: Params, state: PyTree
+    options: MFCLOptions,
+    shape: ImageGeneratorConfig,
+    round: ServerRound,
+    params: Params,
+    state: PyTree,
 ) -> tuple[PyTree, Weighted]:
     """Return the generator after its steps, and its last loss."""
     first, rest = jax.random.split(round.key)
@@ -220,7 +233,10 @@ def trained_generator(
 
 
 def generator_loss(
-    options: MFCLOptions, round: ServerRound, params: Params, pixels: Float[Array, "batch h w 3"]
+    options: MFCLOptions,
+    round: ServerRound,
+    params: Params,
+    pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
     """Return the sum of the four terms of the generator's loss."""
     seen = round.task.seen
@@ -240,16 +256,20 @@ def certain(logits: Float[Array, "batch C"], temperature: float) -> Float[Array,
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits / temperature, label))
 
 
-def imbalance(logits: Float[Array, "batch C"], seen: Bool[Array, " C"]) -> Float[Array, ""]:
-    """Return 1 minus the entropy of the mean prediction over that of a uniform one (0: balanced)."""
+def imbalance(
+    logits: Float[Array, "batch C"],
+    seen: Bool[Array, " C"],
+) -> Float[Array, ""]:
+    """Return 1 minus the entropy of the mean prediction over that of a uniform one (0:
+    balanced)."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
     entropy = -jnp.sum(jnp.where(seen, mean * jnp.log(jnp.where(seen & (mean > 0), mean, 1.0)), 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
 
 
 def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """KL(running || batch) of normal distributions: the mean over channels, then over layers of batch
-    normalisation."""
+    """KL(running || batch) of normal distributions: the mean over channels, then over
+    layers of batch normalisation."""
 
     def of_layer(kept: BatchStatistics, own: BatchStatistics) -> Float[Array, ""]:
         var = jnp.maximum(own.var, 0) + 1e-8
@@ -261,7 +281,8 @@ def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
 
 
 def roughness(pixels: Float[Array, "batch h w 3"]) -> Float[Array, ""]:
-    """Return the mean squared distance of images and images that a Gaussian of 5 x 5 pixels smoothed."""
+    """Return the mean squared distance of images and images that a Gaussian of 5 x 5
+    pixels smoothed."""
     weight = jnp.exp(-((jnp.array(SMOOTH) / 2) ** 2))
     weight = weight / jnp.sum(weight)
     smooth = pixels

@@ -165,14 +165,19 @@ def reconstruction(options: PmaeOptions, autoencoder: Autoencoder) -> ClientRule
     return ClientRule(RECONSTRUCTION, loss, parameters=init_prompt)
 
 
-def masks_of(options: PmaeOptions, step: ClientStep, autoencoder: Autoencoder) -> mae.Masking:
+def masks_of(
+    options: PmaeOptions,
+    step: ClientStep,
+    autoencoder: Autoencoder,
+) -> mae.Masking:
     """Draw the patches of each example that are hidden."""
     keys = example_keys(step, 0)
     return mae.random_mask(keys, len(keys), autoencoder.patches, options.mask_ratio)
 
 
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
-    """Return a key for each example, which does not depend on the client that holds it."""
+    """Return a key for each example, which does not depend on the client that holds
+    it."""
     keys = step.batch.keys
     assert keys is not None
     return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
@@ -185,7 +190,8 @@ def reconstructed(
     masking: mae.Masking,
     prompt: Float[Array, "..."] | None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Reconstruct all patches from the visible ones, in the autoencoder's range of pixels.
+    """Reconstruct all patches from the visible ones, in the autoencoder's range of
+    pixels.
 
     Visible patches are reconstructed too, and not pasted back.
     """
@@ -247,12 +253,18 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
 
 
 def possible_tokens(context: ClientContext, reported: Restore) -> Bool[Array, ""]:
-    """Check that a client reports no more images than it has, with existing patch positions."""
+    """Check that a client reports no more images than it has, with existing patch
+    positions."""
     images_fit = jnp.sum(reported.present) <= context.client.examples
     return images_fit & within(reported.order, 0, reported.order.shape[-1] - 1)
 
 
-def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, autoencoder: Autoencoder) -> Restore:
+def no_restore(
+    options: PmaeOptions,
+    sizes: Sizes,
+    network: Network,
+    autoencoder: Autoencoder,
+) -> Restore:
     """Return empty entries for u images of each of a task's classes."""
     patches = autoencoder.patches
     visible = int(patches * (1 - options.mask_ratio))
@@ -263,9 +275,14 @@ def no_restore(options: PmaeOptions, sizes: Sizes, network: Network, autoencoder
 
 
 def draw_examples(
-    sample: RestoreSample, task: Task, offered: Restore, priority: Float[Array, " batch"], batch: Batch
+    sample: RestoreSample,
+    task: Task,
+    offered: Restore,
+    priority: Float[Array, " batch"],
+    batch: Batch,
 ) -> RestoreSample:
-    """Return the examples of each class with the highest priorities, of a sample and a batch.
+    """Return the examples of each class with the highest priorities, of a sample and a
+    batch.
 
     Args:
       sample: [Ct, u, ...].
@@ -366,13 +383,17 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
 
 
 def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
-    """Train adapter and classifier on restored images, by cross-entropy over their classes.
+    """Train adapter and classifier on restored images, by cross-entropy over their
+    classes.
 
     Adam is new in every round.
     """
     adam = optax.scale_by_adam()
 
-    def start(round_context: RoundContext, server: ServerState) -> tuple[Params, optax.OptState]:
+    def start(
+        round_context: RoundContext,
+        server: ServerState,
+    ) -> tuple[Params, optax.OptState]:
         trainable = learner.trainable(server.params, round_context.task)
         return trainable, adam.init(trainable)
 
@@ -402,7 +423,11 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         metrics = {"loss": Weighted(loss * count, count), "accuracy": Weighted(correct, count)}
         return (trainable, optimiser), metrics
 
-    def finish(round_context: RoundContext, server: ServerState, local: tuple) -> ServerState:
+    def finish(
+        round_context: RoundContext,
+        server: ServerState,
+        local: tuple,
+    ) -> ServerState:
         return server._replace(params=learner.merge(server.params, round_context.task, local[0]))
 
     return ServerReplay(
@@ -443,8 +468,13 @@ def current_tokens(round_context: RoundContext, server: ServerState) -> ReplayBu
     return ReplayBuffer(stored, flat(label), flat(present))
 
 
-def restore_plan(options: PmaeOptions, task: int, last: bool) -> tuple[tuple[int, int], ...]:
-    """Return (task of the images, task of the prompt) of all that the server restores in a round.
+def restore_plan(
+    options: PmaeOptions,
+    task: int,
+    last: bool,
+) -> tuple[tuple[int, int], ...]:
+    """Return (task of the images, task of the prompt) of all that the server restores
+    in a round.
 
     In the last round of a task these are all tasks so far, in other rounds the current
     one (Algorithm 1). The release finds a task's uploads by the text of its number, so
@@ -488,9 +518,13 @@ def restored_batch(
 
 
 def restored(
-    autoencoder: Autoencoder, frozen: Frozen, stored: Stored, prompt: Float[Array, "..."] | None
+    autoencoder: Autoencoder,
+    frozen: Frozen,
+    stored: Stored,
+    prompt: Float[Array, "..."] | None,
 ) -> Float[Array, "batch h w 3"]:
-    """Restore images, in the autoencoder's range of pixels, neither clipped nor pasted."""
+    """Restore images, in the autoencoder's range of pixels, neither clipped nor
+    pasted."""
     patches = autoencoder.decode(frozen.decoder, stored.latent, stored.order, prompt)
     return mae.unpatchify(patches, autoencoder.patch)
 

@@ -1,10 +1,11 @@
 """Attention of short sequences in one kernel, for TPUs and NVIDIA's GPUs.
 
-XLA's attention writes all scores of a batch to memory in float32 and reads them again. For the 200 tokens
-of an image they are larger than everything else in a block. Kernels for long sequences (flash attention)
-store sums for their backward pass that are as large on a TPU, and want tokens in multiples of their tiles.
-Here the scores of an image and a head never leave the processor: the backward pass recomputes them from
-queries and keys.
+XLA's attention writes all scores of a batch to memory in float32 and reads them again.
+For the 200 tokens of an image they are larger than everything else in a block. Kernels
+for long sequences (flash attention) store sums for their backward pass that are as
+large on a TPU, and want tokens in multiples of their tiles. Here the scores of an image
+and a head never leave the processor: the backward pass recomputes them from queries and
+keys.
 """
 
 import functools
@@ -18,8 +19,8 @@ from jaxtyping import Array, Float
 
 from fcljax.models.shapes import ChipKind
 
-# Tokens. With fewer, scores are small; with more, those of a head do not fit into a TPU's vector memory, nor
-# the gradients of its keys and values into a GPU's registers.
+# Tokens. With fewer, scores are small; with more, those of a head do not fit into a
+# TPU's vector memory, nor the gradients of its keys and values into a GPU's registers.
 FEWEST = 16
 MOST = {"tpu": 640, "gpu": 256}
 QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
@@ -29,7 +30,8 @@ WARPS = {"forward": 4, "backward": 8}
 
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
-    """Check whether the chip's kernel takes so many queries and keys, of heads of this size."""
+    """Check whether the chip's kernel takes so many queries and keys, of heads of this
+    size."""
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
         return False  # Triton's products have powers of 2
     return chip != "none" and queries >= FEWEST and keys <= MOST[chip]
@@ -42,15 +44,25 @@ def kernel_attention(
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
 ) -> Float[Array, "batch heads queries size"]:
-    """Compute `products.attention` of bfloat16, with its roundings, in the kernel of a TPU or a GPU."""
+    """Compute `products.attention` of bfloat16, with its roundings, in the kernel of a
+    TPU or a GPU."""
     return _run_pass(_FORWARD[chip], (q,), q, k, v)[0]
 
 
-def _forward(chip: ChipKind, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    chip: ChipKind,
+    q: Array,
+    k: Array,
+    v: Array,
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return kernel_attention(chip, q, k, v), (q, k, v)
 
 
-def _backward(chip: ChipKind, saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, ...]:
+def _backward(
+    chip: ChipKind,
+    saved: tuple[Array, Array, Array],
+    gradient: Array,
+) -> tuple[Array, ...]:
     return _run_pass(_BACKWARD[chip], saved, *saved, gradient.astype(saved[0].dtype))
 
 
@@ -77,7 +89,8 @@ class _Pass(NamedTuple):
 
 
 def _run_pass(attention_pass: _Pass, results: tuple[Array, ...], *arrays: Array) -> tuple:
-    """Run the pass's function(*arrays, *results), which writes the results, for each image and head.
+    """Run the pass's function(*arrays, *results), which writes the results, for each
+    image and head.
 
     Args:
       attention_pass: forward or backward.
@@ -153,7 +166,15 @@ def _attend(q: Any, k: Any, v: Any, out: Any) -> None:
         out[i] = _product(_weights(q[i], k[i]), v[i], 1, 0).astype(out.dtype)
 
 
-def _attend_back(q: Any, k: Any, v: Any, gradient: Any, grad_q: Any, grad_k: Any, grad_v: Any) -> None:
+def _attend_back(
+    q: Any,
+    k: Any,
+    v: Any,
+    gradient: Any,
+    grad_q: Any,
+    grad_k: Any,
+    grad_v: Any,
+) -> None:
     scale = q.shape[-1] ** -0.5
     for i in range(q.shape[0]):
         weights = _weights(q[i], k[i])
@@ -173,7 +194,8 @@ def _attend_back(q: Any, k: Any, v: Any, gradient: Any, grad_q: Any, grad_k: Any
 
 
 def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:
-    """Lay arrays out as [batch, tokens, heads, size], as projections write and read them."""
+    """Lay arrays out as [batch, tokens, heads, size], as projections write and read
+    them."""
     from jax.experimental import pallas as pl
 
     heads = shape[1]
@@ -196,7 +218,8 @@ def _triton() -> Any:
 
 
 def _rows(ref: Any, start: Array | int, count: int, tokens: int) -> tuple[Any, Array]:
-    """Return a reference to `count` rows of a head, and a mask of those that are tokens."""
+    """Return a reference to `count` rows of a head, and a mask of those that are
+    tokens."""
     from jax.experimental import pallas as pl
 
     exists = (start + jnp.arange(count) < tokens)[:, None]
@@ -230,7 +253,16 @@ def _attend_on_gpu(q: Any, k: Any, v: Any, out: Any, *, queries: int, keys: int)
 
 
 def _attend_back_on_gpu(
-    q: Any, k: Any, v: Any, gradient: Any, grad_q: Any, grad_k: Any, grad_v: Any, *, queries: int, keys: int
+    q: Any,
+    k: Any,
+    v: Any,
+    gradient: Any,
+    grad_q: Any,
+    grad_k: Any,
+    grad_v: Any,
+    *,
+    queries: int,
+    keys: int,
 ) -> None:
     rows = QUERIES["backward"]
     scale = q.shape[-1] ** -0.5

@@ -1,4 +1,5 @@
-"""Linear classifiers and masked losses: all classes are preallocated, and masks say which compete."""
+"""Linear classifiers and masked losses: all classes are preallocated, and masks say which
+compete."""
 
 from __future__ import annotations
 
@@ -32,12 +33,16 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
 
 
 def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
-    """Draw a kernel of standard deviation 0.02, truncated at two of them; bias 0 (timm's heads)."""
+    """Draw a kernel of standard deviation 0.02, truncated at two of them; bias 0 (timm's
+    heads)."""
     kernel = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, classes))
     return Head(kernel, jnp.zeros(classes))
 
 
-def apply_head(head: Head, feature: Float[Array, "batch width"]) -> Float[Array, "batch classes"]:
+def apply_head(
+    head: Head,
+    feature: Float[Array, "batch width"],
+) -> Float[Array, "batch classes"]:
     """Return the logits of all classes."""
     return exact_matmul(feature, head.kernel) + head.bias
 
@@ -53,15 +58,23 @@ def mask_logits(
     return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
-def masked_sum(value: Float[Array, " batch"], mask: Bool[Array, " batch"]) -> Float[Array, ""]:
-    """Sum over the examples in the mask; others may be nan, and add neither value nor gradient."""
+def masked_sum(
+    value: Float[Array, " batch"],
+    mask: Bool[Array, " batch"],
+) -> Float[Array, ""]:
+    """Sum over the examples in the mask; others may be nan, and add neither value nor
+    gradient."""
     return jnp.sum(jnp.where(mask, value, 0.0))
 
 
 def reduce_rows(
-    value: Float[Array, " batch"], mask: Bool[Array, " batch"], count: Num[Array, ""], reduction: Reduction
+    value: Float[Array, " batch"],
+    mask: Bool[Array, " batch"],
+    count: Num[Array, ""],
+    reduction: Reduction,
 ) -> Float[Array, ""]:
-    """Sum over the examples in the mask; "mean" divides it by `count`, or by 1 if that is 0."""
+    """Sum over the examples in the mask; "mean" divides it by `count`, or by 1 if that is
+    0."""
     total = masked_sum(value, mask)
     if reduction == "sum":
         return total
@@ -103,9 +116,9 @@ def distillation(
 ) -> Float[Array, ""]:
     """Return the loss of knowledge distillation over the allowed classes.
 
-    It is the mean, over the examples in the mask, of the cross-entropy between softmax(teacher / T) and
-    softmax(student / T), without the factor T^2 (LwF as in TARGET's release). 0 if no class or example
-    is left.
+    It is the mean, over the examples in the mask, of the cross-entropy between
+    softmax(teacher / T) and softmax(student / T), without the factor T^2 (LwF as in
+    TARGET's release). 0 if no class or example is left.
     """
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
     log_probability = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
@@ -114,9 +127,12 @@ def distillation(
 
 
 def kl(
-    p: Float[Array, "*p classes"], q: Float[Array, "*q classes"], allowed: Bool[Array, "*r classes"]
+    p: Float[Array, "*p classes"],
+    q: Float[Array, "*q classes"],
+    allowed: Bool[Array, "*r classes"],
 ) -> Float[Array, "*broadcast"]:
-    """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes broadcast."""
+    """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes
+    broadcast."""
 
     def log_probability(logits: Array) -> Array:
         return jnp.where(allowed, jax.nn.log_softmax(mask_logits(logits, allowed)), 0.0)
@@ -126,15 +142,23 @@ def kl(
     return jnp.sum(jnp.where(allowed, jnp.exp(log_p) * (log_p - log_q), 0.0), axis=-1)
 
 
-def unit(x: Float[Array, "*rows width"], eps: float = 1e-8) -> Float[Array, "*rows width"]:
+def unit(
+    x: Float[Array, "*rows width"],
+    eps: float = 1e-8,
+) -> Float[Array, "*rows width"]:
     """Scale vectors to length 1; one shorter than eps stays shorter."""
     squared_norm = jnp.sum(x * x, axis=-1, keepdims=True)
     # the guard stands inside the root: gradients at 0 are 0 and not nan
     return x * jax.lax.rsqrt(jnp.maximum(squared_norm, eps**2))
 
 
-def cosine(a: Float[Array, "n width"], b: Float[Array, "m width"], eps: float = 1e-8) -> Float[Array, "n m"]:
-    """Return the cosine similarity of all pairs; a vector shorter than eps counts as 0."""
+def cosine(
+    a: Float[Array, "n width"],
+    b: Float[Array, "m width"],
+    eps: float = 1e-8,
+) -> Float[Array, "n m"]:
+    """Return the cosine similarity of all pairs; a vector shorter than eps counts as
+    0."""
     return exact_matmul(unit(a, eps), unit(b, eps).T)
 
 
@@ -144,7 +168,8 @@ def sum_by_class(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
-    """Return the sum of features and the number of examples of each class in `classes`."""
+    """Return the sum of features and the number of examples of each class in
+    `classes`."""
     # a matrix product, because scatter-add is not deterministic on GPUs
     one_hot = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
     masked_feature = jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32)

@@ -1,4 +1,5 @@
-"""A classifier of one learned prototype per class: distances, losses, predictions (PILoRA, section 4.2)."""
+"""A classifier of one learned prototype per class: distances, losses, predictions
+(PILoRA, section 4.2)."""
 
 from typing import Literal
 
@@ -23,8 +24,9 @@ def distances(
       form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| / sqrt(width) (its
         release), whose gradient where f = m is taken as 0.
     """
-    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, and all of them in bfloat16.
-    # XLA fuses the difference into the sum, so [batch, classes, width] is never stored.
+    # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, and all of
+    # them in bfloat16. XLA fuses the difference into the sum, so [batch, classes,
+    # width] is never stored.
     difference = feature.astype(jnp.float32)[:, None] - prototypes.astype(jnp.float32)
     squared = jnp.sum(jnp.square(difference), axis=-1)
     if form == "squared":
@@ -37,7 +39,8 @@ def distances(
 def distance_logits(
     distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]
 ) -> Float[Array, "batch classes"]:
-    """Return logits whose highest is the nearest allowed prototype; other classes never win."""
+    """Return logits whose highest is the nearest allowed prototype; other classes never
+    win."""
     return mask_logits(-distance, allowed)
 
 
@@ -49,9 +52,11 @@ def dce_loss(
     hardness: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Float[Array, ""]:
-    """Return -log softmax(-hardness * distance)[label], distance-based cross-entropy (PILoRA eq. 8, 9).
+    """Return -log softmax(-hardness * distance)[label], distance-based cross-entropy
+    (PILoRA eq. 8, 9).
 
-    It takes the allowed classes and the examples in the mask; other prototypes get no gradient.
+    It takes the allowed classes and the examples in the mask; other prototypes get no
+    gradient.
     """
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
@@ -59,5 +64,6 @@ def dce_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """Return mean features, 0 for classes without examples, and which classes have examples."""
+    """Return mean features, 0 for classes without examples, and which classes have
+    examples."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

@@ -1,7 +1,7 @@
 """Rules and reports whose functions check what they read and return.
 
-`federate` wraps what a user gives it once, so that nothing else needs to check. Each mistake is one line that
-names the part, the function and its place in the user's file.
+`federate` wraps what a user gives it once, so that nothing else needs to check. Each
+mistake is one line that names the part, the function and its place in the user's file.
 """
 
 import dataclasses
@@ -65,7 +65,8 @@ def checked_report(report: Report) -> Report:
 
 
 def checked_server_rule(rule: ServerRule) -> ServerRule:
-    """Return a server rule with checks around its update and around the functions of its reports."""
+    """Return a server rule with checks around its update and around the functions of its
+    reports."""
     part = f"server rule {rule.name!r}"
     update = rule.update
 
@@ -89,7 +90,8 @@ def checked_server_rule(rule: ServerRule) -> ServerRule:
 
 
 def _readable(part: str, function: Callable) -> Callable:
-    """Return a function of a context or a step, with a check of the names that it reads of what was sent."""
+    """Return a function of a context or a step, with a check of the names that it reads
+    of what was sent."""
 
     @functools.wraps(function)
     def checked(first: ClientContext | ClientStep, *others: Any) -> Any:
@@ -112,7 +114,8 @@ def _scalar(part: str, function: Callable) -> Callable:
 
 
 def _like_argument(part: str, function: Callable, number: int) -> Callable:
-    """Return a function whose value must have the structure and the shapes of one of its arguments."""
+    """Return a function whose value must have the structure and the shapes of one of its
+    arguments."""
     readable = _readable(part, function)
 
     @functools.wraps(function)

@@ -14,8 +14,13 @@ from fcljax.parts.learner import Adapter, Classifier
 from fcljax.types import Batch, Task
 
 
-def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> Classifier:
-    """Return a linear classifier over all classes of the stream; all of it trains and travels.
+def linear(
+    width: int,
+    classes: int,
+    first: Callable[..., Head] = init_head,
+) -> Classifier:
+    """Return a linear classifier over all classes of the stream; all of it trains and
+    travels.
 
     Args:
       width: of the features.
@@ -33,16 +38,16 @@ def linear(width: int, classes: int, first: Callable[..., Head] = init_head) -> 
 
 
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
-    """Return a linear classifier with the first values that the adapter's source draws (pMAE specification,
-    section 6: L2P and DualPrompt have their own)."""
+    """Return a linear classifier with the first values that the adapter's source draws
+    (pMAE specification, section 6: L2P and DualPrompt have their own)."""
     return linear(width, classes, init_truncated if adapter.truncated else init_head)
 
 
 def prototypes(
     width: int, classes: int, form: Distance = "sqrt_scaled", deviation: float = 0.1
 ) -> Classifier:
-    """Return a classifier of a learned prototype per class; those of the current task train. Logits are
-    negative distances (PILoRA, section 4.2).
+    """Return a classifier of a learned prototype per class; those of the current task
+    train. Logits are negative distances (PILoRA, section 4.2).
 
     Args:
       width: of the features.
@@ -60,7 +65,10 @@ def prototypes(
     return Classifier(init, logits, current_classes, merge_current, cached=_itself, lasting=_none)
 
 
-def current_classes(params: Float[Array, "C width"], task: Task) -> Float[Array, "Ct width"]:
+def current_classes(
+    params: Float[Array, "C width"],
+    task: Task,
+) -> Float[Array, "Ct width"]:
     """Return the vectors of the task's classes; those of padding classes are 0."""
     vectors = params[jnp.maximum(task.classes, 0)]
     return jnp.where(task.classes[:, None] >= 0, vectors, 0.0)
@@ -128,7 +136,8 @@ def computed(
     predict: Callable[[Any, Array, Task], Array],
     inner: Classifier | None = None,
 ) -> Classifier:
-    """Return a classifier that a server rule computes: no gradient reaches it, and it does not travel.
+    """Return a classifier that a server rule computes: no gradient reaches it, and it
+    does not travel.
 
     Args:
       classes: C.
@@ -180,14 +189,20 @@ def empty_sums(classes: int, width: int) -> Sums:
     return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
 
 
-def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
+def add_batch(
+    sums: Sums,
+    feature: Float[Array, "batch width"],
+    batch: Batch,
+    task: Task,
+) -> Sums:
     """Return a client's sums of the task's classes with the examples of a batch."""
     more, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
     return Sums(sums.feature + more, sums.examples + examples)
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """Return the server's sums of all classes with what arrived for the task's; padding is dropped."""
+    """Return the server's sums of all classes with what arrived for the task's; padding
+    is dropped."""
     place = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
     return jax.tree.map(lambda old, new: old.at[place].add(new, mode="drop"), total, arrived)
 
@@ -195,8 +210,8 @@ def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
 def mean_logits(
     feature: Float[Array, "batch width"], sums: Sums, seen: Array, kind: str
 ) -> Float[Array, "batch classes"]:
-    """Return logits of a classifier of class means; classes that are not seen, or that nobody had, never
-    win."""
+    """Return logits of a classifier of class means; classes that are not seen, or that
+    nobody had, never win."""
     mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)

@@ -1,7 +1,8 @@
-"""An adapter that trains in the first task and is frozen then, for methods that keep sums of features.
+"""An adapter that trains in the first task and is frozen then, for methods that keep
+sums of features.
 
-Sums of earlier tasks would be those of another network if it trained on. Later tasks still play their rounds,
-in which nothing changes but by the rounding of means.
+Sums of earlier tasks would be those of another network if it trained on. Later tasks
+still play their rounds, in which nothing changes but by the rounding of means.
 """
 
 import jax
@@ -14,7 +15,8 @@ from fcljax.types import ClientContext
 
 
 def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
-    """Put adapter and running statistics back after every step of later tasks, also against weight decay.
+    """Put adapter and running statistics back after every step of later tasks, also
+    against weight decay.
 
     Args:
       name: of the rule.

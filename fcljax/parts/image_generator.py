@@ -1,8 +1,8 @@
 """A generator of images from noise (TARGET, specification C6; also of MFCL and LANDER).
 
-A linear layer to a map of a quarter of the image's sides, doubled twice, with 3x3 convolutions, batch
-normalisation and leaky ReLU, to pixels in [0, 1]. It normalises by the batch at hand alone: it is never used
-but on the batches that it trains on.
+A linear layer to a map of a quarter of the image's sides, doubled twice, with 3x3
+convolutions, batch normalisation and leaky ReLU, to pixels in [0, 1]. It normalises by
+the batch at hand alone: it is never used but on the batches that it trains on.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ SLOPE = 0.2  # of the leaky ReLU
 
 
 class ImageGeneratorConfig(NamedTuple):
-    """Static shape of a generator: sides of its images, width of its noise, channels of its last hidden map
-    (the first has twice as many)."""
+    """Static shape of a generator: sides of its images, width of its noise, channels of
+    its last hidden map (the first has twice as many)."""
 
     height: int
     width: int
@@ -31,11 +31,12 @@ class ImageGeneratorConfig(NamedTuple):
 def conv_of_doubled(
     x: Float[Array, "batch h w c"], kernel: Float[Array, "3 3 c d"]
 ) -> Float[Array, "batch 2*h 2*w d"]:
-    """Compute the 3x3 convolution, padded by zeros, of images with every pixel doubled in both directions.
+    """Compute the 3x3 convolution, padded by zeros, of images with every pixel doubled
+    in both directions.
 
-    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and columns, with 4/9 of
-    the products. Even and odd rows and columns have a convolution each; one for all is slower
-    (docs/results/speed.md).
+    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and
+    columns, with 4/9 of the products. Even and odd rows and columns have a convolution
+    each; one for all is slower (docs/results/speed.md).
     """
     sides = ((1, 0), (0, 1))  # of even outputs the pixel before counts, of odd ones that after
     rows = []
@@ -47,8 +48,8 @@ def conv_of_doubled(
 
 
 def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
-    """Return two of three rows (columns) for even outputs, the second of which is the sum of those that read
-    one pixel, and two for odd outputs."""
+    """Return two of three rows (columns) for even outputs, the second of which is the
+    sum of those that read one pixel, and two for odd outputs."""
     before, here, after = jnp.split(kernel, 3, axis)
     even = (before, here + after)
     odd = (before + here, after)

@@ -1,7 +1,9 @@
-"""What learns: a network, an adapter inside it and a classifier on its features, as one `Learner`.
+"""What learns: a network, an adapter inside it and a classifier on its features, as one
+`Learner`.
 
-Adapters and classifiers know networks and tasks, nothing of federation. Both keep parameters for all tasks
-(`params`). In each task some of them are trainable and travel; a client caches those that it also reads.
+Adapters and classifiers know networks and tasks, nothing of federation. Both keep
+parameters for all tasks (`params`). In each task some of them are trainable and travel;
+a client caches those that it also reads.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ class Select(Protocol):
 
 @runtime_checkable
 class Merge(Protocol):
-    """Returns the parameters of all tasks with those that trained in this task in their place."""
+    """Returns the parameters of all tasks with those that trained in this task in their
+    place."""
 
     def __call__(self, params: Any, task: Task, trainable: Any, /) -> Any: ...
 
 
 @runtime_checkable
 class Inject(Protocol):
-    """Returns what enters the frozen network's blocks (a `models.vit.Injection`), pure in the query.
+    """Returns what enters the frozen network's blocks (a `models.vit.Injection`), pure
+    in the query.
 
-    `cached` are the parameters of all tasks, or the part of them that clients hold. `train` says whether a
-    client trains or the model is evaluated. `mask` marks the examples that count where examples share what is
-    injected: padding never influences a result.
+    `cached` are the parameters of all tasks, or the part of them that clients hold.
+    `train` says whether a client trains or the model is evaluated. `mask` marks the
+    examples that count where examples share what is injected: padding never influences
+    a result.
     """
 
     def __call__(
@@ -105,33 +110,41 @@ class Adapter(NamedTuple):
     merge: Merge = _replaced
     """Puts what trained back into the parameters of all tasks."""
     cached: Callable[[PyTree], PyTree] = _nothing
-    """cached(params) -> what `inject` reads besides the trainable parameters; clients hold it."""
+    """cached(params) -> what `inject` reads besides the trainable parameters; clients
+    hold it."""
     inject: Inject | None = None
     """Computes what enters the network; None leaves the network as it is."""
     network: Callable[[PyTree], PyTree] | None = None
-    """network(trainable) -> weights used in place of the frozen ones; None: the frozen ones."""
+    """network(trainable) -> weights used in place of the frozen ones; None: the frozen
+    ones."""
     feature: Callable[[Features], Feature] = class_token
     """feature(features) -> what the classifier reads."""
     prompt: Prompt | None = None
-    """Computes prompts for servers that distil them on latents; None: the adapter has none."""
+    """Computes prompts for servers that distil them on latents; None: the adapter has
+    none."""
     mixture: Callable[..., Mixture] | None = None
-    """Arguments as of `prompt`; None: prompts are no weighted sums. Servers compare mixtures faster."""
+    """Arguments as of `prompt`; None: prompts are no weighted sums.
+
+    Servers compare mixtures faster."""
     loss: Callable[..., Float[Array, ""]] | None = None
-    """loss(cached, trainable, query, task, mask) -> scalar that clients add to their loss in all methods."""
+    """loss(cached, trainable, query, task, mask) -> scalar that clients add to their loss
+    in all methods."""
     counted: Select = _all
     """counted(trainable, task) -> the parameters that are reported as trainable."""
     truncated: bool = False
-    """Whether its source draws the first classifier from a truncated normal, without biases."""
+    """Whether its source draws the first classifier from a truncated normal, without
+    biases."""
     queries: bool = False
     """Whether `inject` reads the query, the frozen network's own class token."""
     rate: LearningRate | None = None
     """The adapter's learning rate; None: that of the run."""
     batchwise: tuple[str, ...] = ()
-    """Options of the run by which what `inject` returns in evaluation depends on the other images of a batch;
-    (): it does not."""
+    """Options of the run by which what `inject` returns in evaluation depends on the
+    other images of a batch; (): it does not."""
     lasting: Callable[[Any], Any] = _unchanged
-    """lasting(trainable) -> the trainable parameters that are the same ones in every task, with () in place
-    of those of which each task has its own. State that outlives a task belongs to them alone."""
+    """lasting(trainable) -> the trainable parameters that are the same ones in every
+    task, with () in place of those of which each task has its own. State that outlives
+    a task belongs to them alone."""
 
     @property
     def plain(self) -> bool:
@@ -141,7 +154,8 @@ class Adapter(NamedTuple):
 
 @runtime_checkable
 class ClassifierLogits(Protocol):
-    """Returns the logits of all classes, [batch, classes]; the caller masks those that do not compete."""
+    """Returns the logits of all classes, [batch, classes]; the caller masks those that do
+    not compete."""
 
     def __call__(self, cached: Any, trainable: Any, feature: Feature, task: Task, /) -> Logits: ...
 
@@ -166,7 +180,8 @@ class Classifier(NamedTuple):
 
 
 class Params(NamedTuple):
-    """The parameters of a learner: those of all tasks, the trainable ones of a task, or the cached ones."""
+    """The parameters of a learner: those of all tasks, the trainable ones of a task, or
+    the cached ones."""
 
     adapter: PyTree
     """Parameters of the adapter; () where nothing trains inside the network."""
@@ -175,7 +190,8 @@ class Params(NamedTuple):
     extra: dict[str, PyTree] = {}
     """Parameters of client rules that train some of their own, by the rule's name."""
     stats: PyTree = ()
-    """Running statistics of a network that trains; every step moves them, no gradient does. () for none."""
+    """Running statistics of a network that trains; every step moves them, no gradient
+    does. () for none."""
 
 
 class Output(NamedTuple):
@@ -190,15 +206,16 @@ class Output(NamedTuple):
     stats: PyTree = ()
     """Running statistics after the batch."""
     losses: Float[Array, " batch"] | None = None
-    """The loss of each example, of a model that computes it itself (`parts/simulation.py`); such a model has
-    no logits."""
+    """The loss of each example, of a model that computes it itself
+    (`parts/simulation.py`); such a model has no logits."""
 
 
 class Sampling(NamedTuple):
     """How a Bayesian learner draws parameters from its posterior in evaluation."""
 
     draw: Callable[[PRNGKeyArray, Params], Params]
-    """draw(key, trainable) -> parameters that the forward pass takes in place of the trainable ones."""
+    """draw(key, trainable) -> parameters that the forward pass takes in place of the
+    trainable ones."""
     evaluation: int = 0
     """Draws of a second evaluation by mean probabilities; 0: none."""
 
@@ -218,7 +235,10 @@ class Expectation(Protocol):
 
 
 def at_trainable(
-    function: Callable[[Params], PyTree], trainable: Params, _batch: Batch, _key: PRNGKeyArray
+    function: Callable[[Params], PyTree],
+    trainable: Params,
+    _batch: Batch,
+    _key: PRNGKeyArray,
 ) -> Any:
     """Return a function of the trainable parameters themselves: nothing is drawn."""
     return function(trainable)
@@ -234,7 +254,8 @@ class Forward(Protocol):
 
 
 class Learner(NamedTuple):
-    """Network, adapter and classifier as one; its functions act on `Params` as those of its parts do."""
+    """Network, adapter and classifier as one; its functions act on `Params` as those of
+    its parts do."""
 
     network: Network
     """The frozen network."""
@@ -259,24 +280,26 @@ class Learner(NamedTuple):
     queries: bool
     """Whether a forward pass reads the frozen network's own class token."""
     expectation: Expectation = at_trainable
-    """expectation(function, trainable, batch, key) -> the mean of the function over the parameters that a
-    training step of a Bayesian learner draws; of others, the function of the trainable parameters."""
+    """expectation(function, trainable, batch, key) -> the mean of the function over the
+    parameters that a training step of a Bayesian learner draws; of others, the function
+    of the trainable parameters."""
     sampling: Sampling | None = None
     """For the evaluation of Bayesian learners; None: parameters are used as they are."""
     sends: Callable[[Params, Task], Params] | None = None
-    """sends(trainable, task) -> what a client sends in its place, which `merge` understands after it was
-    averaged; None: the trainable parameters themselves."""
+    """sends(trainable, task) -> what a client sends in its place, which `merge`
+    understands after it was averaged; None: the trainable parameters themselves."""
 
     def lasting(self, trainable: Params) -> Params:
-        """Return the trainable parameters that are the same ones in every task, with () in place of the
-        others. Running statistics are no parameters."""
+        """Return the trainable parameters that are the same ones in every task, with ()
+        in place of the others. Running statistics are no parameters."""
         adapter = self.adapter.lasting(trainable.adapter)
         classifier = self.classifier.lasting(trainable.classifier)
         return trainable._replace(adapter=adapter, classifier=classifier, stats=())
 
 
 def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Return those of trainable parameters that are in `lasting`, a result of `Learner.lasting` on others."""
+    """Return those of trainable parameters that are in `lasting`, a result of
+    `Learner.lasting` on others."""
 
     def pick(part: PyTree, whole: PyTree) -> PyTree:
         return () if _left_out(part) else whole
@@ -285,8 +308,8 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
 
 
 def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Return trainable parameters with those of `lasting`, a result of `Learner.lasting` on others, in their
-    place."""
+    """Return trainable parameters with those of `lasting`, a result of
+    `Learner.lasting` on others, in their place."""
 
     def pick(part: PyTree, whole: PyTree) -> PyTree:
         return whole if _left_out(part) else part
@@ -318,7 +341,8 @@ def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 Reads = Literal["prompted", "both"]
-"""What a classifier reads: the adapted network's features, or the frozen network's and then these."""
+"""What a classifier reads: the adapted network's features, or the frozen network's and
+then these."""
 
 
 def learner(
@@ -442,8 +466,8 @@ def _features(
     task: Task,
     train: bool,
 ) -> tuple[Feature, Feature | None, PyTree]:
-    """Return the adapted network's features, the query (cached where the batch has it; else computed if
-    `queries`), and the running statistics after the batch."""
+    """Return the adapted network's features, the query (cached where the batch has it;
+    else computed if `queries`), and the running statistics after the batch."""
     query = batch.query
     if query is None and queries:
         query = network.apply(frozen.network, batch.input, None, False, batch.mask)[0].cls
@@ -468,7 +492,8 @@ Classes = Literal["current", "seen", "all"]
 
 
 def competing(classes: Classes, task: Task) -> Bool[Array, " C"]:
-    """Return the classes that compete: those of the task, those seen so far, or all of the stream."""
+    """Return the classes that compete: those of the task, those seen so far, or all of
+    the stream."""
     return {"current": task.current, "seen": task.seen, "all": task.seen | True}[classes]
 
 
@@ -503,20 +528,26 @@ def cross_entropy_loss(
 
 
 def replaced_loss(classes: Classes = "current") -> Loss:
-    """Return a loss of 0, for methods whose client rule holds the whole loss. `classes` compete for the
-    training accuracy."""
+    """Return a loss of 0, for methods whose client rule holds the whole loss. `classes`
+    compete for the training accuracy."""
     return cross_entropy_loss(classes, weight=0.0)
 
 
-def correct_examples(loss: Loss, output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-    """Return how many examples of a batch get their label, among the task's classes or those seen so far."""
+def correct_examples(
+    loss: Loss,
+    output: Output,
+    batch: Batch,
+    task: Task,
+) -> Float[Array, ""]:
+    """Return how many examples of a batch get their label, among the task's classes or
+    those seen so far."""
     allowed = task.seen if loss.classes == "seen" else task.current
     return correct(output.logits, batch.label, allowed, batch.mask)
 
 
 def total_cross_entropy(loss: Loss, output: Output, batch: Batch, task: Task) -> Weighted:
-    """Return softmax cross-entropy among the classes that compete, over the examples whose label is one of
-    them, whatever the clients' own loss is."""
+    """Return softmax cross-entropy among the classes that compete, over the examples
+    whose label is one of them, whatever the clients' own loss is."""
     allowed = competing(loss.classes, task)
     mask = batch.mask & allowed[batch.label]
     total = cross_entropy(output.logits, batch.label, allowed, mask, "sum")

@@ -1,4 +1,5 @@
-"""The loop in which servers and generators train: so many steps of an optimiser on a loss."""
+"""The loop in which servers and generators train: so many steps of an optimiser on a
+loss."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ StepLoss = Callable[[PyTree, Int[Array, ""]], Float[Array, ""]]
 
 
 def optimise(
-    loss: StepLoss, params: PyTree, optimiser: optax.GradientTransformation, steps: ArrayLike
+    loss: StepLoss,
+    params: PyTree,
+    optimiser: optax.GradientTransformation,
+    steps: ArrayLike,
 ) -> tuple[PyTree, Weighted]:
     """Minimise `loss(params, i)`, i being the number of the step.
 
@@ -42,8 +46,8 @@ def optimise(
 
 
 def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Take the same steps with small arrays as one vector: Adam has two more kernels to compile for each
-    array.
+    """Take the same steps with small arrays as one vector: Adam has two more kernels to
+    compile for each array.
 
     Args:
       inner: acts on every number by itself, as gradient descent and Adam do.
@@ -52,7 +56,11 @@ def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: PyTree) -> PyTree:
         return inner.init(joined(jax.tree.leaves(params)))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+    ) -> tuple[PyTree, PyTree]:
         leaves = jax.tree.leaves(updates)
         now = None if params is None else joined(jax.tree.leaves(params))
         found, state = inner.update(joined(leaves), state, now)

@@ -1,4 +1,5 @@
-"""The optimisers of the clients: each gives the direction of a step, which the learning rates then scale."""
+"""The optimisers of the clients: each gives the direction of a step, which the learning
+rates then scale."""
 
 import dataclasses
 
@@ -40,14 +41,18 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     weight_decay: float = 1e-2
-    """Client weight decay: its product with the parameters is added to Adam's direction, so
-    that the learning rate multiplies it."""
+    """Client weight decay: its product with the parameters is added to Adam's
+    direction, so that the learning rate multiplies it."""
 
     def build(self) -> optax.GradientTransformation:
         """Return the direction of a step from the gradient."""
         return optax.chain(joined_steps(optax.scale_by_adam()), optax.add_decayed_weights(self.weight_decay))
 
 
-def _decayed(direction: optax.GradientTransformation, weight: float) -> optax.GradientTransformation:
-    """Return the optimiser that adds `weight` times the parameters to the gradient first."""
+def _decayed(
+    direction: optax.GradientTransformation,
+    weight: float,
+) -> optax.GradientTransformation:
+    """Return the optimiser that adds `weight` times the parameters to the gradient
+    first."""
     return optax.chain(optax.add_decayed_weights(weight), direction) if weight else direction

@@ -1,4 +1,5 @@
-"""Client rules that keep clients near the model that they were sent; any method may carry them."""
+"""Client rules that keep clients near the model that they were sent; any method may carry
+them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from fcljax.types import ClientContext
 
 
 def prox(weight: float) -> ClientRule:
-    """Add mu / 2 ||w - w_t||^2 to the loss, where w_t was broadcast: FedProx (Li et al. 2020, eq. 2).
+    """Add mu / 2 ||w - w_t||^2 to the loss, where w_t was broadcast: FedProx (Li et al.
+    2020, eq. 2).
 
     Args:
       weight: mu.
@@ -24,9 +26,11 @@ def prox(weight: float) -> ClientRule:
 
 
 def norm_bound(radius: float) -> ClientRule:
-    """Project the client's parameters after every step onto a ball around what was broadcast.
+    """Project the client's parameters after every step onto a ball around what was
+    broadcast.
 
-    The L2 norm is that of all parameters together (projected gradient descent; Sun et al. 2019, section 4).
+    The L2 norm is that of all parameters together (projected gradient descent; Sun et
+    al. 2019, section 4).
 
     Args:
       radius: of the ball.
@@ -50,7 +54,8 @@ def _change(context: ClientContext, trainable: Params) -> Params:
 
 
 def _sent(context: ClientContext, params: Params) -> Params:
-    """Return what trains and was broadcast: no running statistics, nothing that clients never send."""
+    """Return what trains and was broadcast: no running statistics, nothing that clients
+    never send."""
     params = params._replace(stats=())
     if _sends_classifier(context):
         return params

@@ -1,4 +1,5 @@
-"""A classifier on random features relu(f^T P), and choices of examples by their index alone."""
+"""A classifier on random features relu(f^T P), and choices of examples by their index
+alone."""
 
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ class Projected(NamedTuple):
     """The parameters of the classifier."""
 
     inner: PyTree
-    """Parameters of the classifier that trains before the network is frozen, if one does."""
+    """Parameters of the classifier that trains before the network is frozen, if one
+    does."""
     projection: Float[Array, "D M"]
     """P, the same for all clients and tasks."""
     weights: PyTree
@@ -27,7 +29,11 @@ class Projected(NamedTuple):
 
 
 def on_projection(
-    features: int, width: int, classes: int, inner: Classifier | None = None, statistics: PyTree = ()
+    features: int,
+    width: int,
+    classes: int,
+    inner: Classifier | None = None,
+    statistics: PyTree = (),
 ) -> Classifier:
     """Return a linear classifier on a random projection, which clients hold too.
 
@@ -57,14 +63,21 @@ def on_projection(
     return made._replace(cached=cached, logits=logits)
 
 
-def project(feature: Float[Array, "batch D"], projection: Float[Array, "D M"]) -> Float[Array, "batch M"]:
+def project(
+    feature: Float[Array, "batch D"],
+    projection: Float[Array, "D M"],
+) -> Float[Array, "batch M"]:
     """Return relu(f^T P) (RanPAC, section 4)."""
     return jax.nn.relu(exact_matmul(feature, projection))
 
 
-def chosen_by_index(index: Int[Array, " batch"], share: float, key: PRNGKeyArray) -> Bool[Array, " batch"]:
-    """Draw a share of all examples at random, by the index in the training set, so that the choice does
-    not depend on the partition."""
+def chosen_by_index(
+    index: Int[Array, " batch"],
+    share: float,
+    key: PRNGKeyArray,
+) -> Bool[Array, " batch"]:
+    """Draw a share of all examples at random, by the index in the training set, so that
+    the choice does not depend on the partition."""
 
     def chosen(number: Array) -> Bool[Array, ""]:
         return jax.random.bernoulli(jax.random.fold_in(key, number), share)

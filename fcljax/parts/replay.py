@@ -1,7 +1,9 @@
-"""Replay: examples of past tasks that clients keep, chosen uniformly (`replay`) or by herding (`herded`).
+"""Replay: examples of past tasks that clients keep, chosen uniformly (`replay`) or by
+herding (`herded`).
 
-Clients keep ids of training examples, never images; the engine reads the images. Examples are chosen when
-their task is over, so that they take no space while they still train, and join batches of later tasks.
+Clients keep ids of training examples, never images; the engine reads the images.
+Examples are chosen when their task is over, so that they take no space while they still
+train, and join batches of later tasks.
 """
 
 import functools
@@ -38,7 +40,8 @@ def no_exemplars(size: int) -> Exemplars:
 def draw_exemplars(
     exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray
 ) -> Int[Array, " count"]:
-    """Draw `count` exemplars of old classes uniformly with repetition: their indices, or -1 without any."""
+    """Draw `count` exemplars of old classes uniformly with repetition: their indices, or
+    -1 without any."""
     usable = _usable(exemplars, old)
     chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
     return jnp.where(jnp.any(usable), chosen, -1)
@@ -77,13 +80,22 @@ def replay(size: int, batch_size: int) -> ClientRule:
     def offer(step: ClientStep, memory: Memory) -> Memory:
         return memory._replace(exemplars=keep_highest(memory.exemplars, step.batch, memory.key))
 
-    def keep(_context: ClientContext, memory: Memory, _trainable: Params, _state: Memory) -> Memory:
+    def keep(
+        _context: ClientContext,
+        memory: Memory,
+        _trainable: Params,
+        _state: Memory,
+    ) -> Memory:
         return memory
 
     def stored(state: Memory) -> Int[Array, " M"]:
         return state.exemplars.index
 
-    def choose(context: ClientContext, memory: Memory, key: PRNGKeyArray) -> Int[Array, " count"]:
+    def choose(
+        context: ClientContext,
+        memory: Memory,
+        key: PRNGKeyArray,
+    ) -> Int[Array, " count"]:
         return draw_exemplars(memory.exemplars, context.task.old, batch_size, key)
 
     at_end = ClientPass("task_end", pass_over(batch_size), offer, on_end=keep)
@@ -91,11 +103,11 @@ def replay(size: int, batch_size: int) -> ClientRule:
 
 
 def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exemplars:
-    """Return the exemplars after a batch was offered: of all examples ever offered those of highest
-    priority, each at most once.
+    """Return the exemplars after a batch was offered: of all examples ever offered
+    those of highest priority, each at most once.
 
-    A priority is uniform and depends on the client and the example alone, so that this is a uniform sample,
-    whatever the order.
+    A priority is uniform and depends on the client and the example alone, so that this
+    is a uniform sample, whatever the order.
     """
     key = jax.random.wrap_key_data(key_data)
 
@@ -145,8 +157,8 @@ class Budget(NamedTuple):
     """How many examples a client keeps."""
 
     examples: int
-    """Number of examples of every class, or in all; then every learned class gets the same number, rounded
-    down."""
+    """Number of examples of every class, or in all; then every learned class gets the
+    same number, rounded down."""
     per: Literal["class", "client"] = "class"
     repeats: bool = False
     """Whether an example may be chosen again, as in GLFC's release."""
@@ -170,11 +182,11 @@ class Budget(NamedTuple):
 
 
 def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientRule:
-    """Let examples of earlier tasks join batches, chosen by herding under the model that their task ended
-    with.
+    """Let examples of earlier tasks join batches, chosen by herding under the model
+    that their task ended with.
 
-    They join as often as if they and the client's own examples were one data set, and at most as many as a
-    batch has itself (herding: Rebuffi et al. 2017, algorithm 4).
+    They join as often as if they and the client's own examples were one data set, and
+    at most as many as a batch has itself (herding: Rebuffi et al. 2017, algorithm 4).
 
     Args:
       budget: how many a client keeps.
@@ -189,13 +201,22 @@ def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientR
     def init(_key: PRNGKeyArray, _trainable: Params) -> Herded:
         return nothing_herded(budget, sizes)
 
-    def keep(context: ClientContext, gathered: Gathered, _trainable: Params, state: Herded) -> Herded:
+    def keep(
+        context: ClientContext,
+        gathered: Gathered,
+        _trainable: Params,
+        state: Herded,
+    ) -> Herded:
         return renew(state, gathered, context.task, budget, sizes)
 
     def stored(state: Herded) -> Int[Array, " M"]:
         return state.exemplars.index
 
-    def choose(context: ClientContext, memory: Herded, key: PRNGKeyArray) -> Int[Array, " count"]:
+    def choose(
+        context: ClientContext,
+        memory: Herded,
+        key: PRNGKeyArray,
+    ) -> Int[Array, " count"]:
         return draw_union(memory.exemplars, context.task.old, batch_size, context.client.examples, key)
 
     gathering = ClientPass("task_end", pass_over(batch_size), gather, gather_from(sizes, width), keep)
@@ -208,7 +229,8 @@ def nothing_herded(budget: Budget, sizes: Sizes) -> Herded:
 
 
 def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
-    """Return the start of a pass that gathers features: a place for every example that a client can hold.
+    """Return the start of a pass that gathers features: a place for every example that
+    a client can hold.
 
     Raises:
       InputError: for sizes without `examples`.
@@ -229,7 +251,8 @@ def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
 def gather(step: ClientStep, gathered: Gathered) -> Gathered:
     """Add the examples of a batch with their features.
 
-    Features are those of evaluation: running statistics of a batch would make them depend on each other.
+    Features are those of evaluation: running statistics of a batch would make them
+    depend on each other.
     """
     batch = step.batch
     feature = step.forward(step.trainable, train=False).feature
@@ -247,9 +270,15 @@ def gather(step: ClientStep, gathered: Gathered) -> Gathered:
     )
 
 
-def renew(memory: Herded, gathered: Gathered, task: Task, budget: Budget, sizes: Sizes) -> Herded:
-    """Return the buffer after a task: old classes are cut to their share, and examples of the task's classes
-    are chosen (GLFC, section B5 of the specification)."""
+def renew(
+    memory: Herded,
+    gathered: Gathered,
+    task: Task,
+    budget: Budget,
+    sizes: Sizes,
+) -> Herded:
+    """Return the buffer after a task: old classes are cut to their share, and examples
+    of the task's classes are chosen (GLFC, section B5 of the specification)."""
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
@@ -274,17 +303,22 @@ def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
-    """Return the index of each example's class in the task; -1 for empty places and other classes."""
+    """Return the index of each example's class in the task; -1 for empty places and other
+    classes."""
     same = (gathered.label[:, None] == task.classes) & (gathered.index >= 0)[:, None]
     return jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), -1)
 
 
 def herd(
-    feature: Float[Array, "R D"], group: Int[Array, " R"], groups: int, most: int, repeats: bool = False
+    feature: Float[Array, "R D"],
+    group: Int[Array, " R"],
+    groups: int,
+    most: int,
+    repeats: bool = False,
 ) -> Int[Array, "groups most"]:
-    """Choose examples by herding (Rebuffi et al. 2017, algorithm 4): each next example brings the mean of the
-    chosen ones nearest to the mean of their group. Features count as vectors of length 1; of equally near
-    examples the first is chosen.
+    """Choose examples by herding (Rebuffi et al. 2017, algorithm 4): each next example
+    brings the mean of the chosen ones nearest to the mean of their group. Features
+    count as vectors of length 1; of equally near examples the first is chosen.
 
     Args:
       feature: of all examples.
@@ -326,8 +360,9 @@ def draw_union(
     examples: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Int[Array, " batch_size"]:
-    """Draw the indices of exemplars of old classes, as many as a batch of the union of exemplars and the
-    client's own `examples` would have on average, and at most as many as a batch; -1: none."""
+    """Draw the indices of exemplars of old classes, as many as a batch of the union of
+    exemplars and the client's own `examples` would have on average, and at most as many
+    as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
     wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)

@@ -1,7 +1,9 @@
-"""Ridge regression from sums over examples: what closed-form methods report, and how a server solves it.
+"""Ridge regression from sums over examples: what closed-form methods report, and how a
+server solves it.
 
-The sums of all clients are those of all examples together, whoever holds them: the classifier does not depend
-on the partition. A client's sums have width^2 parameters, however few examples it has.
+The sums of all clients are those of all examples together, whoever holds them: the
+classifier does not depend on the partition. A client's sums have width^2 parameters,
+however few examples it has.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,10 @@ def no_moments(width: int, classes: int) -> Moments:
 
 
 def add_examples(
-    total: Moments, h: Float[Array, "batch M"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+    total: Moments,
+    h: Float[Array, "batch M"],
+    label: Int[Array, " batch"],
+    mask: Bool[Array, " batch"],
 ) -> Moments:
     """Return the sums with the examples of a batch that the mask counts."""
     h = jnp.where(mask[:, None], h, 0.0)
@@ -46,7 +51,8 @@ def add_examples(
 def moments_report(
     width: int, classes: int, features: Callable[[ClientStep], Float[Array, "batch M"]]
 ) -> Report:
-    """Report the moments of a client's examples; all classes of the stream have a column, whatever its task.
+    """Report the moments of a client's examples; all classes of the stream have a
+    column, whatever its task.
 
     Args:
       width: M.
@@ -66,8 +72,8 @@ def moments_report(
 def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
     """Return whether these can be the sums of a client with so many examples.
 
-    By Cauchy and Schwarz no entry of the Gram matrix is larger than its diagonal allows, and no sum over a
-    class than its examples do.
+    By Cauchy and Schwarz no entry of the Gram matrix is larger than its diagonal
+    allows, and no sum over a class than its examples do.
     """
     square = jnp.diagonal(sent.gram)
     # up to rounding, which grows with the sums
@@ -78,8 +84,12 @@ def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
 
 
 def solve_ridge(
-    gram: Float[Array, "M M"], products: Float[Array, "M C"], ridge: Float[Array, ""] | float
+    gram: Float[Array, "M M"],
+    products: Float[Array, "M C"],
+    ridge: Float[Array, ""] | float,
 ) -> Float[Array, "M C"]:
-    """Return (gram + ridge I)^-1 products. It is not finite where rounding makes the matrix singular."""
+    """Return (gram + ridge I)^-1 products.
+
+    It is not finite where rounding makes the matrix singular."""
     regularised = gram + ridge * jnp.eye(gram.shape[0])
     return jax.scipy.linalg.solve(regularised, products, assume_a="pos")

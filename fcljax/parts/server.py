@@ -1,4 +1,5 @@
-"""What servers do: the rules that a method adds to the aggregation of what clients send."""
+"""What servers do: the rules that a method adds to the aggregation of what clients
+send."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ RuleTime = Literal["round", "task_start", "task_end"]
 
 
 class ServerRound(NamedTuple):
-    """Everything that a server rule may read. P: the participants of the round, padded."""
+    """Everything that a server rule may read.
+
+    P: the participants of the round, padded."""
 
     learner: Learner
     """The method's learner."""
@@ -34,14 +37,16 @@ class ServerRound(NamedTuple):
     previous: Broadcast
     """What clients worked from in this round."""
     reports: dict[str, Any]
-    """By name: [P, ...] per client, or a sum. Reports of clients that are not valid hold anything."""
+    """By name: [P, ...] per client, or a sum.
+
+    Reports of clients that are not valid hold anything."""
     valid: Bool[Array, " P"]
     """Participants whose upload arrived and is finite."""
     ids: Int[Array, " P"]
     """The participants' numbers."""
     weights: Float[Array, " P"]
-    """Weight of each upload in the mean: the client's number of examples, unless the aggregation rule changed
-    it."""
+    """Weight of each upload in the mean: the client's number of examples, unless the
+    aggregation rule changed it."""
     key: PRNGKeyArray
     """Key of this round and rule."""
 
@@ -59,7 +64,9 @@ class ServerUpdate(NamedTuple):
 
 @runtime_checkable
 class Update(Protocol):
-    """Returns the parameters and the rule's state after a round. `params` hold the merged upload."""
+    """Returns the parameters and the rule's state after a round.
+
+    `params` hold the merged upload."""
 
     def __call__(self, round: ServerRound, params: Params, state: Any, /) -> ServerUpdate: ...
 
@@ -75,16 +82,19 @@ class ServerRule:
     name: str
     """Names the rule in messages, payloads and metrics."""
     update: Update
-    """update(round, params, state) -> the parameters, the rule's state and metrics after a round."""
+    """update(round, params, state) -> the parameters, the rule's state and metrics after
+    a round."""
     init: Callable[[Params, Params], PyTree] = _stateless
-    """init(params, trainable) -> the rule's first state; `trainable` are those of the first task."""
+    """init(params, trainable) -> the rule's first state; `trainable` are those of the
+    first task."""
     sends: Callable[[Task, Any], PyTree] | None = None
-    """sends(task, state) -> what clients get in `context.payload.sent[name]`, in every round."""
+    """sends(task, state) -> what clients get in `context.payload.sent[name]`, in every
+    round."""
     reports: tuple[Report | OfEachClient, ...] = ()
     """What clients must send for it."""
     when: RuleTime = "round"
-    """In every round; or once per task, in a round of its own in which every client with examples reports and
-    nobody trains."""
+    """In every round; or once per task, in a round of its own in which every client
+    with examples reports and nobody trains."""
 
     def __post_init__(self) -> None:
         choose("when", self.when, ("round", "task_start", "task_end"))
@@ -95,7 +105,8 @@ class ServerRule:
 
 
 def merged_by_rules(rules: tuple[ServerRule, ...]) -> tuple[str, ...]:
-    """Return the parts of the parameters that server rules merge themselves, in place of the mean."""
+    """Return the parts of the parameters that server rules merge themselves, in place of
+    the mean."""
     names = _params_of_each_client(rules)
     return tuple(name for name in names if name != "trainable")
 
@@ -112,7 +123,8 @@ def _params_of_each_client(rules: tuple[ServerRule, ...]) -> list[str]:
 
 
 def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
-    """Return what clients report for these rules; rules that ask for the same name share it."""
+    """Return what clients report for these rules; rules that ask for the same name share
+    it."""
     reports = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
     return tuple({report.name: report for report in reports}.values())
 
@@ -134,12 +146,15 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
 
 
 def _follows(rule: ServerRule, aggregation: Aggregation) -> bool:
-    """Return whether a server rule can work under an aggregation rule that is not the plain mean."""
+    """Return whether a server rule can work under an aggregation rule that is not the
+    plain mean."""
     whole = sees_each_client((rule,))
     merges = merged_by_rules((rule,))
-    # a rule that merges none of the parameters that it reads leaves their mean to the aggregation rule
+    # a rule that merges none of the parameters that it reads leaves their mean to the
+    # aggregation rule
     if whole and not merges and aggregation.name == "uniform":
         return True
-    # clipping and server optimisers act on what is averaged, so not on what a server rule merges itself
+    # clipping and server optimisers act on what is averaged, so not on what a server
+    # rule merges itself
     partly = merges and (aggregation.post or (aggregation.pre and aggregation.name != "uniform"))
     return all(report.follows_rule for report in rule.reports) and not partly

@@ -1,4 +1,5 @@
-"""Checks of what a user gives to `local_sgd`, `fedavg` and `simulate`: what is wrong is one line."""
+"""Checks of what a user gives to `local_sgd`, `fedavg` and `simulate`: what is wrong is
+one line."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -202,8 +203,8 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
 
 
 def _classes(y: np.ndarray, clients: int) -> int:
-    """Return the number of classes that labels name. Negative integers, and numbers so large that the classes
-    of all clients could not be counted, are other targets."""
+    """Return the number of classes that labels name. Negative integers, and numbers so
+    large that the classes of all clients could not be counted, are other targets."""
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0:
         return 1
     classes = int(y.max()) + 1

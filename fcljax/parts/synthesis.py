@@ -1,7 +1,9 @@
-"""How servers make images of noise in place of old classes' examples: what TARGET, MFCL and LANDER share.
+"""How servers make images of noise in place of old classes' examples: what TARGET, MFCL
+and LANDER share.
 
-A generator takes steps towards images that the global model recognises, where a student that learned from the
-images so far may think otherwise. No client sends anything for it.
+A generator takes steps towards images that the global model recognises, where a student
+that learned from the images so far may think otherwise. No client sends anything for
+it.
 """
 
 import dataclasses
@@ -100,14 +102,25 @@ def synthetic_pixels(
 class Synthesise(Protocol):
     """Makes what clients are sent anew: images, or a generator of images."""
 
-    def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
+    def __call__(
+        self,
+        round: ServerRound,
+        params: Params,
+        state: PyTree,
+        /,
+    ) -> tuple[PyTree, Weighted]:
         """What replaces the state, and the loss of making it."""
         ...
 
 
-def synthesis_rule(name: str, run: Run, first: Callable[[], PyTree], synthesise: Synthesise) -> ServerRule:
-    """Make what clients are sent for all classes seen so far, after the last round of every task but the last
-    one.
+def synthesis_rule(
+    name: str,
+    run: Run,
+    first: Callable[[], PyTree],
+    synthesise: Synthesise,
+) -> ServerRule:
+    """Make what clients are sent for all classes seen so far, after the last round of
+    every task but the last one.
 
     Args:
       name: of the rule.
@@ -134,8 +147,13 @@ def synthesis_rule(name: str, run: Run, first: Callable[[], PyTree], synthesise:
     return ServerRule(name, update, init, sends)
 
 
-def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> ServerRule:
-    """Return the `synthesis_rule` of a server that makes images: `sent["synthesis"]`, [images, h, w, 3]."""
+def images_rule(
+    options: SynthesisOptions,
+    run: Run,
+    synthesise: Synthesise,
+) -> ServerRule:
+    """Return the `synthesis_rule` of a server that makes images: `sent["synthesis"]`,
+    [images, h, w, 3]."""
     height, width, _ = run.network.image
     shape = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
     return synthesis_rule("synthesis", run, functools.partial(jnp.zeros, shape, jnp.uint8), synthesise)
@@ -161,17 +179,21 @@ def global_model(round: ServerRound, params: Params) -> ImageModel:
 
 
 def judge(
-    round: ServerRound, model: ImageModel, pixels: Float[Array, "batch h w 3"], train: bool = False
+    round: ServerRound,
+    model: ImageModel,
+    pixels: Float[Array, "batch h w 3"],
+    train: bool = False,
 ) -> Output:
-    """Return what a model computes for pixels in [0, 1], with logits over the seen classes."""
+    """Return what a model computes for pixels in [0, 1], with logits over the seen
+    classes."""
     batch = unlabelled(round.learner, pixels)
     output = round.learner.forward(round.frozen, model.cached, model.trainable, batch, round.task, train)
     return output._replace(logits=mask_logits(output.logits, round.task.seen))
 
 
 def has_statistics(model: ImageModel) -> bool:
-    """Return whether the model has batch normalisation. In training mode, the running statistics of an output
-    then tell those of its batch (`batch_statistics`)."""
+    """Return whether the model has batch normalisation. In training mode, the running
+    statistics of an output then tell those of its batch (`batch_statistics`)."""
     return bool(jax.tree.leaves(model.trainable.stats))
 
 
@@ -188,8 +210,8 @@ def adversarial_loss(
     disputed: Bool[Array, ""],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the weighted disagreement of the global model, whose logits are `theirs`, and the student; it
-    counts once images are `disputed`."""
+    """Return the weighted disagreement of the global model, whose logits are `theirs`,
+    and the student; it counts once images are `disputed`."""
 
     def loss() -> Float[Array, ""]:
         return options.adversarial_weight * disagreement(theirs, student(pixels), seen)
@@ -203,7 +225,8 @@ def distillation_at(
     student: Float[Array, "batch C"],
     seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
-    """Return T^2 mean KL(softmax(theirs / T) || softmax(student / T)) over the seen classes."""
+    """Return T^2 mean KL(softmax(theirs / T) || softmax(student / T)) over the seen
+    classes."""
     return temperature**2 * jnp.mean(kl(theirs / temperature, student / temperature, seen))
 
 
@@ -257,8 +280,8 @@ def best_images(
 def disagreement(
     theirs: Float[Array, "batch C"], own: Float[Array, "batch C"], seen: Bool[Array, " C"]
 ) -> Float[Array, ""]:
-    """Return -mean(1[they agree] KL(teacher || student)): low where both see the same class and the student
-    is not sure of it.
+    """Return -mean(1[they agree] KL(teacher || student)): low where both see the same
+    class and the student is not sure of it.
 
     Args:
       theirs, own: logits of teacher and student over the seen classes.
@@ -275,9 +298,12 @@ class BatchStatistics(NamedTuple):
     var: Float[Array, " c"]
 
 
-def batch_statistics(before: PyTree, after: PyTree) -> list[tuple[BatchStatistics, BatchStatistics]]:
-    """Return the running statistics of every layer of batch normalisation, and those of a batch, which follow
-    from the running ones after it."""
+def batch_statistics(
+    before: PyTree,
+    after: PyTree,
+) -> list[tuple[BatchStatistics, BatchStatistics]]:
+    """Return the running statistics of every layer of batch normalisation, and those of
+    a batch, which follow from the running ones after it."""
 
     def of_layer(layer: dict, moved: dict) -> tuple[BatchStatistics, BatchStatistics]:
         own = ((moved[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields)
@@ -320,8 +346,8 @@ def taught(
     steps: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Student:
-    """Return the student after so many steps on the images made so far; `loss(trainable, pixels)` is that of
-    a batch."""
+    """Return the student after so many steps on the images made so far;
+    `loss(trainable, pixels)` is that of a batch."""
 
     def step(i: Array, now: Student) -> Student:
         pick, move = jax.random.split(jax.random.fold_in(key, i))
@@ -334,7 +360,10 @@ def taught(
     return jax.lax.fori_loop(0, steps, step, student)
 
 
-def student_optimiser(options: SynthesisOptions, decay: float) -> optax.GradientTransformation:
+def student_optimiser(
+    options: SynthesisOptions,
+    decay: float,
+) -> optax.GradientTransformation:
     """Return gradient descent on gradients of at most norm 1."""
     steps = optax.sgd(options.student_lr, STUDENT_MOMENTUM)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(decay), steps)

@@ -1,7 +1,9 @@
-"""What a client had when it last worked on a task, for rules that read it in the next one.
+"""What a client had when it last worked on a task, for rules that read it in the next
+one.
 
-A client that takes part in some of a task's rounds cannot know which of them is its last. It keeps the value
-of its newest round, which becomes that of the task before when the client takes part in another task.
+A client that takes part in some of a task's rounds cannot know which of them is its
+last. It keeps the value of its newest round, which becomes that of the task before when
+the client takes part in another task.
 """
 
 from typing import NamedTuple
@@ -25,7 +27,8 @@ class TaskEnd(NamedTuple):
 
 
 def no_task_end(value: PyTree) -> TaskEnd:
-    """Return the state of a client that has not taken part yet; `value` stands in for a task before."""
+    """Return the state of a client that has not taken part yet; `value` stands in for a
+    task before."""
     return TaskEnd(value, value, jnp.int32(-1))
 
 
@@ -36,5 +39,6 @@ def of_task_before(state: TaskEnd, task: Task) -> PyTree:
 
 
 def after_round(before: PyTree, newest: PyTree, task: Task) -> TaskEnd:
-    """Return the state after a round of this task; `before` is what `of_task_before` returned in it."""
+    """Return the state after a round of this task; `before` is what `of_task_before`
+    returned in it."""
     return TaskEnd(before, newest, jnp.asarray(task.index, jnp.int32))

@@ -1,8 +1,8 @@
-"""The model that a task began with, which servers send so that clients can distil from it; and helpers of
-servers that train on the models of each client.
+"""The model that a task began with, which servers send so that clients can distil from
+it; and helpers of servers that train on the models of each client.
 
-A client that kept the first model that it got in a task would distil from one that has trained on the task
-already, unless it takes part in the task's first round.
+A client that kept the first model that it got in a task would distil from one that has
+trained on the task already, unless it takes part in the task's first round.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,8 @@ class Start(NamedTuple):
 
 
 def send_start_of_task() -> ServerRule:
-    """Send in every round the trainable parameters that the task began with, besides the newest ones."""
+    """Send in every round the trainable parameters that the task began with, besides the
+    newest ones."""
 
     def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
         return ServerUpdate(params, began_with(round, start))
@@ -48,21 +49,24 @@ def no_start(_params: Params, trainable: Params) -> Start:
 
 
 def began_with(round: ServerRound, start: Start) -> Start:
-    """Return what the first round of the task broadcast, kept through its other rounds."""
+    """Return what the first round of the task broadcast, kept through its other
+    rounds."""
     index = jnp.asarray(round.task.index, jnp.int32)
     begun = start.task == index
     return Start(_first(begun, start.trainable, round.previous.payload.trainable), index)
 
 
 def teacher(context: ClientContext) -> Params:
-    """Return the trainable parameters that the server's task began with, at a client; in the first round the
-    newest ones. A client that stays behind in an earlier task gets the same."""
+    """Return the trainable parameters that the server's task began with, at a client;
+    in the first round the newest ones. A client that stays behind in an earlier task
+    gets the same."""
     start: Start = context.payload.sent[START]
     return _first(start.task >= 0, start.trainable, context.payload.trainable)
 
 
 def _first(begun: Array, kept: Params, newest: Params) -> Params:
-    """Return the parameters that were kept if the task has begun, else the newest ones."""
+    """Return the parameters that were kept if the task has begun, else the newest
+    ones."""
 
     def pick(old: Array, new: Array) -> Array:
         return jnp.where(begun, old, new)
@@ -71,8 +75,8 @@ def _first(begun: Array, kept: Params, newest: Params) -> Params:
 
 
 def distil_task_start(weight: float, temperature: float) -> ClientRule:
-    """Add weight * L_distil of old classes on the batch, from the model that the task began with (LwF). It
-    needs the server rule `send_start_of_task`.
+    """Add weight * L_distil of old classes on the batch, from the model that the task
+    began with (LwF). It needs the server rule `send_start_of_task`.
 
     Args:
       weight: of the loss.
@@ -88,8 +92,8 @@ def distil_task_start(weight: float, temperature: float) -> ClientRule:
 
 
 def valid_parameters(round: ServerRound, mean: Params) -> Params:
-    """Return the trainable parameters of each client [P, ...]; `mean` stands in for clients that are absent
-    or not valid, because 0 times NaN would be NaN."""
+    """Return the trainable parameters of each client [P, ...]; `mean` stands in for
+    clients that are absent or not valid, because 0 times NaN would be NaN."""
 
     def pick(own: Array, theirs: Array) -> Array:
         return jnp.where(round.valid.reshape(-1, *[1] * (theirs.ndim - 1)), theirs, own)
@@ -106,7 +110,8 @@ def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch
 def distil_start(
     step: ClientStep, pixels: Float[Array, "images *shape"], temperature: float
 ) -> Float[Array, ""]:
-    """Distil old classes from the model that the task began with, on images that belong to no client.
+    """Distil old classes from the model that the task began with, on images that belong
+    to no client.
 
     Args:
       step: the client's.

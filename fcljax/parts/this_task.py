@@ -1,6 +1,7 @@
 """State of a client rule that belongs to one task: it starts at 0 with each of them.
 
-A new task has a new objective, so what SCAFFOLD and FedDyn keep of an old one would lead astray.
+A new task has a new objective, so what SCAFFOLD and FedDyn keep of an old one would
+lead astray.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,8 @@ def of_no_task(_key: PRNGKeyArray, trainable: Params) -> OfTask:
 
 
 def of_this_task(context: ClientContext, state: OfTask, _key: PRNGKeyArray) -> OfTask:
-    """Return what a client has of the current task, 0 if that is new: the `on_start` of a client rule."""
+    """Return what a client has of the current task, 0 if that is new: the `on_start` of a
+    client rule."""
     index = context.task.index
     same_task = state.task == index
     return OfTask(jax.tree.map(lambda x: jnp.where(same_task, x, 0.0), state.params), index)

@@ -1,5 +1,5 @@
-"""Checks of functions that a user writes: each mistake is one line that names the part, the function and its
-place in the user's file."""
+"""Checks of functions that a user writes: each mistake is one line that names the part,
+the function and its place in the user's file."""
 
 import contextlib
 import inspect
@@ -42,7 +42,12 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
 
 
 @contextlib.contextmanager
-def reading(part: str, function: Callable, there: Mapping[str, Any], missing: str) -> Iterator[None]:
+def reading(
+    part: str,
+    function: Callable,
+    there: Mapping[str, Any],
+    missing: str,
+) -> Iterator[None]:
     """Run a function that reads from a dict by name.
 
     Args:

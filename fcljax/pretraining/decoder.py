@@ -1,22 +1,25 @@
-"""Train the decoder of a masked autoencoder for a frozen encoder: `fcljax pretrain-decoder`.
+"""Train the decoder of a masked autoencoder for a frozen encoder: `fcljax
+pretrain-decoder`.
 
-The frozen encoder sees a random quarter of an image's patches; the decoder learns to predict the pixels of
-the others (He et al. 2022, with pMAE's choices, arXiv 2411.01916, section V-A: un-normalised pixels as the
-target, 75 % masked, the encoder never trained). Where the paper is silent, MAE's release decides: AdamW with
-betas (0.9, 0.95) and weight decay 0.05 on the matrices, a linear warm-up and half a cosine to 0, crops of 20
-to 100 % of the area (bicubic) and flips.
+The frozen encoder sees a random quarter of an image's patches; the decoder learns to
+predict the pixels of the others (He et al. 2022, with pMAE's choices, arXiv 2411.01916,
+section V-A: un-normalised pixels as the target, 75 % masked, the encoder never
+trained). Where the paper is silent, MAE's release decides: AdamW with betas (0.9, 0.95)
+and weight decay 0.05 on the matrices, a linear warm-up and half a cosine to 0, crops of
+20 to 100 % of the area (bicubic) and flips.
 
 The default data are the letters of `data.glyphs.PRETRAIN`, drawn afresh for every step, so the packaged
 decoder has seen neither a digit nor a letter of `data.glyphs.GLYPHS`. Its learning rate was chosen by the
 validation loss on 600 fresh letters after 600 steps of 64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393, 0.370 and
 0.402.
 
-The defaults took 13 minutes of one shared CPU core (20 by the clock) and gave the packaged file. Its
-validation loss (mean squared error of hidden patches, pixels in -1..1) is 0.240. The mean patch of each
-position has 0.478, and the mean colour of each image, if it were known, 0.236. From four visible patches of
-16 the decoder predicts paper, ink and the position of the letter, blurred, but few strokes. Measured once
-after everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and 0.407 on the test digits of
-the data set `digits`, for which their mean patch is better (0.228).
+The defaults took 13 minutes of one shared CPU core (20 by the clock) and gave the
+packaged file. Its validation loss (mean squared error of hidden patches, pixels in
+-1..1) is 0.240. The mean patch of each position has 0.478, and the mean colour of each
+image, if it were known, 0.236. From four visible patches of 16 the decoder predicts
+paper, ink and the position of the letter, blurred, but few strokes. Measured once after
+everything was fixed: 0.237 on 600 images of GLYPHS (mean patch: 0.483), and 0.407 on
+the test digits of the data set `digits`, for which their mean patch is better (0.228).
 """
 
 import dataclasses
@@ -81,7 +84,8 @@ _WITHOUT_INFLUENCE = ("out", "resume", "checkpoint_every", "data_dir", "verify")
 
 @dataclasses.dataclass(frozen=True)
 class PretrainDecoderConfig(BackboneConfig, SplitConfig):
-    """Options of `fcljax pretrain-decoder`, beside those of images and backbone of `fcljax run`.
+    """Options of `fcljax pretrain-decoder`, beside those of images and backbone of
+    `fcljax run`.
 
     The packaged decoder was made with `--visible-weight 1`.
     """
@@ -102,7 +106,8 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     batch_size: int = 64
     """Images per step."""
     lr: float = option(8e-3, positive=True, most=1.0)
-    """Peak learning rate for batches of 256; the peak is lr * batch_size / 256 (MAE: 1.5e-4)."""
+    """Peak learning rate for batches of 256; the peak is lr * batch_size / 256 (MAE:
+    1.5e-4)."""
     beta1: float = option(0.9, below=1.0)
     """Decay of the mean gradient in AdamW."""
     beta2: float = option(0.95, below=1.0)
@@ -113,7 +118,8 @@ class PretrainDecoderConfig(BackboneConfig, SplitConfig):
     """Fraction of the steps in which the learning rate rises from 0."""
     mask_ratio: float = option(0.75, positive=True, below=1.0)
     """Fraction of the patches to mask."""
-    # pMAE's server trains on the whole output. With weight 0 its visible patches are noise, so 1 is better.
+    # pMAE's server trains on the whole output. With weight 0 its visible patches are
+    # noise, so 1 is better.
     visible_weight: float = option(0.0, most=1.0)
     """Weight of the visible patches' error in the loss (MAE: 0)."""
     crop_scale: float = option(0.2, positive=True, most=1.0)
@@ -236,7 +242,8 @@ def random_crops(
     keys: Key[Array, " batch"],
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch S S 3"]:
-    """Crop at random, resize as in MAE (bicubic, antialiased, in grey levels), flip and normalise.
+    """Crop at random, resize as in MAE (bicubic, antialiased, in grey levels), flip and
+    normalise.
 
     It is `data.augment.train_view` with another kernel; arguments as there.
     """
@@ -287,7 +294,11 @@ def _optimiser(plan: DecoderPlan) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    plan: DecoderPlan, encoder: PyTree, state: DecoderState, batch: StoredImages, position: StepPosition
+    plan: DecoderPlan,
+    encoder: PyTree,
+    state: DecoderState,
+    batch: StoredImages,
+    position: StepPosition,
 ) -> tuple[DecoderState, Float[Array, ""]]:
     """Update the decoder once, and return its loss on hidden patches."""
     image, size = batch
@@ -318,8 +329,13 @@ def _keys(seed: int) -> Key[Array, "2"]:
 # ---- held-out images ---------------------------------------------------------------------------------------
 
 
-def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tuple[Array, Masking]:
-    """Return clean views and masks; `start` is the first image's position, on which masks depend alone."""
+def _held_out_views(
+    plan: DecoderPlan,
+    images: StoredImages,
+    start: Array,
+) -> tuple[Array, Masking]:
+    """Return clean views and masks; `start` is the first image's position, on which masks
+    depend alone."""
     image, size = images
     positions = start + jnp.arange(len(image))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(VALIDATION_SEED), positions)
@@ -328,13 +344,24 @@ def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tu
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredImages, start: Array) -> Array:
+def _loss(
+    plan: DecoderPlan,
+    encoder: PyTree,
+    params: PyTree,
+    images: StoredImages,
+    start: Array,
+) -> Array:
     view, masking = _held_out_views(plan, images, start)
     return reconstruction_loss(_reconstruct(plan, encoder, params, view, masking), view, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss_of_constant(plan: DecoderPlan, patches: Array, images: StoredImages, start: Array) -> Array:
+def _loss_of_constant(
+    plan: DecoderPlan,
+    patches: Array,
+    images: StoredImages,
+    start: Array,
+) -> Array:
     view, masking = _held_out_views(plan, images, start)
     prediction = jnp.broadcast_to(patches, (len(images.image), *patches.shape))
     return reconstruction_loss(prediction, view, masking.masked)
@@ -347,7 +374,9 @@ def _mean_patches(plan: DecoderPlan, images: StoredImages, start: Array) -> Arra
 
 
 def _mean_over_batches(
-    function: Callable[[StoredImages, int], Array], held_out: StoredImages, batch_size: int
+    function: Callable[[StoredImages, int], Array],
+    held_out: StoredImages,
+    batch_size: int,
 ) -> Float[np.ndarray, "..."]:
     """Return the mean of function(batch, position of its first image) over all images.
 
@@ -362,14 +391,21 @@ def _mean_over_batches(
     return np.asarray(np.average(means, axis=0, weights=weights))
 
 
-def validation_loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, held_out: StoredImages) -> float:
-    """Return the mean squared error of normalised pixels over hidden patches, whose choice is fixed."""
+def validation_loss(
+    plan: DecoderPlan,
+    encoder: PyTree,
+    params: PyTree,
+    held_out: StoredImages,
+) -> float:
+    """Return the mean squared error of normalised pixels over hidden patches, whose
+    choice is fixed."""
     loss = functools.partial(_loss, plan, encoder, params)
     return float(_mean_over_batches(loss, held_out, plan.config.batch_size))
 
 
 def baseline_loss(plan: DecoderPlan, held_out: StoredImages) -> float:
-    """Return the validation loss of the best constant prediction: the mean patch of each position."""
+    """Return the validation loss of the best constant prediction: the mean patch of each
+    position."""
     batch_size = plan.config.batch_size
     mean = _mean_over_batches(functools.partial(_mean_patches, plan), held_out, batch_size)
     loss = functools.partial(_loss_of_constant, plan, jnp.asarray(mean, jnp.float32))
@@ -387,7 +423,11 @@ def _vit_of(backbone: Pretrained) -> ViTConfig:
     return backbone.config
 
 
-def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> DecoderPlan:
+def _plan(
+    cfg: PretrainDecoderConfig,
+    backbone: Pretrained,
+    images: Images,
+) -> DecoderPlan:
     vit = _vit_of(backbone)
     patches = vit.grid**2
     if not 1 <= int(patches * (1 - cfg.mask_ratio)) < patches:
@@ -416,7 +456,11 @@ def _plan(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> D
 
 
 def _train(
-    plan: DecoderPlan, encoder: PyTree, images: Images, manager: CheckpointManager, checkpoint_every: int
+    plan: DecoderPlan,
+    encoder: PyTree,
+    images: Images,
+    manager: CheckpointManager,
+    checkpoint_every: int,
 ) -> DecoderState:
     """Do all remaining steps, and return the state, also if the training has diverged.
 
@@ -454,8 +498,12 @@ def _initial_state(plan: DecoderPlan) -> DecoderState:
     return DecoderState(params, _optimiser(plan).init(params), curve)
 
 
-def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
-    """Return the state of the newest checkpoint, or the initial state, and the number of steps done."""
+def _start_or_resume(
+    plan: DecoderPlan,
+    manager: CheckpointManager,
+) -> tuple[DecoderState, int]:
+    """Return the state of the newest checkpoint, or the initial state, and the number of
+    steps done."""
     state = _initial_state(plan)
     snapshot = checkpoint.latest(manager, state)
     if snapshot is None:
@@ -495,8 +543,13 @@ def _check_options(cfg: PretrainDecoderConfig) -> None:
         )
 
 
-def _open_folder(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Images) -> Path:
-    """Make the folder of checkpoints with the settings of their training, or compare these to resume.
+def _open_folder(
+    cfg: PretrainDecoderConfig,
+    backbone: Pretrained,
+    images: Images,
+) -> Path:
+    """Make the folder of checkpoints with the settings of their training, or compare
+    these to resume.
 
     Raises:
       InputError: if the folder belongs to another training.
@@ -517,7 +570,11 @@ def _open_folder(cfg: PretrainDecoderConfig, backbone: Pretrained, images: Image
     return folder
 
 
-def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretrained) -> dict[str, str]:
+def _metadata(
+    cfg: PretrainDecoderConfig,
+    plan: DecoderPlan,
+    backbone: Pretrained,
+) -> dict[str, str]:
     return {
         **decoder_metadata(plan.decoder, plan.preprocess.mean, plan.preprocess.std, backbone.digest),
         "mask_ratio": str(cfg.mask_ratio),
@@ -527,7 +584,11 @@ def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretraine
 
 
 def _draw(
-    path: Path, plan: DecoderPlan, encoder: PyTree, state: DecoderState, held_out: StoredImages
+    path: Path,
+    plan: DecoderPlan,
+    encoder: PyTree,
+    state: DecoderState,
+    held_out: StoredImages,
 ) -> None:
     """Draw the loss curve, and the decoder's predictions for some held-out images."""
     points = state.curve.shape[1]
@@ -543,7 +604,12 @@ def _draw(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _strips(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredImages) -> Strips:
+def _strips(
+    plan: DecoderPlan,
+    encoder: PyTree,
+    params: PyTree,
+    images: StoredImages,
+) -> Strips:
     """Predict some images for the figure."""
     view, masking = _held_out_views(plan, images, jnp.int32(0))
     patch = plan.encoder.patch
@@ -558,12 +624,16 @@ def _strips(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredIm
     return Strips(visible, pixels(predicted), pixels(view))
 
 
-def pretrain_decoder(config: PretrainDecoderConfig, console: Console | None = None) -> dict[str, object]:
+def pretrain_decoder(
+    config: PretrainDecoderConfig,
+    console: Console | None = None,
+) -> dict[str, object]:
     """Train a decoder and write it, atomically, with a figure (.png) beside it.
 
-    The file has float16 tensors under decoder.*, for `load_backbone`. The same settings give the same bytes
-    on the same kind of machine, also if the training was interrupted and resumed. Checkpoints are in a folder
-    beside the file (.checkpoints), which is removed at the end.
+    The file has float16 tensors under decoder.*, for `load_backbone`. The same settings
+    give the same bytes on the same kind of machine, also if the training was
+    interrupted and resumed. Checkpoints are in a folder beside the file (.checkpoints),
+    which is removed at the end.
 
     Args:
       config: images, encoder, decoder and training.

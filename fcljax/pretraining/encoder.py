@@ -1,14 +1,16 @@
 """Pretrain the packaged micro ViT: `fcljax pretrain`.
 
-The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`, drawn afresh for every
-step, so that no image is seen twice. It never sees a digit, neither in training nor in any choice: optimiser
-and schedule were chosen by nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are
-not trained on; patch and width by speed and by file size.
+The network learns to classify the 600 letters and symbols of `data.glyphs.PRETRAIN`,
+drawn afresh for every step, so that no image is seen twice. It never sees a digit,
+neither in training nor in any choice: optimiser and schedule were chosen by
+nearest-class-mean accuracy on the 100 letters of `data.glyphs.GLYPHS`, which are not
+trained on; patch and width by speed and by file size.
 
-The defaults took 15 minutes on one shared CPU core and gave the packaged file. At the end 79% of fresh
-training letters were classified correctly (600 classes, all distortions), and 78.5% of GLYPHS by nearest
-class means of 20 images per class (chance: 1%). Measured once after everything was fixed: with the class
-means of the training digits, the accuracy on the test digits of the data set `digits` is 97.8%.
+The defaults took 15 minutes on one shared CPU core and gave the packaged file. At the
+end 79% of fresh training letters were classified correctly (600 classes, all
+distortions), and 78.5% of GLYPHS by nearest class means of 20 images per class (chance:
+1%). Measured once after everything was fixed: with the class means of the training
+digits, the accuracy on the test digits of the data set `digits` is 97.8%.
 """
 
 import dataclasses
@@ -86,13 +88,18 @@ class EncoderState(NamedTuple):
     opt: optax.OptState
 
 
-def normalise(grey: UInt8[Array, "batch height width"]) -> Float[Array, "batch height width 3"]:
+def normalise(
+    grey: UInt8[Array, "batch height width"],
+) -> Float[Array, "batch height width 3"]:
     """Turn grey levels 0..255 into three equal channels in -1..1."""
     return jnp.repeat((grey[..., None].astype(jnp.float32) / 255 - 0.5) / 0.5, 3, axis=-1)
 
 
 def features(
-    config: ViTConfig, params: PyTree, grey: UInt8[np.ndarray, "n height width"], batch: int = 200
+    config: ViTConfig,
+    params: PyTree,
+    grey: UInt8[np.ndarray, "n height width"],
+    batch: int = 200,
 ) -> Float[np.ndarray, "n dim"]:
     """Compute the class tokens of grey images, in batches."""
     apply = jax.jit(lambda params, x: apply_vit(config, params, normalise(x)).cls)
@@ -102,7 +109,8 @@ def features(
 
 
 def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
-    """Return the nearest-class-mean accuracy on GLYPHS, with `per_class` images to learn and to test."""
+    """Return the nearest-class-mean accuracy on GLYPHS, with `per_class` images to learn
+    and to test."""
     x, y, x_test, y_test = glyphs(per_class, per_class, VALIDATION_SEED, config.image_size)
     train = features(config, params, x[..., 0])
     test = features(config, params, x_test[..., 0])
@@ -132,7 +140,8 @@ def _optimiser(config: PretrainConfig) -> optax.GradientTransformation:
 
 
 def _logits(vit: ViTConfig, temperature: float, params: PyTree, image: Array) -> Array:
-    """Return scaled cosines with a weight vector per class, which like class means use directions only."""
+    """Return scaled cosines with a weight vector per class, which like class means use
+    directions only."""
 
     def unit(x: Array) -> Array:
         return x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
@@ -175,10 +184,12 @@ def _initial_state(config: PretrainConfig, vit: ViTConfig) -> EncoderState:
 
 
 def eased(style: Style, strength: float) -> Style:
-    """Return the style with weaker distortions and larger, sharper glyphs; strength 1 leaves it as it is.
+    """Return the style with weaker distortions and larger, sharper glyphs; strength 1
+    leaves it as it is.
 
-    Training that starts with easy images learns at once: with AdamW and all distortions from the start, 800
-    steps of 64 images left the accuracy on GLYPHS at 2.5%, near chance.
+    Training that starts with easy images learns at once: with AdamW and all distortions
+    from the start, 800 steps of 64 images left the accuracy on GLYPHS at 2.5%, near
+    chance.
     """
     scaled = ("rotation", "slant", "aspect", "shift", "perspective", "elastic", "noise", "dark_on_light")
 
@@ -194,11 +205,15 @@ def eased(style: Style, strength: float) -> Style:
     )
 
 
-def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(
+    config: PretrainConfig,
+    size: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield a fresh batch for every step, from (seed, step)."""
     fields = glyph_fields(PRETRAIN[: config.classes])
     for step in range(config.steps):
-        # in tenths, so that the renderer's tables are computed ten times and not at every step
+        # in tenths, so that the renderer's tables are computed ten times and not at
+        # every step
         strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
         style = eased(Style(), strength)
         grey, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
@@ -206,7 +221,8 @@ def _batches(config: PretrainConfig, size: int) -> Iterator[tuple[np.ndarray, np
 
 
 def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[float]]:
-    """Do all steps; JAX computes a step in the background while the next batch is drawn."""
+    """Do all steps; JAX computes a step in the background while the next batch is
+    drawn."""
     state = _initial_state(config, vit)
     recent = []
     with training_bar("pretrain", config.steps, 0, "loss", "accuracy") as show:
@@ -235,8 +251,8 @@ def _metadata(config: PretrainConfig, vit: ViTConfig) -> dict[str, str]:
 def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     """Train the micro ViT on the PRETRAIN alphabet and write its weights, atomically.
 
-    The file has float16 tensors with dotted names. The same config gives the same bytes on the same kind of
-    machine.
+    The file has float16 tensors with dotted names. The same config gives the same bytes
+    on the same kind of machine.
 
     Returns:
       out, bytes, steps, seconds.

@@ -1,4 +1,5 @@
-"""Steps, schedules, letters, progress bars and file checks of the commands that train weights."""
+"""Steps, schedules, letters, progress bars and file checks of the commands that train
+weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,17 @@ from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
 
-# differs from the seeds of experiments, so that choices made here do not see their data sets
+# differs from the seeds of experiments, so that choices made here do not see their data
+# sets
 VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
 
 def optimiser_step(
-    optimiser: optax.GradientTransformation, objective: Callable, params: PyTree, opt: optax.OptState
+    optimiser: optax.GradientTransformation,
+    objective: Callable,
+    params: PyTree,
+    opt: optax.OptState,
 ) -> tuple[PyTree, optax.OptState, PyTree]:
     """Do one step of an optimiser.
 
@@ -42,7 +47,8 @@ def optimiser_step(
 
 
 def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
-    """Make a schedule: a linear rise from 0 in this share of the steps, then half a cosine to 0."""
+    """Make a schedule: a linear rise from 0 in this share of the steps, then half a
+    cosine to 0."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, min(round(steps * share), steps - 1), steps)
 
 
@@ -65,7 +71,12 @@ def fresh_letters(
 
 
 @contextlib.contextmanager
-def training_bar(name: str, steps: int, steps_done: int, *metrics: str) -> Iterator[Callable[..., None]]:
+def training_bar(
+    name: str,
+    steps: int,
+    steps_done: int,
+    *metrics: str,
+) -> Iterator[Callable[..., None]]:
     """Show a progress bar with these metrics.
 
     Yields:

@@ -30,7 +30,11 @@ HREF = "{http://www.w3.org/1999/xlink}href"
 EXTRA_DIGITS = re.compile(r"(\.\d\d)\d+")  # of a coordinate, more than a screen shows
 
 
-def inline(figure: Figure, label: str, titles: Mapping[str, Sequence[str]] | None = None) -> Markup:
+def inline(
+    figure: Figure,
+    label: str,
+    titles: Mapping[str, Sequence[str]] | None = None,
+) -> Markup:
     """Return a figure as an SVG element for an HTML page that allows no inline styles.
     Equal figures give equal text.
 
@@ -89,7 +93,12 @@ def curves(runs: Series, spread: Series, label: str) -> Markup:
     return inline(figures.accuracy_curve(runs, spread, legend=False), label, titles)
 
 
-def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str, ylabel: str) -> Markup:
+def scatter(
+    points: Mapping[str, tuple[Number, Number]],
+    label: str,
+    xlabel: str,
+    ylabel: str,
+) -> Markup:
     """Draw a marker for each name, as `figures.scatter` does."""
     titles = {
         f"point p{i}": [f"{name}: {x:,g}; {y:.2f} %"]
@@ -99,7 +108,11 @@ def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str
     return inline(figures.scatter(points, xlabel, ylabel), label, titles)
 
 
-def dots(rows: Mapping[str, Mapping[str, Number | None]], label: str, xlabel: str) -> Markup:
+def dots(
+    rows: Mapping[str, Mapping[str, Number | None]],
+    label: str,
+    xlabel: str,
+) -> Markup:
     """Draw a dot for every value of a row, in %, and a line at their mean. The row's
     name stands above it."""
     figure = figures.new_figure(WIDTH, ROW_HEIGHT * len(rows) + 0.6)

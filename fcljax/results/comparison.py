@@ -19,8 +19,8 @@ from fcljax.results.run_folder import Number, Summary, load_summary, run_folders
 from fcljax.terminal import add_row, duration, new_table
 
 SETUP = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
-# settings that decide where and how fast a run is made, and its numbers by rounding at most; and the method,
-# which has a name of its own in a summary
+# settings that decide where and how fast a run is made, and its numbers by rounding at
+# most; and the method, which has a name of its own in a summary
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
     "method",
     "seed",
@@ -42,7 +42,10 @@ class Group(NamedTuple):
     """in the order of their seeds"""
 
 
-def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tuple[list[Table], Path | None]:
+def compare(
+    run_dirs: Sequence[str | Path],
+    out: str | Path | None = None,
+) -> tuple[list[Table], Path | None]:
     """Compare runs in tables and, if `out` is given, by their accuracy curves as a PNG
     there.
 
@@ -76,7 +79,9 @@ def compare(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> tu
     return tables, figures.save(out, figures.accuracy_curve(*curves_of(groups)))
 
 
-def curves_of(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def curves_of(
+    groups: Sequence[Group],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return A_t [T] by name of the group, mean over its seeds, and the population
     standard deviation [T] of groups with several seeds; both are fractions."""
     accuracies = {group.name: np.array([run["A"] for run in group.runs], float) for group in groups}

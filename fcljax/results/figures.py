@@ -25,7 +25,8 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import atomic
 from fcljax.results.run_folder import Number
 
-# Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too faint on white
+# Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too
+# faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
@@ -76,10 +77,15 @@ def save(path: str | Path, figure: Figure) -> Path:
     return path
 
 
-def accuracy_curve(runs: Series, spread: Series | None = None, legend: bool = True) -> Figure:
+def accuracy_curve(
+    runs: Series,
+    spread: Series | None = None,
+    legend: bool = True,
+) -> Figure:
     """Draw A_t over tasks, one line per run.
 
-    A run of a single task, such as training on all classes at once, is a level beside runs of several.
+    A run of a single task, such as training on all classes at once, is a level beside
+    runs of several.
 
     Args:
       runs: name -> A [T], fractions; lengths may differ.
@@ -228,7 +234,10 @@ def reliability(calibration: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | None = None) -> Figure:
+def class_counts(
+    counts: Num[np.ndarray, "K C"],
+    tasks: Sequence | np.ndarray | None = None,
+) -> Figure:
     """Draw the classes of each client's partition: bubbles with areas as the examples,
     beyond 40 classes a heat map.
 
@@ -263,7 +272,10 @@ def class_counts(counts: Num[np.ndarray, "K C"], tasks: Sequence | np.ndarray | 
     return figure
 
 
-def contact_sheet(images: Sequence[UInt8[np.ndarray, "_ H W 3"]], names: Sequence[str]) -> Figure:
+def contact_sheet(
+    images: Sequence[UInt8[np.ndarray, "_ H W 3"]],
+    names: Sequence[str],
+) -> Figure:
     """Draw a row of images for each class, with its name.
 
     Args:
@@ -323,7 +335,10 @@ def image_rows(strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> Figure:
     return figure
 
 
-def _strips(cells: Sequence[Axes] | np.ndarray, strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> None:
+def _strips(
+    cells: Sequence[Axes] | np.ndarray,
+    strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
+) -> None:
     """Draw a row of images in each of the cells, with its name."""
     gap = [(0, 0), (1, 1), (1, 1), (0, 0)]
     for cell, (name, images) in zip(cells, strips.items(), strict=True):

@@ -24,7 +24,9 @@ Matrix = np.ndarray | Sequence
 
 
 def confusion_matrix(
-    label: Integer[np.ndarray, " N"], prediction: Integer[np.ndarray, " N"], num_classes: int
+    label: Integer[np.ndarray, " N"],
+    prediction: Integer[np.ndarray, " N"],
+    num_classes: int,
 ) -> Int[np.ndarray, "C C+1"]:
     """Count [true class, predicted class] of N examples; the last column has those
     without a prediction.
@@ -53,7 +55,9 @@ def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
     return int(confusion[:, len(confusion) :].sum())
 
 
-def per_class_accuracy(confusion: Integer[np.ndarray, "C C+1"]) -> Float[np.ndarray, " C"]:
+def per_class_accuracy(
+    confusion: Integer[np.ndarray, "C C+1"],
+) -> Float[np.ndarray, " C"]:
     """Return the fraction of each class's examples with a right prediction; NaN for a
     class without examples."""
     return _ratio(np.diagonal(confusion), confusion.sum(1))
@@ -155,8 +159,9 @@ class Calibration(NamedTuple):
 def calibration(
     right: Bool[np.ndarray, " N"], confidence: Float[np.ndarray, " N"], bins: int = 15
 ) -> Calibration:
-    """Compute the expected calibration error: sum over bins of |accuracy - confidence|, weighted by
-    their share of the examples (Guo et al. 2017, equation 3, with its 15 bins).
+    """Compute the expected calibration error: sum over bins of |accuracy - confidence|,
+    weighted by their share of the examples (Guo et al. 2017, equation 3, with its 15
+    bins).
 
     Args:
       right: is the predicted class the label?

@@ -66,7 +66,11 @@ def is_page(path: Path) -> bool:
         return False
 
 
-def try_report(run_dirs: Sequence[str | Path], out: Path, tell: Callable[[str], None]) -> bool:
+def try_report(
+    run_dirs: Sequence[str | Path],
+    out: Path,
+    tell: Callable[[str], None],
+) -> bool:
     """Make the page as `report` does, but report a failure in one line, since the runs
     and their results do not depend on the page. Return whether the page was made."""
     try:
@@ -89,7 +93,8 @@ def render(runs: Mapping[str, Summary], run_dirs: Sequence[str | Path]) -> str:
     # style and script stand in the page with their hashes, so a browser runs no other
     style = _asset("page.css")
     script = _asset("page.js")
-    # a user's text is escaped, and what no file in UTF-8 can hold is written with backslashes
+    # a user's text is escaped, and what no file in UTF-8 can hold is written with
+    # backslashes
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

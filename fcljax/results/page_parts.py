@@ -174,7 +174,11 @@ def _summary_table(
     return _table(caption, (row_title, *columns), cells)
 
 
-def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> PageTable:
+def _table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+) -> PageTable:
     """Return a table whose rows have cells and plain text."""
     cells = [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows]
     return PageTable(caption, columns, cells)

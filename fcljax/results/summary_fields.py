@@ -95,7 +95,8 @@ def is_setting(value: object, depth: int = MAX_DEPTH) -> bool:
     return value is None or isinstance(value, str | bool) or is_number(value)
 
 
-# numbers of a line of metrics.jsonl; losses may be as large as a float, where a client lies about them
+# numbers of a line of metrics.jsonl; losses may be as large as a float, where a client
+# lies about them
 COUNTS = ("rejected", "rejected_besides", "participants", "upload_bytes", "download_bytes", CLASSES)
 LOSSES = ("loss", NOT_FINITE, CROSS_ENTROPY)
 
@@ -107,7 +108,8 @@ TEXT = is_text, "text"
 TRAFFIC = with_keys(upload_bytes=is_number, download_bytes=is_number)
 FORGETTING = with_keys(**dict.fromkeys(("paper", "released", "diagonal"), or_none(is_share)))
 
-# field -> (check of its value, what is expected). Fields that older versions did not write may be absent.
+# field -> (check of its value, what is expected). Fields that older versions did not
+# write may be absent.
 FIELDS: dict[str, tuple[Check, str]] = {
     "method": TEXT,
     "dataset": TEXT,

@@ -166,7 +166,11 @@ def parse_trackers(text: str | None) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def following(
-    names: Sequence[str], out: Path, settings: Mapping[str, Any], done: int, tell: Callable[[str], None]
+    names: Sequence[str],
+    out: Path,
+    settings: Mapping[str, Any],
+    done: int,
+    tell: Callable[[str], None],
 ) -> Iterator[Following]:
     """Follow a run with trackers until the block ends. A tracker that has followed it
     resumes its run. No file starts a tracker: a run directory may come from anybody.

@@ -111,7 +111,8 @@ def read_status(folder: Path) -> RunStatus:
 def is_locked(path: Path, lock_table: Path = LOCK_TABLE) -> bool | None:
     """Check whether a process of this machine locks a file; None where the system does
     not say."""
-    # taking the lock would tell too, but it would disturb a run that starts at this moment
+    # taking the lock would tell too, but it would disturb a run that starts at this
+    # moment
     try:
         status = path.stat()
         entries = lock_table.read_text().splitlines()

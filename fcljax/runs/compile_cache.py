@@ -1,9 +1,10 @@
 """jax's persistent compilation cache, as the command `fcljax` configures it.
 
-The library alone does not change jax's settings. jax's cache key contains the program, the version of jaxlib,
-XLA's flags and the accelerator, but not the type of the CPU. Code for another CPU may crash a process (jax
-issue 38445), so each type of CPU has its own folder. Cached programs are executed as they are: only a folder
-that belongs to the user, and that no other user may write to, is used.
+The library alone does not change jax's settings. jax's cache key contains the program,
+the version of jaxlib, XLA's flags and the accelerator, but not the type of the CPU.
+Code for another CPU may crash a process (jax issue 38445), so each type of CPU has its
+own folder. Cached programs are executed as they are: only a folder that belongs to the
+user, and that no other user may write to, is used.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ def keep(option: str | None, say: Callable[[str], None]) -> None:
 
 
 def asked_folders(option: str | None = None) -> list[Path]:
-    """Return the folders that the option or the environment names, of which the first usable one is taken.
+    """Return the folders that the option or the environment names, of which the first
+    usable one is taken.
 
     It is empty if nothing is to be cached.
     """
@@ -90,7 +92,8 @@ def usual_folders() -> list[Path]:
 
 
 def why_not(folder: Path) -> str | None:
-    """Create a folder if it is missing, and return why it cannot be used; None if it can."""
+    """Create a folder if it is missing, and return why it cannot be used; None if it
+    can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -106,7 +109,8 @@ def why_not(folder: Path) -> str | None:
 def machine() -> str:
     """Return the name of the folder for this version of jax and this type of CPU.
 
-    Programs without checksums, which jax or an earlier version of this package wrote, have other folders.
+    Programs without checksums, which jax or an earlier version of this package wrote,
+    have other folders.
     """
     return f"jax-{jax.__version__}-{platform.machine()}-{cpu_type()}-checked"
 
@@ -143,8 +147,9 @@ def _set_up(folder: Path, say: Callable[[str], None]) -> None:
 class CheckedCache:
     """A cache of compiled programs, whose files begin with the sha256 of the rest.
 
-    jax's cache has a checksum only where it compresses with zlib. A kill leaves its files half written, and
-    each then costs all later processes a warning and the time to compile.
+    jax's cache has a checksum only where it compresses with zlib. A kill leaves its
+    files half written, and each then costs all later processes a warning and the time
+    to compile.
     """
 
     def __init__(self, path: str, damaged: Callable[[str], None]):
@@ -178,7 +183,8 @@ class CheckedCache:
 
 
 def _checked_by(damaged: Callable[[str], None]) -> bool:
-    """Let jax keep programs in a `CheckedCache`, and return whether this version of jax allows it.
+    """Let jax keep programs in a `CheckedCache`, and return whether this version of jax
+    allows it.
 
     jax has no public interface for another cache.
     """
@@ -214,10 +220,11 @@ def entries(folder: Path) -> list[CachedProgram]:
 
 
 def oldest_beyond(entries: Sequence[CachedProgram], most: int) -> list[CachedProgram]:
-    """Return the least recently used programs, without which the others have at most `most` bytes.
+    """Return the least recently used programs, without which the others have at most
+    `most` bytes.
 
-    jax's limit would make every look-up of every process wait for one lock, and a process that is killed
-    while it writes would break it for all later ones.
+    jax's limit would make every look-up of every process wait for one lock, and a
+    process that is killed while it writes would break it for all later ones.
     """
     total = 0
     excess = []

@@ -1,4 +1,5 @@
-"""`fcljax embed`: the frozen features of a data set, as a file for other programs and for later runs."""
+"""`fcljax embed`: the frozen features of a data set, as a file for other programs and for
+later runs."""
 
 import dataclasses
 import time
@@ -31,11 +32,16 @@ class EmbedConfig(InputConfig):
     """Also write the logits of the checkpoint's classification head."""
 
 
-def embed(cfg: EmbedConfig, out: str | Path, console: Console | None = None) -> dict[str, Any]:
+def embed(
+    cfg: EmbedConfig,
+    out: str | Path,
+    console: Console | None = None,
+) -> dict[str, Any]:
     """Write the features of both splits, training images first, to one .npz file.
 
-    Its arrays are `features` float32 [N, D], `labels` [N], `is_test` [N], `class_names` and, if asked for,
-    `logits` float32 [N, classes of the head]. Later runs read the features from the data sets' folder.
+    Its arrays are `features` float32 [N, D], `labels` [N], `is_test` [N], `class_names`
+    and, if asked for, `logits` float32 [N, classes of the head]. Later runs read the
+    features from the data sets' folder.
 
     Args:
       cfg: which images and which backbone; `normalise` must be resolved.

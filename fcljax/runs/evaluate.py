@@ -1,4 +1,5 @@
-"""Accuracy after a task on the test images of all tasks so far: of the global model, or of personal ones."""
+"""Accuracy after a task on the test images of all tasks so far: of the global model, or
+of personal ones."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,15 @@ from fcljax.runs.predict import Predicted, Predictor, make_predict
 from fcljax.runs.records import Evaluated, Records
 from fcljax.types import PyTree, RoundContext, Task
 
-# evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's test split, perhaps
-# with query features. The records get the confusion matrix and the calibration and, of personal models, the
-# accuracies of each client.
+# evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's
+# test split, perhaps with query features. The records get the confusion matrix and the
+# calibration and, of personal models, the accuracies of each client.
 Evaluate = Callable[[Split | Host, State, int, Records], Evaluated]
 
 
 def make_evaluate(exp: Experiment) -> Evaluate:
-    """Return the evaluation of the global model or, for a method with personal models, of those."""
+    """Return the evaluation of the global model or, for a method with personal models, of
+    those."""
     if exp.method.personal:
         return _evaluate_clients(exp)
     return _evaluate_server(exp)
@@ -91,12 +93,16 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
     return evaluate
 
 
-def personal_accuracy(exp: Experiment, state: State, records: Records) -> list[float | None] | None:
-    """Return the accuracy of each client's personal model, after the last task, on the test images of those
-    classes that it has had.
+def personal_accuracy(
+    exp: Experiment,
+    state: State,
+    records: Records,
+) -> list[float | None] | None:
+    """Return the accuracy of each client's personal model, after the last task, on the
+    test images of those classes that it has had.
 
-    It is None for a client that has had none, and for a method without personal models. Where personal models
-    are those that count, the last evaluation has computed it.
+    It is None for a client that has had none, and for a method without personal models.
+    Where personal models are those that count, the last evaluation has computed it.
     """
     if records.personal:
         return records.personal[-1]
@@ -109,8 +115,9 @@ def personal_accuracy(exp: Experiment, state: State, records: Records) -> list[f
 
 
 def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
-    """Return the calibration after the last task of predictions that a Bayesian method averages over
-    parameters drawn from the posterior, instead of predicting with their means; None for other methods."""
+    """Return the calibration after the last task of predictions that a Bayesian method
+    averages over parameters drawn from the posterior, instead of predicting with their
+    means; None for other methods."""
     if exp.method.predict_drawn is None:
         return None
     predict = _predict_by_client(exp, exp.method.predict_drawn)
@@ -129,8 +136,9 @@ def predictor(exp: Experiment, function: Callable) -> Predictor:
 def _predict_by_client(
     exp: Experiment, function: Callable | None
 ) -> Callable[..., Iterator[tuple[Int[np.ndarray, " n"], Predicted]]]:
-    """Return predict(test, state, t), which yields for each client the test images of the classes that it has
-    had up to task t, and the predictions of its personal model."""
+    """Return predict(test, state, t), which yields for each client the test images of
+    the classes that it has had up to task t, and the predictions of its personal
+    model."""
     assert function is not None
     scenario = exp.scenario
     predict = predictor(exp, function)
@@ -139,7 +147,11 @@ def _predict_by_client(
     def state_of(states: PyTree, client: Int[Array, ""]) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[client], states)
 
-    def predict_each(test: Split | Host, state: State, t: int) -> Iterator[tuple[np.ndarray, Predicted]]:
+    def predict_each(
+        test: Split | Host,
+        state: State,
+        t: int,
+    ) -> Iterator[tuple[np.ndarray, Predicted]]:
         for client, learned in enumerate(scenario.learned(t)):
             round_context = _last_round(exp, t)
             if exp.method.personal:
@@ -187,7 +199,8 @@ def _accuracy(correct: Bool[np.ndarray, " n"]) -> float | None:
 
 
 def _mean_over_clients(accuracy: list[list[float | None]]) -> list[float]:
-    """Return the mean for each task over the clients that have examples of it; NaN if none has."""
+    """Return the mean for each task over the clients that have examples of it; NaN if
+    none has."""
     values = np.array(accuracy, float)  # None becomes NaN
     known = ~np.isnan(values)
     mean = np.nansum(values, 0) / np.maximum(known.sum(0), 1)
@@ -195,7 +208,8 @@ def _mean_over_clients(accuracy: list[list[float | None]]) -> list[float]:
 
 
 def _task_of_class(current: Sequence) -> Int[np.ndarray, " C"]:
-    """Return the task that each class belongs to, the first one of several; -1: none yet."""
+    """Return the task that each class belongs to, the first one of several; -1: none
+    yet."""
     is_current = np.stack(current)
     return np.where(is_current.any(axis=0), is_current.argmax(axis=0), -1).astype(np.int32)
 
@@ -222,7 +236,8 @@ def _last_round(exp: Experiment, t: int) -> RoundContext:
 def _last_round_of_client(
     exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]
 ) -> RoundContext:
-    """Return `_last_round` with a client's task, where the classes seen are those that it has learned."""
+    """Return `_last_round` with a client's task, where the classes seen are those that it
+    has learned."""
     task = exp.scenario.tasks[t]
     current = exp.scenario.current(t, client) & learned
     client_task = Task.of_numpy(np.asarray(task.index), np.asarray(task.classes), current, learned)

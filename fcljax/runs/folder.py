@@ -1,7 +1,8 @@
 """Run directories: making a new one, and keeping it to one process at a time.
 
-A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json, checkpoints/, figures/ and
-report.html, and kept/ for methods whose server keeps examples of finished tasks.
+A run directory holds config.yaml, metrics.jsonl (a line per round), summary.json,
+checkpoints/, figures/ and report.html, and kept/ for methods whose server keeps
+examples of finished tasks.
 """
 
 import contextlib
@@ -58,8 +59,8 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def created(out: Path, settings: RunConfig) -> Iterator[None]:
-    """Make the run directory, with config.yaml, and lock it for the block. If that fails, no part of it
-    stays.
+    """Make the run directory, with config.yaml, and lock it for the block. If that
+    fails, no part of it stays.
 
     Raises:
       InputError: if it cannot be written, or another process has made it in the meantime.

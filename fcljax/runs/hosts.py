@@ -1,9 +1,10 @@
 """Processes, on one host or several, that share one run.
 
-The same command starts each process, with its number, and all compute the same values. Process 0 alone prints
-and writes files, except for client states in checkpoints, which each process writes for its clients. A child
-of each process does the work: when another process is lost, jax's coordination service aborts the process
-that it runs in, and the parent remains to report it in one line.
+The same command starts each process, with its number, and all compute the same values.
+Process 0 alone prints and writes files, except for client states in checkpoints, which
+each process writes for its clients. A child of each process does the work: when another
+process is lost, jax's coordination service aborts the process that it runs in, and the
+parent remains to report it in one line.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ from fcljax.settings import HostOptions
 Value = TypeVar("Value")
 
 LOST = 75  # exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
-# words in the errors of jax's collectives and of its coordination service when a process is lost
+# words in the errors of jax's collectives and of its coordination service when a
+# process is lost
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
 # beginnings of lines in the child's log
 _JOINED = "fcljax-joined"
@@ -82,8 +84,8 @@ class Refused(InputError):
 class Hosts:
     """The processes that share this run.
 
-    All processes must call a method that communicates together. With one process, each method returns at
-    once.
+    All processes must call a method that communicates together. With one process, each
+    method returns at once.
     """
 
     index: int = 0
@@ -115,7 +117,8 @@ class Hosts:
         return [row[:size].tobytes().decode() for row, size in zip(texts, sizes, strict=True)]
 
     def agree(self, function: Callable[[], Value]) -> Value:
-        """Return the result of `function` in this process, once it has succeeded in every process.
+        """Return the result of `function` in this process, once it has succeeded in
+        every process.
 
         Raises:
           Refused: in every process, with the line of the first one where it raised an InputError.
@@ -145,7 +148,8 @@ class Hosts:
         return json.loads(self.gather(result)[0])
 
     def broadcast(self, tree: Any) -> Any:
-        """Return the first process's arrays in every process, bit for bit; the tree gives the shapes."""
+        """Return the first process's arrays in every process, bit for bit; the tree gives
+        the shapes."""
         if self.count == 1:
             return tree
         from jax.experimental import multihost_utils
@@ -197,7 +201,8 @@ class Hosts:
         return total
 
     def share(self, folder: Path) -> bool:
-        """Return whether several processes see this folder of the first one, and all may write there."""
+        """Return whether several processes see this folder of the first one, and all may
+        write there."""
         if self.count == 1:
             return False
 
@@ -225,7 +230,8 @@ ALONE = Hosts()
 def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
     """Connect this process with the others inside the block.
 
-    It waits for them when the block ends or all refuse; `run_child` handles every other end.
+    It waits for them when the block ends or all refuse; `run_child` handles every other
+    end.
 
     Raises:
       InputError: if `auto` finds nothing.
@@ -266,8 +272,8 @@ def report_folder(out: str, log: TextIO) -> None:
 def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
     """Call `function(log)` in the child, and return its exit code, or `LOST`.
 
-    The child ends when its parent does. Output of C++ libraries goes to the log, since only lines of this
-    package are for the user.
+    The child ends when its parent does. Output of C++ libraries goes to the log, since
+    only lines of this package are for the user.
     """
     log = os.fdopen(log_number, "w", buffering=1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -293,8 +299,13 @@ def _end_with_parent() -> None:
     os._exit(LOST)
 
 
-def supervised(command: list[str], hosts: HostOptions, advice: Callable[[str | None], str]) -> int:
-    """Run a command as a child, and report in one line what ended it where the child cannot.
+def supervised(
+    command: list[str],
+    hosts: HostOptions,
+    advice: Callable[[str | None], str],
+) -> int:
+    """Run a command as a child, and report in one line what ended it where the child
+    cannot.
 
     Args:
       command: arguments of Python; "LOG" stands for the log number of `run_child`.

@@ -1,5 +1,5 @@
-"""A run from start to end: all rounds of all tasks, with checkpoints and logs, and what is written at the
-end."""
+"""A run from start to end: all rounds of all tasks, with checkpoints and logs, and what
+is written at the end."""
 
 import contextlib
 import dataclasses
@@ -61,8 +61,8 @@ class Observer:
 
     # where the progress bar and warnings go
     console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
-    # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends the run there, with a
-    # checkpoint
+    # asked after every round, as SIGINT and SIGTERM are: the number of a signal ends
+    # the run there, with a checkpoint
     stop: Callable[[], int | None] = _never
     # gets the line of every round; an exception of it ends the run there
     heard: Callable[[dict[str, Any]], None] = _ignore
@@ -93,7 +93,9 @@ class Progress(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """Where each round is written: the log, checkpoints, trackers. Only the first process writes."""
+    """Where each round is written: the log, checkpoints, trackers.
+
+    Only the first process writes."""
 
     manager: CheckpointManager | None
     origin: dict[str, Any]
@@ -164,7 +166,9 @@ def _build(session: Session) -> Experiment:
 
 
 def _resume(session: Session) -> dict[str, Any]:
-    """Resume the run, if the folder has the same one. Nothing is written before that is known."""
+    """Resume the run, if the folder has the same one.
+
+    Nothing is written before that is known."""
     out = session.out
     observer = session.observer
     hosts = session.hosts
@@ -211,7 +215,10 @@ def _say_changed(session: Session) -> None:
 
 
 def _complete(
-    session: Session, exp: Experiment, finished: dict[str, Any] | None, hardware_change: str = ""
+    session: Session,
+    exp: Experiment,
+    finished: dict[str, Any] | None,
+    hardware_change: str = "",
 ) -> dict[str, Any]:
     """Play the remaining rounds, and write the results.
 
@@ -304,7 +311,10 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
 
 
 def _write_results(
-    session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
+    session: Session,
+    exp: Experiment,
+    summary: dict[str, Any],
+    rebuilt: tuple[Rebuilt, Rebuilt] | None,
 ) -> None:
     out = session.out
     say_line = session.observer.say
@@ -335,16 +345,22 @@ def final_state(
     return placed(exp), snapshot.state
 
 
-def _checkpoints(session: Session) -> contextlib.AbstractContextManager[CheckpointManager | None]:
+def _checkpoints(
+    session: Session,
+) -> contextlib.AbstractContextManager[CheckpointManager | None]:
     """Return the manager of checkpoints, in the first process; None in the others."""
     if not session.hosts.first:
         return contextlib.nullcontext()
     return checkpoint.open_checkpoints(session.out / CHECKPOINTS, session.settings.keep_checkpoints)
 
 
-def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None) -> Progress:
-    """Return the newest intact checkpoint of the first process, in all processes; without one, the state
-    before the first round."""
+def _begin(
+    session: Session,
+    exp: Experiment,
+    manager: CheckpointManager | None,
+) -> Progress:
+    """Return the newest intact checkpoint of the first process, in all processes;
+    without one, the state before the first round."""
     hosts = session.hosts
     say_line = session.observer.say
     engine = exp.engine
@@ -370,8 +386,8 @@ def _begin(session: Session, exp: Experiment, manager: CheckpointManager | None)
 
 
 def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
-    """Return check(snapshot), for `checkpoint.latest`: the files of finished tasks are those of the
-    snapshot."""
+    """Return check(snapshot), for `checkpoint.latest`: the files of finished tasks are
+    those of the snapshot."""
     return lambda snapshot: checkpoint.check_tasks(kept, snapshot.records["kept"])
 
 
@@ -389,7 +405,8 @@ def _play(
     steps = tasks * settings.rounds
     filled_tasks = 0  # tasks whose query features are cached
     if journal.manager:
-        # A run that was killed may have logged rounds that no checkpoint holds: they will be logged again.
+        # A run that was killed may have logged rounds that no checkpoint holds: they
+        # will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
     past = _past(exp, state, out / KEPT, records.kept)
     shared = hosts.share(out)
@@ -427,10 +444,11 @@ def _play(
 def _saved(
     session: Session, exp: Experiment, state: State, step: int, shared: bool
 ) -> tuple[State, list[dict[str, Any]]]:
-    """Return a run's state on the host, as checkpoints have it, and the shards that have the states of
-    clients.
+    """Return a run's state on the host, as checkpoints have it, and the shards that
+    have the states of clients.
 
-    All processes call this together; where they share the run's folder, each writes its clients' states.
+    All processes call this together; where they share the run's folder, each writes its
+    clients' states.
     """
     hosts = session.hosts
     num_clients = exp.sizes.clients
@@ -453,8 +471,9 @@ def _log_round(out: Path, journal: Journal, records: Records) -> None:
 def _save_checkpoint(
     session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
 ) -> None:
-    """Save a checkpoint; all processes call this together. Afterwards nothing refers to the state's memory
-    but `progress`: the next round could not overwrite it otherwise, and would take as much again."""
+    """Save a checkpoint; all processes call this together. Afterwards nothing refers to
+    the state's memory but `progress`: the next round could not overwrite it otherwise,
+    and would take as much again."""
     state, records, step = progress
     saved, shards = _saved(session, exp, state, step, shared)
     if journal.manager:
@@ -462,8 +481,14 @@ def _save_checkpoint(
         checkpoint.save(journal.manager, snapshot)
 
 
-def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:
-    """Read the examples that the server keeps of finished tasks, from files with these checksums."""
+def _past(
+    exp: Experiment,
+    state: State,
+    folder: Path,
+    sha256: list[str],
+) -> tuple[ReplayBuffer, ...]:
+    """Read the examples that the server keeps of finished tasks, from files with these
+    checksums."""
     if exp.method.server_replay is None:
         return ()
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)

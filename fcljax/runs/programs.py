@@ -1,6 +1,7 @@
 """The programs of a round and of an evaluation, with the shapes of their arguments.
 
-They are compiled before a run has data, on this machine or for a chip that is not present.
+They are compiled before a run has data, on this machine or for a chip that is not
+present.
 """
 
 import math
@@ -62,7 +63,8 @@ class Placement(NamedTuple):
     """Devices that share the arguments."""
 
     def of(self, spec: PyTree = WHOLE) -> Callable[[PyTree], PyTree]:
-        """Return a function from arrays to shapes with the sharding of `spec`, which may be a tree."""
+        """Return a function from arrays to shapes with the sharding of `spec`, which may
+        be a tree."""
 
         def shape(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
             x = x if hasattr(x, "dtype") else np.asarray(x)
@@ -81,8 +83,12 @@ class Placement(NamedTuple):
 DEFAULT = Placement()
 
 
-def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
-    """Yield every program of a round of the first task: broadcast, client loop and the server's step.
+def programs_of(
+    exp: Experiment,
+    placement: Placement = DEFAULT,
+) -> Iterator[RoundProgram]:
+    """Yield every program of a round of the first task: broadcast, client loop and the
+    server's step.
 
     Args:
       exp: the experiment; its weights may be shapes. Images on the host count as resident on the device.
@@ -105,11 +111,14 @@ def programs_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[Rou
             yield RoundProgram(f"{name} server", player.server, arguments)
 
 
-def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[RoundProgram]:
+def evaluations_of(
+    exp: Experiment,
+    placement: Placement = DEFAULT,
+) -> Iterator[RoundProgram]:
     """Yield the programs of an evaluation after the last task, on all test images.
 
-    One evaluates the model that counts, and one the merged model before the server trained, where a method
-    has it. Arguments are those of `programs_of`.
+    One evaluates the model that counts, and one the merged model before the server
+    trained, where a method has it. Arguments are those of `programs_of`.
     """
     exp = with_query_shapes(exp)
     placement = _on_mesh(exp, placement)
@@ -134,9 +143,14 @@ def evaluations_of(exp: Experiment, placement: Placement = DEFAULT) -> Iterator[
 
 
 def _of_player(
-    exp: Experiment, player: Player, name: str, given: tuple[PyTree, PyTree], placement: Placement
+    exp: Experiment,
+    player: Player,
+    name: str,
+    given: tuple[PyTree, PyTree],
+    placement: Placement,
 ) -> Iterator[RoundProgram]:
-    """Yield the clients' programs of one of the method's rounds, in order; `given`: broadcast and states."""
+    """Yield the clients' programs of one of the method's rounds, in order; `given`:
+    broadcast and states."""
     broadcast, states = given
     place = placement.of()
     accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
@@ -167,7 +181,12 @@ class _OfChunk(NamedTuple):
     steps: list[int]
 
 
-def _of_chunk(exp: Experiment, player: Player, states: PyTree, placement: Placement) -> _OfChunk:
+def _of_chunk(
+    exp: Experiment,
+    player: Player,
+    states: PyTree,
+    placement: Placement,
+) -> _OfChunk:
     first, steps = _first_chunk(exp, player)
     apart = placement.of(split())
     chunk = placement.of(CHUNK_SPECS)(first)
@@ -189,7 +208,8 @@ def _on_mesh(exp: Experiment, placement: Placement) -> Placement:
 
 
 def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]:
-    """Return shapes of the server's and all clients' states, the first round's context, and its broadcast."""
+    """Return shapes of the server's and all clients' states, the first round's context,
+    and its broadcast."""
     method = exp.method
     clients = rows_on(exp.engine.mesh, exp.sizes.clients)
     server = jax.eval_shape(method.init, exp.key, exp.frozen)
@@ -199,7 +219,8 @@ def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]
 
 
 class EngineState(NamedTuple):
-    """Bytes of the engine on each device, without network, images and the temporaries of a step.
+    """Bytes of the engine on each device, without network, images and the temporaries
+    of a step.
 
     Of a method's rounds, the largest counts.
     """
@@ -222,7 +243,9 @@ class EngineState(NamedTuple):
 
 
 def engine_state(exp: Experiment) -> EngineState:
-    """Return the engine's bytes on each device of its mesh, by shapes alone. The mesh may be abstract."""
+    """Return the engine's bytes on each device of its mesh, by shapes alone.
+
+    The mesh may be abstract."""
     placement = _on_mesh(exp, DEFAULT)
     server, states, _, broadcast = _round_of(exp)
     server = placement.of(server_specs(server, exp.engine.mesh))(server)
@@ -246,7 +269,8 @@ def share(tree: PyTree) -> int:
 
 
 def _first_chunk(exp: Experiment, player: Player) -> tuple[Chunk, list[int]]:
-    """Return the first chunk of a first round of all clients, and the steps of each phase in the round."""
+    """Return the first chunk of a first round of all clients, and the steps of each phase
+    in the round."""
     partition = exp.scenario.partitions[0][0]
     ids = np.flatnonzero(partition.count)[: player.capacity.participants]
     chunks, _ = plan_round(player.round.program, partition, ids, 0, exp.engine.lanes.count, player.capacity)

@@ -1,9 +1,11 @@
-"""The search of `--scale fit`: a run chooses its learning rates on held-out training examples.
+"""The search of `--scale fit`: a run chooses its learning rates on held-out training
+examples.
 
-Candidates are all learning rates of a method times one factor, and the rates of the scale mini. A range test
-plays a few steps of some clients with each. The best play the first tasks under the run's protocol: the same
-partition, rounds and draws. Between tasks, candidates with lower accuracy on held-out examples are dropped
-(successive halving). Rates are data (`federated/rates.py`), so the run's compiled programs play all
+Candidates are all learning rates of a method times one factor, and the rates of the
+scale mini. A range test plays a few steps of some clients with each. The best play the
+first tasks under the run's protocol: the same partition, rounds and draws. Between
+tasks, candidates with lower accuracy on held-out examples are dropped (successive
+halving). Rates are data (`federated/rates.py`), so the run's compiled programs play all
 candidates. Test images are never read.
 """
 
@@ -44,8 +46,9 @@ RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
 GRIDS = (1, 2, 4)  # take every factor, every second or every fourth
 LEAD = 1.645  # standard errors: one-sided, at 5 %
 PURPOSE = 0x46495453  # tells the draw of held-out examples from other draws of the seed
-# candidates that begin, tasks on which they are compared, and the least share of the clients in every trial.
-# The first design within the budget is taken. A single task does not show what a candidate forgets.
+# candidates that begin, tasks on which they are compared, and the least share of the
+# clients in every trial. The first design within the budget is taken. A single task
+# does not show what a candidate forgets.
 DESIGNS = ((3, 2, 0.5), (2, 2, 0.34), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
@@ -115,7 +118,10 @@ def _trial_to_json(trial: Tried) -> dict[str, Any]:
 # ---- choosing: shared with `fcljax leaderboard` and `fcljax tune` ------------------------------------------
 
 
-def best(values: Mapping[Key, float | None], prefer: Callable[[Key], float]) -> Key | None:
+def best(
+    values: Mapping[Key, float | None],
+    prefer: Callable[[Key], float],
+) -> Key | None:
     """Return the key with the highest value; None if no value is finite.
 
     Args:
@@ -125,7 +131,10 @@ def best(values: Mapping[Key, float | None], prefer: Callable[[Key], float]) -> 
     return next(iter(ranked(values, prefer)), None)
 
 
-def ranked(values: Mapping[Key, float | None], prefer: Callable[[Key], float]) -> list[Key]:
+def ranked(
+    values: Mapping[Key, float | None],
+    prefer: Callable[[Key], float],
+) -> list[Key]:
     """Return the keys with finite values, the best first; arguments as of `best`."""
     finite = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
     return sorted(finite, key=lambda key: (-finite[key], prefer(key)))
@@ -140,7 +149,8 @@ def scaled(rates: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 def is_due(settings: RunConfig) -> bool:
-    """Return whether a run with these settings searches its learning rates before its first round."""
+    """Return whether a run with these settings searches its learning rates before its
+    first round."""
     return settings.scale == "fit" and not settings.rate_factor
 
 
@@ -202,7 +212,8 @@ def with_choice(exp: Experiment, settings: RunConfig) -> Experiment:
 
 
 def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
-    """Return option -> learning rate that factors multiply: that of the settings, or of the scale mini."""
+    """Return option -> learning rate that factors multiply: that of the settings, or of
+    the scale mini."""
     names = config.learning_rates(settings)
     if scale == "mini":
         return config.rates_of_scale(settings, "mini")
@@ -210,7 +221,8 @@ def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
 
 
 def candidates_of(settings: RunConfig, every: int = 1) -> list[Candidate]:
-    """Return the settings' rates times each `every`-th factor, and mini's rates unless rates were given.
+    """Return the settings' rates times each `every`-th factor, and mini's rates unless
+    rates were given.
 
     A factor that gives mini's rates is left out.
     """
@@ -229,8 +241,8 @@ def _is_usual(settings: RunConfig) -> bool:
 def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
     """Return the settings for a search that decides nothing, and a line for the user.
 
-    The rates are those of the scale whose schedule is nearer: mini's for a run that is shorter than the
-    method's paper, else the paper's, or those that were given.
+    The rates are those of the scale whose schedule is nearer: mini's for a run that is
+    shorter than the method's paper, else the paper's, or those that were given.
     """
     settings = exp.settings
     examples = examples_of_task(exp.scenario)
@@ -293,9 +305,13 @@ class Design(NamedTuple):
 
 
 def steps_of(
-    exp: Experiment, partition: ClientPartition, clients: np.ndarray | None = None, most: int | None = None
+    exp: Experiment,
+    partition: ClientPartition,
+    clients: np.ndarray | None = None,
+    most: int | None = None,
 ) -> int:
-    """Return the training steps of some clients, or of all, in a round; with at most `most` examples each."""
+    """Return the training steps of some clients, or of all, in a round; with at most
+    `most` examples each."""
     count = partition.count if clients is None else partition.count[clients]
     count = count if most is None else np.minimum(count, most)
     epochs = exp.settings.epochs
@@ -355,7 +371,8 @@ def _playing(begin: int, task: int) -> int:
 def _trials_within(
     exp: Experiment, budget: float, order: np.ndarray, candidates: int
 ) -> tuple[int, int, np.ndarray]:
-    """Return how many candidates play how many tasks, and with which clients, within a number of steps."""
+    """Return how many candidates play how many tasks, and with which clients, within a
+    number of steps."""
     last = len(exp.scenario.tasks)
     for begin, tasks, share in DESIGNS:
         begin = min(begin, candidates)
@@ -367,7 +384,8 @@ def _trials_within(
 
 
 def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
-    """Return the clients with examples, each the one that adds most classes to those before it.
+    """Return the clients with examples, each the one that adds most classes to those
+    before it.
 
     Of clients that add as many, the one with most examples comes first.
     """
@@ -386,7 +404,8 @@ def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
 def hold_out_examples(scenario: Scenario, tasks: int, seed: int) -> Int[np.ndarray, " N"]:
     """Return the task of each held-out example of the first tasks, and -1 elsewhere.
 
-    A share of each class's examples is held out: at least one of several, and never a client's last one.
+    A share of each class's examples is held out: at least one of several, and never a
+    client's last one.
     """
     task_of = np.full(len(scenario.train_label), -1)
     rng = np.random.default_rng([seed, PURPOSE])
@@ -400,7 +419,10 @@ def hold_out_examples(scenario: Scenario, tasks: int, seed: int) -> Int[np.ndarr
 
 
 def _held_out(
-    label: np.ndarray, examples: np.ndarray, partition: ClientPartition, rng: np.random.Generator
+    label: np.ndarray,
+    examples: np.ndarray,
+    partition: ClientPartition,
+    rng: np.random.Generator,
 ) -> list[int]:
     """Return the held-out examples of a task."""
     owner = np.full(len(label), -1)
@@ -457,8 +479,8 @@ def scenario_without(
 ) -> Scenario:
     """Return the scenario of some clients, each with at most `most` examples in a round.
 
-    Its test examples are training examples that no client trains on: held-out examples, and those of the
-    clients that do not take part.
+    Its test examples are training examples that no client trains on: held-out examples,
+    and those of the clients that do not take part.
     """
     label = scenario.train_label
     held_out = design.held_out >= 0
@@ -478,10 +500,17 @@ def scenario_without(
     )
 
 
-def _evaluated(scenario: Scenario, design: Design, trained: np.ndarray, seed: int) -> Int[np.ndarray, " N"]:
-    """Return the task of each training example that evaluates candidates, and -1 elsewhere.
+def _evaluated(
+    scenario: Scenario,
+    design: Design,
+    trained: np.ndarray,
+    seed: int,
+) -> Int[np.ndarray, " N"]:
+    """Return the task of each training example that evaluates candidates, and -1
+    elsewhere.
 
-    Held-out examples come first, then other examples that no client trains on, up to `MOST_IMAGES` of a task.
+    Held-out examples come first, then other examples that no client trains on, up to
+    `MOST_IMAGES` of a task.
     """
     task_of = np.full(len(scenario.train_label), -1)
     rng = np.random.default_rng([seed, PURPOSE + 1])
@@ -507,7 +536,8 @@ class _Stage:
     """Plays candidates on the held-out scenario of some clients."""
 
     def __init__(self, exp: Experiment, clients: np.ndarray, design: Design, short: bool):
-        """Prepare trials; `short`: a task has one round of a few steps, of all these clients."""
+        """Prepare trials; `short`: a task has one round of a few steps, of all these
+        clients."""
         settings = exp.settings
         most = None
         if short:
@@ -519,7 +549,11 @@ class _Stage:
         self.play = make_play(self.exp, Records(), Clock({}))
 
     def task(
-        self, rates: Mapping[str, float], played: AfterTasks, t: int, on_round: Callable[[], None]
+        self,
+        rates: Mapping[str, float],
+        played: AfterTasks,
+        t: int,
+        on_round: Callable[[], None],
     ) -> AfterTasks:
         """Play another task."""
         exp = self.exp._replace(frozen=self.exp.frozen._replace(rates=self.exp.engine.place(as_data(rates))))
@@ -538,7 +572,11 @@ class _Stage:
         return Tried(candidate, stage, t + 1, accuracy, images)
 
 
-def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) -> Iterable[Tried]:
+def _trials(
+    exp: Experiment,
+    design: Design,
+    on_round: Callable[[str], None],
+) -> Iterable[Tried]:
     """Play the range test, then the trials; yield each when it is over."""
     tasks = max(1, design.tasks)
     exp = with_queries(exp, ("train",), range(tasks))
@@ -570,29 +608,34 @@ def _trials(exp: Experiment, design: Design, on_round: Callable[[str], None]) ->
 
 
 def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Candidate]:
-    """Return the candidates that go on: mini's rates, if they are one and finite, and the best."""
+    """Return the candidates that go on: mini's rates, if they are one and finite, and the
+    best."""
     order = ranked(accuracy, _size)
     mini = [candidate for candidate in order if candidate.scale == "mini"]
     return [*mini, *(candidate for candidate in order if candidate.scale != "mini")][:count]
 
 
 def _size(candidate: Candidate) -> float:
-    """Return what orders candidates with equal accuracy: mini's rates first, then smaller factors."""
+    """Return what orders candidates with equal accuracy: mini's rates first, then smaller
+    factors."""
     return 0.0 if candidate.scale == "mini" else candidate.factor
 
 
 def _compared(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials that were compared last: those of the last stage with most tasks."""
+    """Return the trials that were compared last: those of the last stage with most
+    tasks."""
     of_stage = [trial for trial in trials if trial.stage == trials[-1].stage]
     tasks = max(trial.tasks for trial in of_stage)
     return [trial for trial in of_stage if trial.tasks == tasks]
 
 
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
-    """Return the best of the candidates compared last, but mini's rates unless the lead is beyond chance.
+    """Return the best of the candidates compared last, but mini's rates unless the lead
+    is beyond chance.
 
-    The lead of a share p over a share q, both of n images, has the standard error sqrt(2 m (1 - m) / n) with
-    m = (p + q) / 2 where they are equal. It has to be `LEAD` times as large.
+    The lead of a share p over a share q, both of n images, has the standard error
+    sqrt(2 m (1 - m) / n) with m = (p + q) / 2 where they are equal. It has to be `LEAD`
+    times as large.
     """
     accuracy = {trial.candidate: trial.accuracy for trial in _compared(trials)}
     winner = best(accuracy, _size)
@@ -608,7 +651,8 @@ def _chosen(trials: Sequence[Tried]) -> Candidate | None:
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
-    """Return whether no candidate ended above guessing by more than its standard error."""
+    """Return whether no candidate ended above guessing by more than its standard
+    error."""
     compared = _compared(trials)
     classes = int(np.sum(np.asarray(exp.scenario.tasks[compared[0].tasks - 1].seen)))
     guess = 1 / classes
@@ -617,7 +661,8 @@ def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
 
 
 def _copied(state: State) -> State:
-    """Copy a state on its device, since a round takes over the memory of its arguments."""
+    """Copy a state on its device, since a round takes over the memory of its
+    arguments."""
     return jax.tree.map(jnp.copy, state)
 
 

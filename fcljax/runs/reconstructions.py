@@ -1,8 +1,9 @@
-"""How well the server can reconstruct clients' images from their uploads, and a figure of it.
+"""How well the server can reconstruct clients' images from their uploads, and a figure
+of it.
 
-Measured after the last round on training images of the last task, some of which clients have uploaded, and on
-its test images, which no client has. A client's privacy depends on it: an upload from which an image can be
-reconstructed well discloses the image.
+Measured after the last round on training images of the last task, some of which clients
+have uploaded, and on its test images, which no client has. A client's privacy depends
+on it: an upload from which an image can be reconstructed well discloses the image.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class Rebuilt(NamedTuple):
 
 
 def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] | None:
-    """Up to 512 training images of the last task, without augmentation, and as many of its test images; None
-    if the method reconstructs nothing."""
+    """Up to 512 training images of the last task, without augmentation, and as many of
+    its test images; None if the method reconstructs nothing."""
     replay = exp.method.server_replay
     if replay is None or replay.reconstruct is None:
         return None
@@ -67,7 +68,12 @@ def _of_split(
     return Rebuilt(whole, label[index])
 
 
-def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: AnyMesh | None) -> jax.Array:
+def _read(
+    read: Callable,
+    split: Split | Host,
+    index: np.ndarray,
+    mesh: AnyMesh | None,
+) -> jax.Array:
     """These images as the network's input."""
     index = index.astype(np.int32)
     if isinstance(split, Host):
@@ -109,17 +115,22 @@ def closeness(images: Reconstruction, label: np.ndarray) -> dict[str, Any]:
     }
 
 
-def psnr(pixels: Float[np.ndarray, "n *shape"], original: Float[np.ndarray, "n *shape"]) -> float:
+def psnr(
+    pixels: Float[np.ndarray, "n *shape"],
+    original: Float[np.ndarray, "n *shape"],
+) -> float:
     """Mean over images of 10 log10(1 / MSE) of pixels clipped to [0, 1], in dB."""
     error = ((np.clip(pixels, 0, 1) - original) ** 2).reshape(len(original), -1).mean(axis=1)
     return float(np.mean(-10 * np.log10(np.maximum(error, 1e-12))))
 
 
 def identification(
-    pixels: Float[np.ndarray, "n *shape"], original: Float[np.ndarray, "n *shape"], label: np.ndarray
+    pixels: Float[np.ndarray, "n *shape"],
+    original: Float[np.ndarray, "n *shape"],
+    label: np.ndarray,
 ) -> tuple[float, float]:
-    """The share of images whose nearest original of their class, by mean squared error, is their own, and the
-    share that guessing would identify."""
+    """The share of images whose nearest original of their class, by mean squared error,
+    is their own, and the share that guessing would identify."""
 
     def flat(x: np.ndarray) -> np.ndarray:
         return np.clip(x, 0, 1).reshape(len(x), -1).astype(np.float64)

@@ -1,4 +1,5 @@
-"""The history of a run in plain JSON values: a line per round, totals, and seconds per section."""
+"""The history of a run in plain JSON values: a line per round, totals, and seconds per
+section."""
 
 import contextlib
 import dataclasses
@@ -21,19 +22,20 @@ from fcljax.terminal import NotebookBar, progress_bar
 class Evaluated(NamedTuple):
     """Accuracies over all test examples of each task seen so far; None: not evaluated.
 
-    For a method with personal models, they are means over clients, each on the classes of a task that the
-    client has learned.
+    For a method with personal models, they are means over clients, each on the classes
+    of a task that the client has learned.
     """
 
     accuracy: list[float] | None = None
     """Class-IL accuracy of the global model, among all classes seen so far."""
     provisional: list[float] | None = None
-    """Class-IL accuracy of the merged model before the server trained, for methods whose server trains."""
+    """Class-IL accuracy of the merged model before the server trained, for methods whose
+    server trains."""
     task_il: list[float] | None = None
     """Task-IL accuracy of the global model, among the classes of the example's task."""
     personal: list[float | None] | None = None
-    """Accuracy of each client's personal model, on test examples of the classes that the client has learned;
-    None for a client that has learned none."""
+    """Accuracy of each client's personal model, on test examples of the classes that
+    the client has learned; None for a client that has learned none."""
 
 
 NOT_EVALUATED = Evaluated()
@@ -63,7 +65,8 @@ class Records:
     uploads: list[int] = dataclasses.field(default_factory=list)
     # sha256 of each finished task's file of examples that the server replays
     kept: list[str] = dataclasses.field(default_factory=list)
-    # [finished rounds, what changed] for each time that the run was resumed on other hardware
+    # [finished rounds, what changed] for each time that the run was resumed on other
+    # hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
@@ -146,7 +149,8 @@ class Records:
 def _metrics(report: RoundReport, besides: Sequence[RoundReport]) -> dict[str, float]:
     """Return the metrics of a round and of the exchanges at a task's start and end.
 
-    Those of the round keep their names. The share of losses that are not finite is left out where it is 0.
+    Those of the round keep their names. The share of losses that are not finite is left
+    out where it is 0.
     """
     values: dict[str, float] = {}
     for exchange in besides:
@@ -169,7 +173,9 @@ def json_line(line: dict[str, Any]) -> str:
 
 
 class Clock:
-    """Seconds per section of a run. Tracing and compilation, which JAX reports, have their own section."""
+    """Seconds per section of a run.
+
+    Tracing and compilation, which JAX reports, have their own section."""
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds = seconds

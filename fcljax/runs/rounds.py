@@ -1,5 +1,5 @@
-"""One round of a run: the clients train, the server aggregates, the model is evaluated, the result
-recorded."""
+"""One round of a run: the clients train, the server aggregates, the model is evaluated,
+the result recorded."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,8 @@ def first_server(exp: Experiment) -> PyTree:
 
 
 def first_state(exp: Experiment, server: PyTree | None = None) -> State:
-    """Return the state of server and clients before the first round, where the engine works.
+    """Return the state of server and clients before the first round, where the engine
+    works.
 
     `server` is the server's state, if it is made already.
     """
@@ -51,8 +52,8 @@ def first_state(exp: Experiment, server: PyTree | None = None) -> State:
 
 
 def state_shapes(exp: Experiment) -> State:
-    """Return a run's state as shapes, as checkpoints have it: [K, ...] for K clients, on any number of
-    devices."""
+    """Return a run's state as shapes, as checkpoints have it: [K, ...] for K clients,
+    on any number of devices."""
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
     clients = jax.eval_shape(
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
@@ -61,7 +62,9 @@ def state_shapes(exp: Experiment) -> State:
 
 
 def saved_state(exp: Experiment, state: State) -> State:
-    """Return a run's state on the host, as checkpoints have it. All processes call this together."""
+    """Return a run's state on the host, as checkpoints have it.
+
+    All processes call this together."""
     clients = jax.tree.map(lambda x: x[: exp.sizes.clients], on_host(state.clients))
     return State(on_host(state.server), clients, on_host(state.key))
 
@@ -76,15 +79,16 @@ class RoundResult(NamedTuple):
     """The round's line of metrics.jsonl."""
 
 
-# play_round(exp, state, past, step) -> RoundResult. The arrays of `state` are donated; `past` has the
-# server's examples of the earlier tasks.
+# play_round(exp, state, past, step) -> RoundResult. The arrays of `state` are donated;
+# `past` has the server's examples of the earlier tasks.
 PlayRound = Callable[[Experiment, State, tuple[ReplayBuffer, ...], int], RoundResult]
 
 
 def make_play_round(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> PlayRound:
-    """Return play_round(exp, state, past, step), which plays and evaluates a round and records it.
+    """Return play_round(exp, state, past, step), which plays and evaluates a round and
+    records it.
 
     Args:
       exp: the experiment; a call may give it with other query features.
@@ -126,11 +130,11 @@ def make_play_round(
 def make_play(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
-    """Return play(exp, state, past, task, round) -> (state, buffer, report, other_reports), which plays a
-    round.
+    """Return play(exp, state, past, task, round) -> (state, buffer, report,
+    other_reports), which plays a round.
 
-    `other_reports` are of what comes before the first and after the last round of a task; `buffer` is as in
-    `RoundResult`.
+    `other_reports` are of what comes before the first and after the last round of a
+    task; `buffer` is as in `RoundResult`.
     """
     begin_task = jit(exp.method.begin_task, None, donate_argnums=1)
     settings = exp.settings
@@ -159,7 +163,7 @@ def make_play(
             ids = sampled
             number = r
             if when != "round":
-                # before and after a task all clients with examples of any of its rounds take part
+                # before and after a task: all clients with examples of any of its rounds
                 if exp.scenario.whole:
                     partition = exp.scenario.whole[t]
                 ids = np.flatnonzero(partition.count)

@@ -1,9 +1,9 @@
-"""Signals that end a program: SIGINT and SIGTERM set a flag that its loops read, and nothing is raised inside
-a handler.
+"""Signals that end a program: SIGINT and SIGTERM set a flag that its loops read, and
+nothing is raised inside a handler.
 
-A loop that reads the flag ends in good order. If none does within `GRACE` seconds (a round may take hours),
-or if a second signal comes, a thread ends the process. That is safe at any moment: files are written whole or
-not at all.
+A loop that reads the flag ends in good order. If none does within `GRACE` seconds (a
+round may take hours), or if a second signal comes, a thread ends the process. That is
+safe at any moment: files are written whole or not at all.
 """
 
 import contextlib
@@ -43,8 +43,9 @@ def last_line(number: int, advice: str) -> str:
 
 
 class _Flag:
-    """The handler of SIGINT and SIGTERM, which is itself the flag: who reads it asks the operating system for
-    the handler, so that there is no second place that knows."""
+    """The handler of SIGINT and SIGTERM, which is itself the flag: who reads it asks
+    the operating system for the handler, so that there is no second place that
+    knows."""
 
     def __init__(self):
         self.number: int | None = None  # the first signal that came
@@ -52,12 +53,18 @@ class _Flag:
         self.advice: list[Callable[[], str]] = []  # what a user can do then; the last counts
         self.unbroken = 0  # blocks whose end is waited for
 
-    def __call__(self, number: int, frame: object) -> None:
-        # `came.set()` would wait for ever for a lock that the interrupted line has: that is left to `watch`
+    def __call__(
+        self,
+        number: int,
+        frame: object,
+    ) -> None:
+        # `came.set()` would wait for ever for a lock that the interrupted line has:
+        # that is left to `watch`
         self.number = self.number or number
 
     def watch(self, pipe: int) -> None:
-        """Read the signals from a pipe, in a thread: the main one may be inside of compiled code for long."""
+        """Read the signals from a pipe, in a thread: the main one may be inside of
+        compiled code for long."""
         first = True
         deadline = float("inf")
         while True:
@@ -97,8 +104,8 @@ def _flag() -> _Flag | None:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM ask the program to end: see `check`, `pause` and `asked`. This
-    works in the main thread only."""
+    """Inside the block SIGINT and SIGTERM ask the program to end: see `check`, `pause`
+    and `asked`. This works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,7 +158,8 @@ def pause(seconds: float | int) -> None:
 
 @contextlib.contextmanager
 def advised(advice: Callable[[], str]) -> Iterator[None]:
-    """What a user can do if a signal ends the program inside the block, for its last line."""
+    """What a user can do if a signal ends the program inside the block, for its last
+    line."""
     flag = _flag()
     if flag:
         flag.advice.append(advice)
@@ -166,8 +174,8 @@ def advised(advice: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warned_by(name: str | None) -> Iterator[Callable[[], int | None]]:
-    """Inside the block a signal, such as USR1, is only noted: the function returns its number once it has
-    come, and None before."""
+    """Inside the block a signal, such as USR1, is only noted: the function returns its
+    number once it has come, and None before."""
     came: list[int] = []
     if name is None:
         yield lambda: None
@@ -178,8 +186,8 @@ def warned_by(name: str | None) -> Iterator[Callable[[], int | None]]:
 
 @contextlib.contextmanager
 def unbroken() -> Iterator[None]:
-    """A block whose end is waited for after a first signal, however long it takes: a checkpoint, or processes
-    that end."""
+    """A block whose end is waited for after a first signal, however long it takes: a
+    checkpoint, or processes that end."""
     flag = _flag()
     if flag:
         flag.unbroken += 1

@@ -1,4 +1,5 @@
-"""The results of a run: the content of summary.json, warnings for the user, and the run's figures."""
+"""The results of a run: the content of summary.json, warnings for the user, and the run's
+figures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,8 +38,8 @@ from fcljax.types import RoundContext
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
-# training has not converged if its loss still falls by the share STEEP in a task's last round, and if it
-# classifies less than the share ARRIVED of its examples correctly
+# training has not converged if its loss still falls by the share STEEP in a task's last
+# round, and if it classifies less than the share ARRIVED of its examples correctly
 STEEP = 0.1
 ARRIVED = 0.8
 OF_TRAINING = ("_epochs", "_lr")  # ends of the options of a training at the server
@@ -46,11 +47,16 @@ FEW_STEPS = 100  # of a client in a task; the presets `improved` were chosen wit
 FAR = 1.0  # distance from prototypes to their class means, over the distance between class means
 
 
-def summarize(exp: Experiment, records: Records, personal: list[float | None] | None) -> dict[str, Any]:
+def summarize(
+    exp: Experiment,
+    records: Records,
+    personal: list[float | None] | None,
+) -> dict[str, Any]:
     """Return the content of summary.json.
 
-    Communication is counted from the pytrees; times are seconds. In a redrawn population a client has the
-    classes of all its rounds: client_accuracy weighs them by its examples in the mean round.
+    Communication is counted from the pytrees; times are seconds. In a redrawn
+    population a client has the classes of all its rounds: client_accuracy weighs them
+    by its examples in the mean round.
 
     Args:
       exp: the finished experiment.
@@ -127,7 +133,8 @@ def _class_names(exp: Experiment) -> list[str]:
 
 
 def _holdings(exp: Experiment) -> np.ndarray:
-    """Return the training examples of each client and class, [K, C]; of a redrawn population per round."""
+    """Return the training examples of each client and class, [K, C]; of a redrawn
+    population per round."""
     total = exp.scenario.holdings
     if exp.settings.population == "static":
         return total
@@ -135,10 +142,12 @@ def _holdings(exp: Experiment) -> np.ndarray:
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
-    """Return the accuracies of clients' personal models; None for a method without such models.
+    """Return the accuracies of clients' personal models; None for a method without such
+    models.
 
-    They are Class-IL and Task-IL accuracies, `[task learned][client][task]`. After each task they are
-    summarised over clients: mean of the means over tasks, population standard deviation, minimum and maximum.
+    They are Class-IL and Task-IL accuracies, `[task learned][client][task]`. After each
+    task they are summarised over clients: mean of the means over tasks, population
+    standard deviation, minimum and maximum.
     """
     if not records.clients:
         return None
@@ -161,8 +170,8 @@ def _means_of_clients(accuracies: list[list[float | None]]) -> list[float]:
 def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     """Return HePCo's metrics under the names of its release.
 
-    They are accuracies over images, those of the merged model before the server changes it (predisacc), and
-    F_N (drop).
+    They are accuracies over images, those of the merged model before the server changes
+    it (predisacc), and F_N (drop).
     """
     num_images = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
     by_name = metrics.by_image(records.accuracy, num_images)._asdict()
@@ -174,8 +183,13 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     return values | {"drop": metrics.drop(records.accuracy, num_images)}
 
 
-def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, int] | None:
-    """Return the size of what the server replays of finished tasks, outside of its state; None if nothing.
+def _server_replay(
+    exp: Experiment,
+    payloads: Payloads,
+    records: Records,
+) -> dict[str, int] | None:
+    """Return the size of what the server replays of finished tasks, outside of its
+    state; None if nothing.
 
     Returns:
       examples, bytes: all of them at the end of the run.
@@ -203,10 +217,16 @@ def _server_replay(exp: Experiment, payloads: Payloads, records: Records) -> dic
     }
 
 
-def _communication(exp: Experiment, payloads: Payloads, records: Records) -> dict[str, Any]:
-    """Return the traffic per client and round, by name for rounds at a task's start or end, and in total.
+def _communication(
+    exp: Experiment,
+    payloads: Payloads,
+    records: Records,
+) -> dict[str, Any]:
+    """Return the traffic per client and round, by name for rounds at a task's start or
+    end, and in total.
 
-    `handover` is per client and task: every client downloads it when the next task begins.
+    `handover` is per client and task: every client downloads it when the next task
+    begins.
     """
     by_round = traffic_by_round(exp, payloads)
     handover = handover_traffic(payloads)
@@ -260,7 +280,8 @@ def _largest_share(exp: Experiment) -> float:
 
 
 def _without_upload(records: Records) -> list[list[int]]:
-    """Return task and round, from 1, of the rounds without a valid upload, in which nothing was learned."""
+    """Return task and round, from 1, of the rounds without a valid upload, in which
+    nothing was learned."""
     empty = (records.rounds[i] for i in health.without_upload(records.rounds))
     return [[line["task"] + 1, line["round"] + 1] for line in empty]
 
@@ -274,8 +295,9 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
 def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     """Return the warnings about a finished run, one line each.
 
-    They name rejected uploads, losses that are not finite or worse than guessing, rejected results of rounds,
-    test images without a prediction, loss terms without influence, and training that has not converged.
+    They name rejected uploads, losses that are not finite or worse than guessing,
+    rejected results of rounds, test images without a prediction, loss terms without
+    influence, and training that has not converged.
     """
     lines = []
     counts = records.counts
@@ -309,7 +331,8 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 
 
 def _idle_terms(records: Records) -> list[str]:
-    """Return a line for each further term of the clients' loss that hardly moved the model."""
+    """Return a line for each further term of the clients' loss that hardly moved the
+    model."""
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
     for name in sorted(names):
@@ -329,7 +352,8 @@ def _idle_terms(records: Records) -> list[str]:
 
 
 def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
-    """Return a line for each training that has not converged at the end of the median task.
+    """Return a line for each training that has not converged at the end of the median
+    task.
 
     The server's trainings are the metrics that have both a loss and an accuracy.
     """
@@ -353,8 +377,13 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
     return lines
 
 
-def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, float] | None:
-    """Return the share by which a loss falls in a task's last round, and the accuracy there.
+def _still_falls(
+    records: Records,
+    loss: str,
+    accuracy: str,
+) -> tuple[float, float] | None:
+    """Return the share by which a loss falls in a task's last round, and the accuracy
+    there.
 
     Both are of the median task. None: the loss falls little, or the accuracy is high.
     """
@@ -374,7 +403,8 @@ def _still_falls(records: Records, loss: str, accuracy: str) -> tuple[float, flo
 
 
 def _of_server(settings: RunConfig) -> str:
-    """Return the options of a method's training at the server, such as `--server-epochs`."""
+    """Return the options of a method's training at the server, such as
+    `--server-epochs`."""
     names = [field.name for field in dataclasses.fields(settings)]
     trainings = {name.removesuffix("_epochs") for name in names if name.endswith("_epochs")}
     options = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
@@ -382,7 +412,8 @@ def _of_server(settings: RunConfig) -> str:
 
 
 def _far_prototypes(records: Records) -> list[str]:
-    """Return a line if learned prototypes lie far from their class means at the end of tasks."""
+    """Return a line if learned prototypes lie far from their class means at the end of
+    tasks."""
     last_rounds = {line["task"]: line for line in records.rounds}
     distances = [
         value
@@ -401,7 +432,8 @@ def _far_prototypes(records: Records) -> list[str]:
 
 
 def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
-    """Return a line if clients take few steps in a task and the method has a preset for such schedules."""
+    """Return a line if clients take few steps in a task and the method has a preset for
+    such schedules."""
     visits = sum(line["participants"] for line in records.rounds)  # of clients, over all rounds
     trained = records.counts.get("trained_images", 0)
     if not visits or not trained:
@@ -430,11 +462,14 @@ FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
 RESTORED = "restored.png"  # where a method's server can reconstruct images
 
 
-def figures_of(exp: Experiment, summary: dict[str, Any]) -> dict[str, Callable[[Path], object]]:
+def figures_of(
+    exp: Experiment,
+    summary: dict[str, Any],
+) -> dict[str, Callable[[Path], object]]:
     """Return file name -> draw(path) for FIGURES.
 
-    They show the accuracy curve, the accuracy matrix, reliability, and the examples of each client and class
-    (in a redrawn population, those of the mean round).
+    They show the accuracy curve, the accuracy matrix, reliability, and the examples of
+    each client and class (in a redrawn population, those of the mean round).
     """
     from fcljax.results import figures
 
@@ -457,7 +492,9 @@ def draw_figures(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Draw all figures of a run. Report a failure in one line: the run does not depend on them."""
+    """Draw all figures of a run.
+
+    Report a failure in one line: the run does not depend on them."""
     figures = figures_of(exp, summary)
     if rebuilt:
         figures[RESTORED] = partial(draw_restored, images=rebuilt[0].images, label=rebuilt[0].label)

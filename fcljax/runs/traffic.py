@@ -1,4 +1,5 @@
-"""What clients and server send each other in a run: counted from the shapes of the real pytrees."""
+"""What clients and server send each other in a run: counted from the shapes of the real
+pytrees."""
 
 from typing import NamedTuple
 
@@ -29,7 +30,12 @@ def payload_shapes(exp: Experiment) -> Payloads:
     task = exp.scenario.tasks[0]
     info = ClientInfo.example(exp.sizes.classes)
 
-    def upload(each: Round, context: ClientContext, state: PyTree, key: jax.Array) -> Upload:
+    def upload(
+        each: Round,
+        context: ClientContext,
+        state: PyTree,
+        key: jax.Array,
+    ) -> Upload:
         local = each.program.start(context, state, key)
         return each.program.finish(context, local, state)[0]
 
@@ -48,8 +54,8 @@ def payload_shapes(exp: Experiment) -> Payloads:
 
 
 def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
-    """What one client uploads and downloads in each of the method's rounds; it uploads nothing in a round
-    without aggregation."""
+    """What one client uploads and downloads in each of the method's rounds; it uploads
+    nothing in a round without aggregation."""
     pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
     return [
         communication.traffic(upload if each.server else None, payloads.broadcast) for each, upload in pairs
@@ -57,8 +63,8 @@ def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
 
 
 def handover_traffic(payloads: Payloads) -> Traffic:
-    """What each client downloads of a finished task when the next one begins, since it caches it from then
-    on."""
+    """What each client downloads of a finished task when the next one begins, since it
+    caches it from then on."""
     down = communication.count_scalars(payloads.handover), communication.num_bytes(payloads.handover)
     return Traffic(0, 0, *down)
 

@@ -57,7 +57,12 @@ class RayOptions:
 
 
 @contextlib.contextmanager
-def engine(name: Name, slurm: SlurmOptions, ray: RayOptions, folder: Path) -> Iterator[Start]:
+def engine(
+    name: Name,
+    slurm: SlurmOptions,
+    ray: RayOptions,
+    folder: Path,
+) -> Iterator[Start]:
     """Yield the function that starts runs, until the block ends. `folder` is for files
     of the engine.
 

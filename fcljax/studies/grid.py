@@ -172,7 +172,11 @@ def _seeds(file: SweepFile) -> list[int | None]:
     return [*parse_seeds(",".join(map(str, file.seeds)) + ",", 0)]
 
 
-def _points(file: SweepFile, methods: list[str], seeds: list[int | None]) -> Iterator[Point]:
+def _points(
+    file: SweepFile,
+    methods: list[str],
+    seeds: list[int | None],
+) -> Iterator[Point]:
     """Yield all runs of a file, before their options are read."""
     for run in file.runs or [{}]:
         variant = None
@@ -218,7 +222,12 @@ def _blamed(point: Point, message: str) -> str:
     return f"the run {' '.join(filter(None, words))}"
 
 
-def folder_name(method: str, variant: str | None, values: list[tuple[str, object]], seed: int) -> str:
+def folder_name(
+    method: str,
+    variant: str | None,
+    values: list[tuple[str, object]],
+    seed: int,
+) -> str:
     """Return the name of a run's folder: method, variant, the grid's options, seed. It
     depends on the run and the grid's options alone, so that further values and variants
     leave it as it is; two runs never share one."""

@@ -175,7 +175,12 @@ def plan(
     return [_entry(file, name, methods[name], str(path)) for name in only or methods]
 
 
-def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: bool) -> None:
+def _check(
+    file: LeaderboardFile,
+    methods: Mapping[str, Any],
+    where: str,
+    code: bool,
+) -> None:
     """Check the parts that do not belong to a single method.
 
     Raises:
@@ -194,9 +199,15 @@ def _check(file: LeaderboardFile, methods: Mapping[str, Any], where: str, code: 
         raise InputError(f"{where}: tuned.{stray}: it is not one of the methods")
 
 
-def _entry(file: LeaderboardFile, method: str, method_options: Mapping[str, Any], where: str) -> Contender:
+def _entry(
+    file: LeaderboardFile,
+    method: str,
+    method_options: Mapping[str, Any],
+    where: str,
+) -> Contender:
     shared = {**SHARED, **file.base}
-    # a bound that is no federation, beside methods that share the base's number of clients
+    # a bound that is no federation, beside methods that share the base's number of
+    # clients
     if method in METHODS and METHODS[method].one_client:
         shared["clients"] = 1
     shared |= method_options
@@ -244,7 +255,12 @@ def _scaled(settings: RunConfig, tuned: Sequence[str], factor: float) -> dict[st
 
 
 def run(
-    entries: Sequence[Contender], out: Path, resume: bool, ways: Ways, command: str, console: Console
+    entries: Sequence[Contender],
+    out: Path,
+    resume: bool,
+    ways: Ways,
+    command: str,
+    console: Console,
 ) -> list[Standing]:
     """Make all trials and runs that are not finished in `out`, method by method; one
     that fails does not end the others. What is written into `out` is up to date after
@@ -300,7 +316,12 @@ def _row(entry: Contender, out: Path, make: Make) -> Standing:
     return Standing(entry.name, summaries, len(runs), trials, options, sweeps.failure(outcomes))
 
 
-def _sweep(runs: list[Planned], folder: Path, ways: Ways, console: Console) -> dict[str, Outcome]:
+def _sweep(
+    runs: list[Planned],
+    folder: Path,
+    ways: Ways,
+    console: Console,
+) -> dict[str, Outcome]:
     """Make the runs that are not finished."""
     return sweeps.sweep(runs, folder, (folder / sweeps.PLAN).exists(), ways, console)
 
@@ -367,7 +388,12 @@ def with_interval(values: Sequence[float]) -> str:
     return f"{mean:.2f}±{mean - low:.2f}"
 
 
-def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, command: str) -> None:
+def write(
+    rows: Sequence[Standing],
+    entries: Sequence[Contender],
+    out: Path,
+    command: str,
+) -> None:
     """Write leaderboard.md, leaderboard.json and leaderboard.png into the folder."""
     write_text(out / TEXT, markdown(rows, entries, command))
     content = [
@@ -397,7 +423,8 @@ def write(rows: Sequence[Standing], entries: Sequence[Contender], out: Path, com
 
 
 def _communicates(row: Standing) -> bool:
-    """Check whether the row is a federation that sends parameters: no bound such as local or centralised."""
+    """Check whether the row is a federation that sends parameters: no bound such as local
+    or centralised."""
     one_client = row.method in METHODS and METHODS[row.method].one_client
     return not one_client and row.megabytes > NOTHING_SENT
 

@@ -1,5 +1,6 @@
-"""Scale experiments down: a paper's table made small enough to run in minutes on two CPU cores, without
-downloads. The numbers are not the paper's; the order of the rows can be compared."""
+"""Scale experiments down: a paper's table made small enough to run in minutes on two
+CPU cores, without downloads. The numbers are not the paper's; the order of the rows can
+be compared."""
 
 from collections.abc import Collection
 from typing import Any
@@ -118,7 +119,8 @@ def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
 
 
 def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str, Any]:
-    """Return the method's values at the scale mini; a learning rate in `unchanged` changes in proportion."""
+    """Return the method's values at the scale mini; a learning rate in `unchanged`
+    changes in proportion."""
     paper = config.preset(settings.method, settings.adapter, scale="paper")
     small = config.preset(settings.method, settings.adapter, scale="mini")
     values = {}
@@ -130,7 +132,8 @@ def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str,
             values[name] = getattr(small, name)
     for name in MINI.get(settings.method, {}):
         if name in unchanged and name in RATES and getattr(paper, name, None):
-            # a row that has ten times the method's rate in the paper has ten times its mini rate here
+            # a row that has ten times the method's rate in the paper has ten times its
+            # mini rate here
             values[name] = getattr(settings, name) * getattr(small, name) / getattr(paper, name)
     return values
 

@@ -29,7 +29,11 @@ class Line(NamedTuple):
     """The paper's; None where it prints none."""
 
 
-def curve_of(figure: FigureEntry | None, summary: Summary, run: Path) -> tuple[float | None, ...]:
+def curve_of(
+    figure: FigureEntry | None,
+    summary: Summary,
+    run: Path,
+) -> tuple[float | None, ...]:
     """Return what a figure over tasks or rounds shows of a run, in %; () for a figure
     over an option.
 

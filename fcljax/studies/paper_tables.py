@@ -144,7 +144,9 @@ def compared(metric: str, paper: Number | None, values: Sequence[float]) -> Comp
     return number._replace(difference=mean - paper.mean, interval=interval)
 
 
-def status_of(results: Sequence[RowResult]) -> Literal["reproduced", "not reproduced"] | None:
+def status_of(
+    results: Sequence[RowResult],
+) -> Literal["reproduced", "not reproduced"] | None:
     """Return the status of a column after runs at the paper's scale; None: too few
     runs, or no numbers."""
     column = results[0].column
@@ -274,7 +276,12 @@ def otherwise(pairs: Iterable[Pair]) -> list[str]:
     ]
 
 
-def markdown(title: str, notes: Sequence[str], results: Sequence[RowResult], claims: Sequence[str]) -> str:
+def markdown(
+    title: str,
+    notes: Sequence[str],
+    results: Sequence[RowResult],
+    claims: Sequence[str],
+) -> str:
     """Return title, notes, table and order as Markdown."""
     pairs = orderings(results)
     parts = [f"# {title}", *notes, markdown_table(lines(results)), _escaped(" ".join(order_lines(pairs)))]

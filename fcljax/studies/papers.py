@@ -316,5 +316,6 @@ def write_verified(path: str | Path, verdicts: Mapping[str, Verified]) -> None:
     unchanged = _text(path).partition(VERIFIED)[0]
     previous = parse_paper(str(path), config.load_yaml(path)).verified
     merged = {key: dataclasses.asdict(verdict) for key, verdict in {**previous, **verdicts}.items()}
-    # the comments and the order of the rest are the author's, so only the last key is written anew
+    # the comments and the order of the rest are the author's, so only the last key is
+    # written anew
     write_text(path, f"{unchanged}\n{yaml.safe_dump({'verified': merged}, sort_keys=False, width=110)}")

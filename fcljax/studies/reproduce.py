@@ -95,7 +95,12 @@ def _fields(method: str, adapter: str | None, values: Mapping[str, Any]) -> set[
     return {field.name for field in dataclasses.fields(options)}
 
 
-def plan(columns: Sequence[Column], scale: Scale, seeds: int | None, only: str | None = None) -> Plan:
+def plan(
+    columns: Sequence[Column],
+    scale: Scale,
+    seeds: int | None,
+    only: str | None = None,
+) -> Plan:
     """Plan the runs of a table, row by row, seeds innermost.
 
     Args:
@@ -140,7 +145,11 @@ def _names(column: Column, row: Row) -> tuple[str, str]:
     return column.label(row), row.words()
 
 
-def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[Row, RunConfig | None, str]]:
+def _settings(
+    column: Column,
+    scale: Scale,
+    varied: set[str],
+) -> Iterator[tuple[Row, RunConfig | None, str]]:
     """Yield the settings of a column's rows, or why one cannot run at this scale. All
     see the same images."""
     full = [(row, settings_of(column, row)) for row in column.rows]
@@ -149,8 +158,9 @@ def _settings(column: Column, scale: Scale, varied: set[str]) -> Iterator[tuple[
         return
     small: list[tuple[Row, RunConfig | None, str]] = []
     for row, cfg in full:
-        # what the rows of a method compare stays; a learning rate stays only in the row that sets it, and
-        # sizes never, since also a schedule that the row itself sets has the paper's length
+        # what the rows of a method compare stays; a learning rate stays only in the row
+        # that sets it, and sizes never, since also a schedule that the row itself sets
+        # has the paper's length
         compared = {name for other in column.rows if other.method == row.method for name in other.options}
         unchanged = varied | (set(row.options) | (compared - set(RATES))) - set(MOST)
         try:
@@ -309,7 +319,11 @@ def terminal_table(plan: Plan, rows: Sequence[RowResult]) -> Table:
 
 
 def record_paper_runs(
-    rows: Sequence[RowResult], outcomes: Mapping[str, Outcome], plan: Plan, device: str, write_file: bool
+    rows: Sequence[RowResult],
+    outcomes: Mapping[str, Outcome],
+    plan: Plan,
+    device: str,
+    write_file: bool,
 ) -> list[str]:
     """Judge runs at the paper's scale, and write status and cost into the file of the
     paper with `write_file`: the package's own files are not the user's to change.

@@ -64,7 +64,11 @@ def stored_seeds(folder: str | Path) -> list[int] | None:
 
 
 def run_seeds(
-    cfg: RunConfig, seeds: Sequence[int], out: str | Path, resume: bool, observer: Observer
+    cfg: RunConfig,
+    seeds: Sequence[int],
+    out: str | Path,
+    resume: bool,
+    observer: Observer,
 ) -> list[dict[str, Any]]:
     """Run a method once with each seed, into `out`/seed-S; finished runs in `out` are
     not repeated.

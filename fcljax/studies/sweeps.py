@@ -66,7 +66,13 @@ class Ways(NamedTuple):
     """Further options of `fcljax run`."""
 
 
-def sweep(runs: list[Planned], out: Path, resume: bool, ways: Ways, console: Console) -> dict[str, Outcome]:
+def sweep(
+    runs: list[Planned],
+    out: Path,
+    resume: bool,
+    ways: Ways,
+    console: Console,
+) -> dict[str, Outcome]:
     """Make all runs that are not finished in `out`; one that fails does not end the
     others.
 

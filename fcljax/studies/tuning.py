@@ -177,7 +177,12 @@ def stored(folder: Path, method: str) -> StudyRequest:
         raise InputError(f"resume: {str(path)!r} is not as a study writes it") from None
 
 
-def tune(request: StudyRequest, out: Path, resume: bool, observer: loop.Observer) -> list[Trial]:
+def tune(
+    request: StudyRequest,
+    out: Path,
+    resume: bool,
+    observer: loop.Observer,
+) -> list[Trial]:
     """Run the trials that are missing, and write best.yaml (settings for `--config`)
     and trials.json.
 
@@ -244,7 +249,13 @@ def _distribution(values: Range) -> Any:
     return kind(*values.values, log=values.kind == "log")
 
 
-def _play(study: Any, trial: Any, request: StudyRequest, out: Path, observer: loop.Observer) -> None:
+def _play(
+    study: Any,
+    trial: Any,
+    request: StudyRequest,
+    out: Path,
+    observer: loop.Observer,
+) -> None:
     """Make the run of a trial, or resume it where it was stopped."""
     import optuna
 

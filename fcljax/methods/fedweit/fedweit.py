@@ -191,7 +191,12 @@ class FinishedTasks(NamedTuple):
     """After the sigmoid, of the tasks that the client has trained in; 0 elsewhere."""
 
 
-def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool) -> ClientRule:
+def preservation(
+    weight: float,
+    arrays: Arrays,
+    sizes: Sizes,
+    retroactive: bool,
+) -> ClientRule:
     """Add lambda_2 / 2 sum_{i<t} || (B - B') * m_i + A_i - A'_i ||^2 (eq. 2, halved
     as in the release), which keeps the networks of earlier tasks as they were while
     the base moves.
@@ -212,7 +217,11 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
         no_masks = jnp.zeros((sizes.tasks, *trainable.classifier.mask.shape))
         return no_task_end(finished(trainable, no_masks))
 
-    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> FinishedTasks:
+    def on_start(
+        context: ClientContext,
+        state: TaskEnd,
+        _key: PRNGKeyArray,
+    ) -> FinishedTasks:
         return of_task_before(state, context.task)
 
     def loss(step: ClientStep, past: FinishedTasks) -> Float[Array, ""]:
@@ -227,7 +236,12 @@ def preservation(weight: float, arrays: Arrays, sizes: Sizes, retroactive: bool)
         drift = base_change * arrays.of_outputs(mask) + adaptive_after - past.adaptive
         return weight / 2 * jnp.sum(jnp.where(_before(task, drift), drift, 0.0) ** 2)
 
-    def on_end(context: ClientContext, past: FinishedTasks, trainable: Params, _state: TaskEnd) -> TaskEnd:
+    def on_end(
+        context: ClientContext,
+        past: FinishedTasks,
+        trainable: Params,
+        _state: TaskEnd,
+    ) -> TaskEnd:
         task_mask = jax.nn.sigmoid(trainable.classifier.mask)
         mask = past.mask.at[context.task.index].set(task_mask)
         return after_round(past, finished(trainable, mask), context.task)
@@ -309,7 +323,12 @@ def store_uploads(state: Knowledge, slot: ArrayLike, round: ServerRound) -> Know
     return Knowledge(adaptive, store(state.present, round.valid))
 
 
-def hand_out(state: Knowledge, received: Received, task: ArrayLike, key: PRNGKeyArray) -> Received:
+def hand_out(
+    state: Knowledge,
+    received: Received,
+    task: ArrayLike,
+    key: PRNGKeyArray,
+) -> Received:
     """Draw R of the stored A for a task; after the last task nothing changes.
 
     Args:
@@ -341,5 +360,6 @@ def _nonzero(round: ServerRound) -> Weighted:
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Float[Array, "R N"]:
-    """Return what clients receive from the knowledge base when a task begins, for counting."""
+    """Return what clients receive from the knowledge base when a task begins, for
+    counting."""
     return server.params.adapter.received.values[round_context.task.index]

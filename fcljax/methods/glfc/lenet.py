@@ -26,7 +26,8 @@ class Conv(NamedTuple):
 
 
 class LeNet(NamedTuple):
-    """Parameters, or gradients of them; a classifier's first axis is that of the flattened map."""
+    """Parameters, or gradients of them; a classifier's first axis is that of the
+    flattened map."""
 
     convs: tuple[Conv, Conv, Conv]
     kernel: Float[Array, "*lead width classes"]
@@ -70,7 +71,8 @@ def apply_lenet(params: LeNet, image: Float[Array, "h w 3"]) -> Float[Array, " c
 def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch"]:
     """Return the 5x5 patches around every stride-th pixel, with zeros outside.
 
-    Matrix products on them have fast second derivatives, which convolutions in a loop have not.
+    Matrix products on them have fast second derivatives, which convolutions in a loop
+    have not.
     """
     h, w, _ = x.shape
     edge = SIDE // 2
@@ -79,7 +81,11 @@ def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch
     return jnp.concatenate([rows[:, j : j + w : stride] for j in range(SIDE)], axis=-1)
 
 
-def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array, " classes"]) -> LeNet:
+def gradient_of(
+    params: LeNet,
+    image: Float[Array, "h w 3"],
+    target: Float[Array, " classes"],
+) -> LeNet:
     """Return the gradient of an image's cross-entropy, which a client sends."""
 
     def loss(params: LeNet) -> Float[Array, ""]:

@@ -57,7 +57,12 @@ def lga(options: LGAOptions, run: Run) -> Method:
     return glfc.compensated(options, run, weights, evaluate)
 
 
-def by_tasks(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, task: Task) -> Float[Array, " B"]:
+def by_tasks(
+    gap: Float[Array, " B"],
+    batch: Batch,
+    memory: ClientMemory,
+    task: Task,
+) -> Float[Array, " B"]:
     """Return category-balanced weights.
 
     Gaps are taken to the power t / (t + 1). A new example's weight is its gap over the
@@ -147,7 +152,8 @@ def class_variance(
 def perturbed(
     feature: Float[Array, "states D"], scale: Float[Array, " D"], key: PRNGKeyArray
 ) -> tuple[Float[Array, "some D"], Array]:
-    """Return features with Gaussian noise of these standard deviations, and which of them count.
+    """Return features with Gaussian noise of these standard deviations, and which of
+    them count.
 
     Of each feature the first `PERTURBED` count whose noise is short enough.
     """

@@ -42,7 +42,8 @@ class ProxyOptions:
     prototype_decay: float = 1e-5
     """Weight decay of these steps."""
     gradient_side: int = 32
-    """Side in pixels at which prototypes are sent and rebuilt; larger images are resized to it."""
+    """Side in pixels at which prototypes are sent and rebuilt; larger images are resized
+    to it."""
     match_steps: int = 100
     """Number of L-BFGS steps that reconstruct an image (release: 250 of 20 each)."""
     match_start: Literal["grey", "normal"] = "grey"
@@ -126,7 +127,8 @@ def side_of(options: ProxyOptions, network: Network) -> tuple[int, int]:
 
 
 def shared_lenet(options: ProxyOptions, network: Network, classes: int) -> LeNet:
-    """Return the network whose gradients encode images, from a key that all clients know."""
+    """Return the network whose gradients encode images, from a key that all clients
+    know."""
     return init_lenet(jax.random.key(0), *side_of(options, network), classes)
 
 
@@ -143,7 +145,11 @@ def encode(
     return jax.vmap(gradient_of, (None, 0, 0))(params, small, jax.nn.one_hot(label, classes))
 
 
-def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Array, "n h2 w2 3"]:
+def resize(
+    pixels: Float[Array, "n h w 3"],
+    height: int,
+    width: int,
+) -> Float[Array, "n h2 w2 3"]:
     """Resize images bilinearly; images of this size are returned as they are."""
     if pixels.shape[1:3] == (height, width):
         return pixels
@@ -153,7 +159,12 @@ def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Ar
 # ---- the server rule -------------------------------------------------------------------
 
 
-def proxy_server(options: ProxyOptions, run: Run, evaluate: Evaluate, gradients: Report) -> ServerRule:
+def proxy_server(
+    options: ProxyOptions,
+    run: Run,
+    evaluate: Evaluate,
+    gradients: Report,
+) -> ServerRule:
     """Reconstruct images, evaluate the merged model on them, and send the best models.
 
     Args:
@@ -331,9 +342,14 @@ def training_view(
 
 
 def accuracy(
-    options: ProxyOptions, round: ServerRound, params: Params, proxy: Proxy, key: PRNGKeyArray
+    options: ProxyOptions,
+    round: ServerRound,
+    params: Params,
+    proxy: Proxy,
+    key: PRNGKeyArray,
 ) -> Float[Array, ""]:
-    """Return GLFC's score: the accuracy on the images among the seen classes, 0 without any."""
+    """Return GLFC's score: the accuracy on the images among the seen classes, 0 without
+    any."""
     learner = round.learner
     task = round.task
     monitor = proxy.monitor

@@ -1,4 +1,5 @@
-"""The clients' real features: sums of them by class, with which generated latents are compared.
+"""The clients' real features: sums of them by class, with which generated latents are
+compared.
 
 The diagnosis shows why HePCo's server step helps or not. It is for research in a
 simulation: uploads grow by the sums, and a run with it ends with the same model as one
@@ -106,7 +107,10 @@ def compare(
     }
 
 
-def _nearest_class(latent: Float[Array, "latents width"], truth: Spread) -> Int[Array, " latents"]:
+def _nearest_class(
+    latent: Float[Array, "latents width"],
+    truth: Spread,
+) -> Int[Array, " latents"]:
     """Return the class whose mean m is nearest to x."""
     # |x - m|^2 without |x|^2, which is the same for all classes
     mean_square = exact_einsum("cw,cw->c", truth.mean, truth.mean)
@@ -114,7 +118,10 @@ def _nearest_class(latent: Float[Array, "latents width"], truth: Spread) -> Int[
     return jnp.argmin(jnp.where(truth.present, distance, jnp.inf), axis=1)
 
 
-def _entropy(logits: Float[Array, "latents C"], seen: Bool[Array, " C"]) -> Float[Array, " latents"]:
+def _entropy(
+    logits: Float[Array, "latents C"],
+    seen: Bool[Array, " C"],
+) -> Float[Array, " latents"]:
     """Return the entropy over the classes seen, as a share of the largest possible."""
     log_probability = jax.nn.log_softmax(heads.mask_logits(logits, seen))
     summand = jnp.where(seen, jnp.exp(log_probability) * log_probability, 0)

@@ -1,4 +1,5 @@
-"""A conditional generator of latents: from noise and a class to a feature (HePCo, section 4.2).
+"""A conditional generator of latents: from noise and a class to a feature (HePCo,
+section 4.2).
 
 The class's embedding is put beside the noise; three linear layers follow, with batch
 normalisation and ReLU between them. It has 1,092,352 parameters for 100 classes and
@@ -40,13 +41,20 @@ class Generator(NamedTuple):
     stats: PyTree
 
 
-def _prefix_of(size: int, init: nn.initializers.Initializer) -> nn.initializers.Initializer:
+def _prefix_of(
+    size: int,
+    init: nn.initializers.Initializer,
+) -> nn.initializers.Initializer:
     """Return an initialiser that always draws `size` values and takes the first ones.
 
     XLA compiles a draw for each size: this way there is one for all layers.
     """
 
-    def values(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+    def values(
+        key: PRNGKeyArray,
+        shape: tuple[int, ...],
+        dtype: DTypeLike = jnp.float32,
+    ) -> Array:
         return init(key, (size,), dtype)[: math.prod(shape)].reshape(shape)
 
     return values

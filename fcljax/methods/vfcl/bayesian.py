@@ -1,8 +1,9 @@
 """A Bayesian learner: any learner with a Gaussian for each of its parameters (VFCL).
 
-Network, adapter and classifier do not know of it. Means and standard deviations train and
-travel; a training step draws parameters from them, evaluation uses the means. Those of the
-adapter are one vector (`Flat`). Running statistics are no parameters and stay as they are.
+Network, adapter and classifier do not know of it. Means and standard deviations train
+and travel; a training step draws parameters from them, evaluation uses the means. Those
+of the adapter are one vector (`Flat`). Running statistics are no parameters and stay as
+they are.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,14 @@ from fcljax.parts.learner import Learner, Output, Params, Sampling
 from fcljax.types import Batch, Frozen, Task
 
 
-def bayesian(inner: Learner, sigma: float, training: int = 1, evaluation: int = 0) -> Learner:
-    """Return a learner with `Posterior`s in place of the adapter's and classifier's parameters.
+def bayesian(
+    inner: Learner,
+    sigma: float,
+    training: int = 1,
+    evaluation: int = 0,
+) -> Learner:
+    """Return a learner with `Posterior`s in place of the adapter's and classifier's
+    parameters.
 
     Args:
       inner: computes with drawn parameters.
@@ -89,14 +96,15 @@ def mean_over_draws(
     batch: Batch,
     key: PRNGKeyArray,
 ) -> PyTree:
-    """Return the mean of a function over parameters drawn from their posteriors: an estimate of the
-    expectation in eq. 6."""
+    """Return the mean of a function over parameters drawn from their posteriors: an
+    estimate of the expectation in eq. 6."""
     # keyed by the first example: whoever holds the examples gets the same parameters
     batch_key = key if batch.keys is None else batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(batch_key, StepKey.DRAWN_PARAMS), draws)
     if draws == 1:
         return function(draw_parameters(keys[0], trainable))
-    # one after the other: side by side, every convolution would have its own kernels for each draw
+    # one after the other: side by side, every convolution would have its own kernels
+    # for each draw
     values = jax.lax.map(lambda key: function(draw_parameters(key, trainable)), keys)
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 
@@ -115,7 +123,8 @@ def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
 
 
 def _drawn(params: Params) -> Params:
-    """Return parameters that have been drawn as they are, else the means of posteriors."""
+    """Return parameters that have been drawn as they are, else the means of
+    posteriors."""
     if isinstance(params.adapter, Posterior):
         return means(params)
     return params._replace(adapter=params.adapter.params)
@@ -126,7 +135,8 @@ def _rhos(params: Params) -> Params:
 
 
 def _posteriors(mean: Params, rho: Params) -> Params:
-    """Return posteriors of adapter and classifier; other parameters are those of `mean`."""
+    """Return posteriors of adapter and classifier; other parameters are those of
+    `mean`."""
     adapter = Posterior(Flat.of(mean.adapter), Flat.of(rho.adapter))
     classifier = Posterior(mean.classifier, rho.classifier)
     return mean._replace(adapter=adapter, classifier=classifier)

@@ -12,12 +12,14 @@ from jaxtyping import Array, Float
 from fcljax.federated.sums import widen
 from fcljax.types import PyTree
 
-# keeps the precisions of repeatedly conflated posteriors, and their sums, far from float32's limit
+# keeps the precisions of repeatedly conflated posteriors, and their sums, far from
+# float32's limit
 SIGMA_MIN = 1e-6
 
 
 def precision_terms(mean: PyTree, sigma: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the two terms of a Gaussian that add up: (1/sigma^2, mean/sigma^2), in float32.
+    """Return the two terms of a Gaussian that add up: (1/sigma^2, mean/sigma^2), in
+    float32.
 
     `sigma` is clamped to [1e-6, inf). The sum of these over clients, in any order or
     grouping, then `conflate_sums`, is VFCL eq. 11.
@@ -55,8 +57,8 @@ def softplus_inverse(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     It is exact to a float32 rounding for x in [-15, 15].
     """
     value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-    # log(e^v - 1) = v + log(1 - e^-v), since e^v would overflow; the first form of the logarithm
-    # keeps its digits for small v, the second for large v
+    # log(e^v - 1) = v + log(1 - e^-v), since e^v would overflow; the first form of the
+    # logarithm keeps its digits for small v, the second for large v
     small = jnp.log(-jnp.expm1(-jnp.minimum(value, 1.0)))
     large = jnp.log1p(-jnp.exp(-jnp.maximum(value, 0.5)))
     return value + jnp.where(value < 0.7, small, large)

@@ -1,4 +1,5 @@
-"""Mean-field Gaussians over a pytree of parameters: posteriors, samples, and VFCL's mixture prior.
+"""Mean-field Gaussians over a pytree of parameters: posteriors, samples, and VFCL's
+mixture prior.
 
 Each parameter has a mean and a standard deviation softplus(rho), so that any network,
 adapter or classifier becomes Bayesian without a change to its code: draw parameters, and
@@ -93,8 +94,10 @@ def flat(posterior: Posterior) -> Posterior:
 
 
 def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
-    """Draw parameters mean + sigma * eps, eps ~ N(0, 1); gradients reach both mean and rho."""
-    # one draw for all leaves: one each takes minutes to compile for a network of a hundred
+    """Draw parameters mean + sigma * eps, eps ~ N(0, 1); gradients reach both mean and
+    rho."""
+    # one draw for all leaves: one each takes minutes to compile for a network of a
+    # hundred
     mean, unflatten = ravel_pytree(posterior.mean)
     rho, _ = ravel_pytree(posterior.rho)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
@@ -127,7 +130,11 @@ def in_blocks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _elementwise(function: Callable[..., Array], shared: PyTree, *vectors: Array) -> Array:
+def _elementwise(
+    function: Callable[..., Array],
+    shared: PyTree,
+    *vectors: Array,
+) -> Array:
     return _blocks(lambda blocks: function(shared, *blocks), vectors)
 
 
@@ -151,7 +158,8 @@ _elementwise.defvjp(_value_and_derivatives, _multiply)
 
 
 def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
-    """Apply a function to blocks of vectors [N], and return its results as vectors [N]."""
+    """Apply a function to blocks of vectors [N], and return its results as vectors
+    [N]."""
     count = vectors[0].size
     size = min(_BLOCK, count)
     blocks = -(-count // size)
@@ -195,6 +203,7 @@ def _log_normal(x: Array, mean: Array, sigma: Array) -> Array:
 def _log_mixed(weight: Array, x: Array, *components: Array) -> Array:
     mean_1, sigma_1, mean_2, sigma_2 = components
     log_normals = jnp.stack([_log_normal(x, mean_1, sigma_1), _log_normal(x, mean_2, sigma_2)])
-    # weights as factors of logsumexp, which leaves out those of 0: log(0) has a gradient of NaN
+    # weights as factors of logsumexp, which leaves out those of 0: log(0) has a
+    # gradient of NaN
     weights = jnp.stack([weight, 1 - weight]).reshape(2, *[1] * x.ndim)
     return jax.scipy.special.logsumexp(log_normals, axis=0, b=weights)

@@ -130,7 +130,11 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
         prior = ClientPrior(trainable.adapter, trainable.classifier, no_classes, no_task)
         return no_task_end(prior)
 
-    def on_start(context: ClientContext, state: TaskEnd, _key: PRNGKeyArray) -> ClientPrior:
+    def on_start(
+        context: ClientContext,
+        state: TaskEnd,
+        _key: PRNGKeyArray,
+    ) -> ClientPrior:
         return of_task_before(state, context.task)
 
     def loss(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
@@ -143,7 +147,12 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
         scale = kl_scale(options.kl_scale, step)
         return options.prior_weight * scale * (adapter_ratio + classifier_ratio(step, prior))
 
-    def on_end(context: ClientContext, prior: ClientPrior, trainable: Params, _state: TaskEnd) -> TaskEnd:
+    def on_end(
+        context: ClientContext,
+        prior: ClientPrior,
+        trainable: Params,
+        _state: TaskEnd,
+    ) -> TaskEnd:
         index = jnp.asarray(context.task.index, jnp.int32)
         seen = context.task.seen
         newest = ClientPrior(trainable.adapter, trainable.classifier, seen, index)
@@ -152,8 +161,13 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
     return ClientRule("priors", loss, init, on_start, on_end=on_end)
 
 
-def of_this_task(adapter: Adapter, global_posterior: Posterior, previous: Posterior) -> Posterior:
-    """Return a client's posterior of the previous task for parameters that last over tasks.
+def of_this_task(
+    adapter: Adapter,
+    global_posterior: Posterior,
+    previous: Posterior,
+) -> Posterior:
+    """Return a client's posterior of the previous task for parameters that last over
+    tasks.
 
     Those of which each task has its own get the global posterior.
     """
@@ -246,7 +260,8 @@ MOST_SHARPER = 10.0  # factor by which a round may reduce a standard deviation, 
 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
-    """Check that no standard deviation is infinite, 0 or less than a tenth of the received one.
+    """Check that no standard deviation is infinite, 0 or less than a tenth of the
+    received one.
 
     Precisions are weights, which clients choose. An infinite standard deviation would
     become a precision of 0, which looks sound.
@@ -263,7 +278,11 @@ def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""
     return jnp.all(jnp.stack(jax.tree.leaves(checks)))
 
 
-def bounded_certainty(client: Posterior, received: Posterior, nats: Float[Array, ""]) -> PyTree:
+def bounded_certainty(
+    client: Posterior,
+    received: Posterior,
+    nats: Float[Array, ""],
+) -> PyTree:
     """Return standard deviations that are no more certain than the client's labels allow.
 
     n labels of C classes have at most n log C nats of information, and so has what they
@@ -316,7 +335,8 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         nats = weight * math.log(classes)  # the weight is the number of examples
         sigma = bounded_certainty(trainable.adapter, reference.adapter, nats)
         precision, precision_mean = precision_terms(trainable.adapter.mean, sigma)
-        # the two terms travel in the places of mean and rho, so that the upload keeps its shape
+        # the two terms travel in the places of mean and rho, so that the upload keeps
+        # its shape
         terms = Posterior(precision_mean, precision)
         return trainable._replace(adapter=terms), jnp.where(weight > 0, 1.0, 0.0)
 

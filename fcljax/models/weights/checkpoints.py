@@ -1,11 +1,12 @@
-"""Read files of weights as named arrays: safetensors, npz, torch's files, flax's msgpack, the hub.
+"""Read files of weights as named arrays: safetensors, npz, torch's files, flax's
+msgpack, the hub.
 
 The content of a file shows its kind; the suffix decides only if the content does not.
 
-No code in a file is ever executed. safetensors, npz and msgpack hold none. A torch file is a pickle: its
-opcodes are checked first, without running them, and then a reader that knows only tensors and plain
-containers reads it (`torch_zip.py`). Files before torch 1.6 are no zips and need torch's weights-only
-loader (`fcljax[torch]`).
+No code in a file is ever executed. safetensors, npz and msgpack hold none. A torch file
+is a pickle: its opcodes are checked first, without running them, and then a reader that
+knows only tensors and plain containers reads it (`torch_zip.py`). Files before torch
+1.6 are no zips and need torch's weights-only loader (`fcljax[torch]`).
 """
 
 import argparse
@@ -38,7 +39,8 @@ from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tens
 
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
 SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
-# Files of weights in a folder or a repository of the hub; the first one that exists is read.
+# Files of weights in a folder or a repository of the hub; the first one that exists is
+# read.
 USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
 INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)  # of a network in several files
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
@@ -63,7 +65,8 @@ _TYPES = {
     "BOOL": np.bool_,
 }
 
-# Names in the pickles of state dicts, optimisers and numpy scalars; none has an effect outside.
+# Names in the pickles of state dicts, optimisers and numpy scalars; none has an effect
+# outside.
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
@@ -106,10 +109,11 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
-    """Read a file of weights, from a path or from the hub as `hf:OWNER/NAME[@REVISION][:FILE]`.
+    """Read a file of weights, from a path or from the hub as
+    `hf:OWNER/NAME[@REVISION][:FILE]`.
 
-    A path may also be a folder as transformers writes it, the index of a network in several files, or one of
-    these files.
+    A path may also be a folder as transformers writes it, the index of a network in
+    several files, or one of these files.
 
     Raises:
       InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
@@ -123,7 +127,8 @@ def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return all tensors of a file, by dotted name, and a safetensors file's metadata ({} of others).
+    """Return all tensors of a file, by dotted name, and a safetensors file's metadata
+    ({} of others).
 
     Raises:
       InputError: as `read_checkpoint`.
@@ -143,7 +148,8 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """List the dotted names that a pickle would import, from its opcodes, which are not run.
+    """List the dotted names that a pickle would import, from its opcodes, which are not
+    run.
 
     "?" stands for a name that opcodes alone do not show.
 
@@ -151,7 +157,8 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    # what opcodes have pushed so far, None for anything but text: STACK_GLOBAL takes the last two
+    # what opcodes have pushed so far, None for anything but text: STACK_GLOBAL takes
+    # the last two
     stack: list[str | None] = []
     memo: dict[int, str | None] = {}
     # pyrefly: ignore[bad-argument-type]  # a stream of bytes will do
@@ -179,7 +186,8 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a file: .safetensors, .npz, .msgpack or .pth by its content, else its suffix.
+    """Return the kind of a file: .safetensors, .npz, .msgpack or .pth by its content,
+    else its suffix.
 
     Raises:
       InputError: if neither content nor suffix shows it.
@@ -223,7 +231,8 @@ def _read_kind(path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, 
 
 
 def _read(path: Path, source: str) -> Checkpoint:
-    """Read a file, a folder, or a network in several files, with the JSON files beside it."""
+    """Read a file, a folder, or a network in several files, with the JSON files beside
+    it."""
     if path.is_dir():
         path = _weight_file(path)
     index = _index_of(path)
@@ -255,7 +264,8 @@ def _weight_file(folder: Path) -> Path:
 
 
 def _index_of(path: Path) -> Path | None:
-    """Return the index of the network of which this file is a shard, or this file if it is an index."""
+    """Return the index of the network of which this file is a shard, or this file if it
+    is an index."""
     if path.name.endswith(".index.json"):
         return path
     shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}(\.\w+)", path.name)
@@ -266,7 +276,8 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _read_shards(index: Path) -> tuple[dict[str, np.ndarray], dict[str, str], str]:
-    """Return the tensors of several files, the last one's metadata, and the sha256 of all digests in order.
+    """Return the tensors of several files, the last one's metadata, and the sha256 of
+    all digests in order.
 
     Raises:
       InputError: if it is no index, or if a file or a tensor is missing.
@@ -379,7 +390,8 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         check_members(archive, ZIP_LIMIT)
-        # a bomb that unpacks to a thousand times its size would take a thousand times as long to check
+        # a bomb that unpacks to a thousand times its size would take a thousand times
+        # as long to check
         check_unpacked(archive, path.stat().st_size)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         if not any(PurePosixPath(name).name == "data.pkl" for name in pickles):
@@ -394,7 +406,8 @@ def _zip_imports(path: Path) -> list[str]:
 def _legacy_imports(path: Path) -> list[str]:
     """List the imports of a file before torch 1.6.
 
-    It is a row of pickles (magic number, version, system, content, names of storages), then bytes.
+    It is a row of pickles (magic number, version, system, content, names of storages),
+    then bytes.
     """
     with path.open("rb") as stream:
         numbers = [
@@ -410,7 +423,8 @@ def _legacy_imports(path: Path) -> list[str]:
 
 
 def _safe_globals() -> list[object]:
-    """Return what the loader may build besides tensors: settings and learning rates of DINO, iBOT and MAE."""
+    """Return what the loader may build besides tensors: settings and learning rates of
+    DINO, iBOT and MAE."""
     import _codecs
 
     scalar = np._core.multiarray.scalar
@@ -469,7 +483,8 @@ def _read_hub(spec: str) -> Checkpoint:
 
 
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:
-    """Download a file of the hub into the library's cache and verify it; None if there is no such file."""
+    """Download a file of the hub into the library's cache and verify it; None if there is
+    no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
             f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', "

@@ -1,4 +1,5 @@
-"""Convert any file of weights to fcljax's format, with its facts and provenance (`fcljax convert`)."""
+"""Convert any file of weights to fcljax's format, with its facts and provenance (`fcljax
+convert`)."""
 
 import dataclasses
 import json
@@ -48,8 +49,13 @@ class ConvertOptions:
     """Number format in which the weights are stored."""
 
 
-def convert(source: str, target: str | None, options: ConvertOptions) -> list[tuple[str, str]]:
-    """Write any checkpoint in fcljax's format, with its architecture, pixel constants and provenance.
+def convert(
+    source: str,
+    target: str | None,
+    options: ConvertOptions,
+) -> list[tuple[str, str]]:
+    """Write any checkpoint in fcljax's format, with its architecture, pixel constants
+    and provenance.
 
     Args:
       source: as `load_backbone`'s checkpoint.

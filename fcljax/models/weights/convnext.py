@@ -137,7 +137,11 @@ def _timm_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...
     return shape[::-1]
 
 
-def _to_our_layout(path: tuple[str, ...], x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _to_our_layout(
+    path: tuple[str, ...],
+    x: np.ndarray,
+    shape: tuple[int, ...],
+) -> np.ndarray:
     if path[-1] != "kernel":
         return x
     if len(shape) == 3:  # depthwise

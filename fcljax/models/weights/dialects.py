@@ -1,8 +1,9 @@
 """Rename the tensors of ViTs to timm's names, and those of big_vision to Google's.
 
-Dialects are the names of DINOv2, DINOv3, CLIP's visual tower, MoCo v3, torchvision's ViT, and flax. `naming`
-reads the result: scales of layers are `ls1` and `ls2`, registers `reg_token`, the norm before the blocks
-`norm_pre`. Sources: facebookresearch's dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same
+Dialects are the names of DINOv2, DINOv3, CLIP's visual tower, MoCo v3, torchvision's
+ViT, and flax. `naming` reads the result: scales of layers are `ls1` and `ls2`,
+registers `reg_token`, the norm before the blocks `norm_pre`. Sources:
+facebookresearch's dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same
 names), timm's Eva, transformers, torchvision and google-research's big_vision.
 """
 
@@ -19,7 +20,8 @@ Names = tuple[tuple[str, str], ...]
 
 
 class Dialect(NamedTuple):
-    """Names of a family's tensors, with facts on its networks that files do not contain."""
+    """Names of a family's tensors, with facts on its networks that files do not
+    contain."""
 
     names: Names = ()
     """(pattern, timm's name); the first that matches counts."""
@@ -210,7 +212,8 @@ def _refuse(tensors: Tensors, family: str) -> None:
 def _rename_big_vision(tensors: Tensors, dialect: Dialect) -> Tensors:
     """Bring big_vision's tensors to the names of Google's first files.
 
-    Blocks that are stacked (scan) become one by one, and the class token gets a position of zeros.
+    Blocks that are stacked (scan) become one by one, and the class token gets a
+    position of zeros.
     """
     stacked = "Transformer/encoderblock/"
     renamed: Tensors = {}
@@ -229,7 +232,8 @@ def _rename_big_vision(tensors: Tensors, dialect: Dialect) -> Tensors:
 
 
 def _complete_dinov3(tensors: Tensors) -> Tensors:
-    """Add zeros for what DINOv3 lacks: learned positions, and biases of keys or of q, k and v.
+    """Add zeros for what DINOv3 lacks: learned positions, and biases of keys or of q, k
+    and v.
 
     Raises:
       InputError: for a network with learned positions, which DINOv3 does not have.
@@ -289,8 +293,9 @@ def _fuse_qkv(tensors: Tensors) -> Tensors:
 def _add_missing(tensors: Tensors) -> Tensors:
     """Add zeros for tensors that some networks under timm's names lack.
 
-    They are the class token's position (DeiT III, FlexiViT, networks with registers), and the bias of a patch
-    embedding before a norm (CLIP). Positions of registers are added to the registers.
+    They are the class token's position (DeiT III, FlexiViT, networks with registers),
+    and the bias of a patch embedding before a norm (CLIP). Positions of registers are
+    added to the registers.
     """
     added: Tensors = {}
     position = tensors.get("pos_embed")
@@ -303,7 +308,8 @@ def _add_missing(tensors: Tensors) -> Tensors:
 
 
 def _split_positions(position: np.ndarray, registers: np.ndarray | None) -> Tensors:
-    """Return positions of class token and patches alone, and registers that include their positions."""
+    """Return positions of class token and patches alone, and registers that include their
+    positions."""
     tokens = position.shape[1]
     # 1 + n^2 positions include that of the class token
     if is_square(tokens - 1):

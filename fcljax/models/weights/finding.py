@@ -1,9 +1,11 @@
-"""Find the one network of a file: its family, the prefix of its names, and what the file holds besides.
+"""Find the one network of a file: its family, the prefix of its names, and what the
+file holds besides.
 
-`run`, `doctor`, `convert`, `embed` and the readers of decoders all call `find`, whatever the family.
-A family is recognised by the name of one tensor, its anchor, if the other names that it needs are there
-too. What stands before the anchor is the network's prefix. A file of one network may have any prefix. Of
-several networks, `part` or a known rule chooses; otherwise the file is refused.
+`run`, `doctor`, `convert`, `embed` and the readers of decoders all call `find`,
+whatever the family. A family is recognised by the name of one tensor, its anchor, if
+the other names that it needs are there too. What stands before the anchor is the
+network's prefix. A file of one network may have any prefix. Of several networks, `part`
+or a known rule chooses; otherwise the file is refused.
 """
 
 import re
@@ -18,7 +20,8 @@ Reader = Literal["vit", "convnet", "convnext"]
 
 
 class Family(NamedTuple):
-    """Networks that are recognised by the names of their tensors; patterns are of names without prefix."""
+    """Networks that are recognised by the names of their tensors; patterns are of names
+    without prefix."""
 
     name: str
     """As `dialects.DIALECTS` and messages name it."""
@@ -78,7 +81,8 @@ _NOT_READ = {
 }
 
 ROLES = ("teacher", "student")
-# Of two networks that differ in one part of their prefix, the one that its authors use -> the other one.
+# Of two networks that differ in one part of their prefix, the one that its authors use
+# -> the other one.
 _PAIRS = {"encoder_q": "encoder_k", "base_encoder": "momentum_encoder"}
 _AVERAGED = re.compile(r"(?:(.*)_)?ema(?:_.*)?")
 _OPTIMISER = re.compile(r"opt_states?|optimizer_states?|mu|nu|exp_avg(_sq)?|param_states")
@@ -117,7 +121,8 @@ class NetworkInFile(NamedTuple):
     tensors: Tensors
     """By names without prefix, with a head or a decoder that lies one level above."""
     left_out: tuple[str, ...]
-    """Names of the file's other tensors, without the part that they share with the prefix."""
+    """Names of the file's other tensors, without the part that they share with the
+    prefix."""
 
 
 def find(tensors: Tensors, part: str) -> NetworkInFile:
@@ -167,7 +172,8 @@ def _families(tensors: Tensors) -> dict[str, Family]:
 
 
 def _fits(family: Family, prefix: str, tensors: Tensors) -> bool:
-    """Check that the names behind a prefix are those that the family needs, and none that it lacks."""
+    """Check that the names behind a prefix are those that the family needs, and none that
+    it lacks."""
     if not family.needs and not family.lacks:
         return True
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
@@ -222,7 +228,8 @@ def _choose_prefix(prefixes: list[str], part: str) -> str:
 
 
 def _of_part(prefixes: list[str], part: str) -> list[str]:
-    """Return the prefixes of that part, or all if the file has no parts and `part` is the default."""
+    """Return the prefixes of that part, or all if the file has no parts and `part` is the
+    default."""
     chosen = [prefix for prefix in prefixes if part in components(prefix)]
     if chosen:
         return chosen
@@ -256,7 +263,10 @@ def _is_second(prefixes: Iterable[str]) -> Callable[[str], bool]:
 # ---- other content -----------------------------------------------------------------------------------------
 
 
-def split_content(tensors: Tensors, keep: Callable[[str], bool]) -> tuple[Tensors, tuple[str, ...]]:
+def split_content(
+    tensors: Tensors,
+    keep: Callable[[str], bool],
+) -> tuple[Tensors, tuple[str, ...]]:
     """Return the network's tensors, and the names of known other content such as heads.
 
     Args:
@@ -282,7 +292,8 @@ def role_notes(prefix: str) -> list[str]:
 
 
 def left_out_notes(names: Iterable[str]) -> list[str]:
-    """Return a note on tensors that are left out, with counts by label, or none for no tensors."""
+    """Return a note on tensors that are left out, with counts by label, or none for no
+    tensors."""
     counts = Counter(
         _label(name) or re.split(r"[./]", name)[0]
         for name in names

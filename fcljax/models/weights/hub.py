@@ -1,8 +1,9 @@
-"""Find and download weights by timm's names (ARCHITECTURE.TAG) and the Hugging Face hub's (OWNER/NAME).
+"""Find and download weights by timm's names (ARCHITECTURE.TAG) and the Hugging Face
+hub's (OWNER/NAME).
 
-A run finds a named network in the caches, that of the hub's libraries or fcljax's, and never downloads it.
-`fcljax weights get NAME` downloads it, resumes an interrupted download, and compares it with the hub's
-sha256.
+A run finds a named network in the caches, that of the hub's libraries or fcljax's, and
+never downloads it. `fcljax weights get NAME` downloads it, resumes an interrupted
+download, and compares it with the hub's sha256.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ TIMEOUT = 60.0  # seconds without an answer
 
 
 def is_hub_name(name: str) -> bool:
-    """Check whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub, OWNER/NAME."""
+    """Check whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub,
+    OWNER/NAME."""
     if name.startswith((".", "/")) or name.endswith(SUFFIXES):  # a file
         return False
     return bool(re.fullmatch(r"[\w-]+\.[\w.-]+|[\w.-]+/[\w.-]+", name))
@@ -66,7 +68,8 @@ def _cache_folder(name: str, data_dir: str | Path | None) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Return the newest snapshot in the cache of huggingface_hub, which timm and transformers use."""
+    """Return the newest snapshot in the cache of huggingface_hub, which timm and
+    transformers use."""
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     root = cache / f"models--{repository(name).replace('/', '--')}"
@@ -86,7 +89,11 @@ class Fetched(NamedTuple):
     bytes: int
 
 
-def get_weights(name: str, data_dir: str | Path | None = None, console: Console | None = None) -> Fetched:
+def get_weights(
+    name: str,
+    data_dir: str | Path | None = None,
+    console: Console | None = None,
+) -> Fetched:
     """Download a network's weights and JSON files, unless a cache has the weights.
 
     Raises:
@@ -119,12 +126,14 @@ def get_weights(name: str, data_dir: str | Path | None = None, console: Console 
 
 
 def _archive(url: str, name: str) -> Archive | None:
-    """Ask the hub for the size and the checksum of a file; None if it has no such file."""
+    """Ask the hub for the size and the checksum of a file; None if it has no such
+    file."""
     with _open(urllib.request.Request(url, method="HEAD"), name) as answer:
         if answer is None:
             return None
         headers = answer.headers
-        # of large files the linked ETag is the sha256; the ETag is that of the redirection
+        # of large files the linked ETag is the sha256; the ETag is that of the
+        # redirection
         tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
         size = whole_number(headers.get("X-Linked-Size") or headers.get("Content-Length") or "")
         if not re.fullmatch("[0-9a-f]{64}", tag) or size is None:
@@ -145,14 +154,19 @@ def _download_json(url: str, name: str) -> bytes | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: the hub's answer has the checksum, that of its store does not."""
+    """Follows no redirection: the hub's answer has the checksum, that of its store does
+    not."""
 
     def redirect_request(self, *_: object) -> None:  # pyrefly: ignore[bad-override]
         return None
 
 
 @contextlib.contextmanager
-def _open(request: urllib.request.Request, name: str, redirect: bool = False) -> Iterator[Any]:
+def _open(
+    request: urllib.request.Request,
+    name: str,
+    redirect: bool = False,
+) -> Iterator[Any]:
     """Open the hub's answer; None if it has no such file."""
     handlers = [] if redirect else [_NoRedirect]
     opener = urllib.request.build_opener(*handlers)

@@ -1,9 +1,10 @@
 """Bring the tensors of a file's Vision Transformer to fcljax's names and layouts.
 
-A network is a stack: an embedding, a learned token, positions, blocks, a norm and an output. That holds for
-the encoder (patches, class token, head) and for the decoder of a masked autoencoder (latents, mask token,
-pixels), so one table of names describes either. Kernels are [in, out] here, [out, in] in torch, and split by
-heads in Google's files.
+A network is a stack: an embedding, a learned token, positions, blocks, a norm and an
+output. That holds for the encoder (patches, class token, head) and for the decoder of a
+masked autoencoder (latents, mask token, pixels), so one table of names describes
+either. Kernels are [in, out] here, [out, in] in torch, and split by heads in Google's
+files.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ from fcljax.types import PyTree
 class Naming(NamedTuple):
     """The names that one library gives to a stack.
 
-    Names of modules lack the leaf (kernel or scale, and bias); `token` and `pos` are whole names.
+    Names of modules lack the leaf (kernel or scale, and bias); `token` and `pos` are
+    whole names.
     """
 
     mapping: str
@@ -43,7 +45,8 @@ class Naming(NamedTuple):
 
 
 class TensorFacts(NamedTuple):
-    """Facts on a network from elsewhere than its tensors: the caller, metadata, a config.json."""
+    """Facts on a network from elsewhere than its tensors: the caller, metadata, a
+    config.json."""
 
     heads: int | None = None
     decoder_heads: int | None = None
@@ -73,7 +76,8 @@ class NamedViT(NamedTuple):
 
 
 class Interpreted(NamedTuple):
-    """A network under our names and in our layouts: float32 numpy arrays, some of them views."""
+    """A network under our names and in our layouts: float32 numpy arrays, some of them
+    views."""
 
     config: ViTConfig  # at the file's image size
     params: PyTree
@@ -82,7 +86,8 @@ class Interpreted(NamedTuple):
     mapping: str
     fused: bool  # q, k and v are one tensor in the file
     part: str | None  # "teacher" or "student"
-    # the file looks like those of DINO, iBOT, MAE and DeiT, which normalise by ImageNet's constants
+    # the file looks like those of DINO, iBOT, MAE and DeiT, which normalise by
+    # ImageNet's constants
     torch_training: bool
     notes: tuple[str, ...]
     pixels: str | None = None  # pixel range of its family, of NORMALISE, if known
@@ -92,7 +97,14 @@ DINOV3_BASE = 100.0
 OPTIONAL_MODULES = ("ls1", "ls2", "attn.q_norm", "attn.k_norm")  # of some networks' blocks
 
 
-def _modules(norm1: str, qkv: str, proj: str, norm2: str, fc1: str, fc2: str) -> dict[str, tuple[str, ...]]:
+def _modules(
+    norm1: str,
+    qkv: str,
+    proj: str,
+    norm2: str,
+    fc1: str,
+    fc2: str,
+) -> dict[str, tuple[str, ...]]:
     in_file = {"norm1": norm1, "attn.qkv": qkv, "attn.proj": proj, "norm2": norm2, "fc1": fc1, "fc2": fc2}
     optional = {name: (name,) for name in OPTIONAL_MODULES}  # `dialects` has renamed them
     return {name: tuple(modules.split()) for name, modules in in_file.items()} | optional
@@ -160,7 +172,8 @@ _TRAINING_CONTENT = ("mask_token", "masked_embed", "centers of the loss")  # tha
 
 
 class _Recipe(NamedTuple):
-    """How one of our tensors is made of the file's, which are concatenated on the last axis."""
+    """How one of our tensors is made of the file's, which are concatenated on the last
+    axis."""
 
     names: tuple[str, ...]
     file_shape: tuple[int, ...]  # of each
@@ -169,7 +182,8 @@ class _Recipe(NamedTuple):
 
 
 def name_tensors(network: finding.NetworkInFile) -> NamedViT:
-    """Choose the naming that a file's ViT follows, and drop the tensors that are no part of it.
+    """Choose the naming that a file's ViT follows, and drop the tensors that are no
+    part of it.
 
     Raises:
       InputError: if the network is of a kind that is not supported.
@@ -282,8 +296,12 @@ def is_decoder(tensors: Tensors) -> bool:
     return bool(tensors) and all(name.startswith("decoder.") for name in tensors)
 
 
-def interpret_decoder(tensors: Tensors, facts: TensorFacts) -> tuple[DecoderConfig, PyTree, list[str]]:
-    """Return the static shape, the parameters and the assumptions of a decoder without its encoder.
+def interpret_decoder(
+    tensors: Tensors,
+    facts: TensorFacts,
+) -> tuple[DecoderConfig, PyTree, list[str]]:
+    """Return the static shape, the parameters and the assumptions of a decoder without
+    its encoder.
 
     Args:
       tensors: for which `is_decoder` holds.
@@ -333,8 +351,8 @@ def _without_wrapper(tensors: Tensors) -> Tensors:
 def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
     """Return a check of names that could also be other content.
 
-    A head of the class token with a weight and a bias is the network's, and so is the mask token of a
-    decoder.
+    A head of the class token with a weight and a bias is the network's, and so is the
+    mask token of a decoder.
     """
     head = {_leaf(naming, naming.out, leaf) for leaf in ("kernel", "bias")}
     # a head behind pre_logits does not read the class token
@@ -348,7 +366,8 @@ def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
 
 
 def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
-    """Add zeros for the biases of queries, keys and values if no block has any (qkv_bias=False)."""
+    """Add zeros for the biases of queries, keys and values if no block has any
+    (qkv_bias=False)."""
     block = re.sub("%(02)?d", r"\\d{1,9}", re.escape(naming.block))
     modules = "|".join(map(re.escape, naming.modules["attn.qkv"]))
     kernel = re.compile(f"({block}(?:{modules})){re.escape(_leaf(naming, '', 'kernel'))}")
@@ -377,7 +396,8 @@ def _has_decoder(tensors: Tensors) -> bool:
 
 
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
-    """Refuse networks whose tensors would load, or nearly, and that compute something else."""
+    """Refuse networks whose tensors would load, or nearly, and that compute something
+    else."""
     distilled = r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier"
     if any(re.match(distilled, key) for key in tensors):
         raise InputError(
@@ -398,8 +418,13 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
 # ---- architecture ------------------------------------------------------------------------------------------
 
 
-def _architecture(network: NamedViT, name: str | None, facts: TensorFacts) -> tuple[ViTConfig, list[str]]:
-    """Return the static shape of the tensors, or that of `name`, and the assumptions that it needs."""
+def _architecture(
+    network: NamedViT,
+    name: str | None,
+    facts: TensorFacts,
+) -> tuple[ViTConfig, list[str]]:
+    """Return the static shape of the tensors, or that of `name`, and the assumptions that
+    it needs."""
     naming = network.naming
     tensors = network.tensors
     width, depth, mlp, patch = sizes(network)
@@ -442,7 +467,8 @@ def _architecture(network: NamedViT, name: str | None, facts: TensorFacts) -> tu
 
 
 def _heads(network: NamedViT, facts: TensorFacts) -> int | None:
-    """Return the number of heads, if the facts or Google's matrices, split by heads, show it."""
+    """Return the number of heads, if the facts or Google's matrices, split by heads, show
+    it."""
     naming = network.naming
     if naming.layout != "google":
         return facts.heads
@@ -454,7 +480,8 @@ def _heads(network: NamedViT, facts: TensorFacts) -> int | None:
 
 
 def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]]:
-    """Assume the usual number of heads, which leave no trace in fused or split matrices."""
+    """Assume the usual number of heads, which leave no trace in fused or split
+    matrices."""
     if network.naming.layout == "ours":
         for vit in VITS.values():
             if dataclasses.replace(vit, heads=1) == config:
@@ -528,7 +555,8 @@ def _grid(naming: Naming, tensors: Tensors) -> int:
 
 
 def _depth(naming: Naming, tensors: Tensors) -> int:
-    """Return one more than the highest index of a block, at most the number of tensors."""
+    """Return one more than the highest index of a block, at most the number of
+    tensors."""
     pattern = re.compile(re.sub("%(02)?d", r"(\\d{1,9})", re.escape(naming.block)))
     indices = [int(match[1]) for key in tensors if (match := pattern.match(key))]
     return min(max(indices, default=0) + 1, len(tensors))
@@ -547,7 +575,8 @@ def _outputs(naming: Naming, tensors: Tensors) -> int | None:
 
 
 def _length(tensors: Tensors, name: str, axis: int, default):
-    """Return the length of an axis, or the default if it is missing: the check of all shapes reports that."""
+    """Return the length of an axis, or the default if it is missing: the check of all
+    shapes reports that."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else default
 
@@ -555,7 +584,8 @@ def _length(tensors: Tensors, name: str, axis: int, default):
 def _decoder(
     network: NamedViT, config: ViTConfig, facts: TensorFacts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
-    """Return a masked autoencoder's decoder: static shape, assumptions, and recipes of its tensors."""
+    """Return a masked autoencoder's decoder: static shape, assumptions, and recipes of
+    its tensors."""
     tensors = network.tensors
     assumptions = []
     naming = _best_naming(DECODERS, network.naming.mapping, tensors)
@@ -585,7 +615,8 @@ def _describe(config: ViTConfig) -> str:
 
 
 def _leaf(naming: Naming, module: str, leaf: str) -> str:
-    """Return the file's name of our leaf (kernel, scale or bias) of one of its modules."""
+    """Return the file's name of our leaf (kernel, scale or bias) of one of its
+    modules."""
     if naming.layout == "torch" and leaf != "bias":
         leaf = "weight"
     return f"{module}/{leaf}" if naming.layout == "google" else f"{module}.{leaf}"

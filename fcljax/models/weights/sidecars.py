@@ -1,9 +1,9 @@
 """Read facts on a network from a file's metadata and the JSON files beside it.
 
-The facts are heads, activation, epsilon, rotary base and pixel constants. `config.json` and
-`preprocessor_config.json` of transformers, `config.json` of timm and `open_clip_config.json` are read beside
-a file of any name. A JSON file with another size than the network's belongs to another file: it is not used,
-and a note says so.
+The facts are heads, activation, epsilon, rotary base and pixel constants. `config.json`
+and `preprocessor_config.json` of transformers, `config.json` of timm and
+`open_clip_config.json` are read beside a file of any name. A JSON file with another
+size than the network's belongs to another file: it is not used, and a note says so.
 """
 
 import json
@@ -97,7 +97,8 @@ def _checked_facts(
     pixels: tuple[Colour, Colour] | None,
     notes: list[str],
 ) -> NetworkFacts:
-    """Check the values of a config; `keys` are its names of heads, rotary base and epsilon."""
+    """Check the values of a config; `keys` are its names of heads, rotary base and
+    epsilon."""
     heads, rotary_base, epsilon = map(config.get, keys)
     if rotary_base is not None and not (isinstance(rotary_base, int | float) and 1 < rotary_base <= 1e6):
         raise InputError(
@@ -232,7 +233,10 @@ def _decoded(file: Checkpoint, key: str) -> Any:
 
 
 def _sidecar_pixels(
-    file: Checkpoint, preprocessor: dict[str, Any], config: dict[str, Any], open_clip: dict[str, Any]
+    file: Checkpoint,
+    preprocessor: dict[str, Any],
+    config: dict[str, Any],
+    open_clip: dict[str, Any],
 ) -> tuple[Colour, Colour] | None:
     """Return mean and standard deviation of pixels, if a file beside it has both."""
     sources = (

@@ -66,5 +66,6 @@ def float32(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def reverse(x: np.ndarray) -> np.ndarray:
-    """Turn torch's layout [out, in] or [out, in, row, column] into [in, out] or [row, column, in, out]."""
+    """Turn torch's layout [out, in] or [out, in, row, column] into [in, out] or [row,
+    column, in, out]."""
     return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T

@@ -1,7 +1,8 @@
-"""Read torch's files since version 1.6 without torch: a zip with a pickle and the bytes of every storage.
+"""Read torch's files since version 1.6 without torch: a zip with a pickle and the bytes
+of every storage.
 
-The unpickler knows only tensors and plain containers: one table has each name that it may look up, and the
-objects that it builds have data and no behaviour.
+The unpickler knows only tensors and plain containers: one table has each name that it
+may look up, and the objects that it builds have data and no behaviour.
 """
 
 import collections
@@ -72,7 +73,8 @@ class Tensor(NamedTuple):
 
 
 class Inert:
-    """Stands for anything else in the pickle, such as settings of a training, and is never used."""
+    """Stands for anything else in the pickle, such as settings of a training, and is
+    never used."""
 
     def __new__(cls, *_args: object, **_kwargs: object) -> "Inert":
         return super().__new__(cls)
@@ -90,17 +92,30 @@ class _Type(NamedTuple):
     dtype: np.dtype
 
 
-# the stand-ins of torch's functions; their other arguments are gradients, hooks and states
+# the stand-ins of torch's functions; their other arguments are gradients, hooks and
+# states
 
 
-def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_hooks: object) -> Tensor:
+def _tensor(
+    storage: object,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    *_hooks: object,
+) -> Tensor:
     sizes = (offset, *shape, *stride)
     if not isinstance(storage, Storage) or not all(type(x) is int and x >= 0 for x in sizes):
         raise pickle.UnpicklingError("a tensor is not described as torch does")
     return Tensor(storage, offset, tuple(shape), tuple(stride))
 
 
-def _tensor_v3(storage: object, offset: Any, shape: Any, stride: Any, *others: object) -> Tensor:
+def _tensor_v3(
+    storage: object,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    *others: object,
+) -> Tensor:
     """Make a tensor of an untyped storage; the other arguments include the type."""
     tensor_type = next((x for x in others if isinstance(x, _Type)), None)
     if tensor_type is None or not isinstance(storage, Storage):
@@ -222,7 +237,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
-    """Copy a tensor out of its storage; bfloat16 becomes float32, which has the same values."""
+    """Copy a tensor out of its storage; bfloat16 becomes float32, which has the same
+    values."""
     data = np.frombuffer(storage, tensor.storage.dtype)
     last_index = tensor.offset
     last_index += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
@@ -237,8 +253,14 @@ def _array(storage: bytes, tensor: Tensor) -> np.ndarray:
     return view.copy()
 
 
-def tensors_in(prefix: str, content: object, tensor: type, separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """Yield the values of type `tensor` in nested dicts, with joined names, except an optimiser's.
+def tensors_in(
+    prefix: str,
+    content: object,
+    tensor: type,
+    separator: str = ".",
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values of type `tensor` in nested dicts, with joined names, except an
+    optimiser's.
 
     Raises:
       ValueError: for dicts too deep or with too many entries.

@@ -1,4 +1,5 @@
-"""Read ResNets and DenseNets from tensors under torchvision's names, which are also timm's."""
+"""Read ResNets and DenseNets from tensors under torchvision's names, which are also
+timm's."""
 
 import re
 from typing import Any
@@ -78,7 +79,10 @@ def interpret(tensors: Tensors, name: str | None) -> InterpretedConvNet:
     return InterpretedConvNet(config, params, head, left_out)
 
 
-def _torchvision_name(config: ResNetConfig | DenseNetConfig, path: tuple[str, ...]) -> str:
+def _torchvision_name(
+    config: ResNetConfig | DenseNetConfig,
+    path: tuple[str, ...],
+) -> str:
     """Return the name of a variable from its path: collection, modules, leaf."""
     _collection, *modules, leaf = path
     module = ".".join(modules)
@@ -128,7 +132,8 @@ def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
 
 
 def _count_blocks(tensors: Tensors, pattern: str) -> tuple[int, ...]:
-    """Count the blocks of each stage; the pattern has the numbers of stage, from 1, and block."""
+    """Count the blocks of each stage; the pattern has the numbers of stage, from 1, and
+    block."""
     blocks = {match.groups() for name in tensors if (match := re.match(pattern, name))}
     # a stage that is missing counts 0 blocks, and the check of all shapes reports it
     stages = max(int(stage) for stage, _ in blocks)
@@ -136,7 +141,8 @@ def _count_blocks(tensors: Tensors, pattern: str) -> tuple[int, ...]:
 
 
 def _pop_head(tensors: Tensors, width: int) -> PyTree | None:
-    """Remove and return the classifier whose weight and bias are there and fit the width."""
+    """Remove and return the classifier whose weight and bias are there and fit the
+    width."""
     for module in _HEADS:
         names = (f"{module}.weight", f"{module}.bias")
         if all(name in tensors for name in names):
