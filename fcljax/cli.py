@@ -18,6 +18,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax check METHOD [options]   test a method's invariants on tiny data, yours or a built-in one
   fcljax list                     list methods, adapters, data sets, backbones and incompatible combinations
   fcljax compare RUN_DIR...       compare finished runs, or folders of runs: tables and a figure
+  fcljax predict RUN_DIR IMAGE... predict classes of images with the model of a finished run
   fcljax report RUN_DIR...        write a self-contained HTML report of finished runs
   fcljax watch RUN_DIR            follow runs in the terminal, also runs on another machine
   fcljax sweep FILE.yaml          run a grid of options, variants and seeds
@@ -44,6 +45,7 @@ COMMANDS = {
     "check": "running:check",
     "list": "listing:list_",
     "compare": "comparing:compare",
+    "predict": "predicting:predict",
     "report": "report:report",
     "watch": "watch:watch",
     "sweep": "sweeping:sweep",

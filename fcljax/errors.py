@@ -51,6 +51,11 @@ MOST_OF_LINE = 4000
 _LONG = re.compile(rf"'(?:[^'\\]|\\.){{{MOST},}}'|\S{{{MOST},}}")
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an optional dependency. The package is on no index."""
+    return f"pip install -e '.[{extra}]' in a clone of fcljax"
+
+
 class InputError(ValueError):
     """Bad input from outside.
 

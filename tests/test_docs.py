@@ -325,7 +325,7 @@ def test_notebooks_are_committed_without_outputs(name):
     notebook = json.loads((DOCS / f"{name}.ipynb").read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
-    installs = "".join(code[0]["source"]) == "%pip install --quiet fcljax"
+    installs = "".join(code[0]["source"]) == "%pip install --quiet ./fcljax-*.whl"
     assert installs == (name == "colab")
 
 

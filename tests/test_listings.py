@@ -798,7 +798,7 @@ def test_reading_tfds_data_needs_no_tensorflow(made):
 def test_missing_packages_are_named(made, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     line = refusal("imagenet_r", made.parents[1])
-    assert "needs the packages tensorflow-datasets and array_record" in line and "'fcljax[tfds]'" in line
+    assert "needs the packages tensorflow-datasets and array_record" in line and "'.[tfds]'" in line
 
 
 # What is here and what is not

@@ -86,10 +86,18 @@ def test_the_jitted_rule_of_the_page_of_primitives_trims_the_extremes():
     np.testing.assert_allclose(merged["w"], [2.0, 1.0])
 
 
+def test_nothing_installs_a_package_of_this_name_from_an_index():
+    """The package is on no index: whoever took the name there would be run."""
+    sources = [*(small_runs.ROOT / "fcljax").rglob("*.py"), *(small_runs.ROOT / "docs").glob("*.ipynb")]
+    text = TEXT + "\n".join(path.read_text() for path in sources)
+    assert not re.findall(r"pip install(?: --?[\w-]+)* ['\"]?fcljax", text)
+
+
 def test_commands_have_options_that_exist(monkeypatch):
     calls = commands("fcljax")
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
     commands_ |= {
+        "predict",
         "pretrain-decoder",
         "sweep",
         "reproduce",

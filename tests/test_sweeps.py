@@ -180,7 +180,7 @@ def test_an_engine_that_is_not_installed_names_its_extra(engine, name, here, cap
     (here / "sweep.yaml").write_text("method: linear")
     assert cli.main(["sweep", "sweep.yaml", "--engine", engine]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"pip install 'fcljax[{name}]'" in err
+    assert err.count("\n") == 1 and f"pip install -e '.[{name}]'" in err
     assert [path.name for path in here.iterdir()] == ["sweep.yaml"]
 
 

@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(arguments, says, capsys):
 def test_without_optuna_one_line_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert cli.main(["tune", "linear", "lr=0.1..1"]) == 2
-    assert "pip install 'fcljax[tune]'" in capsys.readouterr().err
+    assert "pip install -e '.[tune]'" in capsys.readouterr().err
 
 
 def test_the_best_trial_is_the_first_complete_one_with_the_highest_metric():

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fcljax.errors import InputError, nearest
+from fcljax.errors import InputError, install_command, nearest
 from fcljax.files import atomic, open_regular
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 except ImportError:
     raise InputError(
-        "flwr: the package flwr is not installed; install it with: pip install -e '.[flower]'"
+        f"flwr: the package flwr is not installed; install it with: {install_command('flower')}"
     ) from None
 
 from fcljax.types import PyTree

@@ -22,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from fcljax.checks.traffic import traffic
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError, choose, install_command
 from fcljax.mesh import compiler_options, mesh_of
 from fcljax.runs.build import Experiment
 from fcljax.runs.fit import exhausted, peak
@@ -148,7 +148,8 @@ def _needs(package: str) -> None:
         metadata.version(package)
     except metadata.PackageNotFoundError:
         raise InputError(
-            f"chip: {package} compiles for it and is not installed; pip install -e '.[accelerators-aot]'"
+            f"chip: {package} compiles for it and is not installed; install it with: "
+            f"{install_command('accelerators-aot')}"
         ) from None
 
 

@@ -25,7 +25,7 @@ from fcljax import __version__
 from fcljax.data.files.download import OFFICIAL
 from fcljax.data.files.listings import how_to_get
 from fcljax.data.files.sources import data_folder, known_datasets
-from fcljax.errors import InputError, one_line
+from fcljax.errors import InputError, install_command, one_line
 from fcljax.files import check_folder, machine_memory
 from fcljax.models.networks import network_name
 from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_backbone
@@ -94,7 +94,7 @@ def packages() -> Iterator[Finding]:
     try:
         requirements = [Requirement(text) for text in metadata.requires("fcljax") or ()]
     except metadata.PackageNotFoundError:
-        advice = "pip install -e . (in a checkout)"
+        advice = "pip install -e . (in a clone)"
         yield Finding("packages", "metadata", "warning", "fcljax runs from a folder; not installed", advice)
         return
     for requirement in requirements:
@@ -124,7 +124,7 @@ def _extra(name: str, requirements: Sequence[Requirement]) -> Finding:
     """Examine the packages of an optional dependency."""
     problems = [f"{r.name}: {problem}" for r in requirements if (problem := _problem(r))]
     if problems:
-        return Finding("extras", name, "missing", "; ".join(problems), f"pip install -e '.[{name}]'")
+        return Finding("extras", name, "missing", "; ".join(problems), install_command(name))
     versions = [f"{r.name} {metadata.version(r.name)}" for r in requirements]
     return Finding("extras", name, "ok", ", ".join(versions))
 

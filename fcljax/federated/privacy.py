@@ -7,7 +7,7 @@ on the host.
 import itertools
 from collections.abc import Sequence
 
-from fcljax.errors import InputError
+from fcljax.errors import InputError, install_command
 
 
 def epsilon(
@@ -50,7 +50,7 @@ def by_round(
         import dp_accounting as dp
     except ImportError:
         raise InputError(
-            "epsilon: needs the package dp-accounting; install it with: pip install -e '.[privacy]'"
+            f"epsilon: needs the package dp-accounting; install it with: {install_command('privacy')}"
         ) from None
     noisy_mean = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(noise_multiplier))
     accountant = dp.rdp.RdpAccountant()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcljax.errors import InputError, choose
+from fcljax.errors import InputError, choose, install_command
 from fcljax.files import read_text, write_text
 
 MAX_NOTES = 1 << 16  # bytes
@@ -160,7 +160,7 @@ def parse_trackers(text: str | None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
     for name in names:
         if importlib.util.find_spec(TRACKERS[choose("track", name, TRACKERS)].module) is None:
-            raise InputError(f"track: {name!r} is not installed; pip install 'fcljax[{name}]'")
+            raise InputError(f"track: {name!r} is not installed; install it with: {install_command(name)}")
     return names
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from fcljax.errors import InputError, one_line
+from fcljax.errors import InputError, install_command, one_line
 from fcljax.files import write_text
 from fcljax.options import option
 from fcljax.studies import jobs
@@ -173,5 +173,5 @@ def extra(module: str, name: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise InputError(
-            f"engine: {module} is not installed; it comes with the extra: pip install 'fcljax[{name}]'"
+            f"engine: {module} is not installed; install it with: {install_command(name)}"
         ) from None

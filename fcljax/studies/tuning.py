@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fcljax import config
 from fcljax.config import RunConfig
-from fcljax.errors import InputError, nearest
+from fcljax.errors import InputError, install_command, nearest
 from fcljax.files import write_text
 from fcljax.methods import find_method
 from fcljax.options import fields_of
@@ -150,7 +150,9 @@ def check_optuna() -> None:
     try:
         import optuna
     except ImportError:
-        raise InputError("tune: needs the package optuna; get it with: pip install 'fcljax[tune]'") from None
+        raise InputError(
+            f"tune: needs the package optuna; install it with: {install_command('tune')}"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 

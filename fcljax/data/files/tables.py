@@ -24,7 +24,7 @@ from fcljax.data.files.dataset import natural_order
 from fcljax.data.files.images import MAX_PIXELS, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, first_names, random_split
-from fcljax.errors import InputError, reason
+from fcljax.errors import InputError, install_command, reason
 from fcljax.files import in_home
 
 RULES = 2  # version of the rules by which tables are read; part of the fingerprint
@@ -46,7 +46,7 @@ def table_files(name: str) -> Raw:
     """
     root = _root(name)
     if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(f"dataset: 'hf:{name}' needs pyarrow: pip install 'fcljax[tables]'")
+        raise InputError(f"dataset: 'hf:{name}' needs pyarrow; install it with: {install_command('tables')}")
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     files = [
         path for path in files if not path.name.startswith(("cache-", "tmp"))

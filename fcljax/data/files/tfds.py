@@ -28,7 +28,7 @@ from fcljax.data.files.raw import (
     table,
     visible,
 )
-from fcljax.errors import InputError, reason
+from fcljax.errors import InputError, install_command, reason
 from fcljax.options import whole_number
 
 FOLDER = "tensorflow_datasets"  # below the data folder
@@ -191,7 +191,7 @@ def _read_checked(read: Read, versions: Sequence[Path]) -> Listing:
     except ImportError as error:
         raise InputError(
             f"{where} needs the packages tensorflow-datasets and array_record ({error}): "
-            "pip install 'fcljax[tfds]'"
+            f"{install_command('tfds')}"
         ) from error
     except NotImplementedError as error:
         raise InputError(f"{where} is not in array_record files; prepare it with that file_format") from error

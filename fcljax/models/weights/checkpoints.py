@@ -34,7 +34,7 @@ import safetensors
 from flax import serialization
 
 from fcljax.archives import check_members, read_npz, sha256
-from fcljax.errors import InputError, reason
+from fcljax.errors import InputError, install_command, reason
 from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tensors_in
 
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
@@ -376,7 +376,7 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     """Read a file of torch before version 1.6 with torch's weights-only loader."""
     if importlib.util.find_spec("torch") is None:
         raise InputError(
-            f"checkpoint: {str(path)!r} is in the format of torch before 1.6: pip install 'fcljax[torch]', "
+            f"checkpoint: {str(path)!r} is in the format of torch before 1.6: {install_command('torch')}, "
             "or convert it once with `fcljax convert` on a machine that has torch"
         )
     import torch
@@ -487,7 +487,7 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
     no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
-            f"checkpoint: {spec!r} needs the hub's library: pip install 'fcljax[hub]', "
+            f"checkpoint: {spec!r} needs the hub's library: {install_command('hub')}, "
             "or give the path of a file"
         )
     import huggingface_hub
