@@ -74,7 +74,8 @@ def main() -> None:
     options = parser.parse_args()
     more = {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in options.set)}
     if options.case:
-        return play(*options.case, options.only, options.small, more)
+        method, chip = options.case
+        return play(method, chip, options.only, options.small, more)
     methods = [*ALL] if options.methods == ["all"] else options.methods
     with open(options.out, "a") as out:
         for method in methods:

@@ -25,12 +25,15 @@ from fcljax.adapters.full import FullOptions, full
 from fcljax.data.tasks import make_tasks
 from fcljax.methods.vfcl.vfcl import VFCLOptions, vfcl
 from fcljax.models.networks import CONVNETS, make_network
+from fcljax.models.shapes import ConvNeXtConfig
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.runs import checkpoint
 from fcljax.types import Batch, ClientContext, ClientInfo, Frozen, Method, RoundContext, Sizes
 
+# networks with a first layer for small images
+STEMS = [name for name, convnet in CONVNETS.items() if not isinstance(convnet, ConvNeXtConfig)]
 CLASSES = 100
 TASKS = 10
 ROWS = 500
@@ -41,7 +44,7 @@ def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("step", "checkpoint"))
-    parser.add_argument("--backbone", choices=tuple(CONVNETS), default="resnet18")
+    parser.add_argument("--backbone", choices=STEMS, default="resnet18")
     parser.add_argument("--side", type=int, default=32, help="of the images, in pixels; the stem is CIFAR's")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 4])
@@ -59,7 +62,9 @@ def main() -> None:
 
 def run_of(backbone: str, side: int, batch: int) -> Run:
     """The network as a run has it, all of which trains."""
-    config = dataclasses.replace(CONVNETS[backbone], image_size=side, stem="cifar")
+    convnet = CONVNETS[backbone]
+    assert not isinstance(convnet, ConvNeXtConfig), backbone
+    config = dataclasses.replace(convnet, image_size=side, stem="cifar")
     network = make_network(config, (0.0,) * 3, (1.0,) * 3)
     adapter = full(FullOptions(0.01), SIZES, network)
     return Run(SIZES, network, adapter, Training(1, batch, 0.01, optax.identity()))

@@ -125,7 +125,9 @@ def dense_workload(name: str, small: bool, environments: Path | None) -> Iterabl
     lanes = {"fcljax": Lanes(1, "loop")}
     if not work.convs:  # side by side, every client's convolution would have kernels of its own
         lanes["fcljax, 8 lanes side by side"] = Lanes(8, "vmap")
-    ways = {n: lambda each=each: game.round_of(federation, each) for n, each in lanes.items()}
+    ways: dict[str, Callable[[], Any]] = {
+        n: lambda each=each: game.round_of(federation, each) for n, each in lanes.items()
+    }
     ways["JAX, a call per step"] = lambda: dense.jax_steps(work, federation)
     if not work.convs:  # in a loop of XLA's, the gradient of jax's own convolution is 40 times slower
         ways["JAX, a call per client"] = lambda: dense.jax_clients(work, federation)

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KEPT = REPOSITORY / "experiments" / "mutants.json"
@@ -83,7 +84,7 @@ HEAVY = (
     "numpy",
 )
 
-OPERATORS = {
+OPERATORS: dict[type, Any] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
@@ -206,8 +207,12 @@ def mutants(path: str, source: str) -> list[Mutant]:
     the first."""
     found = []
     for node in expressions(ast.parse(source)):
-        before = ast.get_source_segment(source, node) if hasattr(node, "lineno") else None
-        for after in changes(node) if before else ():
+        if not isinstance(node, ast.expr | ast.stmt):
+            continue  # others, such as arguments, have no place in the text
+        before = ast.get_source_segment(source, node)
+        if before is None:
+            continue
+        for after in changes(node):
             line = source.splitlines()[node.lineno - 1]
             text = f"({ast.unparse(ast.fix_missing_locations(after))})"
             found.append(Mutant(path, node.lineno, line, node.col_offset, before, text))
@@ -358,7 +363,9 @@ def _trace(copy: Path, file: Path) -> Callable:
     def end():
         tracer.stop()
         data = tracer.get_data()
-        lines = {os.path.relpath(path, copy): sorted(data.lines(path)) for path in data.measured_files()}
+        lines = {
+            os.path.relpath(path, copy): sorted(data.lines(path) or ()) for path in data.measured_files()
+        }
         file.write_text(json.dumps(lines))
 
     return end
@@ -497,6 +504,7 @@ def check_kept(copy: Path) -> int:
         if reason:
             continue
         mutant = located(Mutant(**entry["mutant"]), sources)
+        assert mutant is not None, entry  # what is gone is stale
         outcome = attempt(copy, mutant, [entry["by"]], 600)
         survived += not outcome.caught
         print(f"{'caught' if outcome.caught else 'SURVIVED':8} {mutant} by {entry['by']}", flush=True)

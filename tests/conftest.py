@@ -90,7 +90,9 @@ def checked(*function, typechecker):
     return own if "<locals>" in own.__qualname__ else without_shapes(own)
 
 
-jaxtyping.jaxtyped = _decorator.jaxtyped = checked
+modules: tuple[typing.Any, ...] = (jaxtyping, _decorator)
+for module in modules:
+    module.jaxtyped = checked
 
 # ---- compiled programs -------------------------------------------------------------------------------------
 
@@ -113,12 +115,14 @@ def share_programs(most: int = 1_000) -> None:
     """Keep the last so many programs that are too small for the disk, and take one of them where an equal one
     would be compiled: that of an engine in another test, or an operation on arrays of the same shapes in
     another file. Equal programs have the key by which JAX looks for them on the disk."""
-    from jax._src import compiler  # JAX's own too
+    from jax._src import compiler as jax_compiler  # JAX's own too
 
+    compiler: typing.Any = jax_compiler
     compile_and_write, kept = compiler._compile_and_write_cache, collections.OrderedDict()
 
     def compiled(backend, module, devices, options, callbacks, name, key):
-        own = key, jax.config.jax_compilation_cache_dir, tuple(device.id for device in devices)
+        cache_folder = jax.config.values["jax_compilation_cache_dir"]
+        own = key, cache_folder, tuple(device.id for device in devices)
         if own in kept:
             kept.move_to_end(own)
             return kept[own]

@@ -3,6 +3,7 @@ clients of which one has no rows. And the same work without an engine, on a netw
 numbers derived by hand."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def engine_of(
 
 
 def round_context_of(task, round_=0, last=False, frozen=FROZEN, previous=()):
-    return RoundContext(frozen, task, np.int32(round_), np.bool_(last), previous)
+    return RoundContext.on_host(frozen, task, int(round_), bool(last))._replace(previous=previous)
 
 
 def begin(method, frozen=FROZEN, key=2, clients=SIZES.clients):
@@ -162,7 +163,8 @@ def rows_of(labels, seed=1, padding=0.0, width=4):
     image[len(labels) :] = padding
     mask = np.arange(4) < len(labels)
     label = np.asarray([*labels, 0, 0, 0, 0][:4])
-    return jax.tree.map(jnp.asarray, Batch(image, label, mask, np.where(mask, np.arange(4), -1)))
+    arrays = (image, label, mask, np.where(mask, np.arange(4), -1))
+    return Batch(*map(jnp.asarray, arrays))
 
 
 def info_of(classes, rows=1, id_=0, round_=0):
@@ -209,7 +211,8 @@ def _apply(params, image, injection, train, mask=None):
     return Features(feature, None, {}, tokens), params
 
 
-FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, (WIDTH,))
+IMAGE: Any = (WIDTH,)  # a vector, which no operation here minds
+FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, IMAGE)
 
 
 def _means(params, image, injection, train, mask=None):

@@ -310,12 +310,10 @@ def test_sampled_clients_share_examples(digits):
 
 def test_long_tails_that_are_only_reported_do_not_change_the_examples(digits):
     """The method gets what clients report, the chart what they have."""
-    cfg = settings(
-        partition="sampled", split_ratio=0.5, category_ratio=1.0, imbalance=0.1, long_tail="reported"
-    )
+    sampled = {"partition": "sampled", "split_ratio": 0.5, "category_ratio": 1.0, "imbalance": 0.1}
     reporting, real = (
-        make_scenario(digits, replaced, 2, False)
-        for replaced in (cfg, dataclasses.replace(cfg, long_tail="applied"))
+        make_scenario(digits, settings(**sampled, long_tail=kind), 2, False)
+        for kind in ("reported", "applied")
     )
     said, done = reporting.partitions[0][1], real.partitions[0][1]
     np.testing.assert_array_equal(said.class_examples, done.class_examples)

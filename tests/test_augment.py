@@ -170,7 +170,8 @@ def test_different_keys_give_different_views_and_equal_keys_equal_ones():
 
 @pytest.mark.parametrize("shape, scale", [((20, 60), (0.5, 1.0)), ((7, 100), (1e-4, 1e-3))])
 def test_boxes_lie_within_the_image(shape, scale):
-    boxes, _ = crops(Preprocess(32, crop_scale=scale), *shape, keys(5000))
+    height, width = shape
+    boxes, _ = crops(Preprocess(32, crop_scale=scale), height, width, keys(5000))
     top, left, rows, cols = np.asarray(boxes).T
     assert (top >= 0).all() and (left >= 0).all() and (rows >= 1).all() and (cols >= 1).all()
     assert (top + rows <= shape[0]).all() and (left + cols <= shape[1]).all()

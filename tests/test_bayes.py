@@ -36,7 +36,7 @@ def test_with_all_weight_on_one_component_it_is_that_gaussian_and_the_other_gets
     parts = (gaussian(0.3, 0.7), gaussian(-80.0, 0.5))
     own = parts[alone]
     where = own.mean + 0.2
-    found, slopes = jax.value_and_grad(lambda pair: log_mixture(where, *pair, weight))(parts)
+    found, slopes = jax.value_and_grad(lambda pair: log_mixture(where, pair[0], pair[1], weight))(parts)
     np.testing.assert_allclose(found, log_density(where, own), rtol=1e-6)
     assert all(np.isfinite(x) for x in jax.tree.leaves(slopes))
     assert all(x == 0 for x in jax.tree.leaves(slopes[1 - alone]))

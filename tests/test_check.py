@@ -17,7 +17,8 @@ from fcljax.federated.engine import make_engine
 from fcljax.federated.schedule import capacities
 from fcljax.types import ClientInfo, Program, Round
 
-SHAPES = Example(*jax.eval_shape(lambda: (toys.FROZEN, toys.examples())), toys.tasks()[0])
+FROZEN_SHAPE, DATA_SHAPE = jax.eval_shape(lambda: (toys.FROZEN, toys.examples()))
+SHAPES = Example(FROZEN_SHAPE, DATA_SHAPE, toys.tasks()[0])
 TABLE = [np.zeros(3), np.ones(3)]
 
 

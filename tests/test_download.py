@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def server(monkeypatch):
     for variable in ("no_proxy", "NO_PROXY"):  # a proxy is not to be asked for the machine's own files
         monkeypatch.setenv(variable, "127.0.0.1")
     files, asked, behaviour = {}, [], {}
-    running = http.server.ThreadingHTTPServer(
+    running: Any = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Handler, server_state=(files, asked, behaviour))
     )
     running.handle_error = lambda *args: None  # a client that hangs up is part of the test

@@ -457,7 +457,9 @@ def test_every_client_predicts_with_its_own_model(plain):
     server, states, _ = plain["personal"]
     image, label = jax.random.normal(jax.random.key(0), (5, 1, 1, 3)), np.zeros(5, np.int32)
     batch, round_context = Batch(image, label, label == 0, label), RoundContext(FROZEN, tasks()[1], 0, False)
-    predict = jax.vmap(TOYS["personal"]().predict_client, in_axes=(None, None, 0, None))
+    predict_client = TOYS["personal"]().predict_client
+    assert predict_client is not None
+    predict = jax.vmap(predict_client, in_axes=(None, None, 0, None))
     line = np.asarray(states + server) @ np.asarray(image[:, 0, 0]).T
     close(predict(round_context, server, states, batch), -0.5 * (line[..., None] - np.arange(4)) ** 2)
 

@@ -101,7 +101,8 @@ def gathered_of(labels, first=0):
     there = number < len(labels)
     label = np.pad(np.asarray(labels, np.int32), (0, 9 - len(labels)))
     index = np.where(there, first + number, -1).astype(np.int32)
-    return Gathered(*map(jnp.asarray, (feature, label, index)), jnp.int32(len(labels)))
+    count = jnp.int32(len(labels))
+    return Gathered(*map(jnp.asarray, (feature, label, index, count)))
 
 
 def kept(memory):

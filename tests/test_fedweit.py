@@ -314,7 +314,11 @@ def seen_of(adapter, own, index=1):
 
 def test_sparsity_is_the_size_of_all_numbers_up_to_the_task_and_of_its_mask():
     own = ClientParams((), logit([0.5, 0.25]), jnp.array([[1.0, -2], [0.5, 0]]), jnp.zeros((2, 1)))
-    loss = lambda index, *weights: float(sparsity(*weights, True).loss(seen_of(jnp.zeros(2), own, index), ()))
+
+    def loss(index, adaptive_weight, mask_weight):
+        rule = sparsity(adaptive_weight, mask_weight, True)
+        return float(rule.loss(seen_of(jnp.zeros(2), own, index), ()))
+
     assert loss(0, 0.1, 0.0) == pytest.approx(0.1 * 3)
     assert loss(1, 0.1, 0.0) == pytest.approx(0.1 * 3.5)
     assert loss(1, 0.1, 2.0) == pytest.approx(0.35 + 2 * 0.75)

@@ -164,7 +164,7 @@ def test_machines_compare_the_number_format_in_which_they_compute(monkeypatch):
     facts = [node.Facts(0, [5], resume.plain_settings(each), {}) for each in (server, client)]
     words = "dtype ('bfloat16', not 'float32'); give all machines the same dtype"
     with pytest.raises(InputError, match=re.escape(words)):
-        node.check_facts(*facts, 1)
+        node.check_facts(facts[0], facts[1], 1)
 
 
 # ---- answers -----------------------------------------------------------------------------------------------

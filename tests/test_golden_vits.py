@@ -142,6 +142,7 @@ def test_rotary_positions_stay_with_their_patches():
     np.testing.assert_allclose(cls(jnp.tile(jnp.arange(16), (2, 1))), whole, atol=1e-6)
     np.testing.assert_allclose(cls(keep[:, ::-1]), cls(keep), atol=1e-6)
     assert jnp.abs(cls(keep) - whole).max() > 1e-3
+    assert isinstance(loaded.config, ViTConfig)
     shifted = dataclasses.replace(loaded.config, rotary_base=0.0)
     assert jnp.abs(encode(shifted, loaded.params, image, extra).cls - whole).max() > 1e-3
 

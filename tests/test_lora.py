@@ -114,7 +114,10 @@ def test_pairs_of_later_tasks_and_the_old_value_of_the_current_one_are_not_read(
 def test_gradients_of_frozen_slots_are_exactly_zero_for_every_task(rule):
     gradient = jax.jit(
         jax.grad(
-            lambda *args: jnp.sum(jnp.stack([x.sum() for x in summed(*args, rule)]) ** 2), argnums=(0, 1)
+            lambda pairs, current, task: jnp.sum(
+                jnp.stack([x.sum() for x in summed(pairs, current, task, rule)]) ** 2
+            ),
+            argnums=(0, 1),
         )
     )
     for task in range(TASKS):

@@ -15,6 +15,7 @@ from small_runs import some
 import fcljax
 from fcljax import config
 from fcljax.checks import federation
+from fcljax.data.store import Split
 from fcljax.errors import InputError
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.rates import with_rates
@@ -297,6 +298,7 @@ def test_the_search_never_sees_a_test_image(searched):
     _, summary, _ = searched
     exp = build(settings_of())
     noise = np.random.default_rng(0).integers(0, 256, exp.test.input.shape, np.uint8)
+    assert isinstance(exp.test, Split)
     exp = exp._replace(test=exp.test._replace(input=jnp.asarray(noise)))
     choice = rate_search.search(loop.placed(exp), loop.QUIET, lambda line: None)
     assert choice.to_json()["trials"] == summary["rate_search"]["trials"]

@@ -340,7 +340,9 @@ def test_participants_of_more_clients_than_are_shuffled_are_sorted_distinct_and_
 @pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "task", "round"])
 def test_another_seed_task_or_round_draws_other_participants(other):
     eligible = np.arange(40)
-    assert not np.array_equal(participants(0, 0, 0, eligible, 0.5), participants(*other, eligible, 0.5))
+    seed, task, round_ = other
+    drawn = participants(seed, task, round_, eligible, 0.5)
+    assert not np.array_equal(participants(0, 0, 0, eligible, 0.5), drawn)
 
 
 def test_the_global_random_state_has_no_say_in_who_takes_part():

@@ -208,7 +208,7 @@ def test_of_two_networks_the_one_that_its_authors_use_is_taken(tmp_path, prefixe
         pytest.skip("no ResNet is read from names with slashes")
     tensors = resnet() if kind == "resnet" else TIMM
     tensors = files.google(ENCODER) if "/" in prefixes[0] else tensors
-    path = files.save(tmp_path / "a.npz", two(*prefixes, tensors))
+    path = files.save(tmp_path / "a.npz", two(prefixes[0], prefixes[1], tensors))
     loaded = load(path, heads=HEADS if kind == "vit" else None)
     assert float(np.asarray(jax.tree.leaves(loaded.params)[0]).ravel()[0]) == TWO[prefixes]
     assert any(note.startswith("left out") for note in loaded.notes)

@@ -7,7 +7,7 @@ import pickle
 import sys
 import types
 import zipfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -32,7 +32,8 @@ class View(NamedTuple):
 
 def fake_modules():
     """Modules with torch's names, so that pickle can write them."""
-    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+    torch = types.ModuleType("torch")
+    utils: Any = types.ModuleType("torch._utils")
 
     def _rebuild_tensor_v2(*args):
         raise AssertionError("only named, never called")

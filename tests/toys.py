@@ -67,7 +67,8 @@ class Examples(NamedTuple):
 def tasks() -> list[Task]:
     """Two tasks of two classes."""
     ids = np.arange(CLASSES, dtype=np.int32)
-    return [Task(np.int32(t), ids[2 * t : 2 * t + 2], ids // 2 == t, ids // 2 <= t) for t in range(TASKS)]
+    slices = [ids[2 * t : 2 * t + 2] for t in range(TASKS)]
+    return [Task.of_numpy(np.int32(t), slices[t], ids // 2 == t, ids // 2 <= t) for t in range(TASKS)]
 
 
 def examples(seed: int = 0, count: int = 120) -> Examples:
@@ -105,7 +106,8 @@ def streams(data: Examples) -> list[ClientPartition]:
         mine = (t + odd) % TASKS
         of_client = [(first, second)[task] for task in mine]
         owned = [each.of_client(i) for i, each in enumerate(of_client)]
-        own = Task(*(np.stack([leaf[task] for task in mine]) for leaf in zip(*tasks(), strict=True)))
+        leaves = zip(*tasks(), strict=True)
+        own = Task.of_numpy(*(np.stack([leaf[task] for task in mine]) for leaf in leaves))
         result.append(make_partition(owned, np.asarray(data.label))._replace(task=own))
     return result
 
@@ -161,7 +163,7 @@ def toy(start=begin, phases=None, finish=send_mean, server=take_mean, rounds=(),
     """A method whose server state is the weights themselves and whose server takes the mean, unless the
     arguments say otherwise. `program`: more of what clients do; `rounds`: what is played besides."""
     client = Program(start, phases or (Phase(TRAIN, train),), finish, **program or {})
-    standard = {
+    standard: dict[str, Any] = {
         "init": lambda key, frozen: jax.random.normal(key, (3,)),
         "broadcast": lambda round_context, server: Broadcast(server),
         "predict": lambda round_context, server, batch: logits(server, batch),
@@ -581,8 +583,9 @@ def drive_engine(engine: Engine, data, partitions, participation: float = 1.0, r
     server, _ = begin_run(engine.method)
     states = init_clients(engine.method, server, CLIENTS, fold(KEY, 1))
 
-    def play(server, states, *rest, last):
-        return run_round(engine, server, states, RoundInputs(FROZEN, data, *rest, fold(KEY, 2), last=last))
+    def play(server, states, partition, ids, task, round_, *, last):
+        inputs = RoundInputs(FROZEN, data, partition, ids, task, round_, fold(KEY, 2), last=last)
+        return run_round(engine, server, states, inputs)
 
     return drive(play, server, states, partitions, rounds, participation)
 
@@ -598,8 +601,8 @@ def drive_plain(
     """The plain loops over two tasks: (server, stacked states, reports)."""
     fetch = jax.jit(fetch, static_argnums=3)
 
-    def play(server, states, *rest, last):
-        inputs = RoundInputs(FROZEN, data, *rest, fold(KEY, 2), last=last)
+    def play(server, states, partition, ids, task, round_, *, last):
+        inputs = RoundInputs(FROZEN, data, partition, ids, task, round_, fold(KEY, 2), last=last)
         return plain_round(method, fetch, server, states, inputs)
 
     server, states, reports = drive(play, *begin_run(method), partitions, rounds, participation)
@@ -612,7 +615,7 @@ def receive(engine: Engine, frozen, server, states, data, partition, ids, task, 
     key, ids, player = fold(key, task.index, round_), np.asarray(ids), engine.players[0]
     program, lanes = player.round.program, engine.lanes
     chunks, _ = plan_round(program, partition, ids, round_, lanes.count, player.capacity)
-    round_context = RoundContext(frozen, task, np.int32(round_), np.bool_(False))
+    round_context = RoundContext.on_host(frozen, task, int(round_), False)
     states = put_shared(jax.tree.map(jnp.copy, states), engine.mesh)  # the engine donates them
     round_context, server, data, key = engine.place((round_context, server, data, key))
     broadcast = engine.broadcast(round_context, server)

@@ -100,7 +100,7 @@ def mean_tree(trees: Sequence[PyTree], weights: Sequence[float]) -> PyTree:
     return jax.tree.map(lambda *x: sum(s * leaf for s, leaf in zip(share, x, strict=True)), *trees)
 
 
-def add_tree(total: PyTree, tree: PyTree, share: float) -> PyTree:
+def add_tree(total: PyTree, tree: PyTree, share: float | jax.Array) -> PyTree:
     """The same as a running sum."""
     return jax.tree.map(lambda a, b: a + share * b, total, tree)
 

@@ -27,7 +27,7 @@ class Net(torch.nn.Module):
         return torch_logits(self.weights, image)
 
     def loss(self, image, label):
-        return torch.nn.functional.cross_entropy(self(image), label)
+        return torch.nn.functional.cross_entropy(self.forward(image), label)
 
     @torch.no_grad()
     def metrics(self, image, label):

@@ -43,5 +43,6 @@ def serve(way: Callable[[Served], Callable[[], Mapping[str, Any]]]) -> None:
         if line.strip() == "round":
             after = play()
         else:
-            np.savez(folder / "after.npz", **{name: np.asarray(x) for name, x in after.items()})
+            arrays: dict[str, Any] = {name: np.asarray(x) for name, x in after.items()}
+            np.savez(folder / "after.npz", **arrays)
         print(json.dumps({"cpu": time.process_time()}), flush=True)

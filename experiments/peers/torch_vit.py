@@ -165,7 +165,7 @@ def augmented(work: Work, image: Tensor, rng: np.random.Generator) -> Tensor:
         x = torch.where(on(flip)[:, None, None, None] < 0, x.flip(2), x)
         return normal(work, (x * factor).clamp_(0, 1))
     area = rng.uniform(0.05, 1.0, count)
-    ratio = np.exp(rng.uniform(*np.log([3 / 4, 4 / 3]), count))
+    ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3), count))
     wide, high = (np.minimum(1, np.sqrt(area * r)) for r in (ratio, 1 / ratio))
     right, down = ((2 * rng.random(count) - 1) * (1 - side) for side in (wide, high))
     zero = np.zeros(count)
@@ -374,8 +374,8 @@ def pilora_predict(work: Work, game: Game, how: How, where: str = "cpu") -> Call
 
 # ---- both --------------------------------------------------------------------------------------------------
 
-ROUNDS = {"fppl": fppl_round, "pilora": pilora_round}
-PREDICTS = {"fppl": fppl_predict, "pilora": pilora_predict}
+ROUNDS: dict[str, Callable[..., Any]] = {"fppl": fppl_round, "pilora": pilora_round}
+PREDICTS: dict[str, Callable[..., Any]] = {"fppl": fppl_predict, "pilora": pilora_predict}
 WAYS: dict[str, tuple[How, ...]] = {"fppl": ("released", "frozen", "lean"), "pilora": ("released", "lean")}
 
 

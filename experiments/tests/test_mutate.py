@@ -24,7 +24,8 @@ def test_the_fixed_sample_and_its_tests_are_still_there():
 
 def test_every_mutant_of_a_toy_is_another_program():
     found = mutate.mutants("toy.py", TOY)
-    broken = [mutate.applied(TOY, each) for each in found]
+    broken = [str(mutate.applied(TOY, each)) for each in found]
+    assert "None" not in broken
     assert {ast.dump(ast.parse(each)) for each in broken}.isdisjoint({ast.dump(ast.parse(TOY))})
     assert len(set(broken)) == len(broken)
     changed = {(each.before, each.after) for each in found}

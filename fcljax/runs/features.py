@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,14 @@ PARTS: tuple[Part, ...] = ("test", "train")
 # the section of a run's time to which the features of a split belong
 TIMED_AS = {"train": "client", "test": "eval"}
 
-# fill(exp, tasks, section) -> the experiment with the features that these tasks need
-Fill = Callable[[Experiment, Iterable[int], Callable], Experiment]
+
+@runtime_checkable
+class Fill(Protocol):
+    """Adds the features that tasks need."""
+
+    def __call__(self, exp: Experiment, tasks: Iterable[int], section: Callable = ..., /) -> Experiment:
+        """Return the experiment with the features that these tasks read."""
+        ...
 
 
 def frozen_features(

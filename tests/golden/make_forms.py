@@ -19,6 +19,7 @@ import sys
 import types
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,14 +160,16 @@ def flax_files(folder: Path) -> dict[str, np.ndarray]:
 def main(what: str, folder: Path) -> None:
     """Write all files to `folder`."""
     if what == "flax":
-        np.savez_compressed(folder / "vits.flax.npz", **flax_files(folder))
+        arrays: dict[str, Any] = flax_files(folder)
+        np.savez_compressed(folder / "vits.flax.npz", **arrays)
         return
     from make_golden import write
 
     found = torch_files(Path(what))
     for name, (tensors, _) in found.items():
         write(folder, name, tensors)
-    np.savez_compressed(folder / "vits.forms.npz", **{name: cls for name, (_, cls) in found.items()})
+    features: dict[str, Any] = {name: cls for name, (_, cls) in found.items()}
+    np.savez_compressed(folder / "vits.forms.npz", **features)
 
 
 if __name__ == "__main__":

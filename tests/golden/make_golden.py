@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -112,7 +113,8 @@ def write(folder: Path, name: str, tensors: Tensors) -> None:
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=Path(name).suffix)
     os.close(handle)
     if name.endswith(".npz"):
-        np.savez_compressed(temporary, **tensors)
+        arrays: dict[str, Any] = dict(tensors)
+        np.savez_compressed(temporary, **arrays)
     else:
         safetensors.numpy.save_file(
             {key: np.ascontiguousarray(x) for key, x in tensors.items()}, temporary, {"format": "pt"}
