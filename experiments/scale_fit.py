@@ -37,7 +37,15 @@ CLASSES = 12
 TRAIN = 20
 TEST = 15
 SETTINGS = dict(
-    tasks=6, clients=4, rounds=2, epochs=3, batch_size=16, alpha=1.0, image_size=64, min_examples=5
+    tasks=6,
+    clients=4,
+    rounds=2,
+    epochs=3,
+    batch_size=16,
+    partition="dirichlet",
+    alpha=1.0,
+    image_size=64,
+    min_examples=5,
 )
 
 
