@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long test-extras test-accelerators mutants lint docs docs-serve wheel-check release clean
+.PHONY: demo test test-long test-extras test-accelerators mutants lint lock docs docs-serve wheel-check release clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -37,6 +37,14 @@ mutants: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check fcljax tests experiments
 	$(BIN)/pyrefly check --output-format min-text
+
+# Rewrites requirements.txt: what setup.cfg allows, for each version of Python the newest that it can have, with hashes.
+# Versions that requirements.txt has stay as long as they are allowed; delete it first to renew them all.
+lock:
+	$(PYTHON) -m venv .venv/lock
+	.venv/lock/bin/python -m pip install --quiet uv
+	.venv/lock/bin/uv pip compile setup.cfg --extra test --universal --generate-hashes --python-version 3.11 \
+	  --no-emit-index-url --custom-compile-command 'make lock' --output-file requirements.txt
 
 # The site, into build/site; a broken link is an error.
 docs: .venv/docs
