@@ -9,9 +9,9 @@ Workloads: a CNN on 50 clients (28 x 28 grey images, 62 classes), an MLP on 200,
 and PILoRA on a ViT-Ti/16 at 64 px with random weights, training and evaluation. All ways of a workload do the
 same work in float32 and take turns; compilation is apart. One workload is otherwise: for FPPL's later
 evaluations a run of ours has kept the un-prompted features, which all others compute again. Samples are rows
-that pass through the network, FPPL's prototype pass included. In torch, FPPL and PILoRA are the papers'
-algorithms as their releases compute them, without the gradients that nobody reads, and lean
-(peers/torch_vit.py). torch is optional.
+that pass through the network, FPPL's prototype pass included. Ways are compared by their CPU seconds: on a
+busy machine the clock says nothing. In torch, FPPL and PILoRA are the papers' algorithms as their releases
+compute them, without the gradients that nobody reads, and lean (peers/torch_vit.py). torch is optional.
 
 FedJAX and pfl-research train the dense networks by their own federated averaging, in processes of their own
 (peers/outside.py), after a check that they do the same work. FedJAX fills a client's last batch with rows of
@@ -75,7 +75,8 @@ def report(options: argparse.Namespace) -> str:
         for workload in WORKLOADS[name](options.small, options.environments):
             rows += contest.measure(workload, options.repeats)
             for row in rows[-len(workload.ways) :]:
-                print(f"{workload.name}, {row.way}: {row.rate:,.0f} samples/s", file=sys.stderr, flush=True)
+                progress = f"{workload.name}, {row.way}: {row.rate:,.0f} samples/CPU s"
+                print(progress, file=sys.stderr, flush=True)
     peaks.append({"numpy": machine.numpy_peak(size), "jax": machine.peak(size)})
     said = [f"{name} {before:.0f} and {peaks[1][name]:.0f}" for name, before in peaks[0].items()]
     lines = [

@@ -49,8 +49,8 @@ class Row(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Samples per second, by the median."""
-        return self.workload.samples / statistics.median(self.times)
+        """Samples per CPU second, by the median: other processes lengthen the time, not the work."""
+        return self.workload.samples / statistics.median(self.cpu)
 
 
 def measure(workload: Workload, repeats: int) -> list[Row]:
@@ -79,20 +79,20 @@ def row_of(workload: Workload, name: str, first: float, found: Sequence[tuple[fl
 def table(rows: Sequence[Row], peak: float) -> str:
     """Markdown; the first way of each workload is what the others are compared with. `peak`: GFLOP/s."""
     lines = [
-        "| workload | way | samples/s | range | times fcljax | CPU s | compilation, s | useful, of peak |",
+        "| workload | way | samples/CPU s | range | times fcljax | s | compilation, s | useful, of peak |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base = {}
     for row in rows:
         samples = row.workload.samples
         own = base.setdefault(row.workload.name, row.rate)
-        slow = samples / max(row.times)
-        fast = samples / min(row.times)
+        slow = samples / max(row.cpu)
+        fast = samples / min(row.cpu)
         useful = row.workload.flops * row.rate / samples / peak / 1e9
         share = f"{100 * useful:.0f} %" if row.workload.flops else ""
         lines.append(
             f"| {row.workload.name} | {row.way} | {row.rate:,.0f} | {slow:,.0f} to {fast:,.0f} | "
-            f"{row.rate / own:.2f} | {statistics.median(row.cpu):.2f} | {row.compilation:.1f} | {share} |"
+            f"{row.rate / own:.2f} | {statistics.median(row.times):.2f} | {row.compilation:.1f} | {share} |"
         )
     return "\n".join(lines)
 

@@ -274,15 +274,15 @@ def test_a_library_in_a_process_of_its_own_must_do_the_same_work(share, same, tm
             outside.same_work(tmp_path, "other")
 
 
-def test_shares_and_ratios_are_those_of_the_medians():
+def test_shares_and_ratios_are_those_of_the_median_cpu_seconds_whatever_the_clock_says():
     work = contest.Workload("w", 100, 6 * 10**9, ())
     rows = [
         contest.Row(work, "fcljax", (1.0, 2.0, 4.0), (1.5, 0.5, 2.5), 3.0),
-        contest.Row(work, "other", (4.0, 4.0), (4.0, 4.0), 0.0),
+        contest.Row(work, "other", (8.0, 8.0), (3.0, 3.0), 0.0),
     ]
     first, second = contest.table(rows, peak=10.0).splitlines()[2:]
-    assert first == "| w | fcljax | 50 | 25 to 100 | 1.00 | 1.50 | 3.0 | 30 % |"
-    assert second == "| w | other | 25 | 25 to 25 | 0.50 | 4.00 | 0.0 | 15 % |"
+    assert first == "| w | fcljax | 67 | 40 to 200 | 1.00 | 2.00 | 3.0 | 40 % |"
+    assert second == "| w | other | 33 | 33 to 33 | 0.50 | 8.00 | 0.0 | 20 % |"
 
 
 @pytest.mark.long
