@@ -5,6 +5,7 @@ import re
 
 import pytest
 import small_runs
+import yaml
 from packaging.requirements import Requirement
 
 LOCK = (small_runs.ROOT / "requirements.txt").read_text()
@@ -46,6 +47,8 @@ def test_every_package_of_the_lock_has_hashes():
     assert len(names) == len(blocks) > 90
 
 
-def test_classifiers_name_the_pythons_of_the_lock():
+def test_classifiers_and_the_workflow_name_the_pythons_of_the_lock():
     setup = (small_runs.ROOT / "setup.cfg").read_text()
     assert re.findall(r"Python :: (3\.\d+)$", setup, re.MULTILINE) == list(PYTHONS)
+    workflow = yaml.safe_load((small_runs.ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == list(PYTHONS)
