@@ -69,7 +69,7 @@ OPTIONS = {
     "ditto": LORA,
     "fedproto": LORA,
     "fedclm": LORA,
-    **dict.fromkeys(("joint", "centralised", "sequential", "local"), LORA),
+    **dict.fromkeys(("joint", "centralised", "sequential", "local", "ffa-lora"), LORA),
     "ewc": LORA | SGD,
     "lwf": LORA | SGD,
     "icarl": LORA | SGD | {"memory_size": 6},

@@ -368,6 +368,13 @@ METHODS: dict[str, MethodEntry] = {
         "lora",
         one_client=True,
     ),
+    "ffa-lora": MethodEntry(
+        "FedAvg of LoRA's factor B; A is random, frozen and the same for all (FFA-LoRA)",
+        "ffa_lora:PRESETS",
+        "ffa_lora:ffa_lora",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+    ),
     "local": MethodEntry(
         "clients train alone and never communicate: the lower row", "local:PRESETS", "local:local", "lora"
     ),

@@ -41,7 +41,7 @@ MINI: Mapping[str, Mapping[str, Any]] = {
     # a client has a tenth of the papers' examples, over which the priors' weight is divided
     "vfcl": {"lr": 0.05, "full_lr": 1e-3, "prior_weight": 0.01, "rounds": 3},
     **dict.fromkeys(("joint", "centralised", "sequential"), _PAIR),
-    **dict.fromkeys(("ditto", "fedper", "fed-talora", "local"), _HEAD | _PAIR),
+    **dict.fromkeys(("ditto", "fedper", "fed-talora", "ffa-lora", "local"), _HEAD | _PAIR),
     "fedproto": _HEAD | _MEANS,
     "dolfin": _HEAD | {"lora_lr": 5e-3},
     "lorm": _HEAD | {"lora_lr": 3e-3},
