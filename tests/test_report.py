@@ -236,6 +236,12 @@ def test_matplotlib_is_imported_only_to_draw():
         ({"dataset": None}, "dataset: None"),
         ({"A": "0.9"}, "A: '0.9'; expected shares from 0 to 1"),
         ({"A_last": 81.5}, "A_last: 81.5; expected a share"),
+        ({"A_last": -0.5}, "A_last: -0.5; expected a share from 0 to 1"),
+        ({"trainable_params": -1}, "trainable_params: -1; expected a number from 0"),
+        (
+            {"time": {"compile_s": 1.0, "client_s": -2.0, "server_s": 0.1, "eval_s": 0.5}},
+            "expected seconds by name",
+        ),
         ({"accuracy": [[0.5, None], [0.5]]}, "accuracy: "),
         (
             {"accuracy": [[0.5, 0.5]]},

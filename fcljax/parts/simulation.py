@@ -93,7 +93,7 @@ def local_sgd(
 
     Args:
       loss: loss(model, x, y) -> one number for each example. If it has a parameter `key`, it gets one that is
-        new in every step, for dropout: `nnx.reseed(model, dropout=key)`.
+        new in every step, for dropout: `nnx.reseed(model, default=key)` with `nnx.Rngs(0)`.
       optimiser: such as `optax.sgd(0.1)`.
       epochs: passes over the client's examples in a round.
       batch_size: examples of a step.

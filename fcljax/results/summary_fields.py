@@ -31,10 +31,19 @@ def is_number(value: object) -> bool:
     return is_whole(value) or (isinstance(value, float) and abs(value) <= LARGEST)  # NaN compares as false
 
 
-def is_share(value: object) -> bool:
-    """Check for a fraction such as an accuracy, up to rounding; forgetting may be
-    negative."""
+def is_amount(value: object) -> bool:
+    """Check for a number that cannot be negative, such as bytes or seconds."""
+    return isinstance(value, int | float) and is_number(value) and value >= 0
+
+
+def is_change(value: object) -> bool:
+    """Check for a difference of two shares, up to rounding, such as forgetting."""
     return isinstance(value, int | float) and is_number(value) and abs(value) <= 1 + 1e-6
+
+
+def is_share(value: object) -> bool:
+    """Check for a fraction such as an accuracy, up to rounding."""
+    return isinstance(value, int | float) and is_change(value) and value >= 0
 
 
 def or_none(check: Check) -> Check:
@@ -100,13 +109,13 @@ def is_setting(value: object, depth: int = MAX_DEPTH) -> bool:
 COUNTS = ("rejected", "rejected_besides", "participants", "upload_bytes", "download_bytes", CLASSES)
 LOSSES = ("loss", NOT_FINITE, CROSS_ENTROPY)
 
-NUMBER = or_none(is_number), "a number"
-SHARE = or_none(is_share), "a share from -1 to 1"
+AMOUNT = or_none(is_amount), "a number from 0"
+SHARE = or_none(is_share), "a share from 0 to 1"
 SHARES = or_none(list_of(or_none(is_share))), "shares from 0 to 1"
-SIZE = or_none(mapping_of(or_none(is_number))), "numbers by name"
+SIZE = or_none(mapping_of(or_none(is_amount))), "numbers from 0 by name"
 TEXT = is_text, "text"
-TRAFFIC = with_keys(upload_bytes=is_number, download_bytes=is_number)
-FORGETTING = with_keys(**dict.fromkeys(("paper", "released", "diagonal"), or_none(is_share)))
+TRAFFIC = with_keys(upload_bytes=is_amount, download_bytes=is_amount)
+FORGETTING = with_keys(**dict.fromkeys(("paper", "released", "diagonal"), or_none(is_change)))
 
 # field -> (check of its value, what is expected). Fields that older versions did not
 # write may be absent.
@@ -120,7 +129,7 @@ FIELDS: dict[str, tuple[Check, str]] = {
     "accuracy": (square_of(or_none(is_share)), "shares from 0 to 1, as many rows as columns"),
     "A_avg": SHARE,
     "A_last": SHARE,
-    "backward_transfer": SHARE,
+    "backward_transfer": (or_none(is_change), "a change from -1 to 1"),
     "forgetting": (FORGETTING, "shares from -1 to 1 by definition"),
     "task_il": (or_none(with_keys(A_last=or_none(is_share))), "an object with A_last"),
     "class_accuracy": SHARES,
@@ -132,11 +141,11 @@ FIELDS: dict[str, tuple[Check, str]] = {
     "extra_storage": SIZE,
     "client_state": SIZE,
     "server_state": SIZE,
-    "trainable_params": (is_number, "a number"),
-    "time": (mapping_of(or_none(is_number)), "seconds by name"),
-    "client_images_per_s": NUMBER,
-    "trained_images_per_s": NUMBER,
-    "privacy": (or_none(with_keys(epsilon=or_none(is_number))), "an object with epsilon"),
+    "trainable_params": (is_amount, "a number from 0"),
+    "time": (mapping_of(or_none(is_amount)), "seconds by name"),
+    "client_images_per_s": AMOUNT,
+    "trained_images_per_s": AMOUNT,
+    "privacy": (or_none(with_keys(epsilon=or_none(is_amount))), "an object with epsilon"),
     "rounds_without_upload": (or_none(list_of(list_of(is_whole))), "pairs of task and round"),
     "warnings": (or_none(list_of(is_text)), "lines of text"),
     "config": (mapping_of(is_setting), "settings by name"),
@@ -178,7 +187,7 @@ def checked_line(line: Any, shares: str) -> dict[str, Any] | None:
             return None
     for name, value in line.items():
         is_loss = name in LOSSES or name.startswith(shares)
-        if name in COUNTS and not or_none(is_number)(value):
+        if name in COUNTS and not or_none(is_amount)(value):
             return None
         if is_loss and value is not None and not (isinstance(value, int | float) and abs(value) < 1e308):
             return None
