@@ -20,6 +20,7 @@ import yaml
 from fcljax import config
 from fcljax.checks import chips
 from fcljax.checks.plan import Stand, experiment
+from fcljax.commands.planning import figures
 from fcljax.errors import InputError
 from fcljax.methods import METHODS as ALL
 from fcljax.studies import papers
@@ -55,10 +56,9 @@ def play(method: str, chip: str, only: str, small: bool, more: dict[str, Any]) -
     case = {"method": method, "chip": chip, "set": more, "lanes": exp.engine.lanes.count}
     case |= {"dtype": exp.settings.dtype, "devices": chips.CHIPS[chip].devices}
     for each in chips.reports(exp, placement, chips.CHIPS[chip].kind, only):
-        share = each.share(chips.CHIPS[chip])
-        seconds = each.least_seconds(chips.CHIPS[chip])
-        found = {"of_memory": each.memory / chips.CHIPS[chip].memory, "share": share, "least_s": seconds}
-        print(json.dumps(case | each._asdict() | found), flush=True)
+        line = case | figures(each, chips.CHIPS[chip])
+        line |= {"of_memory": each.memory / chips.CHIPS[chip].memory, "kernels": each.kernels}
+        print(json.dumps(line), flush=True)
 
 
 def main() -> None:

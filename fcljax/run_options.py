@@ -44,7 +44,7 @@ class RunOptions(TypedDict, total=False):
     bound_weight: float
     category_ratio: float
     checkpoint: str | None
-    checkpoint_every: int
+    checkpoint_every: int | None
     class_list: str
     class_order: str | Sequence[Any]
     classes_per_client: int
@@ -82,7 +82,7 @@ class RunOptions(TypedDict, total=False):
     distill_temperature: float
     distill_weight: float
     dp_delta: float
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"]
     dual_blocks: int
     dual_candidates: Literal["seen", "all"]
     dual_eval_batchwise: bool

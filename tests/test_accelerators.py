@@ -1,6 +1,7 @@
 """Accelerators that are not here: every method's programs lower for them, and what is said of their compiled
 programs is counted rightly."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ from test_conformance import OPTIONS
 
 from fcljax import cli, config
 from fcljax.checks import chips, plan
-from fcljax.checks.traffic import traffic
+from fcljax.checks.traffic import Kernel, kernels, traffic
 from fcljax.commands import planning
 from fcljax.errors import InputError
 from fcljax.federated.engine import Lanes
@@ -109,33 +110,25 @@ def test_a_compiled_program_is_counted_with_all_passes_of_its_loops():
     assert found.useful == pytest.approx(1, abs=0.05)
     assert found.flops == pytest.approx(9 * 2 * 64**3, rel=0.05)
     chip = chips.CHIPS["v5e"]
-    assert found.least_seconds(chip) == 2 * max(found.flops / chip.flops, found.traffic / chip.bandwidth)
+    assert sum(kernel.calls * kernel.flops for kernel in found.kernels) == 9 * 2 * 64**3
+    moved = sum(kernel.calls * kernel.traffic for kernel in found.kernels)
+    assert moved == pytest.approx(found.traffic, rel=0.01)
+    assert found.round_seconds(chip) == 2 * sum(map(chip.rates.seconds, found.kernels))
     assert 0 < found.share(chip) < 1
 
 
-def lowered_of(error):
-    """A program that compiles with cuBLAS alone and otherwise ends in this error, and what it compiles to."""
-    lowered, done = Mock(spec=jax.stages.Lowered), Mock(spec=jax.stages.Compiled)
-
-    def compiled(options):
-        if options.get("xla_gpu_enable_triton_gemm", True):
-            raise jax.errors.JaxRuntimeError(f"INTERNAL: {error}: %dot.4")
-        return done
-
-    lowered.compile.side_effect = compiled
-    return lowered, done
-
-
-def test_a_program_with_a_product_without_tiles_is_left_to_cublas():
-    lowered, done = lowered_of("Couldn't find output tile sizes that satisfy hlo")
-    assert chips._compiled(lowered, {"other": 1}) is done
-    assert lowered.compile.call_args.args == ({"other": 1, "xla_gpu_enable_triton_gemm": False},)
-
-
-def test_a_program_that_fails_otherwise_is_not_compiled_again():
-    lowered, _ = lowered_of("RESOURCE_EXHAUSTED")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        chips._compiled(lowered, {"other": 1})
+def test_programs_for_gpus_leave_all_products_to_cublas():
+    """As XLA does on a GPU that is there, for most; without one it would take kernels of its own."""
+    lowered = Mock(spec=jax.stages.Lowered)
+    lowered.compile.side_effect = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: needs 4096 bytes")
+    traced = Mock(spec=jax.stages.Traced, jaxpr=jax.make_jaxpr(lambda a: a)(1.0))
+    traced.lower.return_value = lowered
+    program = RoundProgram("step", SimpleNamespace(trace=lambda: traced), (), 1)
+    for kind, expected in (("gpu", False), ("tpu", None)):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            chips.report(program, kind)
+        (options,) = lowered.compile.call_args.args
+        assert options.get("xla_gpu_enable_triton_gemm") is expected
 
 
 MODULE = """HloModule step, is_scheduled=true
@@ -204,6 +197,60 @@ def test_bytes_are_those_of_kernels_as_often_as_they_run():
     assert traffic(MODULE.replace("KNOWN", "backend_config={}")) == step + rest
 
 
+KERNELS = """HloModule step, is_scheduled=true
+
+%gelu (a: bf16[128,64]) -> bf16[128,64] {
+  %a = bf16[128,64]{1,0} parameter(0)
+  %wide = f32[128,64]{1,0} convert(%a)
+  %erf = f32[128,64]{1,0} erf(%wide)
+  %exp = f32[128,64]{1,0} exponential(%erf)
+  ROOT %out = bf16[128,64]{1,0} convert(%exp)
+}
+
+%exact (a: f32[8,16,32], b: f32[8,32,4]) -> f32[8,16,4] {
+  %a.1 = f32[8,16,32]{2,1,0} parameter(0)
+  %b.1 = f32[8,32,4]{2,1,0} parameter(1)
+  ROOT %dot = f32[8,16,4]{2,1,0} dot(%a.1, %b.1), lhs_contracting_dims={2}, operand_precision={highest,highest}
+}
+
+ENTRY %main (x: bf16[128,32], k: bf16[32,64], a: f32[8,16,32], b: f32[8,32,4], i: f32[2,8,8,3], f: f32[3,3,3,6]) -> bf16[128,64] {
+  %x = bf16[128,32]{1,0} parameter(0)
+  %k = bf16[32,64]{1,0} parameter(1)
+  %a.2 = f32[8,16,32]{2,1,0} parameter(2)
+  %b.2 = f32[8,32,4]{2,1,0} parameter(3)
+  %i = f32[2,8,8,3]{3,2,1,0} parameter(4)
+  %f = f32[3,3,3,6]{3,2,1,0} parameter(5)
+  %gemm = (bf16[128,64]{1,0}, s8[4194304]{0}) custom-call(%x, %k), custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}}
+  %y = bf16[128,64]{1,0} get-tuple-element(%gemm), index=0
+  %p = f32[8,16,4]{2,1,0} fusion(%a.2, %b.2), kind=kLoop, calls=%exact
+  %c = f32[2,4,4,6]{3,2,1,0} convolution(%i, %f), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f
+  ROOT %z = bf16[128,64]{1,0} fusion(%y), kind=kLoop, calls=%gelu
+}
+"""  # noqa: E501
+
+
+def test_kernels_compute_what_is_fused_into_them():
+    """A product in cuBLAS, whose workspace is not moved, an exact one in a fusion, a convolution, GELU."""
+    gemm, dot, convolution, gelu = kernels(KERNELS)
+    assert (gemm.flops, gemm.dtype) == (2 * 128 * 32 * 64, "bfloat16")
+    assert gemm.traffic == 2 * (128 * 32 + 32 * 64 + 128 * 64)
+    assert (dot.flops, dot.dtype) == (2 * 8 * 16 * 32 * 4, "float32")
+    assert (convolution.flops, convolution.dtype) == (2 * (2 * 4 * 4 * 6) * 27, "tf32")
+    assert (gelu.flops, gelu.erf, gelu.exponentials) == (0, 128 * 64, 128 * 64)
+
+
+def test_a_kernel_takes_as_long_as_what_takes_it_longest():
+    attention = {"forward": 20.0, "backward": 5.0}
+    rates = chips.Rates({"bfloat16": 100.0}, 10.0, attention, erf=4.0, exponentials=8.0)
+    seconds = [
+        rates.seconds(Kernel(2, 10)),
+        rates.seconds(Kernel(2, 10, 300.0)),
+        rates.seconds(Kernel(2, 10, 300.0, attention="backward")),
+        rates.seconds(Kernel(2, 10, erf=8, exponentials=8)),
+    ]
+    assert seconds == [2 * 1.0, 2 * 3.0, 2 * 60.0, 2 * 3.0]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bytes_are_those_that_this_machines_compiler_counts(dtype):
     """Of a ViT and its gradient, within 1 %. The compiler for GPUs writes such modules and counts nothing."""
@@ -243,13 +290,14 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     calls = []
 
     def reports(exp, placement, kind, only):
+        work = (Kernel(1, 10**9, 1e12),)
         if only == plan.EVALUATIONS:
-            yield chips.Footprint("evaluation", evaluation, 0, 1e12, 1e9, 1.0, {}, 0.0, 10)
+            yield chips.Footprint("evaluation", evaluation, 0, 1e12, 1e9, 1.0, {}, 0.0, 10, work)
             return
         images = exp.engine.lanes.count * (exp.settings.microbatch or exp.settings.batch_size)
         calls.append((exp.settings.dtype, exp.engine.lanes.count, exp.settings.microbatch))
         need = 2**20 * images
-        yield chips.Footprint("round 0 phase 0", need, need, 1e12, 1e9, 1.0, {}, 0.0, 6)
+        yield chips.Footprint("round 0 phase 0", need, need, 1e12, 1e9, 1.0, {}, 0.0, 6, work)
 
     monkeypatch.setattr(plan, "reports", reports)
     stand = plan.Stand(images=400, classes=10, side=32)
@@ -258,14 +306,16 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
     assert calls == [("bfloat16", 1, 0), ("bfloat16", 1, 8)]
     assert found.settings.microbatch == 8 and "--microbatch 8" in found.line
     assert found.memory == found.beside + 2**23 <= small.memory
-    assert found.round_seconds == pytest.approx(6 * 1e12 / small.flops)
+    rate = small.rates.products["bfloat16"]
+    assert found.round_seconds == pytest.approx(6 * 1e12 / rate)
     # five tasks of equal size: evaluations of 1/5, 2/5, .. of the test images
     rounds = found.settings.rounds * found.settings.tasks
-    assert found.run_seconds == pytest.approx(rounds * found.round_seconds + 3 * 10 * 1e12 / small.flops)
-    on_gpu = found._replace(chip=chips.CHIPS["h100"])
+    assert found.run_seconds == pytest.approx(rounds * found.round_seconds + 3 * 10 * 1e12 / rate)
+    on_gpu = found._replace(chip=chips.CHIPS["h200"])
     said = {chip.kind: planning.lines(each, "") for chip, each in ((small, found), (on_gpu.chip, on_gpu))}
-    assert "evaluations" in said["tpu"][1] and planning.IN_PRACTICE not in said["tpu"]
-    assert said["gpu"][2] == planning.IN_PRACTICE  # no TPU has been measured
+    shortest, longest = (planning._time(factor * found.run_seconds) for factor in small.rates.uncertainty)
+    assert f"{shortest} to {longest}, by rates assumed" in said["tpu"][1]
+    assert "by rates measured" in said["gpu"][1]  # no TPU has been measured
     evaluation = 2**24
     with pytest.raises(
         InputError, match="^eval_batch_size: with 64 images .* nearest: --eval-batch-size 32$"
@@ -348,7 +398,9 @@ def test_a_plan_refuses_what_it_cannot_answer_in_one_line(words, said, capsys):
         ("gpu", {}, "bfloat16"),
         ("gpu", {"dtype": "float32"}, "float32"),
         ("cpu", {"dtype": "bfloat16"}, "bfloat16"),
+        ("gpu", {"dtype": "tf32"}, "tf32"),
         ("tpu", {"adapter": "full"}, "float32"),  # what trains
+        ("tpu", {"adapter": "full", "dtype": "bfloat16"}, "bfloat16"),
     ],
 )
 def test_a_frozen_network_computes_in_bfloat16_on_accelerators_alone(backend, given, kind):

@@ -243,6 +243,20 @@ def test_bfloat16_is_close_to_float32_and_gives_float32_features():
     np.testing.assert_allclose(one, other, rtol=0.1, atol=0.05)
 
 
+def test_tf32_asks_for_it_in_every_convolution_and_its_gradients():
+    coarse = resnet_network(dataclasses.replace(RESNET, dtype="tf32"))
+    shapes = jax.eval_shape(coarse.init, jax.random.key(0))
+
+    def loss(variables, image):
+        return coarse.apply(variables, image, None, True)[0].cls.sum()
+
+    image = jax.ShapeDtypeStruct((4, *coarse.image), jnp.float32)
+    text = jax.jit(jax.grad(loss)).lower(shapes, image).as_text()
+    convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    assert len(convolutions) > 10
+    assert all("precision_config = [#stablehlo<precision HIGH>" in line for line in convolutions)
+
+
 # ---- other libraries' weights ------------------------------------------------------------------------------
 
 

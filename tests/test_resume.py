@@ -145,6 +145,21 @@ def test_a_large_checkpoint_is_on_disk_before_the_next_round_needs_its_memory(tm
         assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("every", "last", "now", "due"),
+    [
+        (None, None, 0.0, True),  # the first round's
+        (None, checkpoint.Write(checkpoint.BESIDE, 9.0, 100.0), 100.1, True),  # written beside the next round
+        (None, checkpoint.Write(checkpoint.BESIDE + 1, 3.0, 100.0), 199.9, False),
+        (None, checkpoint.Write(checkpoint.BESIDE + 1, 3.0, 100.0), 200.1, True),  # 3 s in 100
+        (2, checkpoint.Write(checkpoint.BESIDE + 1, 3.0, 100.0), 100.1, True),  # as asked for
+        (4, None, 0.0, False),
+    ],
+)
+def test_large_checkpoints_take_at_most_three_per_cent_of_the_time(every, last, now, due):
+    assert checkpoint.is_due(every, 6, last, now) == due
+
+
 def test_what_a_run_chose_for_its_device_stays_when_it_is_resumed(tmp_path):
     """Settings that are left to the run do not differ from what it chose; those that are given may."""
     before = {"lanes": 4, "microbatch": 8, "dtype": "bfloat16", "seed": 1}

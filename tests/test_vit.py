@@ -14,7 +14,7 @@ from flax import linen as nn
 from fcljax.federated.communication import count_scalars
 from fcljax.models.heads import init_head
 from fcljax.models.products import matmul
-from fcljax.models.shapes import VITS
+from fcljax.models.shapes import VITS, AttentionKernel
 from fcljax.models.vit import (
     Block,
     HiddenLayer,
@@ -253,6 +253,56 @@ def test_no_product_in_bfloat16_is_widened_before_it_is_taken(image):
     assert len(products) > 20
     for factors, result in products:
         assert factors.count("bf16") == 2 and result.count("xf32") == 1
+
+
+def products_of(config, image, platform):
+    """Pairs (factors, result) of the types of a prompt's gradient's products, lowered for a platform."""
+    loss = lambda prompt, p, x: apply_vit(config, p, x, Injection(prompt={0: prompt})).cls.sum()
+    arguments = random(ROWS, 2, TINY.width), parameter_shapes(TINY), image
+    text = jax.export.export(jax.jit(jax.grad(loss)), platforms=(platform,))(*arguments).mlir_module()
+    return re.findall(r"stablehlo.dot_general(.*): \(.*\) -> tensor<[\dx]*x(.*)>", text)
+
+
+@pytest.mark.parametrize(("chip", "expected"), [("none", {"f32", "bf16"}), ("gpu", {"bf16"})])
+def test_on_accelerators_products_return_what_is_rounded_next_in_bfloat16(image, chip, expected):
+    """Those of the backward pass always; on a GPU with the kernel also those of the forward pass."""
+    half = dataclasses.replace(TINY, dtype="bfloat16", kernel=AttentionKernel(chip))
+    found = [result for _, result in products_of(half, image, "cuda")]
+    scores = 2 * TINY.depth - 1  # of attention in float32, and their gradients, but for the first block's
+    assert found.count("bf16") > 10
+    assert set(found) == {"f32", "bf16"} and (found.count("f32") <= 2 * scores + 2) == (expected == {"bf16"})
+
+
+def test_a_gpu_that_rounds_results_stays_as_close_to_float32(image):
+    """In features and in a prompt's gradient, within the 3 % of the test of bfloat16 below."""
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.ones(x.shape) if path[-1].key == "scale" else random(*x.shape, scale=0.1),
+        parameter_shapes(TINY),
+    )
+    half = dataclasses.replace(TINY, dtype="bfloat16")
+    prompt = random(ROWS, 3, TINY.width)
+
+    def loss(config, prompt):
+        features = apply_vit(config, params, image, Injection(prompt={0: prompt})).cls
+        return jnp.sum(jnp.sin(features)), features
+
+    exact, plain, rounded = (
+        jax.jit(jax.grad(functools.partial(loss, config), has_aux=True))(prompt)
+        for config in (TINY, half, dataclasses.replace(half, kernel=AttentionKernel("gpu")))
+    )
+    for expected, before, now in zip(exact, plain, rounded, strict=True):
+        assert (before != now).any()
+        assert jnp.linalg.norm(now - expected) < 0.03 * jnp.linalg.norm(expected)
+
+
+def test_tf32_asks_for_it_in_every_product_and_leaves_a_cpu_exact(image):
+    coarse = dataclasses.replace(TINY, dtype="tf32")
+    found = products_of(coarse, image, "cuda")
+    assert len(found) > 20
+    assert all("precision = [HIGH, HIGH]" in options and result == "f32" for options, result in found)
+    params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(TINY))
+    exact, same = (run(config, params, image, None, False).cls for config in (TINY, coarse))
+    np.testing.assert_array_equal(exact, same)
 
 
 def kept(config, image, remat=False):

@@ -22,7 +22,7 @@ from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
 from fcljax.mesh import compiler_options
 from fcljax.models.products import attention
-from fcljax.models.shapes import VITS
+from fcljax.models.shapes import VITS, Dtype
 from fcljax.models.vit import ViTConfig
 from fcljax.runs.build import build
 from fcljax.runs.machine import Machine, kernel_on
@@ -67,7 +67,7 @@ MICRO = ViTConfig(image_size=16, patch=8, width=16, depth=2, heads=2, mlp=32)
 SMALL = Sizes(MICRO, 2, 3, 2, 4, (1, 2), 128, 2**20, 1, 1)
 
 
-def work_of(sizes: Sizes, dtype: str) -> Work:
+def work_of(sizes: Sizes, dtype: Dtype) -> Work:
     """FPPL with one epoch and the prototype pass."""
     vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel_on(Machine(jax.default_backend())))
     rows = (sizes.rows,) * sizes.clients
@@ -97,7 +97,7 @@ def ceilings(sizes: Sizes) -> Iterator[Found]:
     yield {"ceiling": "device to device, read and written", "gb_s": twice / taken / 1e9}
 
 
-def training(sizes: Sizes, dtype: str, mode: Literal["vmap", "loop"]) -> Iterator[Found]:
+def training(sizes: Sizes, dtype: Dtype, mode: Literal["vmap", "loop"]) -> Iterator[Found]:
     """Client images per second by the number of lanes, from few to many: memory is the peak so far. Each
     setting is announced before it begins, so that a stopped process leaves a trace."""
     work = work_of(sizes, dtype)

@@ -1,8 +1,9 @@
 """Compile the programs of a round for a chip that is not present, by XLA's description of it.
 
 Nothing runs. Memory is what the compiler plans. Operations and traffic are counted in the compiled program,
-so times are lower bounds. This needs the optional dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA
-plugin for GPUs; neither needs a driver).
+kernel by kernel. A program's time is the sum over its kernels, which run one after the other, at the rates
+that kernels were measured to reach on a chip, or are assumed to (`Rates`). This needs the optional
+dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA plugin for GPUs; neither needs a driver).
 """
 
 import itertools
@@ -11,7 +12,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -21,17 +22,84 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-from fcljax.checks.traffic import traffic
+from fcljax.checks.traffic import Kernel, kernels
 from fcljax.errors import InputError, choose, install_command
 from fcljax.mesh import compiler_options, mesh_of
+from fcljax.models.shapes import Dtype
 from fcljax.runs.build import Experiment
 from fcljax.runs.fit import exhausted, peak
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import Placement, RoundProgram, evaluations_of, programs_of
 
 
+class Rates(NamedTuple):
+    """What kernels reach of a chip's peaks."""
+
+    products: Mapping[Dtype, float]
+    """Operations per second of large matrix products, by the format of their factors."""
+    bandwidth: float
+    """Bytes per second of a copy."""
+    attention: Mapping[str, float]
+    """Operations per second of the attention kernel, forward and backward."""
+    erf: float = math.inf
+    """Values of erf per second. XLA for TPUs has none left in its programs."""
+    exponentials: float = math.inf
+    """Values of exp per second."""
+    measured: bool = False
+    """Whether they were measured on the chip."""
+
+    @property
+    def uncertainty(self) -> tuple[float, float]:
+        """Return the factors between which a time may be of what these rates give.
+
+        FPPL's step of 48 ms on an H200 is predicted within a tenth, other programs were not measured there;
+        of assumed rates no prediction was ever checked.
+        """
+        return (0.75, 1.35) if self.measured else (0.65, 2.0)
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the time of all calls of a kernel: that of what takes it longest."""
+        rate = self.products[kernel.dtype]
+        if kernel.attention:
+            rate = self.attention[kernel.attention]
+        # one unit computes both functions
+        special = kernel.erf / self.erf + kernel.exponentials / self.exponentials
+        return kernel.calls * max(kernel.flops / rate, kernel.traffic / self.bandwidth, special)
+
+
+def _of_hopper(bandwidth: float, measured: bool) -> Rates:
+    """Return the rates of an H200 (docs/accelerators.md, "Measured on a GPU").
+
+    An H100 has the same processor. A copy is assumed to reach five sixths of the memory's peak.
+    """
+    return Rates(
+        products={"bfloat16": 707e12, "tf32": 303e12, "float32": 51e12},
+        bandwidth=bandwidth * 5 / 6,
+        # of 15.3 and 38.2 GFLOP for 128 images of 197 tokens in 12 heads of 64: 0.168 and 0.552 ms
+        attention={"forward": 91e12, "backward": 69e12},
+        # GELU of 128 x 197 x 3072 values and its gradient, which needs both functions: 0.144 and 0.195 ms
+        erf=538e9,
+        exponentials=1.5e12,
+        measured=measured,
+    )
+
+
+def _of_tpu(flops: float, bandwidth: float) -> Rates:
+    """Return rates assumed for a TPU, by the shares of its peaks that an H200 reaches of its own.
+
+    A product of float32 is six of bfloat16, and one of tf32 three. Heads of 64 channels fill half of the
+    columns of a product.
+    """
+    reached = 0.7 * flops
+    return Rates(
+        products={"bfloat16": reached, "tf32": reached / 3, "float32": reached / 6},
+        bandwidth=bandwidth * 5 / 6,
+        attention={"forward": reached / 2, "backward": reached / 2},
+    )
+
+
 class Chip(NamedTuple):
-    """A chip by its vendor's figures."""
+    """A chip by its vendor's figures, and what kernels reach of them."""
 
     kind: str
     """tpu or gpu."""
@@ -43,22 +111,27 @@ class Chip(NamedTuple):
     """Peak of dense bfloat16 operations per second."""
     bandwidth: float
     """Peak of bytes per second between chip and memory."""
+    rates: Rates
+    """What kernels reach."""
     devices: int = 1
     """Chips that share the clients."""
 
-    @property
-    def ridge(self) -> float:
-        """Return the operations per byte below which memory bounds a program."""
-        return self.flops / self.bandwidth
+
+def _tpu(topology: str, gib: float, flops: float, bandwidth: float, devices: int = 1) -> Chip:
+    return Chip("tpu", topology, int(gib * 2**30), flops, bandwidth, _of_tpu(flops, bandwidth), devices)
+
+
+def _gpu(name: str, memory: int, bandwidth: float, measured: bool) -> Chip:
+    return Chip("gpu", name, memory, 989e12, bandwidth, _of_hopper(bandwidth, measured))
 
 
 CHIPS = {
-    "v5e": Chip("tpu", "v5e:2x2", int(15.75 * 2**30), 197e12, 819e9),
-    "v5e-16": Chip("tpu", "v5e:4x4", int(15.75 * 2**30), 197e12, 819e9, 16),
-    "v6e": Chip("tpu", "v6e:2x2", int(31.25 * 2**30), 918e12, 1640e9),
-    "v5p": Chip("tpu", "v5p:2x2x1", int(95.74 * 2**30), 459e12, 2765e9),
-    "h100": Chip("gpu", "h100", 84942979072, 989e12, 3352e9),
-    "h200": Chip("gpu", "h200", 151397597184, 989e12, 4800e9),
+    "v5e": _tpu("v5e:2x2", 15.75, 197e12, 819e9),
+    "v5e-16": _tpu("v5e:4x4", 15.75, 197e12, 819e9, 16),
+    "v6e": _tpu("v6e:2x2", 31.25, 918e12, 1640e9),
+    "v5p": _tpu("v5p:2x2x1", 95.74, 459e12, 2765e9),
+    "h100": _gpu("h100", 84942979072, 3352e9, measured=False),
+    "h200": _gpu("h200", 151397597184, 4800e9, measured=True),
 }
 
 
@@ -75,7 +148,7 @@ class Footprint(NamedTuple):
     """Operations of one call, with one step of the loop over steps."""
     traffic: float
     """Bytes read and written by the same call. The compiler for GPUs counts neither: then these are those of
-    `checks/traffic.py`, and `flops` are the products of the program as written."""
+    `kernels`, and `flops` are the products of the program as written."""
     useful: float
     """Matrix products and convolutions of the program as written, over the operations of the compiled one; 0
     without products."""
@@ -85,14 +158,22 @@ class Footprint(NamedTuple):
     """CPU seconds of the compiler."""
     steps: int
     """`RoundProgram.steps`."""
+    kernels: tuple[Kernel, ...] = ()
+    """The kernels of one call, whose bytes add up to `traffic`."""
+
+    def step_seconds(self, chip: Chip) -> float:
+        """Return the expected seconds of one call, with one step of the loop over steps."""
+        return sum(map(chip.rates.seconds, self.kernels))
+
+    def round_seconds(self, chip: Chip) -> float:
+        """Return the expected seconds of a round's calls."""
+        return max(1, self.steps) * self.step_seconds(chip)
 
     def share(self, chip: Chip) -> float:
-        """Return the share of the chip's peak that the traffic allows."""
-        return min(1.0, self.flops / max(self.traffic, 1.0) / chip.ridge)
-
-    def least_seconds(self, chip: Chip) -> float:
-        """Return the seconds of a round's calls at peak operations and peak bandwidth."""
-        return max(1, self.steps) * max(self.flops / chip.flops, self.traffic / chip.bandwidth)
+        """Return the share of the chip's peak operations that the program has in the expected time; 0: it
+        has no kernels, since it does not fit."""
+        seconds = self.step_seconds(chip)
+        return self.flops / seconds / chip.flops if seconds else 0.0
 
 
 # ---- chips -------------------------------------------------------------------------------------------------
@@ -216,7 +297,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     # compilers count a loop's body once: that of blocks, of microbatches, of lanes
     times = written / product_flops(traced.jaxpr.jaxpr, repeated=False) if written else 1.0
     try:
-        compiled = _compiled(traced.lower(), compiler_options(kind))
+        compiled = traced.lower().compile(compiler_options(kind) | _AS_MEASURED.get(kind, {}))
     except jax.errors.JaxRuntimeError as error:
         need = exhausted(error)
         if need is None:
@@ -229,8 +310,12 @@ def report(program: RoundProgram, kind: str) -> Footprint:
     assert memory is not None  # both compilers make one
     flops = times * float(counted.get("flops", 0.0)) or written
     text = compiled.as_text() or ""
-    # `traffic` takes the length of loops from the module
-    moved = times * float(counted.get("bytes accessed", 0.0)) or float(traffic(text))
+    # `kernels` takes the length of loops from the module
+    found = kernels(text)
+    in_kernels = float(sum(kernel.calls * kernel.traffic for kernel in found))
+    moved = times * float(counted.get("bytes accessed", 0.0)) or in_kernels
+    # the compiler for TPUs counts the padding of tiles too
+    padding = moved / max(in_kernels, 1.0)
     return Footprint(
         program=program.name,
         memory=peak(memory),
@@ -241,6 +326,7 @@ def report(program: RoundProgram, kind: str) -> Footprint:
         collectives=dict(Counter(_COLLECTIVE.findall(text))),
         seconds=seconds,
         steps=program.steps,
+        kernels=tuple(kernel._replace(traffic=round(padding * kernel.traffic)) for kernel in found),
     )
 
 
@@ -259,21 +345,9 @@ def traced_for(device: Any) -> AbstractContextManager[None]:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=described))
 
 
-def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compile a program for the chip.
-
-    With a GPU, the compiler tries kernels for each product. Without one it takes Triton's, and fails where
-    they have no tiles for a product's shape. All products of such a program go to cuBLAS.
-    """
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError as error:
-        if _NO_TILES not in str(error):
-            raise
-        return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False})
-
-
-_NO_TILES = "Couldn't find output tile sizes"
+# With a GPU the compiler tries kernels for each product, and on an H200 takes cuBLAS's for most. Without one
+# it would take Triton's throughout, which have no tiles for some shapes.
+_AS_MEASURED: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("

@@ -1,4 +1,4 @@
-"""Estimates for a chip that is not present: memory, least time of a round, and the settings that would run.
+"""Estimates for a chip that is not present: memory, time of a round, and the settings that would run.
 
 The programs of a round are compiled for the chip (`checks/chips.py`). Weights are shapes, and so are images
 where there are none. Nothing runs.
@@ -20,13 +20,21 @@ from fcljax.mesh import abstract_mesh
 from fcljax.methods import find_method
 from fcljax.models.mae import DecoderConfig, decoder_shapes
 from fcljax.models.networks import NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, VITS
+from fcljax.models.shapes import CONVNETS, VITS, array_type
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.options import SurrogateOptions
 from fcljax.runs.build import Experiment, assemble, sizes_of
 from fcljax.runs.evaluate import evaluated_images
 from fcljax.runs.fit import USABLE, Need, fit_memory
-from fcljax.runs.inputs import RESIDENT_SHARE, Inputs, compute_type, input_pipeline, load_network, load_split
+from fcljax.runs.inputs import (
+    RESIDENT_SHARE,
+    Inputs,
+    compute_type,
+    input_pipeline,
+    load_network,
+    load_split,
+    network_trains,
+)
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import EngineState, engine_state
 from fcljax.scenario import fit_partition as fitted_to_data
@@ -76,13 +84,13 @@ class ChipPlan(NamedTuple):
 
     @property
     def round_seconds(self) -> float:
-        """Return a lower bound of a round's time."""
-        return sum(program.least_seconds(self.chip) for program in self.training)
+        """Return the expected time of a round."""
+        return sum(program.round_seconds(self.chip) for program in self.training)
 
     @property
     def run_seconds(self) -> float:
-        """Return a lower bound of the time of all rounds and evaluations."""
-        evaluation = sum(program.least_seconds(self.chip) for program in self.evaluation)
+        """Return the expected time of all rounds and evaluations, without compilation."""
+        evaluation = sum(program.round_seconds(self.chip) for program in self.evaluation)
         rounds = self.settings.rounds * self.settings.tasks
         return self.round_seconds * rounds + evaluation * self.evaluations
 
@@ -208,18 +216,20 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
         return load_network(settings, settings.image_size, settings.decoder, settings.seed)
     shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
     size = settings.image_size or shape.image_size
-    shape = dataclasses.replace(shape, image_size=size, dtype=settings.dtype)
+    dtype = compute_type(settings)
+    shape = dataclasses.replace(shape, image_size=size, dtype=dtype)
     half = (0.5, 0.5, 0.5)
     decoder = None
     params = jax.eval_shape(make_network(shape, half, half).init, jax.random.key(0))
+    kernel_type = "float32" if network_trains(settings) else array_type(dtype)
 
     def stored(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        # only kernels are kept in the compute type; biases and norms stay in float32
+        # only kernels are kept in the compute type, and in float32 if they train
         is_kernel = getattr(path[-1], "key", "") == "kernel"
-        return jax.ShapeDtypeStruct(x.shape, settings.dtype if is_kernel else x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, kernel_type if is_kernel else x.dtype)
 
     if settings.method == "pmae":
-        decoder_config = DecoderConfig(image_size=size, dtype=settings.dtype)
+        decoder_config = DecoderConfig(image_size=size, dtype=dtype)
         parameters = jax.tree_util.tree_map_with_path(stored, decoder_shapes(decoder_config))
         decoder = PretrainedDecoder(decoder_config, parameters, half, half)
     params = jax.tree_util.tree_map_with_path(stored, params)

@@ -1,17 +1,19 @@
-"""Bytes that a compiled program moves between a chip and its memory, counted in the
-text of its HLO module.
+"""The kernels of a compiled program: what each moves between chip and memory, and what it computes.
 
-XLA's compiler for GPUs does not count them. Its result is a list of kernels. Each reads
-its operands from memory and writes its result there, whatever it computes in between,
-so shapes give the bytes. Two things are not counted: a cache may hold one kernel's
-result for the next, and a kernel may read an operand twice.
+Both are counted in the text of the program's HLO module; XLA's compiler for GPUs counts neither. Its result
+is a list of kernels. Each reads its operands from memory and writes its result there, whatever it computes
+in between, so shapes give the bytes. Two things are not counted: a cache may hold one kernel's result for
+the next, and a kernel may read an operand twice.
 """
 
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from fcljax.models.shapes import Dtype
 
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)}  # others: no bytes
@@ -44,40 +46,62 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
+class Kernel(NamedTuple):
+    """One kernel of a program, and how often one call of the program runs it."""
+
+    calls: int
+    """How often it runs."""
+    traffic: int
+    """Bytes that a run reads and writes."""
+    flops: float = 0.0
+    """Operations of a run's matrix products and convolutions."""
+    dtype: Dtype = "bfloat16"
+    """What these round their factors to."""
+    attention: Literal["", "forward", "backward"] = ""
+    """Whether it is a pass of the attention kernel."""
+    erf: int = 0
+    """Values of erf in a run."""
+    exponentials: int = 0
+    """Values of exp in a run."""
+
+
 def traffic(text: str) -> int:
     """Return the bytes read and written by one call of a compiled module.
-
-    A loop counts as often as the compiler knows that it runs, else once; of a
-    conditional, the branch that moves most counts.
 
     Args:
       text: the module after all passes, `jax.stages.Compiled.as_text()`.
     """
-    return sum(size for _, size in kernels(text))
+    return sum(kernel.calls * kernel.traffic for kernel in kernels(text))
 
 
-def kernels(text: str) -> Iterator[tuple[Instruction, int]]:
-    """Yield what `traffic` counts: instructions, and the bytes of all their calls."""
+def kernels(text: str) -> list[Kernel]:
+    """Return the kernels that one call of a compiled module runs, those with equal work as one.
+
+    A loop counts as often as the compiler knows that it runs, else once; of a conditional, the branch that
+    moves most counts.
+    """
     computations, entry = parse(text)
-    yield from _within(computations, entry, 1)
+    calls: Counter[Kernel] = Counter()
+    for kernel in _within(computations, entry, 1):
+        calls[kernel._replace(calls=1)] += kernel.calls
+    return [kernel._replace(calls=count) for kernel, count in calls.items()]
 
 
-def _within(
-    computations: dict[str, Computation],
-    name: str,
-    times: int,
-) -> Iterator[tuple[Instruction, int]]:
+def _within(computations: dict[str, Computation], name: str, times: int) -> Iterator[Kernel]:
     """Yield the kernels of a computation that runs so many times."""
     computation = computations[name]
     for instruction in computation.values():
         calls = _calls(instruction).items()
         of_calls = [list(_within(computations, callee, times * count)) for callee, count in calls]
         if instruction.opcode == "conditional":
-            yield from max(of_calls, key=lambda branch: sum(size for _, size in branch))
+            yield from max(of_calls, key=lambda branch: sum(each.calls * each.traffic for each in branch))
         elif of_calls:
             yield from itertools.chain.from_iterable(of_calls)
         else:
-            yield instruction, times * _moved(computations, computation, instruction)
+            moved = _moved(computations, computation, instruction)
+            work = _work(computations, computation, instruction)
+            if moved or work.flops:
+                yield work._replace(calls=times, traffic=moved)
 
 
 def _calls(instruction: Instruction) -> dict[str, int]:
@@ -121,7 +145,10 @@ def _moved(
         return 2 * instruction.size + sum(x.size for x in operands[1:])
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1].size
-    return sum(x.size for x in operands) + instruction.size
+    written = instruction.shape
+    if "__cu" in instruction.attributes:
+        written = re.sub(r"[su]8\[\d+\]", "", written)  # the library's workspace
+    return sum(x.size for x in operands) + size_of(written)
 
 
 def _read(inner: Computation, operands: list[Instruction]) -> int:
@@ -165,7 +192,99 @@ def _written(inner: Computation) -> int:
     return sum(bytes_of(instruction) for instruction in inner.values() if instruction.root)
 
 
+# ---- operations --------------------------------------------------------------------------------------------
+
+
+def _work(computations: dict[str, Computation], computation: Computation, instruction: Instruction) -> Kernel:
+    """Return what one instruction computes, with all that is fused into it."""
+    if instruction.opcode == "fusion":
+        (inner,) = (computations[name] for name in _named(instruction, "calls"))
+        parts = [_work(computations, inner, each) for each in inner.values()]
+        largest = max(parts, key=lambda part: part.flops)
+        return largest._replace(
+            flops=sum(part.flops for part in parts),
+            erf=sum(part.erf for part in parts),
+            exponentials=sum(part.exponentials for part in parts),
+        )
+    nothing = Kernel(1, 0)
+    if instruction.opcode == "erf":
+        return nothing._replace(erf=elements(instruction.shape))
+    if instruction.opcode == "exponential":
+        return nothing._replace(exponentials=elements(instruction.shape))
+    if instruction.opcode == "custom-call":
+        pass_of_attention = _attention(computation, instruction)
+        if pass_of_attention:
+            return pass_of_attention
+    flops = _product_flops(computation, instruction)
+    if not flops:
+        return nothing
+    return nothing._replace(flops=flops, dtype=_format_of(computation, instruction))
+
+
+def _attention(computation: Computation, instruction: Instruction) -> Kernel | None:
+    """Return what a pass of the attention kernel computes (`models/attention_kernel.py`); None: it is another
+    custom call."""
+    # the backward pass returns the gradients of queries, keys and values
+    backward = len(re.findall(r"\[[\d,]+\]", instruction.shape)) > 1
+    direction = "backward" if backward else "forward"
+    counted = re.search(r'"flops":"(\d+)"', instruction.attributes)
+    if counted:  # on a TPU, by the kernel's own estimate
+        return Kernel(1, 0, float(counted[1]), "bfloat16", direction)
+    if "xla.gpu.triton" not in instruction.attributes:
+        return None
+    queries, keys = (
+        computation[name].shape for name in instruction.operands[:2]
+    )  # [batch, tokens, heads, size]
+    products = 10 if backward else 4
+    return Kernel(1, 0, float(products * elements(queries) * axes(keys)[1]), "bfloat16", direction)
+
+
+def _product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Return the operations of a matrix product or convolution; 0: it is none."""
+    attributes = instruction.attributes
+    contracted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', attributes)
+    if contracted:
+        left = axes(computation[instruction.operands[0]].shape)
+        inner = math.prod(left[int(axis)] for axis in re.findall(r"\d+", contracted[1]))
+        return 2.0 * elements(instruction.shape) * inner
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if labels is None:
+        return 0.0
+    arrays = [computation[name].shape for name in instruction.operands[:2]]
+    kernel = arrays[1]
+    out = instruction.shape
+    if "convBackwardInput" in attributes:
+        out = arrays[0]
+    if "convBackwardFilter" in attributes:
+        kernel, out = out, arrays[1]
+    outputs = axes(kernel)[labels[2].index("o")]
+    # zeros between an input's values are products that no library computes
+    dilation = re.search(r"lhs_dilate=([\dx]+)", attributes)
+    zeros = math.prod(map(int, dilation[1].split("x"))) if dilation else 1
+    return 2.0 * elements(out) * elements(kernel) / outputs / zeros
+
+
+def _format_of(computation: Computation, instruction: Instruction) -> Dtype:
+    """Return what a product rounds its factors to."""
+    if not computation[instruction.operands[0]].shape.startswith("f32"):
+        return "bfloat16"
+    exact = re.search(r"operand_precision\W+highest", instruction.attributes, re.IGNORECASE)
+    return "float32" if exact else "tf32"
+
+
 # ---- text --------------------------------------------------------------------------------------------------
+
+
+def axes(shape: str) -> list[int]:
+    """Return the lengths of the axes of a shape's first array."""
+    array = re.search(r"\[([\d,]*)\]", shape)
+    assert array is not None
+    return [int(length) for length in array[1].split(",") if length]
+
+
+def elements(shape: str) -> int:
+    """Return the number of values of a shape's first array."""
+    return math.prod(axes(shape))
 
 
 def size_of(shape: str) -> int:

@@ -11,10 +11,6 @@ from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
 from fcljax.terminal import add_row, new_table, say
 
-IN_PRACTICE = (
-    "in practice expect 2.5 times as long: FPPL's rounds took that on an H200 (docs/accelerators.md)"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -63,17 +59,17 @@ def plan(arguments: list[str]) -> int:
         print(json.dumps(_plain(estimate), indent=2))
         return 0
     console = Console()
-    numbers = ("memory", "share of peak", "at least", "steps")
-    table = new_table("step", "memory", "bound by", "share of peak", "at least", "steps", right=numbers)
+    numbers = ("memory", "operations", "traffic", "of the peak", "time", "steps")
+    table = new_table("step", *numbers, right=numbers)
     for part in (*estimate.training, *estimate.evaluation):
-        share = part.share(estimate.chip)
         add_row(
             table,
             part.program,
             gib(part.memory),
-            "memory traffic" if share < 1 else "operations",
-            f"{share:.0%}" if part.traffic else "unknown",
-            f"{1000 * part.least_seconds(estimate.chip) / max(1, part.steps):.1f} ms",
+            f"{part.flops / 1e12:.3g} TFLOP",
+            f"{part.traffic / 1e9:.3g} GB",
+            f"{part.share(estimate.chip):.0%}",
+            f"{1000 * part.step_seconds(estimate.chip):.1f} ms",
             part.steps,
         )
     console.print(table)
@@ -99,20 +95,19 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
 
 
 def lines(estimate: Any, name: str) -> list[str]:
-    """Return lines that say whether it fits, how long it takes at best, and with which
-    settings."""
+    """Return lines that say whether it fits, how long it takes, and with which settings."""
     chip = estimate.chip
     chosen = estimate.settings
     share = estimate.memory / chip.memory
-    time = f"a round takes at least {_time(estimate.round_seconds)}, the run {_time(estimate.run_seconds)}"
+    shortest, longest = (_time(factor * estimate.run_seconds) for factor in chip.rates.uncertainty)
+    basis = "measured on it" if chip.rates.measured else "assumed for it"
     text = [
         f"it fits: {gib(estimate.memory)} of {name}'s {gib(chip.memory)} ({share:.0%})",
-        f"{time} with its evaluations",
+        f"a round takes about {_time(estimate.round_seconds)}, the run with its evaluations "
+        f"{_time(estimate.run_seconds)}: {shortest} to {longest}, by rates {basis}; compilation comes before",
     ]
     if chosen.scale == "fit" and not chosen.rate_factor:
         text.append("before it, the search of --scale fit takes at most half of its training steps")
-    if chip.kind == "gpu":
-        text.append(IN_PRACTICE)
     options = [f"--lanes {estimate.lanes}", f"--dtype {chosen.dtype}"]
     if chosen.microbatch:
         options.append(f"--microbatch {chosen.microbatch}")
@@ -125,15 +120,23 @@ def _plain(estimate: Any) -> dict[str, Any]:
     return {
         "fits": True,
         "memory": estimate.memory,
-        "chip": estimate.chip._asdict(),
+        "chip": {key: value for key, value in estimate.chip._asdict().items() if key != "rates"},
         "lanes": estimate.lanes,
         "microbatch": estimate.settings.microbatch,
         "dtype": estimate.settings.dtype,
         "round_seconds": estimate.round_seconds,
         "run_seconds": estimate.run_seconds,
-        "training": [part._asdict() | {"share": part.share(estimate.chip)} for part in estimate.training],
-        "evaluation": [part._asdict() | {"share": part.share(estimate.chip)} for part in estimate.evaluation],
+        "uncertainty": estimate.chip.rates.uncertainty,
+        "training": [figures(part, estimate.chip) for part in estimate.training],
+        "evaluation": [figures(part, estimate.chip) for part in estimate.evaluation],
     }
+
+
+def figures(program: Any, chip: Any) -> dict[str, Any]:
+    """Return a program's `Footprint` for JSON, with its expected time on a chip."""
+    footprint = {key: value for key, value in program._asdict().items() if key != "kernels"}
+    times = {"step_s": program.step_seconds(chip), "round_s": program.round_seconds(chip)}
+    return footprint | {"share": program.share(chip)} | times
 
 
 def _time(seconds: float) -> str:

@@ -17,21 +17,27 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.convolution import Window, conv_general_dilated, max_pool
+from fcljax.models.products import TF32
+from fcljax.models.shapes import Dtype, array_type
 from fcljax.settings import Stem
 from fcljax.types import Features, Network
 
 Colour = tuple[float, float, float]
 
 
-def layer(features: int, size: int, stride: int = 1, *, dtype: str, name: str) -> nn.Conv:
+def layer(features: int, size: int, stride: int = 1, *, dtype: Dtype, name: str) -> nn.Conv:
     """Make a square convolution without bias, padded so that stride 1 keeps the size."""
+    precision = None
+    if dtype == "tf32":
+        precision = TF32
     return nn.Conv(
         features,
         (size, size),
         stride,
         size // 2,
         use_bias=False,
-        dtype=jnp.dtype(dtype),
+        dtype=jnp.dtype(array_type(dtype)),
+        precision=precision,
         conv_general_dilated=conv_general_dilated,
         name=name,
     )
@@ -61,7 +67,7 @@ class StemLayers(nn.Module):
 
     kind: Stem
     features: int
-    dtype: str
+    dtype: Dtype
     train: bool
 
     @nn.compact

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fcljax.errors import InputError
 from fcljax.models.convnet import Colour, pooled
 from fcljax.models.products import dense
-from fcljax.models.shapes import ConvNeXtConfig
+from fcljax.models.shapes import ConvNeXtConfig, Dtype, NumberFormat
 from fcljax.types import Features, Network
 
 KERNEL = 7
@@ -50,14 +50,15 @@ class Depthwise(nn.Module):
 class ConvNeXtBlock(nn.Module):
     """One block, plus its input."""
 
-    dtype: str
+    dtype: Dtype
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         width = x.shape[-1]
+        number_format = NumberFormat(self.dtype)
         y = _norm("norm")(Depthwise(name="depthwise")(x))
-        y = nn.gelu(dense(4 * width, self.dtype, "fc1")(y), approximate=False)
-        y = dense(width, self.dtype, "fc2")(y)
+        y = nn.gelu(dense(4 * width, number_format, "fc1")(y), approximate=False)
+        y = dense(width, number_format, "fc2")(y)
         return x + y * self.param("scale", nn.initializers.constant(1e-6), (width,))
 
 
@@ -78,12 +79,13 @@ class ConvNeXt(nn.Module):
     @nn.compact
     def __call__(self, image: Array) -> tuple[Array, dict[str, Array]]:
         c = self.config
-        x = _norm("stem_norm")(dense(c.widths[0], c.dtype, "stem")(squares(image, c.patch)))
+        number_format = NumberFormat(c.dtype)
+        x = _norm("stem_norm")(dense(c.widths[0], number_format, "stem")(squares(image, c.patch)))
         taps = {}
         for stage, (depth, width) in enumerate(zip(c.depths, c.widths, strict=True)):
             if stage:
                 x = _norm(f"down_{stage}_norm")(x)
-                x = dense(width, c.dtype, f"down_{stage}")(squares(x, 2))
+                x = dense(width, number_format, f"down_{stage}")(squares(x, 2))
             for i in range(depth):
                 x = ConvNeXtBlock(c.dtype, name=f"stage_{stage}_block_{i}")(x)
             taps[f"stage_{stage}"] = x

@@ -32,11 +32,12 @@ class Window(NamedTuple):
     pads: tuple[Pair, Pair] = ((0, 0), (0, 0))  # zeros (above, below), (left, right)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def conv(
     window: Window,
     x: Float[Array, "batch height width inputs"],
     kernel: Float[Array, "rows columns inputs outputs"],
+    precision: lax.Precision | None = None,
 ) -> Float[Array, "batch height_out width_out outputs"]:
     """Convolve as `jax.lax.conv_general_dilated`, with gradients that are fast inside loops.
 
@@ -44,33 +45,45 @@ def conv(
       window: static.
       x: images.
       kernel: of all outputs.
+      precision: of the products, static; None: float32 factors keep all bits.
     """
-    return _convolve(x, kernel, window.stride, window.pads)
+    return _convolve(x, kernel, window.stride, window.pads, precision)
 
 
-def _convolve(x: Array, kernel: Array, stride: Pair, pads: Sequence[Pair], **dilation: Any) -> Array:
-    # accelerators would round float32 factors
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def _convolve(
+    x: Array,
+    kernel: Array,
+    stride: Pair,
+    pads: Sequence[Pair],
+    precision: lax.Precision | None,
+    **dilation: Any,
+) -> Array:
+    if precision is None and x.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST  # accelerators would round the factors
     return lax.conv_general_dilated(
         x, kernel, stride, pads, dimension_numbers=_LAYOUT, precision=precision, **dilation
     )
 
 
-def _forward(window: Window, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return conv(window, x, kernel), (x, kernel)
+def _forward(
+    window: Window, x: Array, kernel: Array, precision: lax.Precision | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return conv(window, x, kernel, precision), (x, kernel)
 
 
-def _backward(window: Window, factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(
+    window: Window, precision: lax.Precision | None, factors: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
     x, kernel = factors
-    grad_x = image_gradient(window, (x.shape[1], x.shape[2]), kernel, gradient)
-    return grad_x, kernel_gradient(window, x, kernel, gradient)
+    grad_x = image_gradient(window, (x.shape[1], x.shape[2]), kernel, gradient, precision)
+    return grad_x, kernel_gradient(window, x, kernel, gradient, precision)
 
 
 conv.defvjp(_forward, _backward)
 
 
 def image_gradient(
-    window: Window, size: Pair, kernel: Array, gradient: Array
+    window: Window, size: Pair, kernel: Array, gradient: Array, precision: lax.Precision | None = None
 ) -> Float[Array, "batch height width inputs"]:
     """Convolve the outputs' gradient, spread by the stride, with the reversed kernel."""
     pads = []
@@ -80,11 +93,11 @@ def image_gradient(
         pad_start = reach - window.pads[axis][0]
         pads.append((pad_start, size[axis] + reach - pad_start - spread))
     reversed_kernel = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
-    return _convolve(gradient, reversed_kernel, (1, 1), pads, lhs_dilation=window.stride)
+    return _convolve(gradient, reversed_kernel, (1, 1), pads, precision, lhs_dilation=window.stride)
 
 
 def kernel_gradient(
-    window: Window, x: Array, kernel: Array, gradient: Array
+    window: Window, x: Array, kernel: Array, gradient: Array, precision: lax.Precision | None = None
 ) -> Float[Array, "rows columns inputs outputs"]:
     """Convolve the images with the outputs' gradient, and sum over the batch."""
     if window.stride == (1, 1) and kernel.shape[2] <= FEW_INPUTS:
@@ -97,7 +110,7 @@ def kernel_gradient(
     # the convolution sums over "channels", which here are the batch
     channels_first = x.transpose(3, 1, 2, 0)
     as_kernel = gradient.transpose(1, 2, 0, 3)
-    out = _convolve(channels_first, as_kernel, (1, 1), pads, rhs_dilation=window.stride)
+    out = _convolve(channels_first, as_kernel, (1, 1), pads, precision, rhs_dilation=window.stride)
     return out.transpose(1, 2, 0, 3)
 
 
@@ -122,13 +135,12 @@ def conv_general_dilated(
 ) -> Array:
     """Call `conv` with the arguments of jax's function, for `flax.linen.Conv(conv_general_dilated=...)`.
 
-    jax's function computes the cases that `conv` lacks: other than two spatial axes, dilations, groups, a
-    precision.
+    jax's function computes the cases that `conv` lacks: other than two spatial axes, dilations, groups.
     """
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get("dimension_numbers"))
     usual = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
     dilated = any(d != 1 for side in ("lhs", "rhs") for d in options.get(f"{side}_dilation") or ())
-    special = dilated or options.get("feature_group_count", 1) != 1 or options.get("precision") is not None
+    special = dilated or options.get("feature_group_count", 1) != 1
     if special or not usual:
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options)
     if isinstance(padding, str):
@@ -137,7 +149,8 @@ def conv_general_dilated(
         padding = lax.padtype_to_pads(size, reach, tuple(window_strides), padding)
     (above, below), (left, right) = padding
     stride = window_strides[0], window_strides[1]
-    return conv(Window(stride, ((above, below), (left, right))), lhs, rhs)
+    window = Window(stride, ((above, below), (left, right)))
+    return conv(window, lhs, rhs, options.get("precision"))
 
 
 # ---- pooling -----------------------------------------------------------------------------------------------

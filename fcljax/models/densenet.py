@@ -7,14 +7,14 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from fcljax.models.convnet import Norm, StemLayers, convnet_network, layer, pooled
-from fcljax.models.shapes import DenseNetConfig
+from fcljax.models.shapes import DenseNetConfig, Dtype
 
 
 class DenseLayer(nn.Module):
     """Append `growth` channels: a narrow 1 x 1 convolution, then 3 x 3."""
 
     growth: int
-    dtype: str
+    dtype: Dtype
     train: bool
 
     @nn.compact
@@ -29,7 +29,7 @@ class DenseLayer(nn.Module):
 class Transition(nn.Module):
     """Halve the channels and the side."""
 
-    dtype: str
+    dtype: Dtype
     train: bool
 
     @nn.compact

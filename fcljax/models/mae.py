@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.models.products import dense
-from fcljax.models.shapes import NO_KERNEL, AttentionKernel
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel, Dtype, NumberFormat, array_type
 from fcljax.models.vit import Injection, Joins, LayerNorm, ViTConfig, apply_vit, patchify, run_block
 from fcljax.types import Autoencoder
 
@@ -35,7 +35,7 @@ class DecoderConfig:
     depth: int = 8
     heads: int = 16
     mlp: int = 2048
-    dtype: str = "float32"  # of the factors of matrix products
+    dtype: Dtype = "float32"  # of the factors of matrix products
     epsilon: float = 1e-6  # of the LayerNorms
     kernel: AttentionKernel = NO_KERNEL
 
@@ -117,17 +117,17 @@ class Decoder(nn.Module):
         c = self.config
         position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
         mask = self.param("mask", nn.initializers.zeros, (c.width,))
-        x = dense(c.width, c.dtype, "embed")(latent)
+        x = dense(c.width, NumberFormat(c.dtype), "embed")(latent)
         # mask tokens stand in for the hidden patches, and all patches go back to their order in the image
         hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
         shuffled = jnp.concatenate([x[:, 1:], hidden], axis=1)
         patches = jnp.take_along_axis(shuffled, restore[..., None], axis=1)
-        x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(c.dtype)
+        x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(array_type(c.dtype))
         for i in range(c.depth):
             joins = Joins(prompt if i == 0 else None)
             x = run_block(self, _block_config(c), f"block_{i:02d}", x, joins)
         x = LayerNorm(c.epsilon, name="norm")(x)
-        return dense(3 * c.patch**2, c.dtype, "predict")(x[:, 1:])
+        return dense(3 * c.patch**2, NumberFormat(c.dtype), "predict")(x[:, 1:])
 
 
 def _block_config(c: DecoderConfig) -> ViTConfig:

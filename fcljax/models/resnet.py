@@ -9,7 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from fcljax.models.convnet import Norm, StemLayers, convnet_network, layer, pooled
-from fcljax.models.shapes import ResNetConfig
+from fcljax.models.shapes import Dtype, ResNetConfig
 
 
 class BasicBlock(nn.Module):
@@ -17,7 +17,7 @@ class BasicBlock(nn.Module):
 
     features: int
     stride: int
-    dtype: str
+    dtype: Dtype
     train: bool
 
     @nn.compact
@@ -40,7 +40,7 @@ class Bottleneck(nn.Module):
 
     features: int
     stride: int
-    dtype: str
+    dtype: Dtype
     train: bool
 
     @nn.compact

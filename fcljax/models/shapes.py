@@ -9,6 +9,26 @@ ChipKind = Literal["none", "tpu", "gpu"]
 # of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP); gelu_tanh: the approximation by tanh (big_vision)
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 OF_A_RUN = ("dtype", "kernel")  # fields that say how a run computes a network of that shape
+Dtype = Literal["float32", "tf32", "bfloat16"]
+
+
+class NumberFormat(NamedTuple):
+    """What a network's products round (`models/products.py`)."""
+
+    dtype: Dtype = "float32"
+    """What products round their factors to, as of `--dtype`."""
+    rounds_results: bool = False
+    """Whether products return bfloat16 too, before a bias or the residual stream is added."""
+
+    @property
+    def array(self) -> str:
+        """Return the type of arrays in memory."""
+        return array_type(self.dtype)
+
+
+def array_type(dtype: str) -> str:
+    """Return the type in which arrays of a format are stored; tf32 is a format of factors alone."""
+    return "float32" if dtype == "tf32" else dtype
 
 
 class AttentionKernel(NamedTuple):
@@ -28,8 +48,8 @@ NO_KERNEL = AttentionKernel()
 class ViTConfig:
     """Static shape of a ViT.
 
-    `dtype` is the type of the factors of matrix products; all else is float32. Without `final_norm` the
-    features are the last block's output, and the parameters have no `norm`.
+    `dtype` is the format of the factors of matrix products, a `Dtype`; all else is float32. Without
+    `final_norm` the features are the last block's output, and the parameters have no `norm`.
     """
 
     image_size: int = 224
@@ -38,7 +58,7 @@ class ViTConfig:
     depth: int = 12
     heads: int = 12
     mlp: int = 3072
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     epsilon: float = 1e-6  # of the LayerNorms
     final_norm: bool = True
     layer_scale: bool = False  # attention and MLP are scaled by channel before they are added (DINOv2)
@@ -48,6 +68,15 @@ class ViTConfig:
     activation: Activation = "gelu"
     rotary_base: float = 0.0  # base of the patches' rotary positions (DINOv3: 100); 0: none
     kernel: AttentionKernel = NO_KERNEL
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """Return what the network's products round on the chip of its attention kernel.
+
+        A GPU's library of products adds bias and residual stream itself, in float32, where all three are
+        bfloat16; and a float32 result takes twice the bytes. XLA for TPUs rounds inside a product anyway.
+        """
+        return NumberFormat(self.dtype, self.dtype == "bfloat16" and self.kernel.chip == "gpu")
 
     @property
     def grid(self) -> int:
@@ -80,7 +109,7 @@ class ResNetConfig:
     stages: tuple[int, ...] = (2, 2, 2, 2)  # blocks of each
     channels: int = 64  # of the first stage; outputs of bottlenecks have four times as many
     stem: Stem = "imagenet"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     bottleneck: bool = False
 
     @property
@@ -112,7 +141,7 @@ class DenseNetConfig:
     growth: int = 32
     channels: int = 64  # of the stem
     stem: Stem = "imagenet"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
 
     @property
     def reduction(self) -> int:
@@ -144,7 +173,7 @@ class ConvNeXtConfig:
     depths: tuple[int, ...] = (3, 3, 9, 3)  # blocks of each stage
     widths: tuple[int, ...] = (96, 192, 384, 768)  # channels of each stage
     patch: int = 4  # pixels of a side that become one position of the first stage
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
 
     @property
     def reduction(self) -> int:

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.mesh import by_itself
-from fcljax.models.products import activated, attention, dense, matmul
-from fcljax.models.shapes import ViTConfig
+from fcljax.models.products import FLOAT32, activated, attention, dense, matmul
+from fcljax.models.shapes import NumberFormat, ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
 
@@ -101,7 +101,7 @@ class LayerNorm(nn.Module):
 def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     """Make a norm of the network. Under bfloat16 the backward pass recomputes it from its input."""
     layer = LayerNorm
-    if c.dtype != "float32":
+    if c.dtype == "bfloat16":
         # until the backward pass recomputes the norm, only its rounded input and gradient are stored
         layer = nn.remat(LayerNorm)
     return layer(c.epsilon, result, name=name)
@@ -182,39 +182,47 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, prompt, prefix, lora, queries, angle=None):
         c = self.config
+        number_format = c.number_format
+        dtype = number_format.array
         # The projection is sliced because q, k and v are not computed for the same tokens.
-        kernel, bias = self._parameters(dense(3 * c.width, c.dtype, "qkv"), x)
-        q = matmul(x[:, :queries], kernel[:, : c.width]) + bias[: c.width]
+        kernel, bias = self._parameters(dense(3 * c.width, number_format, "qkv"), x)
+        q = self._project(x[:, :queries], kernel[:, : c.width], bias[: c.width])
         kv_kernel = kernel[:, c.width :]
         kv_bias = bias[c.width :]
-        kv = matmul(x, kv_kernel) + kv_bias
+        kv = self._project(x, kv_kernel, kv_bias)
         if lora is not None:
-            q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q)
-            kv = kv.at[..., c.width :].add(low_rank(x, lora.a_v, lora.b_v))
-        q = q.astype(c.dtype)
-        kv = kv.astype(c.dtype)
+            q = q + low_rank(x[:, :queries], lora.a_q, lora.b_q, number_format)
+            update = low_rank(x, lora.a_v, lora.b_v, number_format)
+            kv = kv.at[..., c.width :].add(update.astype(kv.dtype))
+        q = q.astype(dtype)
+        kv = kv.astype(dtype)
         if prompt is not None:
-            prompt_kv = matmul(prompt, kv_kernel) + kv_bias
-            kv = jnp.concatenate([kv, _for_each_image(prompt_kv, len(x)).astype(c.dtype)], axis=1)
+            prompt_kv = self._project(prompt, kv_kernel, kv_bias)
+            kv = jnp.concatenate([kv, _for_each_image(prompt_kv, len(x)).astype(dtype)], axis=1)
 
         q = self._by_head(q)
         k, v = map(self._by_head, jnp.split(kv, 2, axis=-1))
         if c.qk_norm:
-            q = _norm(c, "q_norm", c.dtype)(q)
-            k = _norm(c, "k_norm", c.dtype)(k)
+            q = _norm(c, "q_norm", dtype)(q)
+            k = _norm(c, "k_norm", dtype)(k)
         if angle is not None:
             tokens = x.shape[1]
-            rotated = rotate(k[:, :, :tokens], angle).astype(c.dtype)
-            q = rotate(q, angle[..., :queries, :]).astype(c.dtype)
+            rotated = rotate(k[:, :, :tokens], angle).astype(dtype)
+            q = rotate(q, angle[..., :queries, :]).astype(dtype)
             k = jnp.concatenate([rotated, k[:, :, tokens:]], axis=2)
         if prefix is not None:
-            k = jnp.concatenate([k, self._by_head(prefix.key.astype(c.dtype))], axis=2)
-            v = jnp.concatenate([v, self._by_head(prefix.value.astype(c.dtype))], axis=2)
+            k = jnp.concatenate([k, self._by_head(prefix.key.astype(dtype))], axis=2)
+            v = jnp.concatenate([v, self._by_head(prefix.value.astype(dtype))], axis=2)
 
         # XLA cannot divide the kernel over several devices
         chip = c.kernel.chip if by_itself() or not c.kernel.single_device else "none"
-        attended = rearrange(attention(q, k, v, chip), "b h n d -> b n (h d)")
-        return dense(c.width, c.dtype, "proj")(attended)
+        attended = rearrange(attention(q, k, v, chip, number_format), "b h n d -> b n (h d)")
+        return dense(c.width, number_format, "proj")(attended)
+
+    def _project(self, x: Array, kernel: Array, bias: Array) -> Array:
+        """Return x @ kernel + bias, in the type of the product."""
+        result = matmul(x, kernel, self.config.number_format)
+        return result + bias.astype(result.dtype)
 
     def _by_head(self, x: Array) -> Array:
         """Put heads before tokens: two plain batched products, a third faster on a CPU."""
@@ -225,7 +233,7 @@ class Attention(nn.Module):
         if self.is_initializing():
             layer(x)
         parameters = layer.variables["params"]
-        return parameters["kernel"].astype(self.config.dtype), parameters["bias"]
+        return parameters["kernel"].astype(self.config.number_format.array), parameters["bias"]
 
 
 def _for_each_image(tokens: Float[Array, "..."], batch: int) -> Float[Array, "batch length width"]:
@@ -234,11 +242,14 @@ def _for_each_image(tokens: Float[Array, "..."], batch: int) -> Float[Array, "ba
 
 
 def low_rank(
-    x: Float[Array, "*rows width"], down: Float[Array, "rank width"], up: Float[Array, "width rank"]
+    x: Float[Array, "*rows width"],
+    down: Float[Array, "rank width"],
+    up: Float[Array, "width rank"],
+    number_format: NumberFormat = FLOAT32,
 ) -> Float[Array, "*rows width"]:
     """Return B A x, with both products in the type of x."""
-    projected = matmul(x, down.T.astype(x.dtype)).astype(x.dtype)
-    return matmul(projected, up.T.astype(x.dtype))
+    projected = matmul(x, down.T.astype(x.dtype), number_format).astype(x.dtype)
+    return matmul(projected, up.T.astype(x.dtype), number_format)
 
 
 class HiddenLayer(nn.Module):
@@ -251,8 +262,9 @@ class HiddenLayer(nn.Module):
         c = self.config
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], c.mlp))
         bias = self.param("bias", nn.initializers.zeros, (c.mlp,))
-        product = matmul(x.astype(c.dtype), kernel.astype(c.dtype))
-        return activated(_activation(c), product, bias, c.dtype)
+        dtype = c.number_format.array
+        product = matmul(x.astype(dtype), kernel.astype(dtype), c.number_format)
+        return activated(_activation(c), product, bias, dtype)
 
 
 def _activation(c: ViTConfig) -> Callable[[Array], Array]:
@@ -325,16 +337,17 @@ class Block(nn.Module):
         prompt, prefix, lora, angle = joins
         if queries is None:
             queries = x.shape[1]
-        norm1 = _norm(c, "norm1", c.dtype)
-        norm2 = _norm(c, "norm2", c.dtype)
+        dtype = c.number_format.array
+        norm1 = _norm(c, "norm1", dtype)
+        norm2 = _norm(c, "norm2", dtype)
         if prompt is not None:
             prompt = norm1(prompt)
         # sums are float32; the residual stream has the compute type
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
-        x = (x[:, :queries] + self._scaled("ls1", attended)).astype(c.dtype)
+        x = (x[:, :queries] + self._scaled("ls1", attended)).astype(dtype)
         hidden = HiddenLayer(c, name="fc1")(norm2(x))
-        out = dense(c.width, c.dtype, "fc2")(hidden)
-        return (x + self._scaled("ls2", out)).astype(c.dtype)
+        out = dense(c.width, c.number_format, "fc2")(hidden)
+        return (x + self._scaled("ls2", out)).astype(dtype)
 
     def _scaled(self, name: str, x: Array) -> Array:
         return Scale(name=name)(x) if self.config.layer_scale else x
@@ -397,7 +410,7 @@ class ViT(nn.Module):
         patches = patchify(image, c.patch)
         cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
         position = self.param("pos", nn.initializers.normal(0.02), (1 + c.grid**2, c.width))
-        x = dense(c.width, c.dtype, "patch")(patches) + position[1:]
+        x = dense(c.width, c.number_format, "patch")(patches) + position[1:]
         if injection.keep is not None:
             x = jnp.take_along_axis(x, injection.keep[..., None], axis=1)
 
@@ -412,7 +425,7 @@ class ViT(nn.Module):
         x = jnp.concatenate([*lead, x], axis=1)
         if c.pre_norm:
             x = _norm(c, "norm_pre")(x)
-        x = x.astype(c.dtype)
+        x = x.astype(c.number_format.array)
 
         angle = _token_angles(c, injection, x.shape[1]) if c.rotary_base else None
         taps = {"embed": x}

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged 
 FILE = 2**23
 # bytes of the largest state that is written while the next round runs on the same memory
 BESIDE = 2**26
+# share of a run's time that larger ones may take, if nobody asks for a number of rounds
+SHARE = 0.03
 
 
 class State(NamedTuple):
@@ -64,6 +67,34 @@ class Snapshot(NamedTuple):
     """Results of `save_shard`; empty if `state` has the clients' states."""
 
 
+class Write(NamedTuple):
+    """The last checkpoint that a run wrote."""
+
+    size: int
+    """Bytes of its arrays."""
+    seconds: float
+    """How long the run waited for it."""
+    end: float
+    """When the run went on, by `time.monotonic`."""
+
+
+def is_due(every: int | None, step: int, last: Write | None, now: float) -> bool:
+    """Return whether a run writes a checkpoint after `step` rounds.
+
+    Args:
+      every: rounds between checkpoints; None: each round, but so that large ones take at most `SHARE` of the
+        time.
+      step: number of finished rounds.
+      last: the checkpoint before; None: there is none yet.
+      now: by `time.monotonic`.
+    """
+    if every is not None:
+        return step % every == 0
+    if last is None or last.size <= BESIDE:
+        return True
+    return now - last.end >= last.seconds / SHARE
+
+
 def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
     """Create a folder and return the manager of its checkpoints, which only one process may have.
 
@@ -80,14 +111,15 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
-    """Start to write a snapshot; on a CPU, finish to write a large one.
+def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> Write:
+    """Start to write a snapshot; on a CPU, finish to write a large one. Return what it took.
 
     The caller may change or donate the arrays afterwards.
 
     Raises:
       InputError: if this write or the one before it failed, because the disk is full or read-only.
     """
+    start = time.monotonic()
     # Orbax copies NumPy arrays before it returns; the memory of others it may read when the next round has
     # changed it already
     state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
@@ -103,8 +135,11 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     except Exception as error:
         raise _unwritable(manager, error) from error
     _forget_shards(Path(manager.directory), snapshot.step)
-    if jax.default_backend() == "cpu" and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) > BESIDE:
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    if jax.default_backend() == "cpu" and size > BESIDE:
         finish(manager)
+    end = time.monotonic()
+    return Write(size, end - start, end)
 
 
 def finish(manager: ocp.CheckpointManager) -> None:

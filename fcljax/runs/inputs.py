@@ -6,7 +6,7 @@ Files are read here; everything after works on what was loaded.
 
 import dataclasses
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from fcljax.files import machine_memory
 from fcljax.mesh import mesh_of
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import make_network
-from fcljax.models.shapes import NO_KERNEL, AttentionKernel
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel, Dtype
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
@@ -93,20 +93,26 @@ def load_network(
         folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
         checkpoint = str(find_weights(name, folder))
         name = None
-    return load_backbone(
-        name,
-        checkpoint,
-        image_size,
-        compute_type(cfg),
-        WeightOptions(heads=cfg.heads, positions=cfg.positions, decoder=decoder, stem=cfg.stem, seed=seed),
+    weights = WeightOptions(
+        heads=cfg.heads,
+        positions=cfg.positions,
+        decoder=decoder,
+        stem=cfg.stem,
+        seed=seed,
+        trains=network_trains(cfg),
     )
+    return load_backbone(name, checkpoint, image_size, compute_type(cfg), weights)
 
 
-def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Literal["float32", "bfloat16"]:
-    """Return the number format of the backbone's computations.
+def network_trains(cfg: BackboneConfig) -> bool:
+    """Return whether clients train the whole network."""
+    return isinstance(cfg, TrainConfig) and cfg.adapter == "full"
 
-    It is bfloat16 where an accelerator computes a network that stays frozen, unless the settings name one.
-    What trains is float32.
+
+def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Dtype:
+    """Return the number format of the backbone's products.
+
+    Unless the settings name one, it is bfloat16 for a frozen network on an accelerator.
 
     Args:
       cfg: the settings.
@@ -114,8 +120,7 @@ def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Literal["fl
     """
     if cfg.dtype != "auto":
         return cfg.dtype
-    trains = isinstance(cfg, TrainConfig) and cfg.adapter == "full"
-    if trains or (backend or jax.default_backend()) == "cpu":
+    if network_trains(cfg) or (backend or jax.default_backend()) == "cpu":
         return "float32"
     return "bfloat16"
 

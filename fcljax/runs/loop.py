@@ -4,7 +4,9 @@ is written at the end."""
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -404,6 +406,7 @@ def _play(
     tasks = len(exp.scenario.tasks)
     steps = tasks * settings.rounds
     filled_tasks = 0  # tasks whose query features are cached
+    last_write = None
     if journal.manager:
         # A run that was killed may have logged rounds that no checkpoint holds: they
         # will be logged again.
@@ -423,13 +426,17 @@ def _play(
                 past = (*past, buffer)
                 if journal.manager:
                     records.kept.append(checkpoint.save_task(out / KEPT, t, buffer))
-            signal = hosts.from_first(lambda: observer.stop() or signals.asked())
+            # the first process's clock and signals decide for all
+            decide = partial(_after_round, observer, settings.checkpoint_every, step + 1, last_write)
+            signal, due = hosts.from_first(decide)
             last_step = step == steps - 1
             with signals.unbroken():
-                due = signal or (step + 1) % settings.checkpoint_every == 0 or last_step
+                due = signal or due or last_step
                 _log_round(out, journal, records)
                 if due:
-                    _save_checkpoint(session, exp, journal, Progress(state, records, step + 1), shared)
+                    reached = Progress(state, records, step + 1)
+                    last_write = _save_checkpoint(session, exp, journal, reached, shared)
+                    del reached  # which would keep this round's memory during the next one
             journal.trackers.heard(line)
             bar.update(bar_task, advance=1, **last_round(records))
             if signal and not last_step:
@@ -439,6 +446,14 @@ def _play(
                 signals.check()
             observer.heard(line)
         return fill(exp, range(filled_tasks, tasks), clock), state
+
+
+def _after_round(
+    observer: Observer, every: int | None, step: int, last_write: checkpoint.Write | None
+) -> tuple[Any, bool]:
+    """Return the signal to stop, if there is one, and whether a checkpoint is due after `step` rounds."""
+    signal = observer.stop() or signals.asked()
+    return signal, checkpoint.is_due(every, step, last_write, time.monotonic())
 
 
 def _saved(
@@ -470,15 +485,19 @@ def _log_round(out: Path, journal: Journal, records: Records) -> None:
 
 def _save_checkpoint(
     session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
-) -> None:
-    """Save a checkpoint; all processes call this together. Afterwards nothing refers to
-    the state's memory but `progress`: the next round could not overwrite it otherwise,
-    and would take as much again."""
+) -> checkpoint.Write | None:
+    """Save a checkpoint; all processes call this together. Afterwards nothing refers to the state's memory
+    but `progress`: the next round could not overwrite it otherwise, and would take as much again.
+
+    Returns:
+      What the write took, in the first process.
+    """
     state, records, step = progress
     saved, shards = _saved(session, exp, state, step, shared)
     if journal.manager:
         snapshot = checkpoint.Snapshot(step, saved, dataclasses.asdict(records), journal.origin, shards)
-        checkpoint.save(journal.manager, snapshot)
+        return checkpoint.save(journal.manager, snapshot)
+    return None
 
 
 def _past(

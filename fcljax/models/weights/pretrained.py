@@ -21,7 +21,7 @@ from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, OF_A_RUN, PACKAGED, VITS, ConvNeXtConfig
+from fcljax.models.shapes import CONVNETS, OF_A_RUN, PACKAGED, VITS, ConvNeXtConfig, Dtype, array_type
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, convnext, dialects, finding, naming, sidecars, torchvision
 from fcljax.models.weights.sidecars import FORMAT
@@ -86,6 +86,7 @@ class WeightOptions(NamedTuple):
     # of a convolutional network without a file; auto: "cifar" for images under 64 px, else "imagenet"
     stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
+    trains: bool = False  # matrix parameters stay float32 in memory, whatever the compute type
 
 
 class LoadedViT(NamedTuple):
@@ -102,7 +103,7 @@ def load_backbone(
     name: str | None,
     checkpoint: str | None,
     image_size: int | None,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     options: WeightOptions = WeightOptions(),  # noqa: B008
 ) -> Pretrained:
     """Load a pretrained network, or make a convolutional one with random values.
@@ -114,7 +115,8 @@ def load_backbone(
         `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the weights that ship with the package.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
         embeddings are interpolated.
-      dtype: compute type; matrix parameters are stored in it, norms and embeddings stay float32.
+      dtype: compute type; matrix parameters are stored in it unless the network trains, norms and embeddings
+        stay float32.
       options: see there.
 
     Raises:
@@ -152,17 +154,18 @@ def load_backbone(
         network = find_network(file, options.part)
     # from here on the network is a ViT
     loaded = load_vit(file, network, name, image_size, options)
+    stored = "float32" if options.trains else array_type(dtype)
     decoder = _decoder_in_file(loaded)
     notes = []
     if decoder_source is not None:
         decoder, notes = _load_decoder(loaded, decoder_source, options.decoder_heads)
     if decoder:
         config = dataclasses.replace(decoder.config, dtype=dtype)
-        decoder = decoder._replace(config=config, params=_to_device(decoder.params, dtype))
+        decoder = decoder._replace(config=config, params=_to_device(decoder.params, stored))
     vit = loaded.network
     return Pretrained(
         config=dataclasses.replace(vit.config, dtype=dtype),
-        params=_to_device(vit.params, dtype),
+        params=_to_device(vit.params, stored),
         head=vit.head and jax.tree.map(jnp.array, vit.head),
         decoder=decoder,
         mean=loaded.mean,
@@ -187,7 +190,7 @@ def load_convnet(
     network: finding.NetworkInFile,
     name: str | None,
     image_size: int | None,
-    dtype: str,
+    dtype: Dtype,
     stem: StemChoice,
 ) -> Pretrained:
     """Load the convolutional network of a file.
@@ -220,7 +223,7 @@ def load_convnet(
     return Pretrained(config, params, head, None, *pixels, "torchvision", file.digest, tuple(notes))
 
 
-def _random_convnet(name: str, image_size: int | None, dtype: str, options: WeightOptions) -> Pretrained:
+def _random_convnet(name: str, image_size: int | None, dtype: Dtype, options: WeightOptions) -> Pretrained:
     """Draw values that depend on the seed alone; pixels are between -1 and 1."""
     config = CONVNETS[name]
     seed = options.seed
@@ -240,7 +243,7 @@ def _random_convnet(name: str, image_size: int | None, dtype: str, options: Weig
     return Pretrained(config, params, None, None, mean, std, "random", f"random-{name}-{seed}", (note,))
 
 
-def _at_size(config: ConvNetConfig, image_size: int | None, dtype: str) -> ConvNetConfig:
+def _at_size(config: ConvNetConfig, image_size: int | None, dtype: Dtype) -> ConvNetConfig:
     """Change the image size, which must leave a position in the last stage."""
     size = config.image_size if image_size is None else image_size
     if size < config.reduction:
@@ -509,7 +512,7 @@ def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
 
 
 def _to_device(tree: PyTree, dtype: str) -> PyTree:
-    """Copy parameters to the device: those of matrix products in the compute type, all others as float32."""
+    """Copy parameters to the device: those of matrix products in this type, all others as float32."""
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
