@@ -343,7 +343,7 @@ def _stacked(uploads: PyTree) -> PyTree:
     for path, leaf in paths:
         name = f"uploads{jax.tree_util.keystr(path)}"
         if leaf.ndim == 0:
-            raise InputError(f"{name}: a scalar; needed: a first axis of clients, or a list of pytrees")
+            raise InputError(f"{name}: a scalar; expected a first axis of clients, or a list of pytrees")
         if leaf.shape[0] != first.shape[0]:
             raise InputError(f"{name}: {leaf.shape[0]} clients, where the first leaf has {first.shape[0]}")
     if first.shape[0] == 0:

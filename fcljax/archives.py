@@ -34,7 +34,7 @@ def check_members(archive: zipfile.ZipFile, limit: int) -> None:
     """
     for name in archive.namelist():
         if leads_out(name):
-            raise ValueError(f"it holds a file named {name!r}, which leads out of it")
+            raise ValueError(f"it contains a file named {name!r}, which points outside of it")
     size = sum(member.file_size for member in archive.infolist())
     if size > limit:
         raise ValueError(
@@ -85,7 +85,7 @@ def _array(file: Any, name: str) -> np.ndarray:
         try:
             shape, _, kind = read(stream)
         except Exception as error:  # numpy's parser of headers raises what Python's does
-            raise ValueError(f"{name} has no header of numpy's: {reason(error)}") from None
+            raise ValueError(f"{name} has no numpy header: {reason(error)}") from None
     if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
         raise ValueError(f"{name} is cut off")
     return file[name]

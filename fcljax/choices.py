@@ -198,7 +198,7 @@ def _checked(name: str, value: Any) -> Any:
                 f"{name}: {called} takes {inspect.signature(value)}, and {wanted} are given"
             ) from None
     elif "optimiser" in name and not hasattr(value, "build") and not is_optax(value):
-        raise InputError(f"{name}: {value!r} is none of optax and has no method build")
+        raise InputError(f"{name}: {value!r} is not an optax optimiser and has no method build")
     return value
 
 
@@ -217,7 +217,7 @@ def check_no_programs(values: Mapping[str, Any], given: Mapping[str, Any], where
         value = values.get(name)
         if is_program(value) and given.get(name) != value:
             raise InputError(
-                f"{where}: the {name} {value!r} is a program, and a file of settings runs none; if you "
+                f"{where}: the {name} {value!r} is a program, and a settings file cannot run one; if you "
                 f"trust it, give {flag(name)} {value}"
             )
 

@@ -625,7 +625,7 @@ def _check_private(config: PartitionConfig) -> None:
     name = _over_time(config) or (by_example if given else "")
     if name:
         raise InputError(
-            f"{name}: {getattr(config, name)!r} is not honoured with private streams, which have their own "
+            f"{name}: {getattr(config, name)!r} has no effect on private streams, which have their own "
             "schedule; nearest: --partition dirichlet"
         )
 
@@ -642,7 +642,7 @@ def _check_task_sizes(config: PartitionConfig) -> None:
         )
     pool = label_of("task_pool", getattr(config, "task_pool", "same"))
     if pool != "same" and given:
-        raise InputError(f"{given[0]}: nothing reads it with --task-pool {pool}; leave it out")
+        raise InputError(f"{given[0]}: it has no effect with --task-pool {pool}; leave it out")
 
 
 def check_given(config: RunConfig, given: Collection[str]) -> None:
@@ -815,7 +815,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         why = " ".join(str(error).split())
         raise InputError(f"config: {str(path)!r} is not valid YAML: {why}") from None
     if not isinstance(values, dict):
-        raise InputError(f"config: {str(path)!r} does not hold a mapping of names to values")
+        raise InputError(f"config: {str(path)!r} does not map names to values")
     return values
 
 

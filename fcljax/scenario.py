@@ -194,8 +194,8 @@ def _schedule_apart(
     for name, given in apart:
         if given:
             raise InputError(
-                f"{name}: {getattr(options, name)!r} needs the examples of all clients, which are on "
-                "machines of their own here; leave it out"
+                f"{name}: {getattr(options, name)!r} needs the examples of all clients, but these "
+                "are on separate machines; leave it out"
             )
     label, test_label = _labels(dataset, options)
     classes = len(dataset.class_names)

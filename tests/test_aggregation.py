@@ -642,7 +642,7 @@ def test_the_name_says_what_is_on():
         ),
         (
             {"noise_multiplier": 1.0},
-            "noise_multiplier: 1.0 is noise in units of --clip-norm; give --clip-norm too",
+            "noise_multiplier: 1.0 is noise in units of --clip-norm; also give --clip-norm",
         ),
         (
             {"noise_multiplier": 1.0, "clip_norm": 1.0, "aggregator": "median"},

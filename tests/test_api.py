@@ -167,7 +167,7 @@ def test_arrays_in_memory_give_the_results_of_the_same_arrays_in_a_file(tmp_path
         ({"tasks": [["digit 1", "digit 11"]]}, "class_order: no class 'digit 11'; did you mean 'digit 1'"),
         ({"tasks": TASKS, "task_sizes": [4, 6]}, "task_sizes: tasks has the labels of each task"),
         ({"shrnk": 1.0}, "options: unknown key 'shrnk'; did you mean 'shrink'?"),
-        ({"adapter": "lora"}, "adapter: 'lora' works inside attention, which the backbone does not have"),
+        ({"adapter": "lora"}, "adapter: 'lora' works inside attention, but the backbone has none"),
         ({"resume": True}, "resume: there is no run directory to resume; give out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -354,7 +354,7 @@ def test_an_entry_s_name_stands_in_the_tables(tmp_path, capsys):
     assert "Mine" in capsys.readouterr().out
     metrics = fcljax.Result.of(out, file).metrics
     assert (metrics["method"], metrics["config"]["method"]) == ("Mine", file)
-    with pytest.raises(InputError, match="is a program, and a file of settings runs none"):
+    with pytest.raises(InputError, match="is a program, and a settings file cannot run one"):
         fcljax.Result.of(out)
 
 

@@ -145,7 +145,7 @@ def test_a_partition_of_the_user_s_own_is_a_file_with_options(own, capsys):
         ({"partition": "./mine.py:WRONG"}, "partition: 3 cannot be called with (labels, clients, rng)"),
         ({"partition": "./mine.py:three"}, "partition: it returned 3 clients; needed: 2"),
         ({"partition": "./mine.py:AGGREGATOR"}, "and (labels, clients, rng) are given"),
-        ({"optimiser": "./mine.py:WRONG"}, "optimiser: 3 is none of optax and has no method build"),
+        ({"optimiser": "./mine.py:WRONG"}, "optimiser: 3 is not an optax optimiser and has no method build"),
         ({"optimiser": "./mine.py", "lr": 0.5}, "lr: the optimiser has its own learning rate"),
     ],
 )
@@ -159,7 +159,8 @@ def test_a_file_of_settings_runs_no_program(own, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("method: linear\npartition: ./mine.py\n")
     assert cli.main(["run", "linear", "--config", "config.yaml"]) == 2
     assert (
-        "the partition './mine.py' is a program, and a file of settings runs none" in capsys.readouterr().err
+        "the partition './mine.py' is a program, and a settings file cannot run one"
+        in capsys.readouterr().err
     )
 
 

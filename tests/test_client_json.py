@@ -63,7 +63,7 @@ def test_text_becomes_the_places_of_its_characters(tmp_path):
     assert data.y.tolist() == [2, 0, 1]
     other = read_clients(tmp_path / "a.json", characters="cba")
     assert other.x[0].tolist() == [2, 1, 1, 2] and other.y.tolist() == [0, 2, 1]
-    with pytest.raises(InputError, match="characters: 'a' is in x and not among the characters"):
+    with pytest.raises(InputError, match="characters: 'a' occurs in x but is not one of the characters"):
         read_clients(tmp_path / "a.json", characters="bc")
     follows = {"ann": {"x": ["abb", "bca"], "y": ["bba", "cab"]}}
     assert read_clients(written(tmp_path / "b.json", follows)).y.tolist() == [[1, 1, 0], [2, 0, 1]]
@@ -88,7 +88,7 @@ def test_what_is_read_is_simulated(tmp_path):
         ("[1]", "holds a list; expected an object"),
         ('{"a": {"x": [NaN], "y": [1]}}', "holds NaN, which is not a number in JSON"),
         ('{"a": {"x": [1e999], "y": [1]}}', "x holds a number that is too large"),
-        ('{"a": {"x": [1], "y": [1]}, "a": {}}', "the client 'a' comes twice"),
+        ('{"a": {"x": [1], "y": [1]}, "a": {}}', "the client 'a' appears twice"),
         ({}, "has no examples"),
         ({"a": {"x": [1, 2], "y": [1]}}, "client 'a': 2 examples in x and 1 in y; they must match"),
         ({"a": {"x": [1]}}, "client 'a': y is not a list; it has: x"),
@@ -99,7 +99,7 @@ def test_what_is_read_is_simulated(tmp_path):
             "client 'b': the examples of x are not",
         ),
         ({"a": {"x": ["ab", "c"], "y": [1, 2]}}, "the texts of x have 1 to 2 characters"),
-        ({"a": {"x": ["ab", 3], "y": [1, 2]}}, "x holds text beside numbers"),
+        ({"a": {"x": ["ab", 3], "y": [1, 2]}}, "x mixes text with numbers"),
         ({"a": {"x": [["a", "b"]], "y": [1]}}, "expected numbers or text"),
         ({"a": {"x": [None], "y": [1]}}, "expected numbers or text"),
         ({"a": {"x": [2**40], "y": [1]}}, "integers have at most 32 bits"),

@@ -48,7 +48,7 @@ def outcome(method: str, adapter: str, variant: str) -> str:
             "vfcl",
             "lora",
             "median",
-            "aggregator: 'median' would merge in the place of conflation; nearest: 'mean'",
+            "aggregator: 'median' would replace conflation; nearest: 'mean'",
         ),
         ("fedncm", "coda", "private", "adapter: fedncm cannot work with 'coda'"),
     ],

@@ -67,7 +67,7 @@ def test_a_checkpoint_that_cannot_be_read_is_a_failure_with_its_reason(quick, ca
     assert found["checkpoints", "rot.safetensors"]["state"] == "failed"
     assert "absent.npz" in found["checkpoints", "absent.npz"]["value"]
     assert cli.main(["doctor", "absent.npz"]) == 1
-    assert "no run can start: checkpoints: absent.npz" in capsys.readouterr().out
+    assert "a run cannot start: checkpoints: absent.npz" in capsys.readouterr().out
 
 
 def test_prepared_data_and_their_size_are_seen():

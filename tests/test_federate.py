@@ -242,7 +242,7 @@ def test_two_rules_that_replay_examples_and_rules_that_are_half_made_are_refused
 
 def test_a_rule_of_a_method_that_does_not_train_is_refused():
     refused(
-        "client_rules: prox acts on training, and nothing trains here; leave it out",
+        "client_rules: prox acts on training, but nothing trains here; leave it out",
         run_of(),
         (prox(1.0),),
         loss=None,
@@ -254,8 +254,8 @@ RULES = [dict(aggregator="median"), dict(clip_norm=1.0), dict(server_optimiser="
 
 def cannot(run, part):
     return (
-        f"aggregator: {run.aggregation.name!r} cannot be honoured, because {part} merges what clients send "
-        f"by a rule of its own; nearest: 'mean'"
+        f"aggregator: {run.aggregation.name!r} cannot be applied, because {part} merges uploads by its "
+        f"own rule; nearest: 'mean'"
     )
 
 

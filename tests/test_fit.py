@@ -150,7 +150,7 @@ def test_devices_are_shared_out_as_asked_or_as_pays(monkeypatch):
 def test_a_batch_whose_statistics_train_is_not_divided():
     cfg = config.resolve(config.from_mapping("fedavg", {"adapter": "full", "microbatch": 3}, "test"))
     resnet = NETWORK._replace(split=lambda params: (params, ()), join=lambda weights, stats: weights)
-    with pytest.raises(InputError, match="microbatch: 3 is not honoured by a network that trains on the"):
+    with pytest.raises(InputError, match="microbatch: 3 cannot work in a network that trains on the"):
         make_method(cfg, SIZES, resnet)
 
 

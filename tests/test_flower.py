@@ -107,7 +107,7 @@ BAD = {
     "half'] is damaged: it holds uint16 of shape [2]": lambda: replaced(
         data=to_arrays({"half": jnp.ones(2, jnp.bfloat16)})["['half']"].data
     ),
-    "half'] is damaged: it is not in numpy's format": lambda: replaced(stype="pickle"),
+    "half'] is damaged: it is not in numpy format": lambda: replaced(stype="pickle"),
     "half'] is damaged": lambda: replaced(data=b"\x93NUMPY\x01\x00"),
 }
 
@@ -348,7 +348,7 @@ def test_a_node_that_cannot_take_part_is_named_and_the_others_go_on(identity, tm
     assert "client 2 was left out: upload: its round is 7, not 0" in err
     assert "client 1 was left out: upload: its round is 0, not 1" in err
     assert "client 1 was left out: upload: its task is 0, not 1" in err
-    assert "client 0 lacks what it was sent twice; it has dropped out" in err
+    assert "client 0 still lacks its cached payload; it dropped out" in err
     assert grid.asked == 5  # it is sent everything again, once
     assert summary["rejected_uploads"] == 3
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -181,7 +181,7 @@ def test_arrays_that_numpy_would_change_silently_are_refused():
         dataset_of_arrays, far
     )
     mixed = (GREY, [0, 1, 0, "dog"], GREY, LABELS)
-    assert "y holds text beside other values" in refusal(dataset_of_arrays, mixed)
+    assert "y mixes text with other values" in refusal(dataset_of_arrays, mixed)
     assert "data: a dict; expected four arrays" in refusal(dataset_of_arrays, {"x": GREY})
 
 

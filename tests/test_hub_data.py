@@ -351,8 +351,8 @@ def test_images_that_are_lists_are_grey_levels(tmp_path, kind):
         (pixels_of(90, (2, 2), int), [[1, 2], [3]], "row 1: the image is not an array"),
         (pixels_of(90, (2, 2), int), [[1, None], [3, 4]], "nearest: an array of numbers"),
         (pixels_of(90, (2, 2), int), [], "has shape (0,)"),
-        (pixels_of(90, (2, 2), int), None, "row 1: there is no image"),
-        ({"bytes": encoded(np.zeros((8, 8, 3), np.uint8))}, {"bytes": None}, "row 1: there is no image"),
+        (pixels_of(90, (2, 2), int), None, "row 1: the image is missing"),
+        ({"bytes": encoded(np.zeros((8, 8, 3), np.uint8))}, {"bytes": None}, "row 1: the image is missing"),
         ({"bytes": encoded(np.zeros((8, 8, 3), np.uint8))}, {"bytes": b"GIF89a"}, "is not a readable image"),
     ],
 )
@@ -380,7 +380,7 @@ def test_images_that_are_only_named_are_refused(tmp_path, text, capsys):
     for split in ("train", "test"):
         write(tmp_path / "own" / f"{split}.parquet", {"image": [text, text], "label": [0, 1]})
     line = refused(tmp_path / "own", tmp_path, capsys)
-    assert "row 0: an image is only named there, not held" in line
+    assert "row 0: the table contains only the name of an image, not the image" in line
 
 
 def test_images_in_levels_of_another_range_are_refused_and_not_made_dark(tmp_path, capsys):

@@ -114,8 +114,8 @@ def test_columns_come_with_npz_files_and_mixtures(tmp_path):
         ("example,client", ["0,a", "x,b"], "line 3: example 'x'"),
         ("example,client", ["0,a", "0,b"], "line 3: example '0' has an owner already"),
         ("example,client", ["0"], "line 2: 1 values for 2 columns"),
-        ("example,client,task", ["0,a,"], "line 2: no task; leave out examples of nobody"),
-        ("example,client", ["0,"], "line 2: no client; leave out examples of nobody"),
+        ("example,client,task", ["0,a,"], "line 2: no task; leave out examples without a client"),
+        ("example,client", ["0,"], "line 2: no client; leave out examples without a client"),
         ("example,client", [], "gives no example to any client"),
         ("file,client", ["a.png,x"], "digits has no file names; nearest: a column 'example'"),
     ],
@@ -179,7 +179,7 @@ def test_the_order_of_classes_is_a_list_or_a_file(tmp_path):
         )
     for listed, says in (
         (["cat", "cow"], "class_order: no class 'cow'"),
-        (["cat", "cat"], "class_order: class 'cat' comes twice"),
+        (["cat", "cat"], "class_order: class 'cat' appears twice"),
         (["7", "cat"], "class_order: 2 of 3 classes; class 'dog' is missing"),
     ):
         with pytest.raises(InputError, match=says):

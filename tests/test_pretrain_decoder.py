@@ -316,7 +316,10 @@ def hidden(plan):
         (dict(decoder_width=18), "^decoder_width: 18 is not a multiple of 4; nearest: 16|20"),
         (dict(decoder_heads=7), "^decoder_heads: 7 does not divide --decoder-width 16; nearest: 8"),
         (dict(batch_size=64), "^batch_size: 64 of 32 training images; nearest: 32"),
-        (dict(dataset="letters", epochs=3), "^epochs: 3 of letters, which are new .*; give --steps"),
+        (
+            dict(dataset="letters", epochs=3),
+            "^epochs: 3 of letters, but letters are drawn new .*; give --steps",
+        ),
         (dict(dataset="lettres"), "^dataset: .*lettres"),
         (dict(resume=True), "^resume: there is no unfinished training in "),
         (dict(checkpoint=None, backbone="vit_b16"), "^checkpoint: vit_b16 needs a file of weights"),

@@ -287,7 +287,9 @@ def test_heads_are_known_from_google_s_shapes_and_from_our_metadata(load):
 
 def test_heads_that_nothing_tells_are_assumed_with_a_note_or_asked_for(load, refuses):
     refuses(
-        TIMM, "heads: the checkpoint does not tell them, and its width 12 is not a multiple of 64", heads=None
+        TIMM,
+        "heads: the checkpoint does not state them, and its width 12 is not a multiple of 64",
+        heads=None,
     )
     refuses(
         files.timm(files.encoder(dataclasses.replace(TINY, width=1056))),

@@ -350,7 +350,7 @@ def test_an_npz_file_that_leads_out_of_itself_is_refused(tmp_path, member):
     name = npz(tmp_path)
     with zipfile.ZipFile(tmp_path / "data.npz", "a") as archive:
         archive.writestr(member, b"")
-    assert "which leads out of it" in refusal(name)
+    assert "which points outside of it" in refusal(name)
 
 
 def test_what_is_held_out_leaves_training_and_stands_for_the_test_images():

@@ -282,7 +282,7 @@ def test_the_server_distils_on_any_of_the_surrogate_images():
 def test_server_distillation_changes_a_run_and_refuses_rules_that_it_would_not_follow():
     first = history(made("cfed"))[0].params
     assert furthest(history(made("cfed", server_steps=2, server_lr=0.01))[0].params, first) > 1e-4
-    with pytest.raises(InputError, match="aggregator: 'median' cannot be honoured, because distillation"):
+    with pytest.raises(InputError, match="aggregator: 'median' cannot be applied, because distillation"):
         made("cfed", server_steps=2, aggregator="median")
     made("cfed", aggregator="median")
 

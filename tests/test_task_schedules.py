@@ -235,7 +235,7 @@ def test_a_file_may_say_the_task_of_each_example(tmp_path):
             "task_order: only column:NAME reads it, and tasks_by is 'class'",
         ),
         ({"disjoint": 0.5}, "disjoint: only --blurry reads it"),
-        ({"blurry": 0.1, "partition": "private"}, "blurry: 0.1 is not honoured with private streams"),
+        ({"blurry": 0.1, "partition": "private"}, "blurry: 0.1 has no effect on private streams"),
         ({"new_clients": 1, "partition": "sampled"}, "new_clients: 1 needs clients that persist"),
         ({"move_on": 0.5, "population": "redrawn"}, "move_on: 0.5 needs clients that persist"),
         ({"new_clients": 2}, "leave none of 5 clients for the first task; nearest: 1"),
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_one_line(given, says):
     [
         ("plain,turned", "task_order: 'plain,turned': 'blurred' is missing"),
         ("plain,sketch", "task_order: no domain 'sketch'"),
-        (",".join([*SHIFTS, "plain"]), "a domain comes twice"),
+        (",".join([*SHIFTS, "plain"]), "a domain appears twice"),
     ],
 )
 def test_an_order_of_domains_has_each_once(order, says):

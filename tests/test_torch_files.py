@@ -229,7 +229,7 @@ def test_truncated_files_are_named(tmp_path, zipped):
     whole = path.read_bytes()
     for length in (len(whole) // 4, len(whole) - 3000):
         path.write_bytes(whole[:length])
-        refuses(path, "'.*a.pth' is damaged or not what its name says: .")
+        refuses(path, "'.*a.pth' is damaged or not of the type of its suffix: .")
 
 
 def test_a_pickle_alone_is_no_torch_file(tmp_path):

@@ -75,9 +75,7 @@ def test_a_file_starts_no_tracker(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("json", recorder(told)))
     (tmp_path / trackers.NOTES).write_text('{"wandb": "somebody\'s"}')
     said = follow(tmp_path, [])
-    assert told == [] and said == [
-        "note: wandb has followed the run before; to have it follow on: --track wandb"
-    ]
+    assert told == [] and said == ["note: wandb followed this run before; to continue: --track wandb"]
 
 
 @pytest.mark.parametrize("broken", ["start", "log", "finish"])
@@ -86,7 +84,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_stops_nothing(broken, tmp_path
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("json", recorder([], {broken})))
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", Entry("json", recorder(told)))
     said = follow(tmp_path, ["wandb", "mlflow"])
-    assert said == ["warning: wandb follows the run no longer: OSError: no network"]
+    assert said == ["warning: wandb no longer follows the run: OSError: no network"]
     assert [each[0] for each in told] == ["start", "log", "finish"]
 
 

@@ -210,7 +210,7 @@ def test_the_run_s_client_rules_act_in_every_method():
 def test_a_rule_that_merges_by_itself_refuses_an_aggregation_rule_by_name():
     """FedRanPAC adds sums up; the distillation server reads every client's parameters."""
     for name in ("fedranpac", "distill"):
-        with pytest.raises(InputError, match="aggregator: 'median' cannot be honoured, because"):
+        with pytest.raises(InputError, match="aggregator: 'median' cannot be applied, because"):
             method_of_file(name, run_of(aggregator="median"))
     method_of_file("distill", run_of(aggregator="uniform"))
 

@@ -105,8 +105,8 @@ HEAD = "example,client\n"
 BAD_PARTITIONS = {
     "example,client,tasks\n0,a,1\n": "unknown column 'tasks'; did you mean 'task'?",
     '"","example","client"\n"1","0","a"\n': "it numbers the rows: write the file without it (pandas:",
-    "example,client,client\n0,a,b\n": "the column 'client' comes twice",
-    "example,client,example\n0,a,1\n": "the column 'example' comes twice",
+    "example,client,client\n0,a,b\n": "the column 'client' appears twice",
+    "example,client,example\n0,a,1\n": "the column 'example' appears twice",
     "example,file,client\n0,a.png,b\n": "has the columns 'example' and 'file'; leave out one of them",
     HEAD + "9" * 5000 + ",a\n": "a value of 5,000 characters",
     HEAD + "9" * 500 + ",a\n": "pets has training examples 0 to 3",
@@ -127,7 +127,7 @@ BAD_PARTITIONS = {
     npz(a=np.array([0.5])): "example 0.5",
     npz(a=np.array([[0], [1]])): "client 'a': expected a list of the numbers of its training examples",
     npz(a=np.array([0]))[:-30]: "cannot be read",
-    '{"a": [0], "a": [1]}': "the client 'a' comes twice",
+    '{"a": [0], "a": [1]}': "the client 'a' appears twice",
     '{"a": [0, 1], "b": [1]}': "client 'b': example 1 has an owner already",
     '{"a": [4]}': "client 'a': example 4; pets has training examples 0 to 3",
     '{"a": [-1]}': "example -1",
@@ -184,7 +184,7 @@ def test_an_order_of_classes_is_lines_commas_json_or_an_array(tmp_path):
         (npy(np.array([0.0, 1.0, 2.0])), "float64 of shape [3]; expected the classes"),
         (npy(np.array([[0, 1, 2]])), "int64 of shape [1, 3]"),
         (npy(np.array([None])), "is not an array of numbers or text"),
-        (npz(order=np.arange(3)), "is a pickle or an archive; give text, JSON or a .npy array"),
+        (npz(order=np.arange(3)), "is a pickle or an archive; expected text, JSON or a .npy array"),
         (pickle.dumps([0, 1, 2]), "is a pickle or an archive"),
         ("dog\ncat\n²\n", "no class '²'"),
         ("dog\ncat\n".encode("utf-16"), "is not UTF-8"),
@@ -204,7 +204,7 @@ def test_what_is_wrong_with_a_file_is_one_line_of_the_program(tmp_path, capsys):
         ("--partition", HEAD + "0,a\n1,²\n" + "9" * 5000 + ",a", "line 4: a value of 5,000 characters"),
         ("--partition", "example;client;tasks\r0;a;1\r", "unknown column 'tasks'; did you mean 'task'?"),
         ("--partition", npy(np.array([{"a": [0]}])), "is not an array of numbers or text"),
-        ("--class-order", '["0", "0"]', "class_order: class '0' comes twice"),
+        ("--class-order", '["0", "0"]', "class_order: class '0' appears twice"),
     ):
         assert cli.main([*run, option, written(tmp_path, content)]) == 2
         err = capsys.readouterr().err

@@ -289,7 +289,7 @@ def test_the_content_tells_the_kind_whatever_the_name(tmp_path, name):
         (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
         (b"<!DOCTYPE html>", "a page of HTML"),
         (bytes(257) + b"ustar\x0000", "a tar archive"),
-        (b"hello", "its content tells no kind, and it has suffix '.model'"),
+        (b"hello", "its content is unknown, and it has suffix '.model'"),
         (b"\x81\xa1a\xc7\x03\x01abc", "damaged"),
         (b"\x81\xa1a" + b"\x81\xa1a" * 4000 + b"\xc0", "damaged"),
     ],

@@ -362,7 +362,7 @@ def _summary(exp: Experiment, records: Records, link: "Link") -> dict[str, Any]:
     cannot evaluate them."""
     if not exp.method.personal:
         return summarize(exp, records, None) | {"client_accuracy": None, "traffic": dict(link.total)}
-    link.say("warning: no accuracy was measured: the models that count are the clients' own")
+    link.say("warning: no accuracy was measured, because each client has a personal model")
     return {
         "method": exp.settings.method,
         "dataset": exp.settings.dataset,
@@ -617,7 +617,7 @@ class Link:
                     self._begin(client, bool(content.config_records["call"].get("fresh")))
             clients = [client for client in answers if client not in replies]
         for client in clients:
-            self.say(f"warning: client {client} lacks what it was sent twice; it has dropped out")
+            self.say(f"warning: client {client} still lacks its cached payload; it dropped out")
         return replies
 
     def _begin(self, client: int, fresh: bool) -> None:

@@ -135,7 +135,7 @@ def load_records(path: Path) -> dict[str, ArrayRecord]:
             for i, (record_name, name, dtype, shape) in enumerate(header["arrays"], 1):
                 records[record_name][name] = Array(dtype, tuple(shape), NUMPY, file[f"arr_{i}"].tobytes())
     except Exception as error:  # a damaged file may raise anything in the parsers of zip and npy
-        raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start anew") from None
+        raise InputError(f"state-dir: {str(path)!r} is damaged: {error}; remove it to start again") from None
     return records
 
 
@@ -193,7 +193,7 @@ def _plain(
     stream = io.BytesIO(array.data)
     try:
         if array.stype != NUMPY or np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError("it is not in numpy's format")
+            raise ValueError("it is not in numpy format")
         header = np.lib.format.read_array_header_1_0(stream, MAX_HEADER)
         if header != (shape, False, dtype):
             raise ValueError(f"it holds {header[2]} of shape {list(header[0])}")

@@ -229,7 +229,7 @@ def _needs(package: str) -> None:
         metadata.version(package)
     except metadata.PackageNotFoundError:
         raise InputError(
-            f"chip: {package} compiles for it and is not installed; install it with: "
+            f"chip: {package} is needed to compile for it and is not installed; install it with: "
             f"{install_command('accelerators-aot')}"
         ) from None
 

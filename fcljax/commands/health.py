@@ -51,5 +51,5 @@ def doctor(arguments: list[str]) -> int:
         say(console, "a run can start: fcljax run fppl")
     else:
         failed = [f"{finding.section}: {finding.name}" for finding in findings if finding.state == "failed"]
-        say(console, f"no run can start: {', '.join(failed)}")
+        say(console, f"a run cannot start: {', '.join(failed)}")
     return exit_code

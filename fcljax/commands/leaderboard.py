@@ -46,7 +46,7 @@ def leaderboard(arguments: list[str]) -> int:
             "experiments/leaderboard_glyphs.yaml"
         )
     if options.resume and options.out:
-        raise InputError(f"resume: {options.resume!r} already has a folder; leave out --out")
+        raise InputError(f"resume: {options.resume!r} already names the folder; leave out --out")
 
     from fcljax.studies import leaderboard as work
     from fcljax.studies.sweeps import Ways

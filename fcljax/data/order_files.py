@@ -32,7 +32,7 @@ def read_order(path: str, most: int) -> list[str]:
     if start.startswith(NPY):
         return _read_array(where, path)
     if start.startswith(PICKLES):
-        raise InputError(f"{where} is a pickle or an archive; give text, JSON or a .npy array")
+        raise InputError(f"{where} is a pickle or an archive; expected text, JSON or a .npy array")
     text = read_user_text("class_order", path, most)
     if text.lstrip().startswith("["):
         return _read_json(where, text)

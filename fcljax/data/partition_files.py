@@ -161,7 +161,7 @@ def _checked_name(where: str, kind: str, name: str) -> str:
       InputError: if it is empty or very long.
     """
     if not name:
-        raise InputError(f"{where}: no {kind}; leave out examples of nobody")
+        raise InputError(f"{where}: no {kind}; leave out examples without a client")
     if len(name) > MOST_NAME:
         raise InputError(f"{where}: a {kind} of {len(name):,} characters; at most {MOST_NAME}")
     return name

@@ -143,7 +143,7 @@ def split_pool(
             pool += [classes[end - size : end] for end in ends]
     if not pool:
         raise InputError(
-            f"task_pool: {kind!r} gives no task, since {problem}; nearest: --task-pool order with fewer "
+            f"task_pool: {kind!r} gives no task, because {problem}; nearest: --task-pool order with fewer "
             "--task-pool-classes"
         )
     return [task.astype(np.int64) for task in pool]

@@ -137,7 +137,7 @@ def by_domain(
         raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, domains)}")
     missing = next((name for name in domains if name not in number), None)
     if missing is not None or len(number) < len(order):
-        problem = f"{missing!r} is missing" if missing is not None else "a domain comes twice"
+        problem = f"{missing!r} is missing" if missing is not None else "a domain appears twice"
         raise InputError(f"task_order: {','.join(order)!r}: {problem}")
     train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
     untested = next((name for name in order if number[name] not in test), None)

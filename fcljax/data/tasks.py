@@ -132,7 +132,7 @@ def listed_order(
         if name not in number:
             raise InputError(f"class_order: no class {name!r}; {nearest(name, class_names)}")
         if number[name] in order:
-            raise InputError(f"class_order: class {name!r} comes twice")
+            raise InputError(f"class_order: class {name!r} appears twice")
         order.append(number[name])
     if len(order) < len(class_names):
         missing = next(name for i, name in enumerate(class_names) if i not in order)

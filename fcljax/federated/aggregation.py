@@ -135,7 +135,7 @@ def _like_reference(rule: MergingRule) -> MergingRule:
 def _check_noise(options: AggregationOptions, rule: object) -> None:
     noise = options.noise_multiplier
     if noise and not options.clip_norm:
-        raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; give --clip-norm too")
+        raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; also give --clip-norm")
     if noise and not isinstance(rule, Mean | Uniform):
         called = label_of("aggregator", options.aggregator)
         raise InputError(

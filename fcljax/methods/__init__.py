@@ -95,7 +95,7 @@ METHODS: dict[str, MethodEntry] = {
         "linear",
         excludes=dict.fromkeys(
             ("lora", *_PROMPTS, "full"),
-            "nothing trains in FedNCM: an adapter would stay at its first values",
+            "nothing trains in FedNCM: an adapter would keep its initial values",
         ),
         merges=_MEANS,
         closed_form=True,
@@ -107,7 +107,7 @@ METHODS: dict[str, MethodEntry] = {
         "linear",
         excludes=dict.fromkeys(
             ("lora", *_PROMPTS, "full"),
-            "nothing trains in AFCL: an adapter would stay at its first values",
+            "nothing trains in AFCL: an adapter would keep its initial values",
         ),
         merges=_MEANS,
         closed_form=True,
@@ -131,7 +131,7 @@ METHODS: dict[str, MethodEntry] = {
         "linear",
         excludes=dict.fromkeys(
             ("lora", *_PROMPTS, "full"),
-            "nothing trains in FedRAN: an adapter would stay at its first values",
+            "nothing trains in FedRAN: an adapter would keep its initial values",
         ),
         merges="it merges the largest directions of what clients send, and sums over examples",
         closed_form=True,
@@ -243,7 +243,7 @@ METHODS: dict[str, MethodEntry] = {
         "lora",
         excludes=dict.fromkeys(
             ("prompts", "dualprompt", "coda"),
-            "a client's own model goes from task to task, and each task has prompts of its own there",
+            "clients keep one model over all tasks, but each task has separate prompts there",
         ),
     ),
     "fed-cprompt": MethodEntry(
@@ -293,7 +293,7 @@ METHODS: dict[str, MethodEntry] = {
             ("linear", "lora", "prompts", "pool", "vpt", "l2p", "dualprompt", "full"),
             "it mixes CODA-Prompt's components",
         ),
-        merges="it mixes components by a rule of its own; with --wo-cpa and --wo-lcdc any rule merges them",
+        merges="it mixes components by its own rule; with --wo-cpa and --wo-lcdc any rule merges them",
     ),
     "mfcl": MethodEntry(
         "FedAvg of the whole network, replay of images from a generator at the server (MFCL)",
@@ -354,7 +354,7 @@ METHODS: dict[str, MethodEntry] = {
         merges="Gaussians are multiplied; with --merge average any rule merges means and rhos",
     ),
     "centralised": MethodEntry(
-        "one client with all data, all classes at once: the upper row",
+        "one client with all data, all classes at once: an upper bound",
         "fedavg:CENTRALISED",
         "fedavg:plain",
         "lora",
@@ -376,7 +376,7 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
     ),
     "local": MethodEntry(
-        "clients train alone and never communicate: the lower row", "local:PRESETS", "local:local", "lora"
+        "clients train alone and never communicate: a lower bound", "local:PRESETS", "local:local", "lora"
     ),
     "joint": MethodEntry(
         "FedAvg of LoRA and a classifier, all classes at once",
@@ -414,7 +414,7 @@ def check_no_code(name: str, where: str, advice: str) -> None:
     """
     if name not in METHODS and (name.partition(":")[0].endswith(".py") or ":" in name):
         raise InputError(
-            f"{where}: the method {name!r} is a program, and a file of settings runs none; {advice}"
+            f"{where}: the method {name!r} is a program, and a settings file cannot run one; {advice}"
         )
 
 

@@ -125,7 +125,7 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
     def init(params: Params, _trainable: Params) -> Matrices:
         tasks, blocks, _, width = params.adapter.a_q.shape
         if tasks != run.sizes.tasks:
-            raise InputError("lora_pairs: 'one' has no pair for a new task's inputs; nearest: 'task'")
+            raise InputError("lora_pairs: 'one' has no separate pair for a new task; nearest: 'task'")
         return jnp.zeros((blocks, width, width))
 
     def update(round: ServerRound, params: Params, memory: Matrices) -> ServerUpdate:

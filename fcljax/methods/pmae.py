@@ -134,8 +134,8 @@ def autoencoder_of(network: Network) -> Autoencoder:
     """
     if network.autoencoder is None:
         raise InputError(
-            "decoder: the network has none, and pMAE rebuilds images with one; give --decoder FILE, as from "
-            "`fcljax pretrain-decoder`, or a checkpoint of a masked autoencoder"
+            "decoder: the network has none, but pMAE reconstructs images with a decoder; give "
+            "--decoder FILE, as from `fcljax pretrain-decoder`, or a checkpoint of a masked autoencoder"
         )
     return network.autoencoder
 

@@ -139,7 +139,7 @@ def convnet_network(
         mask: Bool[Array, " batch"] | None = None,
     ) -> tuple[Features, Variables]:
         if injection is not None:
-            raise InputError("injection: a convolutional network has no attention to put anything into")
+            raise InputError("injection: a convolutional network has no attention")
         variables = {"params": params.weights, "batch_stats": params.stats}
         mutable = ["batch_stats"] if train else []
         (feature, taps), updated = module(config, train).apply(variables, image, mask, mutable=mutable)

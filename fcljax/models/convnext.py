@@ -107,7 +107,7 @@ def convnext_network(config: ConvNeXtConfig, mean: Colour = (0.0,) * 3, std: Col
     # no layer depends on training or on other examples
     def apply(params, image, injection, _train, _mask=None):
         if injection is not None:
-            raise InputError("injection: a convolutional network has no attention to put anything into")
+            raise InputError("injection: a convolutional network has no attention")
         output: Any = ConvNeXt(config).apply({"params": params}, image)
         feature, taps = output
         return Features(feature, None, taps), params

@@ -29,7 +29,7 @@ def in_microbatches(network: Network, size: int) -> Network:
     def is_whole(image: Array, train: bool) -> bool:
         if network.split and train:
             raise InputError(
-                f"microbatch: {size} is not honoured by a network that trains on the statistics of its whole "
+                f"microbatch: {size} cannot work in a network that trains on the statistics of the whole "
                 "batch; leave it out"
             )
         return len(image) <= size

@@ -37,7 +37,7 @@ def make_network(
       InputError: for `remat` in a network without attention blocks.
     """
     if remat and not isinstance(config, ViTConfig):
-        raise InputError("remat: only the blocks of a ViT are computed again; leave out --remat")
+        raise InputError("remat: only a ViT can recompute its blocks; leave out --remat")
     if isinstance(config, OwnConfig):
         return own_network(config, mean, std)
     if isinstance(config, ResNetConfig):

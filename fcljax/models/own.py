@@ -119,7 +119,7 @@ def own_network(config: OwnConfig, mean: Colour, std: Colour) -> Network:
     """Make the `Network` of a user's own backbone."""
 
     def init(_key: PRNGKeyArray) -> PyTree:
-        raise InputError(f"backbone: {config.name} cannot draw new values, which this method needs")
+        raise InputError(f"backbone: {config.name} cannot draw new initial values, which this method needs")
 
     def apply(params, image, _injection, _train, _mask=None):
         return Features(config.apply(params, image).astype(jnp.float32), None, {}), params

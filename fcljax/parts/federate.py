@@ -227,7 +227,7 @@ def _check_rules(
 ) -> None:
     if rules and loss is None:
         raise InputError(
-            f"client_rules: {rules[0].name} acts on training, and nothing trains here; leave it out"
+            f"client_rules: {rules[0].name} acts on training, but nothing trains here; leave it out"
         )
     names = [rule.name for rule in rules]
     repeated = [name for name in names if names.count(name) > 1]

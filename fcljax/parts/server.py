@@ -140,8 +140,8 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
     for rule in rules:
         if rule.reports and (aggregation.noise or not _follows(rule, aggregation)):
             raise InputError(
-                f"aggregator: {aggregation.name!r} cannot be honoured, because {rule.name} merges what "
-                f"clients send by a rule of its own; nearest: 'mean'"
+                f"aggregator: {aggregation.name!r} cannot be applied, because {rule.name} merges "
+                f"uploads by its own rule; nearest: 'mean'"
             )
 
 

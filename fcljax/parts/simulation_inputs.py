@@ -186,7 +186,7 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
     except Exception as error:  # ragged lists; whatever a stranger's object raises
         raise InputError(f"{name}: it is not an array: {reason(error)}") from None
     if is_mixed(value, array):
-        raise InputError(f"{name}: text beside other values; write all of them in one way")
+        raise InputError(f"{name}: mixes text with other values; use one type")
     extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
     if array.dtype.kind not in kinds and not extended:
         expected = "integers or text" if "U" in kinds else "numbers"

@@ -200,7 +200,9 @@ class Strips(NamedTuple):
 
 def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
     if cfg.epochs is not None:
-        raise InputError(f"epochs: {cfg.epochs} of letters, which are new in every step; give --steps")
+        raise InputError(
+            f"epochs: {cfg.epochs} of letters, but letters are drawn new in every step; give --steps"
+        )
     fields = glyph_fields(PRETRAIN)
 
     def draw(seed: int, step: int, count: int) -> StoredImages:

@@ -105,7 +105,7 @@ def load_summary(run_dir: str | Path) -> Summary:
         raise InputError(f"run: {str(path)!r} lacks {', '.join(missing)}")
     wrong = wrong_field(summary)
     if wrong is not None:
-        raise InputError(f"run: {str(path)!r} is not as a run writes it: {wrong}")
+        raise InputError(f"run: {str(path)!r} was not written by a run: {wrong}")
     return summary
 
 

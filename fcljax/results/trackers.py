@@ -193,11 +193,11 @@ def following(
             yield
         except Exception as error:
             active.pop(name, None)
-            tell(f"warning: {name} follows the run no longer: {type(error).__name__}: {error}")
+            tell(f"warning: {name} no longer follows the run: {type(error).__name__}: {error}")
 
     # a tracker needs the consent of who resumes the run, not of who made it
     for name in ids.keys() - set(names):
-        tell(f"note: {name} has followed the run before; to have it follow on: --track {name}")
+        tell(f"note: {name} followed this run before; to continue: --track {name}")
     for name in dict.fromkeys(names):
         with guarded(name):
             active[name] = TRACKERS[name].start(TrackedRun(out, settings, done, ids.get(name, "")))

@@ -78,7 +78,7 @@ def run_dirs(folder: str | Path) -> list[Path]:
     if not runs and (folder / "config.yaml").exists():
         return [folder]
     if not runs:
-        raise InputError(f"run: {str(folder)!r} holds no run: no config.yaml is in it")
+        raise InputError(f"run: {str(folder)!r} contains no run: it has no config.yaml")
     return runs
 
 

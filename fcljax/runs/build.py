@@ -292,7 +292,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     adapter_entry = find_adapter(settings.adapter)
     if adapter_entry.attention and not network.blocks:
         raise InputError(
-            f"adapter: {settings.adapter!r} works inside attention, which the backbone does not have; "
+            f"adapter: {settings.adapter!r} works inside attention, but the backbone has none; "
             "nearest: 'full'"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
@@ -301,8 +301,8 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     for name, divided in (("microbatch", settings.microbatch), ("batch_devices", settings.batch_devices > 1)):
         if divided and network.split and adapter.network:
             raise InputError(
-                f"{name}: {getattr(settings, name)} is not honoured by a network that trains on the "
-                "statistics of its whole batch; leave it out"
+                f"{name}: {getattr(settings, name)} cannot work in a network that trains on the "
+                "statistics of the whole batch; leave it out"
             )
     if settings.microbatch:
         network = in_microbatches(network, settings.microbatch)
@@ -323,7 +323,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
         raise InputError(f"method: {describe(entry.build)} returned {kind}, and a Method is needed")
     if method.aggregation != aggregation.name:
         raise InputError(
-            f"aggregator: {aggregation.name!r} is not honoured by {settings.method}, which merges by "
+            f"aggregator: {aggregation.name!r} has no effect on {settings.method}, which merges by "
             f"{method.aggregation!r}"
         )
     if not settings.malicious:

@@ -128,10 +128,10 @@ def cpu_type() -> str:
 def _set_up(folder: Path, say: Callable[[str], None]) -> None:
     """Change jax's settings, except for those that the user has set."""
     if not _checked_by(
-        lambda key: say(f"compiled program {key} is damaged; it is removed and compiled again")
+        lambda key: say(f"compiled program {key} is damaged; it was removed and is compiled again")
     ):
         jax.config.update("jax_enable_compilation_cache", False)
-        say(f"compiled programs are not kept: jax {jax.__version__} has no place for their checksums")
+        say(f"compiled programs are not cached: jax {jax.__version__} cannot store their checksums")
         return
     settings = {
         "jax_persistent_cache_min_compile_time_secs": LEAST_SECONDS,

@@ -55,7 +55,7 @@ def check_hosts(hosts: HostOptions) -> None:
         return
     if hosts.coordinator == "auto":
         if given:
-            raise InputError(f"{given[0]}: coordinator 'auto' finds it by itself; leave out --{given[0]}")
+            raise InputError(f"{given[0]}: coordinator 'auto' finds it; leave out --{given[0]}")
         return
     host, _, port = hosts.coordinator.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):

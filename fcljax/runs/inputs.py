@@ -89,7 +89,9 @@ def load_network(
     checkpoint = cfg.checkpoint
     if name is not None and is_hub_name(name):
         if checkpoint is not None:
-            raise InputError(f"backbone: {name!r} names weights, and --checkpoint others; leave one out")
+            raise InputError(
+                f"backbone: {name!r} names weights, and --checkpoint names others; leave one out"
+            )
         folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
         checkpoint = str(find_weights(name, folder))
         name = None

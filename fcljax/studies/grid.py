@@ -140,7 +140,7 @@ def _check_places(file: SweepFile) -> None:
         if "seed" in options and place != "base":
             raise InputError(f"{place}.seed: list them as seeds: [1, 2, 3]")
         if "method" in options and place in ("base", "grid"):
-            raise InputError(f"{place}.method: it stands beside {place}, not in it: method: NAME, or a list")
+            raise InputError(f"{place}.method: write it next to {place}, not in it: method: NAME, or a list")
     for name, given in file.grid.items():
         if not given:
             raise InputError(f"grid.{name}: it has no values")
@@ -153,7 +153,7 @@ def _methods(file: SweepFile) -> list[str]:
     if not methods and not all_named:
         raise InputError("method: none given; give one, such as method: fppl")
     if methods and all_named:
-        raise InputError(f"method: nothing reads {file.method!r}: each of runs has a method of its own")
+        raise InputError(f"method: {file.method!r} has no effect, because each of runs has its own method")
     return methods
 
 
@@ -168,7 +168,7 @@ def _seeds(file: SweepFile) -> list[int | None]:
         start: int = config.typed_value("base.seed", int, base_seed)
         return [*parse_seeds(str(file.seeds), start)]
     if base_seed is not None:
-        raise InputError(f"base.seed: nothing reads {base_seed!r}: seeds lists them all")
+        raise InputError(f"base.seed: {base_seed!r} has no effect, because seeds lists all seeds")
     return [*parse_seeds(",".join(map(str, file.seeds)) + ",", 0)]
 
 

@@ -137,7 +137,7 @@ def _interval(name: str, field: dataclasses.Field, ends: str, scale: str) -> Ran
     if not low < high:
         raise InputError(f"{name}: {ends!r} goes from {low} to {high}; nearest: {high}..{low}")
     if scale and low <= 0:
-        raise InputError(f"{name}: a logarithmic range begins above 0, not at {low}; nearest: {ends}")
+        raise InputError(f"{name}: a logarithmic range must start above 0, not at {low}; nearest: {ends}")
     return Range((low, high), scale or "linear")
 
 
@@ -176,7 +176,7 @@ def stored(folder: Path, method: str) -> StudyRequest:
             method, settings, ranges, str(values["metric"]), int(values["trials"]), bool(values["prune"])
         )
     except (KeyError, TypeError, ValueError):
-        raise InputError(f"resume: {str(path)!r} is not as a study writes it") from None
+        raise InputError(f"resume: {str(path)!r} was not written by a study") from None
 
 
 def tune(

@@ -110,7 +110,7 @@ def _cifar_batch(
     size = label_bytes + 3072
     if len(data) == 0 or len(data) % size:
         raise InputError(
-            f"dataset: {str(path)!r} has {len(data)} bytes, no multiple of {size}; it is truncated"
+            f"dataset: {str(path)!r} has {len(data)} bytes, not a multiple of {size}; it is truncated"
         )
     data = data.reshape(-1, size)
     labels = data[:, label_bytes - 1].astype(

@@ -111,7 +111,7 @@ def _check_class_numbers(key: str, labels: np.ndarray, names: Sequence[str]) -> 
       InputError: for text, and for a number that has no name.
     """
     if labels.dtype.kind == "U":
-        raise InputError(f"data: {key} is text; a Dataset has integers, the places in class_names")
+        raise InputError(f"data: {key} is text; a Dataset has integers, which are indices of class_names")
     if len(labels) and labels.max() >= len(names):
         raise InputError(f"data: {key} has the label {labels.max()}, but class_names has {len(names)} names")
 
@@ -170,7 +170,7 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
     except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
         raise InputError(f"{where}: {key} is not an array that numpy reads ({reason(error)})") from None
     if is_mixed(values, array):
-        raise InputError(f"{where}: {key} holds text beside other values; write all of them in one way")
+        raise InputError(f"{where}: {key} mixes text with other values; use one type")
     return array
 
 

@@ -186,7 +186,9 @@ def _tree(root: Path, view: _View, has_sites: bool) -> Tree:
     for site, classes in view.below.items():
         path = path_below(view.inside, site)
         if not classes:
-            raise InputError(f"dataset: {str(root / path)!r} has no class folders; its neighbours are sites")
+            raise InputError(
+                f"dataset: {str(root / path)!r} has no class folders, but the folders beside it are sites"
+            )
         for name, files in classes.items():
             tree_of_sites.setdefault(name, []).extend(files or images(root, f"{path}/{name}"))
     return tree_of_sites

@@ -111,7 +111,7 @@ def _clients(where: str, content: Any, split: str) -> tuple[list[_JsonClient], l
         other_content = [name for name in content if name not in ("users", "num_samples", "user_data")]
         data = content["user_data"]
         if not isinstance(data, Mapping):
-            raise InputError(f"{where}: its user_data is a {type(data).__name__}, and no object")
+            raise InputError(f"{where}: its user_data is a {type(data).__name__}; expected an object")
         _check_counts(where, content, data)
     clients = [
         _client(f"{where}, client {name!r}", name, client_data, split) for name, client_data in data.items()
@@ -186,12 +186,12 @@ def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
                 f"{name}: {key} holds {array.dtype} of shape {array.shape}; expected numbers or text"
             )
         if array.dtype.kind == "U" and not all(isinstance(value, str) for value in getattr(client, key)):
-            raise InputError(f"{name}: {key} holds text beside numbers")
+            raise InputError(f"{name}: {key} mixes text with numbers")
         array_form = (array.dtype.kind == "U", array.shape[1:])
         if form is not None and array_form != form:
             raise InputError(
-                f"{name}: the examples of {key} are not like those of client {clients[0].name!r}; make them "
-                "equal"
+                f"{name}: the examples of {key} have another shape or type than those of "
+                f"client {clients[0].name!r}; make them equal"
             )
         form = array_form
         arrays.append(array)
@@ -234,7 +234,7 @@ def _characters(where: str, key: str, text: np.ndarray, index_of: Mapping[str, i
         )
     unknown = next((c for word in words for c in word if c not in index_of), None)
     if unknown is not None:
-        raise InputError(f"characters: {unknown!r} is in {key} and not among the characters")
+        raise InputError(f"characters: {unknown!r} occurs in {key} but is not one of the characters")
     return np.array([[index_of[c] for c in word] for word in words], np.int32).reshape(len(words), -1)
 
 

@@ -23,7 +23,7 @@ def parse_json(where: str, text: str, what: str = "name") -> Any:
         if len(content) < len(pairs):
             names = [name for name, _ in pairs]
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{where}: the {what} {duplicate!r} comes twice")
+            raise InputError(f"{where}: the {what} {duplicate!r} appears twice")
         return content
 
     def constant(word: str) -> None:

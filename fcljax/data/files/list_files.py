@@ -129,7 +129,7 @@ def _read(path: Path) -> _List:
         split = _split(f"{where}, line {line}", row.get("split", ""))
         examples.append(_Example(_facts(image), row["label"], split, tuple(row[name] for name in extra)))
     if not examples:
-        raise InputError(f"{where} has a line with the names of columns alone")
+        raise InputError(f"{where} has only a line with the names of the columns")
     if all(example.file.size < 0 for example in examples):
         raise InputError(
             f"{where}: none of its {len(examples):,} files is there, "

@@ -124,7 +124,9 @@ def _numbers(
     """Number labels by the names of all classes; return both."""
     text = labels.dtype.kind == "U"
     if class_names is None and text and names_in_file is None:
-        raise InputError(f"data: {str(path)!r}: {key} is text, and there are no class_names to number it by")
+        raise InputError(
+            f"data: {str(path)!r}: {key} is text, and there are no class_names that give its indices"
+        )
     largest = 0 if text else int(labels.max())
     if class_names is None:
         count = largest + 1 if names_in_file is None else max(largest + 1, len(names_in_file))

@@ -267,7 +267,7 @@ def _from_cache(
         # what was written just now need not be read again
         full = full and not fresh
     if target is None:
-        raise InputError(f"dataset: what was downloaded is not {name!r} as it is known here")
+        raise InputError(f"dataset: the downloaded files are not the known version of {name!r}")
     data = prepared.open_prepared(target, name, full)
     if data.skipped and not options.skip_corrupt:
         raise InputError(

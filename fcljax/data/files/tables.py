@@ -455,9 +455,9 @@ def _picture(table: Table, column: str, row: int) -> Picture:
 def _pixels(table: Table, column: str, row: int, value: Any) -> np.ndarray:
     where = f"dataset: {table.name!r}, row {row}"
     if value is None:
-        raise InputError(f"{where}: there is no image")
+        raise InputError(f"{where}: the image is missing")
     if isinstance(value, str):
-        raise InputError(f"{where}: an image is only named there, not held")
+        raise InputError(f"{where}: the table contains only the name of an image, not the image")
     array = _levels(where, value)
     if array.size >= 3 * MAX_PIXELS:
         raise InputError(

@@ -56,7 +56,7 @@ def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
         if name not in known:
             raise InputError(f"{where}: unknown column {name!r}; {_hint(name, position, known)}")
         if name in header[:position]:
-            raise InputError(f"{where}: the column {name!r} comes twice; leave out one of them")
+            raise InputError(f"{where}: the column {name!r} appears twice; leave out one of them")
     columns: dict[str, list[str]] = {name: [] for name in header}
     lines: list[int] = []
     rows = read_rows(where, text)

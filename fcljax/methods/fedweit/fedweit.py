@@ -126,8 +126,8 @@ def fedweit(options: FedWeITOptions, run: Run) -> Method:
 def _check_rule(options: FedWeITOptions, rule: Aggregation) -> None:
     if options.client_sparsity and rule.name not in ("mean", "uniform"):
         raise InputError(
-            f"aggregator: {rule.name!r} cannot merge bases of which clients send parts; nearest: 'uniform', "
-            f"or --client-sparsity 0"
+            f"aggregator: {rule.name!r} cannot merge bases of which clients send only parts; "
+            f"nearest: 'uniform', or --client-sparsity 0"
         )
 
 

@@ -82,7 +82,7 @@ def vfcl(options: VFCLOptions, run: Run) -> Method:
     """Compose VFCL.
 
     Raises:
-      InputError: for an aggregation rule that would merge in the place of conflation.
+      InputError: for an aggregation rule that would replace conflation.
     """
     client_rules = []
     if options.prior_weight:
@@ -327,8 +327,7 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         return rule
     if rule.pre or rule.reduce or rule.post:
         raise InputError(
-            f"aggregator: {rule.name!r} would merge in the place of conflation; nearest: 'mean', or "
-            f"--merge average"
+            f"aggregator: {rule.name!r} would replace conflation; nearest: 'mean', or --merge average"
         )
 
     def pre(trainable: Params, reference: Params, weight: Array) -> tuple[Params, Array]:

@@ -143,7 +143,7 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise
     except _DAMAGE as error:
         raise InputError(
-            f"checkpoint: {str(path)!r} is damaged or not what its name says: {reason(error)}"
+            f"checkpoint: {str(path)!r} is damaged or not of the type of its suffix: {reason(error)}"
         ) from None
 
 
@@ -215,7 +215,7 @@ def _kind(path: Path) -> str:
     if path.suffix in SUFFIXES:
         return path.suffix
     raise InputError(
-        f"checkpoint: {str(path)!r} is not a file of weights in a known format: its content tells no kind, "
+        f"checkpoint: {str(path)!r} is not a file of weights in a known format: its content is unknown, "
         f"and it has suffix {path.suffix!r}; valid: {', '.join(SUFFIXES)}"
     )
 
@@ -350,7 +350,7 @@ def _read_msgpack(path: Path) -> dict[str, np.ndarray]:
     try:
         content = serialization.msgpack_restore(path.read_bytes())
     except (TypeError, AttributeError, AssertionError) as error:  # for malformed arrays
-        raise ValueError(f"its msgpack makes no sense: {error}") from error
+        raise ValueError(f"its msgpack cannot be decoded: {error}") from error
     return {name: np.asarray(x) for name, x in tensors_in("", content, np.ndarray, "/")}
 
 

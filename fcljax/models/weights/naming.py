@@ -491,7 +491,7 @@ def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]
         why = f"its width {config.width} is not a multiple of 64"
         if config.width % 64 == 0:
             why = f"networks of width {config.width} with MLPs of {config.mlp} have heads of several sizes"
-        raise InputError(f"heads: the checkpoint does not tell them, and {why}; give heads")
+        raise InputError(f"heads: the checkpoint does not state them, and {why}; give heads")
     assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
     return heads, [f"{assumed}: the checkpoint does not tell them"]
 

@@ -134,7 +134,7 @@ def load_backbone(
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
                 raise InputError(
-                    f"{option}: {getattr(options, option)!r} is of a ViT, and the backbone is a "
+                    f"{option}: {getattr(options, option)!r} is an option of a ViT, but the backbone is a "
                     "convolutional network"
                 )
         if file is None or network is None:
@@ -143,8 +143,8 @@ def load_backbone(
         return load_convnet(file, network, name, image_size, dtype, options.stem)
     if options.stem != "auto":
         raise InputError(
-            f"stem: {options.stem!r} is of a convolutional network, and the backbone is {name or 'a ViT'}; "
-            "nearest: --backbone resnet18"
+            f"stem: {options.stem!r} is an option of a convolutional network, but the backbone is "
+            f"{name or 'a ViT'}; nearest: --backbone resnet18"
         )
     decoder_source = options.decoder
     if decoder_source is None and checkpoint is None:
@@ -200,7 +200,7 @@ def load_convnet(
     """
     if network.family.reader == "vit":
         raise InputError(
-            f"checkpoint: does not fit {name}: a Vision Transformer is in it ({network.family.name})"
+            f"checkpoint: does not fit {name}: it contains a Vision Transformer ({network.family.name})"
         )
     reader = convnext if network.family.reader == "convnext" else torchvision
     convnet = reader.interpret(network.tensors, name)
@@ -248,7 +248,7 @@ def _at_size(config: ConvNetConfig, image_size: int | None, dtype: Dtype) -> Con
     size = config.image_size if image_size is None else image_size
     if size < config.reduction:
         raise InputError(
-            f"image_size: {size} is less than the {config.reduction} pixels that become one place of the "
+            f"image_size: {size} is less than the {config.reduction} pixels that become one position of the "
             f"last stage; nearest: {config.reduction}"
         )
     return dataclasses.replace(config, image_size=size, dtype=dtype)

@@ -197,9 +197,7 @@ def checked_epsilon(file: Checkpoint, value: object) -> float:
       InputError: if it is no number in (0, 1e-3].
     """
     if not isinstance(value, float) or not 0 < value <= 1e-3:
-        raise InputError(
-            f"checkpoint: {file.source!r} says of itself that its LayerNorms have epsilon {value!r}"
-        )
+        raise InputError(f"checkpoint: {file.source!r} says that its LayerNorms have epsilon {value!r}")
     return value
 
 
@@ -207,7 +205,7 @@ def _positive_integer(file: Checkpoint, what: str, value: object) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"checkpoint: {file.source!r} says of itself that it has {value!r} {what}")
+        raise InputError(f"checkpoint: {file.source!r} says that it has {value!r} {what}")
     return value
 
 

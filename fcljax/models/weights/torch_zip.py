@@ -129,7 +129,7 @@ def _parameter(data: Any, *_hooks: object) -> Any:
 
 def _from_type(function: Any, _type: object, args: Any, _state: object) -> Any:
     if function not in (_tensor, _tensor_v3, _parameter):
-        raise pickle.UnpicklingError("a tensor of a type of its own")
+        raise pickle.UnpicklingError("a tensor of an unknown type")
     return function(*args)
 
 
@@ -183,7 +183,7 @@ class _Reader(pickle._Unpickler):  # the unpickler in Python, whose opcodes can 
         """Drop a state: the objects here have none, and must not get one."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Inert | collections.OrderedDict):
-            raise pickle.UnpicklingError("it gives a state to what has none")
+            raise pickle.UnpicklingError("it sets the state of an object without state")
 
     # pyrefly: ignore[bad-assignment]  # methods of this class, as pickle's are of its own
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
@@ -193,7 +193,7 @@ def _load(content: bytes) -> object:
     try:
         return _Reader(io.BytesIO(content)).load()
     except (TypeError, AttributeError, AssertionError) as error:  # calls that make no sense
-        raise ValueError(f"its pickle makes no sense: {error}") from error
+        raise ValueError(f"its pickle cannot be decoded: {error}") from error
 
 
 def check_unpacked(archive: zipfile.ZipFile, size: int) -> None:
