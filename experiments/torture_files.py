@@ -69,7 +69,7 @@ def damaged(rng: random.Random, file: Path) -> tuple[str, bytes | None]:
 
 def results(rng: random.Random, folder: Path, reference: Path) -> Outcome:
     """summary.json, metrics.jsonl, config.yaml or the digests of a finished run, as `compare` and `report`
-    read them: they refuse it, or say that it is not as the run wrote it."""
+    read them: they refuse it, or say that it has changed since the run."""
     folder.mkdir()
     names = ("summary.json", "metrics.jsonl", "config.yaml", "digests.json")
     for name in names:
@@ -79,7 +79,7 @@ def results(rng: random.Random, folder: Path, reference: Path) -> Outcome:
     what, after = damaged(rng, file)
     command = rng.choice(("compare", "report"))
     code, out, err = called(command, str(folder))
-    said = "is not as the run wrote it" in out + err or "cannot be read" in out + err
+    said = "changed since the run" in out + err or "cannot be read" in out + err
     what = f"{command}: {what}"
     # what is gone is no changed number
     if code == 0 and (said or after == before or after is None) or code == 2 and one_line(err):

@@ -23,11 +23,11 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax watch RUN_DIR            follow runs in the terminal, also runs on another machine
   fcljax sweep FILE.yaml          run a grid of options, variants and seeds
   fcljax tune METHOD NAME=RANGE...  search options on held-out training images, e.g. lr=log:1e-4..1e-1
-  fcljax reproduce SYSTEM TABLE   run the rows of a paper's table and print its numbers beside ours
+  fcljax reproduce SYSTEM TABLE   run the rows of a paper's table and compare its numbers with ours
   fcljax leaderboard FILE.yaml    compare methods, each with the same search of learning rates
   fcljax data list                list data sets and whether this machine has them
   fcljax data prepare NAME        download a data set where possible, decode it once and check it
-  fcljax data show NAME           draw images, and the classes that each client would hold
+  fcljax data show NAME           draw images, and the classes of each client's partition
   fcljax weights get NAME         download weights by timm's or the hub's name
   fcljax convert SRC [DST]        convert another library's checkpoint to .safetensors
   fcljax embed [options]          compute a data set's frozen features, as .npz and for later runs

@@ -257,11 +257,11 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     images; some methods have it)."""
     scale: Scale = "auto"
     """Scale of the learning rates and of the server's training. paper: the paper's; mini:
-    for small networks and images; fit: learning rates searched on held-out training
-    images before the first round, the rest as mini, with --fidelity improved where the
-    method has it. auto chooses mini for a micro network without a checkpoint; else fit if
-    a client takes at most a third or at least three times the preset's steps per task,
-    and you set nothing that fit decides; else paper."""
+    for small networks and images; fit: searches learning rates on held-out training
+    images before the first round, is otherwise mini, and uses --fidelity improved if the
+    method has it. auto: mini for a micro network without a checkpoint; else fit, if a
+    client takes at most a third or at least three times the preset's steps per task and
+    you set no option that fit decides; else paper."""
     rate_factor: float = option(0.0, unset="decided or searched when the run begins")
     """Factor on all learning rates of the method, including the server's."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported", needs="noise_multiplier")

@@ -204,7 +204,7 @@ def test_the_arrays_of_medmnist_and_scikit_learn_are_known(tmp_path):
     assert data.y_test.tolist() == [2, 0, 2, 1]
     arrays = {key: value for key, value in arrays.items() if "test" not in key}
     load_dataset(npz(tmp_path, **arrays), DataOptions(console=said))
-    assert "tested on val_images, for there are no test images" in said.file.getvalue()
+    assert "tested on val_images, because there are no test images" in said.file.getvalue()
 
 
 def test_labels_that_are_text_are_classes_in_the_order_of_class_names(tmp_path):

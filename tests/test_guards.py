@@ -346,7 +346,7 @@ def test_a_changed_result_is_told_of(name, tmp_path, capsys):
     assert run_folder.changed_files(tmp_path / "run") == []
     with (tmp_path / "run" / name).open("a") as file:
         file.write("\n")
-    said = f"{name} is not as the run wrote it"
+    said = f"{name} has changed since the run"
     for command in (["compare", "run"], ["report", "run"]):
         assert cli.main([*command[:1], str(tmp_path / "run")]) == 0
         assert said in capsys.readouterr().err.replace("\n", "")

@@ -381,7 +381,7 @@ def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsy
     said, out = capsys.readouterr().out, Path("out")
     text = (out / "table.md").read_text()
     assert "| linear | A\\_avg (%) | 40.00±1.00 | 40.00±0.82 | 3 | +0.00 | -2.48 to +2.48 |" in text
-    assert "Of 1 pairs of rows that the paper orders by a clear gap 1 are ordered alike here." in text
+    assert "Of 1 pairs of rows that the paper orders by a clear gap 1 have the same order here." in text
     assert "Of 1 pairs" in said and "a slow one learns less" in said and "mini scale" in said
     found = json.loads((out / "table.json").read_text())
     assert found["order"]["alike"] == 1 and found["rows"][1]["metrics"]["A_avg"]["values"] == [89, 90, 91]
@@ -400,7 +400,7 @@ def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, f
     arguments = [*OF_FOLDER, "x", "table1", "--scale", "paper", "--seeds", seeds, "--out", "out"]
     assert cli.main(arguments) == 0
     (column,) = papers.find_columns(folder, "x", "table1")
-    assert ("stays as it was" in capsys.readouterr().out) == (status is None)
+    assert (": unchanged, because" in capsys.readouterr().out) == (status is None)
     if status is None:
         assert path.read_text() == before
     else:

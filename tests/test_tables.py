@@ -216,7 +216,7 @@ def test_only_clear_gaps_count_and_both_ways_of_failing_are_told_apart():
     assert not by_name["fppl", "ewc"].alike and by_name["fppl", "ewc"].ours == -4.0
     assert by_name["fppl", "joint"].ours is None and not by_name["fppl", "joint"].alike
     lines = tables.order_lines(pairs)
-    assert "Of 4 pairs" in lines[0] and " 1 are ordered alike" in lines[0] and "Of 4 further" in lines[1]
+    assert "Of 4 pairs" in lines[0] and " 1 have the same order" in lines[0] and "In 4 further" in lines[1]
     assert len(tables.otherwise(pairs)) == 3
     assert "A_avg: fppl [x] above ewc [x] by 5.00 in the paper, -4.00 here" in tables.otherwise(pairs)
     assert tables.order_lines([]) == ["The paper orders no two rows by a clear gap."]
@@ -279,7 +279,7 @@ def test_markdown_has_every_number_and_escapes_names():
     assert r"| fppl \[x] | A\_last (%) | - | 2.00±0.82 | 3 | - | - |  |" in lines
     assert r"| 'a\|b' \[x] | A\_avg (%) | 60 | 80.00 | 1 | +20.00 | - | failed: no file a\_b |" in lines
     assert r"| 'a\|b' \[x] | A\_last (%) | 5 | - | 0 | - | - |  |" in lines
-    assert "Of 1 pairs of rows that the paper orders by a clear gap 0 are ordered alike here." in text
+    assert "Of 1 pairs of rows that the paper orders by a clear gap 0 have the same order here." in text
     assert r"- A\_avg: fppl \[x] above 'a\|b' \[x] by 10.00 in the paper, -9.00 here" in lines
     assert r"- A\_avg: x > y" in lines
 

@@ -149,7 +149,7 @@ def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> 
     return _equal_or_cause(
         "what a client sends and keeps does not depend on the other participants",
         next(filter(None, problems), ""),
-        "something outside of the client's context and state",
+        "the client reads something outside its context and state",
     )
 
 

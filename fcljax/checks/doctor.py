@@ -168,7 +168,7 @@ def devices() -> Iterator[Finding]:
             "devices",
             "NVIDIA GPU",
             "missing",
-            "there is one that JAX does not use",
+            "there is a GPU that JAX does not use",
             "pip install -e '.[gpu]'",
         )
 
@@ -180,7 +180,7 @@ def self_test() -> Iterator[Finding]:
         close, compile_s, flops = _product()
     except RuntimeError as error:
         yield Finding(
-            "self test", name, "failed", one_line(str(error)), "the device does not compute; see above"
+            "self test", name, "failed", one_line(str(error)), "the device cannot compute; see above"
         )
         return
     value = f"compiled in {compile_s:.2f} s, {flops / 1e9:,.0f} GFLOP/s in float32"
@@ -221,9 +221,9 @@ def weights() -> Iterator[Finding]:
             continue
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest == known:
-            yield Finding("packaged weights", name, "ok", f"sha256 {digest[:16]}, as it was packaged")
+            yield Finding("packaged weights", name, "ok", f"sha256 {digest[:16]}, as packaged")
         else:
-            value = f"sha256 {digest[:16]}, not {known[:16]}: made anew, or damaged"
+            value = f"sha256 {digest[:16]}, not {known[:16]}: rebuilt or damaged"
             yield Finding("packaged weights", name, "warning", value, advice)
 
 

@@ -86,7 +86,7 @@ def late_clients_keep_the_same(
     for index, this_round in enumerate(federation.method.rounds):
         if this_round.when == "round" and this_round.who == "sampled":
             problem = problem or _changed_copies(federation, history, index)
-    return equal_bits("a client that comes late keeps the same of the task's start", problem)
+    return equal_bits("a late client keeps the same copies from the start of the task", problem)
 
 
 def _changed_copies(

@@ -24,7 +24,7 @@ from fcljax.checks.federation import (
 )
 from fcljax.types import Batch, RoundContext
 
-NAME = "state that clients keep over tasks does not reach parameters of one task alone"
+NAME = "state that clients keep over tasks does not affect parameters of a single task"
 
 
 def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Statement:

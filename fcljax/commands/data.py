@@ -91,7 +91,7 @@ def _data_prepare(arguments: list[str]) -> int:
 
 
 def _data_show(arguments: list[str]) -> int:
-    about = "Draw images, and the classes that each client would hold."
+    about = "Draw images, and the classes of each client's partition."
     usual = with_options(ShowOptions(), chosen_in(arguments))
     options = config.partitioned(_named(usual, arguments, "show", about), usual)
 

@@ -42,7 +42,7 @@ class ReproduceOptions(ProgramOptions):
 
 def reproduce(arguments: list[str]) -> int:
     """Run `fcljax reproduce SYSTEM TABLE [options]`; exit code 1 if a run failed."""
-    about = "Run the rows of a paper's table, print its numbers beside ours, and check their order."
+    about = "Run the rows of a paper's table, compare its numbers with ours, and check their order."
     words = Words("SYSTEM TABLE", files=False)
     names, options = parsed(ReproduceOptions(), arguments, ["reproduce"], about, words)
     if len(names) != 2:

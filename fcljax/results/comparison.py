@@ -134,7 +134,7 @@ def differences_table(groups: list[Group]) -> Table:
     table = new_table(
         "the other",
         *numbers,
-        title=f"{groups[0].name} minus another, seed by seed",
+        title=f"{groups[0].name} minus another, paired by seed",
         caption="mean difference in points, and its 95 % confidence interval (Student's t over seeds)",
         right=numbers,
     )

@@ -234,7 +234,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
     tables = [_summary_table(caption, "Method", _by_name(groups), columns)]
     pairs = differences(groups)
     if pairs:
-        caption = f"{groups[0].name} minus another, seed by seed: points, and 95 % interval (Student's t)"
+        caption = f"{groups[0].name} minus another, paired by seed: points, and 95 % interval (Student's t)"
         tables.append(_table(caption, ("The other", "Seeds", "A_avg", "A_last"), pairs))
     folded = []
     if len(runs) > len(groups):
@@ -383,18 +383,18 @@ def _with_items(
 def _costs(groups: list[Group]) -> Section:
     columns: Columns = {
         "A_last (%)": (percent_cell, "A_last"),
-        "Upload in all (MB)": (megabytes_cell, "communication_total.upload_bytes"),
-        "Download in all (MB)": (megabytes_cell, "communication_total.download_bytes"),
-        "Upload a round (MB)": (megabytes_cell, "communication.upload_bytes"),
-        "Upload a round (parameters)": (count_cell, "communication.upload_scalars"),
-        "Download a round (MB)": (megabytes_cell, "communication.download_bytes"),
-        "Upload besides, a task (MB)": (megabytes_cell, "derived.upload_bytes_once_a_task"),
-        "Download besides, a task (MB)": (megabytes_cell, "derived.download_bytes_once_a_task"),
+        "Total upload (MB)": (megabytes_cell, "communication_total.upload_bytes"),
+        "Total download (MB)": (megabytes_cell, "communication_total.download_bytes"),
+        "Upload per round (MB)": (megabytes_cell, "communication.upload_bytes"),
+        "Upload per round (parameters)": (count_cell, "communication.upload_scalars"),
+        "Download per round (MB)": (megabytes_cell, "communication.download_bytes"),
+        "Further upload per task (MB)": (megabytes_cell, "derived.upload_bytes_once_a_task"),
+        "Further download per task (MB)": (megabytes_cell, "derived.download_bytes_once_a_task"),
         "Cached by a client (MB)": (megabytes_cell, "extra_storage.bytes"),
         "Client state (MB)": (megabytes_cell, "client_state.bytes"),
         "Server state (MB)": (megabytes_cell, "server_state.bytes"),
     }
-    table = _summary_table("Communication and storage beside accuracy", "Run", _by_name(groups), columns)
+    table = _summary_table("Communication, storage and accuracy", "Run", _by_name(groups), columns)
     text = (
         "In all: all clients and rounds, also statistics that are sent once a task, and what clients "
         "download to cache. A round: one client. Besides, a task: what one client sends and receives once a "
@@ -407,7 +407,7 @@ def _costs(groups: list[Group]) -> Section:
         accuracy, upload, download = (cell.value for cell in row[1:4])
         if accuracy is not None and upload is not None and download is not None:
             points[group.name] = (upload + download, accuracy)
-    label = "Accuracy after the last task over all that clients send and receive; the table has the values"
+    label = "Accuracy after the last task over the total communication; the table has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(points)]
     drawing = charts.scatter(points, label, "Sent and received in the whole run (MB)", "A_last (%)")
     drawings = []

@@ -51,7 +51,7 @@ def seal(run_dir: str | Path) -> None:
 
 
 def changed_files(run_dir: str | Path) -> list[str]:
-    """Return a warning line for each file that is not as the run wrote it; none without
+    """Return a warning line for each file that has changed since the run; none without
     digests."""
     path = Path(run_dir) / DIGESTS
     if not path.exists():
@@ -61,14 +61,14 @@ def changed_files(run_dir: str | Path) -> list[str]:
     except (OSError, ValueError, RecursionError):
         sealed = None
     if not isinstance(sealed, dict):
-        return [f"warning: {path} is not as the run wrote it: it has no digests"]
+        return [f"warning: {path} may have changed since the run: it has no digests"]
     warnings = []
     for name in SEALED:
         digest = _sha256(Path(run_dir) / name)
         # what needs a missing file reports it, or makes it again
         if digest and digest != sealed.get(name):
             file = Path(run_dir) / name
-            warnings.append(f"warning: {file} is not as the run wrote it: its sha256 differs")
+            warnings.append(f"warning: {file} has changed since the run: its sha256 differs")
     return warnings
 
 

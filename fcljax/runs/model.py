@@ -241,7 +241,7 @@ def model_of_run(
     """
     exp, state = final_state(settings, out, supplied)
     if (client is None) == exp.method.personal or (client is not None and not exp.method.predict_client):
-        own = "its clients keep models of their own; nearest: client=0"
+        own = "its clients have personal models; nearest: client=0"
         why = own if exp.method.personal else "all clients have the global model; leave client out"
         raise InputError(f"client: {client}: {settings.method}: {why}")
     if client is not None and not 0 <= client < exp.sizes.clients:

@@ -19,7 +19,7 @@ from fcljax.errors import one_line
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 GRACE = 5.0  # seconds in which a loop must have read the flag
-NOTHING_LEFT = "files that were not finished are not there"
+NOTHING_LEFT = "unfinished files were removed"
 
 
 class Stopped(KeyboardInterrupt):

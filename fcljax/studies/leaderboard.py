@@ -448,7 +448,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
         lines += [
             f"Learning rates were chosen per method by {trials} trials on held-out training examples "
             f"(`--holdout {trial.cfg.holdout} --seed {trial.cfg.seed}`). A trial multiplies all of the "
-            "clients' learning rates by one factor. No test image decided anything.",
+            "clients' learning rates by one factor. No test image was used for a choice.",
             "",
         ]
     lines += [
@@ -461,7 +461,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
     ]
     if any(run.get("personal") for row in rows for run in row.summaries):
         lines += [
-            f"`{PERSONAL}`: evaluated with the clients' own models, so not to be ranked with the others.",
+            f"`{PERSONAL}`: evaluated with the clients' own models, so they cannot be ranked with the others.",
             "",
         ]
     if ranked(rows):

@@ -253,13 +253,13 @@ def order_lines(pairs: Sequence[Pair]) -> list[str]:
         by_metric.setdefault(pair.metric, []).append(pair)
     sentences = [
         f"Of {len(compared_pairs)} pairs of rows that the paper orders by a clear gap "
-        f"{_alike(compared_pairs)} are ordered alike here."
+        f"{_alike(compared_pairs)} have the same order here."
     ]
     if len(by_metric) > 1:
         parts = [f"{metric} {_alike(group)} of {len(group)}" for metric, group in by_metric.items()]
         sentences.append(f"By metric: {', '.join(parts)}.")
     if len(compared_pairs) < len(pairs):
-        sentences.append(f"Of {len(pairs) - len(compared_pairs)} further pairs a row was not run.")
+        sentences.append(f"In {len(pairs) - len(compared_pairs)} further pairs a row was not run.")
     return sentences
 
 
@@ -285,7 +285,10 @@ def markdown(
     """Return title, notes, table and order as Markdown."""
     pairs = orderings(results)
     parts = [f"# {title}", *notes, markdown_table(lines(results)), _escaped(" ".join(order_lines(pairs)))]
-    for heading, items in (("Ordered the other way:", otherwise(pairs)), ("The paper in words:", claims)):
+    for heading, items in (
+        ("Pairs in the opposite order:", otherwise(pairs)),
+        ("The paper's claims:", claims),
+    ):
         if items:
             parts += [heading, "\n".join(f"- {_escaped(item)}" for item in items)]
     return "\n\n".join(parts) + "\n"

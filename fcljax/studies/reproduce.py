@@ -254,13 +254,13 @@ def notes_of(plan: Plan) -> list[str]:
     notes += [*paper.notes, *entry.notes]
     if plan.scale == "mini":
         notes.append(
-            "At mini scale the numbers are not expected to be the paper's: the design is the same with "
-            "another network, other images and a shorter schedule. What is compared is the order of the rows."
+            "At mini scale the numbers are not expected to match the paper's: the design is the same with "
+            "another network, other images and a shorter schedule. Only the order of the rows is compared."
         )
     rows = shared(plan)
     if rows:
         notes.append(
-            "The same runs stand for several rows, whose settings do not differ at this scale: "
+            "Several rows share their runs, because their settings are equal at this scale: "
             f"{'; '.join(rows)}."
         )
     return notes
@@ -337,7 +337,7 @@ def record_paper_runs(
         status = tables.status_of([row for row in rows if row.column.key == key])
         if status is None:
             lines.append(
-                f"{key}: stays as it was: not all rows have enough seeds, or the paper has no numbers"
+                f"{key}: unchanged, because not all rows have enough seeds or the paper has no numbers"
             )
             continue
         names = {name for part in plan.parts if part.column.key == key for name in part.runs}

@@ -63,7 +63,7 @@ def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], 
     test_split = "test" if keys["test"] or not keys["val"] else "val"
     splits = {split: _required(where, names, keys[split], split) for split in ("train", test_split)}
     if test_split == "val":
-        say(f"{name}: tested on {splits['val'].images}, for there are no test images")
+        say(f"{name}: tested on {splits['val'].images}, because there are no test images")
     optional = [name for name in names if name == CLASS_NAMES or name.endswith(("_train", "_test", "_val"))]
     required = [key for split_keys in splits.values() for key in split_keys]
     arrays = _read(path, [*optional, *required])
