@@ -461,7 +461,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
     ]
     if any(run.get("personal") for row in rows for run in row.summaries):
         lines += [
-            f"`{PERSONAL}`: evaluated with the clients' own models, so they cannot be ranked with the others.",
+            f"`{PERSONAL}`: evaluated with personal models, so they cannot be ranked with the others.",
             "",
         ]
     if ranked(rows):
