@@ -251,7 +251,7 @@ def test_two_lists_are_training_and_test(tmp_path):
         ("my images/0.png a\n", "no such file"),
         ("path,client\nimages/0.png,a\n", "has no column 'label'"),
         ("path,label,class\nimages/0.png,a,a\n", "has two columns for 'label'"),
-        ("path,label\n", "a line with the names of columns alone"),
+        ("path,label\n", "only a line with the names of the columns"),
         ("images/0.png a\nimages/0.png b\n", "line 2: 'images/0.png' is in line 1 already"),
         ("images/0.png a\n./images/0.png a\n", "line 2: './images/0.png' is in line 1 already"),
         (

@@ -96,7 +96,7 @@ def test_what_is_read_is_simulated(tmp_path):
         ({"a": {"x": [[1, 2], [1]], "y": [1, 2]}}, "client 'a': the examples of x have several shapes"),
         (
             {"a": {"x": [[1]], "y": [1]}, "b": {"x": [[1, 2]], "y": [1]}},
-            "client 'b': the examples of x are not",
+            "client 'b': the examples of x have another",
         ),
         ({"a": {"x": ["ab", "c"], "y": [1, 2]}}, "the texts of x have 1 to 2 characters"),
         ({"a": {"x": ["ab", 3], "y": [1, 2]}}, "x mixes text with numbers"),

@@ -491,10 +491,10 @@ LINK = (0o120777, "../../outside")
     "file, content, words",
     [
         ("x.zip", packed_zip(GOOD | {"../outside": b"bad"}), "'../outside', which points outside of it"),
-        ("x.zip", packed_zip(GOOD | {"cub/a/../../../outside": b"bad"}), "which leads out of it"),
+        ("x.zip", packed_zip(GOOD | {"cub/a/../../../outside": b"bad"}), "which points outside of it"),
         ("x.zip", packed_zip(GOOD | {"/outside": b"bad"}), "'/outside', which points outside of it"),
-        ("x.zip", packed_zip(GOOD | {"cub\\..\\..\\outside": b"bad"}), "which leads out of it"),
-        ("x.zip", packed_zip(GOOD | {"C:\\outside": b"bad"}), "which leads out of it"),
+        ("x.zip", packed_zip(GOOD | {"cub\\..\\..\\outside": b"bad"}), "which points outside of it"),
+        ("x.zip", packed_zip(GOOD | {"C:\\outside": b"bad"}), "which points outside of it"),
         ("x.zip", packed_zip(GOOD | {"cub/link": LINK}), "'cub/link', which is not a regular file"),
         ("x.zip", packed_zip(GOOD | {"cub/bomb": bytes(1 << 22)}), "holds more than 10 times its own size"),
         ("x.zip", packed_zip({"other/1.jpg": b""}), "has no files in cub"),

@@ -55,7 +55,7 @@ def test_a_method_alone_is_a_run():
 
 
 WRONG = {
-    "- a": "does not hold a mapping",
+    "- a": "does not map names to values",
     "metod: linear": "unknown key 'metod'; did you mean 'method'?",
     "base: {tasks: 2}": "method: none given",
     "method: fpl": "the method fpl: method: unknown value 'fpl'; did you mean 'fppl'?",

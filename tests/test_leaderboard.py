@@ -77,7 +77,7 @@ class Made:
         (["none.yaml"], "", "", "none.yaml"),
         (["tiny.yaml", "--methods", "fppl"], "", "", "methods: 'fppl' is none of linear, fedncm"),
         (["tiny.yaml", "--jobs", "0"], "", "", "jobs: 0 is too small; nearest valid value: 1"),
-        (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' already has a folder"),
+        (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' already names the folder"),
         (
             ["tiny.yaml", "--base", "alpha"],
             "",

@@ -317,7 +317,7 @@ def test_a_decoder_s_heads_are_those_given_or_mae_s_sixteen(load):
     assert load(MAE, decoder_heads=4).decoder[0].heads == 4
     loaded = load(MAE)
     assert loaded.decoder[0].heads == 16
-    assert "16 attention heads of the decoder are assumed: the checkpoint does not tell them" in loaded.notes
+    assert "16 attention heads of the decoder are assumed: the checkpoint does not state them" in loaded.notes
 
 
 def test_a_network_without_a_final_norm_is_one_without(load, refuses):

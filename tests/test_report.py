@@ -264,7 +264,7 @@ def test_a_summary_of_wrong_types_is_one_line_that_names_the_field(tmp_path, cap
     for command in ("compare", "report"):
         assert cli.main([command, str(tmp_path / "run")]) == 2
         err = capsys.readouterr().err
-        assert "is not as a run writes it: " in err and says in err and err.count("\n") == 1
+        assert "was not written by a run: " in err and says in err and err.count("\n") == 1
 
 
 def test_lines_of_a_log_with_other_types_are_left_out(tmp_path):

@@ -109,7 +109,7 @@ def test_nothing_of_the_reader_itself_can_be_changed(tmp_path):
     path = tmp_path / "a.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", by_name)
-    refused(path, "a state to what has none")
+    refused(path, "the state of an object without state")
     assert not hasattr(torch_zip._tensor, "a")
 
 

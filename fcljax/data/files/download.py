@@ -363,7 +363,7 @@ def _needed_files(archive: Archive, members: Iterator[_Member]) -> Iterator[_Mem
     for member in members:
         path = PurePosixPath(member.name)
         if leads_out(member.name):
-            raise _Useless(f"{archive.file} holds {member.name!r}, which leads out of it")
+            raise _Useless(f"{archive.file} holds {member.name!r}, which points outside of it")
         size += member.size
         if size > _GROWTH * archive.bytes + _SLACK:
             raise _Useless(f"{archive.file} holds more than {_GROWTH} times its own size")

@@ -493,7 +493,7 @@ def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]
             why = f"networks of width {config.width} with MLPs of {config.mlp} have heads of several sizes"
         raise InputError(f"heads: the checkpoint does not state them, and {why}; give heads")
     assumed = f"{heads} attention heads are assumed, {config.width // heads} channels each"
-    return heads, [f"{assumed}: the checkpoint does not tell them"]
+    return heads, [f"{assumed}: the checkpoint does not state them"]
 
 
 # Widths whose heads do not have 64 channels -> heads: So400m, huge, giant, and gigantic.
@@ -594,7 +594,7 @@ def _decoder(
     if heads is None:
         heads = 16 if width % 16 == 0 else config.heads  # MAE has 16, whatever the encoder has
         assumptions = [
-            f"{heads} attention heads of the decoder are assumed: the checkpoint does not tell them"
+            f"{heads} attention heads of the decoder are assumed: the checkpoint does not state them"
         ]
     if heads < 1 or width < 1 or width % heads:
         raise InputError(

@@ -508,7 +508,7 @@ def _pixel_constants(
 
 def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
     constants = f"pixel mean {colour_text(mean)} and std {colour_text(std)} are assumed ({kind})"
-    return f"{constants}: the checkpoint does not tell them"
+    return f"{constants}: the checkpoint does not state them"
 
 
 def _to_device(tree: PyTree, dtype: str) -> PyTree:
