@@ -215,7 +215,7 @@ def test_what_holds_no_network_is_named(tmp_path):
     refuses(save(tmp_path / "c.pth", torch.ones(3)), "no Vision Transformer in it")
     loop = {}
     loop["model"] = loop
-    refuses(save(tmp_path / "d.pth", loop), "damaged or not what its name says")
+    refuses(save(tmp_path / "d.pth", loop), "damaged or not of the type of its suffix")
     refuses(
         save(tmp_path / "e.pth", {"x": torch.ones(3).to_sparse()}),
         "would run torch._utils._rebuild_sparse_tensor",
@@ -234,7 +234,7 @@ def test_truncated_files_are_named(tmp_path, zipped):
 
 def test_a_pickle_alone_is_no_torch_file(tmp_path):
     (tmp_path / "a.pt").write_bytes(pickle.dumps({"x": 1}))
-    refuses(tmp_path / "a.pt", "damaged or not what its name says")
+    refuses(tmp_path / "a.pt", "damaged or not of the type of its suffix")
 
 
 # ---- networks of the libraries themselves ------------------------------------------------------------------

@@ -119,11 +119,11 @@ REBUILD = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (REBUILD + b"(K\x01K\x02K\x03K\x04tR.", "makes no sense"),
+        (REBUILD + b"(K\x01K\x02K\x03K\x04tR.", "cannot be decoded"),
         (REBUILD + b"(K\x01K\x02))tR.", "not described as torch does"),
-        (REBUILD + b"(K\x01tR.", "makes no sense"),
+        (REBUILD + b"(K\x01tR.", "cannot be decoded"),
         (b"\x80\x02K\x01Q.", "a storage is not described"),
-        (b"\x80\x02(K\x01", "damaged or not what its name says"),
+        (b"\x80\x02(K\x01", "damaged or not of the type of its suffix"),
         (pickle.dumps([1, 2]), "it holds: no tensors"),
     ],
 )
