@@ -68,18 +68,28 @@ def check(settings: RunConfig) -> list[Statement]:
 
 
 def stays_finite(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that states and losses stay finite, no upload is rejected, and the server's
-    state changes."""
+    """Check that states and losses stay finite, no upload is rejected, and a state
+    changes: the server's, or the clients' where all that trains is personal."""
     reports: list[RoundReport] = []
     states_after_rounds(federation, on_report=reports.append)
     problem = (
         _not_finite_leaf(federation, history)
         or _rejected_uploads(reports)
         or _training_warning(reports)
-        or ("" if difference(federation.server, history[-1].server) else "nothing changes")
+        or _unchanged(federation, history)
     )
-    name = "states and losses stay finite, and the server's state changes"
+    name = "states and losses stay finite, and what trains changes"
     return Statement(name, not problem, problem or "they do")
+
+
+def _unchanged(federation: Federation, history: list[PlayedState]) -> str:
+    """Say that nothing changes where no state does; ""."""
+    first = PlayedState(federation.server, federation.states)
+    watched = [(first.server, history[-1].server)]
+    if federation.method.personal:
+        watched.append((first.clients, history[-1].clients))
+    changed = any(difference(before, after) for before, after in watched)
+    return "" if changed else "nothing changes"
 
 
 def _not_finite_leaf(federation: Federation, history: list[PlayedState]) -> str:
