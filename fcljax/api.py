@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+import jax
 import numpy as np
 from jaxtyping import Float
 from rich.console import Console
@@ -20,13 +21,16 @@ from rich.console import Console
 from fcljax import config
 from fcljax.choices import CHOICES, check_no_programs, name_of
 from fcljax.config import RunConfig
+from fcljax.data.files.any_arrays import dataset_of_any_arrays
 from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.sources import DataOptions, load_dataset
+from fcljax.data.kinds import TextData
 from fcljax.data.owners import OWNER
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
 from fcljax.methods import MethodEntry, check_no_code
-from fcljax.models.own import Backbone, own_config
+from fcljax.models.own import Backbone, is_flax_module, own_config
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.results import page
 from fcljax.results.comparison import megabytes
@@ -36,6 +40,7 @@ from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
 from fcljax.runs.model import Model, model_of_run
 from fcljax.runs.resume import stored_settings
+from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 
 LISTED = ("class_order", "task_sizes")  # options that take lists
@@ -149,7 +154,7 @@ def run(
     method: str,
     data: Data = ...,
     *,
-    backbone: str | Backbone = ...,
+    backbone: Any = ...,
     partition: Any = ...,
     tasks: int | Sequence[Any] | None = ...,
     out: str | Path | None = ...,
@@ -165,7 +170,7 @@ def run(
     method: MethodEntry,
     data: Data = ...,
     *,
-    backbone: str | Backbone = ...,
+    backbone: Any = ...,
     partition: Any = ...,
     tasks: int | Sequence[Any] | None = ...,
     out: str | Path | None = ...,
@@ -179,7 +184,7 @@ def run(
     method: str | MethodEntry,
     data: Data = "digits",
     *,
-    backbone: str | Backbone = "auto",
+    backbone: Any = "auto",
     partition: Any = None,
     tasks: int | Sequence[Any] | None = None,
     out: str | Path | None = None,
@@ -192,8 +197,10 @@ def run(
     Args:
       method: a name of `fcljax list`, FILE.py, or a `MethodEntry`.
       data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`. Images are uint8, or float
-        in [0, 1]; labels are integers or text.
-      backbone: the name of a network, or one of your own.
+        in [0, 1]; with a backbone for other data, x is any array [N, ...] or a pytree of them, and (x, y) is
+        enough: a fifth of it is for testing. Labels are integers or text.
+      backbone: the name of a network, such as `mlp` for tables and `conv1d` for series; None: the numbers
+        themselves are the features; or your own, a `Backbone` or a flax.nnx module.
       partition: as `--partition`; or the client of each training example [N], integers or text.
       tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None: the method's number.
       out: the run directory, a new one; None: a temporary one, which is removed with the result.
@@ -212,22 +219,21 @@ def run(
         raise InputError(
             f"method: {type(method).__name__}; expected a name of fcljax list, FILE.py or a MethodEntry"
         )
-    if out is not None and not isinstance(out, str | Path):
-        raise InputError(f"out: {type(out).__name__}; expected the path of a run directory")
-    if out is not None and not str(out):
-        raise InputError("out: '' is not a run directory; leave it out for a temporary one")
+    _check_folder_name(out)
     if "dataset" in options:
         raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
-    images, labels = _images(data)
+    if backbone is None:
+        backbone = "identity"
+    examples, labels = _examples(data, backbone, options.get("data_dir"))
     chosen, owners = _partition(partition)
-    supplied = Supplied(images, _network(backbone), owners)
+    supplied = Supplied(examples, _network(backbone, examples), owners)
     options |= _tasks(tasks, options)
     listed = {name: _listed(value) for name, value in options.items() if name in LISTED}
-    given = {**options, **listed} | {
-        "dataset": data if isinstance(data, str) else images.name if images else NAME,
+    given: dict[str, Any] = {**options, **listed} | {
+        "dataset": data if isinstance(data, str) else examples.name if examples else NAME,
         "backbone": backbone if isinstance(backbone, str) else "auto",
     }
-    given |= chosen
+    given = _adapter(method, examples, backbone) | given | chosen
     if resume and out is None:
         raise InputError("resume: there is no run directory to resume; give out")
     values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
@@ -252,6 +258,18 @@ def run(
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _check_folder_name(out: Any) -> None:
+    """Check that a run directory is a path, if one is given.
+
+    Raises:
+      InputError: for anything else.
+    """
+    if out is not None and not isinstance(out, str | Path):
+        raise InputError(f"out: {type(out).__name__}; expected the path of a run directory")
+    if out is not None and not str(out):
+        raise InputError("out: '' is not a run directory; leave it out for a temporary one")
 
 
 def _partition(partition: Any) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -297,24 +315,62 @@ def _listed(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-def _images(data: Data) -> tuple[Dataset | None, np.ndarray | None]:
-    """The images in memory, and the caller's own labels."""
+def _examples(
+    data: Data, backbone: Any, data_dir: str | None = None
+) -> tuple[Dataset | None, np.ndarray | None]:
+    """Return the examples in memory, and the caller's own labels.
+
+    Arrays are images if the backbone reads images, as those with a size do, and else of any shape.
+    """
     if isinstance(data, str):
-        return None, None
+        if isinstance(backbone, str) or getattr(backbone, "image_size", 0):
+            return None, None
+        return load_dataset(data, DataOptions(data_dir=data_dir, as_arrays=True)), None
     if isinstance(data, Dataset):
         return checked_dataset(data), None
+    reads_images = isinstance(backbone, str) or _reads_images(backbone)
+    if not reads_images or (isinstance(backbone, str) and backbone in (*ARRAY_NETS, *TEXT_NETS)):
+        return dataset_of_any_arrays(data)
+    if isinstance(data, list | tuple) and data and _is_texts(data[0]):
+        return dataset_of_any_arrays(data)
     return dataset_of_arrays(data)
 
 
-def _network(backbone: Any) -> Pretrained | None:
-    """The caller's own network."""
+def _adapter(method: str | MethodEntry, examples: Dataset | None, backbone: Any) -> dict[str, Any]:
+    """Return the adapter of a run that names none, if its examples in memory are no images."""
+    if examples is None or examples.kind is None:
+        return {}
+    attention = backbone in TEXT_NETS or (backbone == "auto" and isinstance(examples.kind, TextData))
+    return {"adapter": config.usual_adapter(method, isinstance(backbone, str) and attention)}
+
+
+def _reads_images(backbone: Any) -> bool:
+    return isinstance(backbone, Backbone) and backbone.image_size > 0
+
+
+def _is_texts(values: Any) -> bool:
+    """Check whether examples are a list or an array of texts."""
+    return len(values) > 0 and isinstance(values[0], str) if isinstance(values, list | np.ndarray) else False
+
+
+def _network(backbone: Any, examples: Dataset | None = None) -> Pretrained | None:
+    """Return the caller's own network."""
     if isinstance(backbone, str):
         return None
+    if is_flax_module(backbone):
+        backbone = Backbone.of(backbone)
     if not isinstance(backbone, Backbone):
         kind = type(backbone).__name__
         raise InputError(
             f"backbone: {kind} is neither a name nor a Backbone; nearest: Backbone.of(module, pixels)"
         )
-    shape = own_config(backbone, describe)
+    example = None
+    if examples is not None and examples.kind is not None:
+        example = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), examples.x_train
+        )
+    elif not backbone.image_size:
+        raise InputError("backbone: it reads images, and has no image_size; give their side in pixels")
+    shape = own_config(backbone, describe, example)
     digest = checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

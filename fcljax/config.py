@@ -32,13 +32,16 @@ from fcljax.choices import (
     readers,
     selected,
 )
+from fcljax.data.files.names import has_arrays
 from fcljax.errors import InputError, Value, choose, nearest
 from fcljax.files import read_user_text
 from fcljax.methods import METHODS, MethodEntry, find_method, name_of
-from fcljax.methods.mini import MINI
+from fcljax.methods.mini import FROM_RANDOM, MINI
 from fcljax.options import check_ranges, check_read, fields_of, flag, replaced
 from fcljax.settings import (
+    ARRAY_NETS,
     MOST_CLIENTS,
+    TEXT_NETS,
     AggregationOptions,
     BackboneConfig,
     EngineConfig,
@@ -82,7 +85,7 @@ SCHEDULE = ("rounds", "epochs", "batch_size")
 PAPER_EXAMPLES = 500.0
 NEAR = 3  # times as many steps a task, or a third of them: the preset's learning rates still fit
 # networks that have the scale mini, unless a checkpoint is given; auto is the packaged one
-MICRO = ("auto", "vit_micro", "resnet_micro")
+MICRO = ("auto", "vit_micro", "resnet_micro", *ARRAY_NETS, *TEXT_NETS)
 
 
 # ---- the options of a method with an adapter ---------------------------------------------------------------
@@ -285,7 +288,7 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     called = name_of(method)
     if named != called:
         raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
-    adapter = values.get("adapter") or find_method(method).adapter
+    adapter = values.get("adapter") or usual_adapter(method, has_attention(values))
     values = flat(values)
     check_known(method, adapter, values, where)
     fidelity = choose("fidelity", values.get("fidelity", "intended"), typing.get_args(Fidelity))
@@ -300,8 +303,38 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
+    if adapter == "full" and scale == "mini" and not has_attention(values):
+        values = _rates_from_random(called, values) | values
     usual = preset(method, adapter, fidelity, scale, chosen_by(method, values))
     return resolve(fill(usual, _read_values(usual, values), where))
+
+
+def _rates_from_random(method: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rates of networks with random values that the method has none of its own for."""
+    if values.get("optimiser", "adam") not in CHOICES["optimiser"]:
+        return {}  # an optimiser of the user's own, with its own rate
+    return {name: rate for name, rate in FROM_RANDOM.items() if name not in MINI.get(method, {})}
+
+
+def usual_adapter(method: str | MethodEntry, attention: bool = True) -> str:
+    """Return the adapter of a run that names none: the method's, or `full` where that needs attention.
+
+    Args:
+      method: of the run.
+      attention: whether the network has attention, as those of images and text have by default.
+    """
+    entry = find_method(method)
+    if attention or not find_adapter(entry.adapter).attention or "full" in entry.excludes:
+        return entry.adapter
+    return "full"
+
+
+def has_attention(values: Mapping[str, Any]) -> bool:
+    """Check whether the network of these settings may have attention; those of tables have none."""
+    dataset, backbone = str(values.get("dataset")), str(values.get("backbone", "auto"))
+    if backbone in (*ARRAY_NETS, *TEXT_NETS):
+        return backbone in TEXT_NETS
+    return dataset == "text" or not has_arrays(dataset, backbone)
 
 
 def chosen_by(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected:

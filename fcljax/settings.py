@@ -38,6 +38,15 @@ ATTACKS = {
     "with the root mean square of each array",
 }
 
+# networks of data that are no images -> what they are
+ARRAY_NETS = {
+    "mlp": "tables: two layers of 128 on standardised columns, random values; the default for tables",
+    "conv1d": "series: three convolutions over time on standardised channels, random values; the default "
+    "for series",
+    "identity": "the standardised numbers themselves, for classifiers on features",
+}
+TEXT_NETS = ("text_micro",)  # networks of text
+
 # Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
 MOST_SIDE = 6324  # images of 40 megapixels or more are refused
 MOST_GLYPHS = 10_000  # 3 GB in memory

@@ -135,7 +135,7 @@ class Frozen(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Output of a network for a batch of images."""
+    """Output of a network for a batch of examples."""
 
     cls: Float[Array, "batch width"]
     """The class token after the final norm, or the pooled feature of a network without tokens."""
@@ -172,7 +172,7 @@ class Network(NamedTuple):
     init: Callable[[PRNGKeyArray], PyTree]
     """init(key) -> fresh parameters."""
     apply: Callable[..., tuple[Features, PyTree]]
-    """apply(params, image [B, H, W, 3], injection or None, train, mask [B] or None) -> (Features, params).
+    """apply(params, input [B, ...], injection or None, train, mask [B] or None) -> (Features, params).
 
     Where there are running statistics and `train` is set, the returned parameters hold the ones updated with
     the examples of the mask (None: all examples).
@@ -181,8 +181,8 @@ class Network(NamedTuple):
     """D, the width of a feature."""
     blocks: int
     """Number of blocks."""
-    image: tuple[int, int, int]
-    """Shape of one image."""
+    image: tuple[int, int, int] = (0, 0, 0)
+    """Shape of one image; zeros where the input is none."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Subtracted from pixels in [0, 1] to make the images that it reads."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -252,11 +252,11 @@ class ClientInfo(NamedTuple):
 class Batch(NamedTuple):
     """B examples of one client, followed by those that it replays (`View.replay`).
 
-    Examples with mask False are padding: zero images, label 0, index -1.
+    Examples with mask False are padding: input of zeros, label 0, index -1.
     """
 
-    input: Float[Array, "B H W 3"]
-    """Images as the network reads them."""
+    input: PyTree
+    """Arrays [B, ...] as the network reads them; images are one array, [B, H, W, 3]."""
     label: Int[Array, " B"]
     """Class ids."""
     mask: Bool[Array, " B"]
@@ -264,7 +264,7 @@ class Batch(NamedTuple):
     index: Int[Array, " B"]
     """Indices into the training set."""
     query: Float[Array, "B D"] | None = None
-    """Cached features of the un-prompted backbone, where images are deterministic."""
+    """Cached features of the un-prompted backbone, where the input is deterministic."""
     keys: Key[Array, " B"] | None = None
     """Keys for draws that belong to examples: they depend on (round, phase, step, example) alone."""
     term_weights: Float[Array, " terms"] | None = None

@@ -222,7 +222,9 @@ def test_modules_of_flax_become_backbones():
         InputError, match="backbone: Dense is neither a flax.nnx module nor a flax.linen module"
     ):
         fcljax.Backbone.of(dense, 8)
-    with pytest.raises(InputError, match="backbone: Convolution is neither a name nor a Backbone"):
+    with pytest.raises(InputError, match="backbone: Dense is neither a name nor a Backbone"):
+        api._network(dense)
+    with pytest.raises(InputError, match="backbone: it reads images, and has no image_size"):
         api._network(module)
 
 

@@ -290,12 +290,12 @@ def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts
 
 
 def _without_training(dataset: Dataset) -> Dataset:
-    """Return the data set with one black image of class 0 for training."""
+    """Return the data set with one example of zeros, of class 0, for training."""
     size = None
     if dataset.size_train is not None:
         size = dataset.size_train[:1]
-    black = np.zeros_like(dataset.x_train[:1])
-    return dataset._replace(x_train=black, y_train=np.zeros(1, np.int64), size_train=size)
+    zeros = jax.tree.map(lambda x: np.zeros_like(x[:1]), dataset.x_train)
+    return dataset._replace(x_train=zeros, y_train=np.zeros(1, np.int64), size_train=size)
 
 
 def server_experiment(

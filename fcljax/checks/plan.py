@@ -14,16 +14,17 @@ from jaxtyping import UInt8
 from fcljax import config
 from fcljax.checks.chips import CHIPS, Chip, Footprint, machine, reports
 from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.names import has_arrays
 from fcljax.data.store import Split
 from fcljax.errors import InputError, choose, gib
 from fcljax.mesh import abstract_mesh
 from fcljax.methods import find_method
 from fcljax.models.mae import DecoderConfig, decoder_shapes
-from fcljax.models.networks import NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, VITS, array_type
+from fcljax.models.networks import ConvNetConfig, make_network
+from fcljax.models.shapes import CONVNETS, VITS, ViTConfig, array_type
 from fcljax.models.weights.pretrained import Pretrained, PretrainedDecoder
 from fcljax.options import SurrogateOptions
-from fcljax.runs.build import Experiment, assemble, sizes_of
+from fcljax.runs.build import Experiment, assemble, check_reads, sizes_of
 from fcljax.runs.evaluate import evaluated_images
 from fcljax.runs.fit import USABLE, Need, fit_memory
 from fcljax.runs.inputs import (
@@ -31,6 +32,7 @@ from fcljax.runs.inputs import (
     Inputs,
     compute_type,
     input_pipeline,
+    load_inputs,
     load_network,
     load_split,
     network_trains,
@@ -164,7 +166,7 @@ def many_chips(
 
 def _beside(exp: Experiment) -> int:
     """Return the bytes of test images that stay on the chip."""
-    return exp.test.input.nbytes if isinstance(exp.test, Split) else 0
+    return exp.test.input_bytes if isinstance(exp.test, Split) else 0
 
 
 def experiment(
@@ -174,14 +176,25 @@ def experiment(
     settings = dataclasses.replace(settings, dtype=compute_type(settings, target.backend))
     if settings.data_budget is None:
         settings = dataclasses.replace(settings, data_budget=int(RESIDENT_SHARE * chip.memory / 2**20))
+    if stand is None and has_arrays(settings.dataset, settings.backbone):
+        # the networks of tables and text are small, so their weights may be values
+        inputs = load_inputs(settings)
+        check_reads(settings, inputs.dataset)
+    else:
+        inputs = _abstract_inputs(settings, stand)
+    data = inputs.dataset
+    settings = config.resolve(fitted_to_data(settings, data))
+    scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
+    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=target)
+
+
+def _abstract_inputs(settings: config.RunConfig, stand: Stand | None) -> Inputs:
+    """Return the inputs of a run on images, with shapes as weights."""
     backbone = abstract_backbone(settings)
     size = backbone.config.image_size
     data = load_split(settings, size) if stand is None else blank_images(stand)
     views = input_pipeline(settings.preprocess, size, fills_frame=not data.augment)
-    settings = config.resolve(fitted_to_data(settings, data))
-    scenario = make_scenario(data, settings, settings.rounds, find_method(settings.source).joint)
-    inputs = Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size))
-    return assemble(settings, inputs, scenario, sizes_of(scenario), machine=target)
+    return Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size))
 
 
 def blank_images(stand: Stand) -> Dataset:
@@ -214,7 +227,7 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
     """
     if settings.backbone == "auto":
         return load_network(settings, settings.image_size, settings.decoder, settings.seed)
-    shape: NetworkConfig = {**VITS, **CONVNETS}[settings.backbone]
+    shape: ViTConfig | ConvNetConfig = {**VITS, **CONVNETS}[settings.backbone]
     size = settings.image_size or shape.image_size
     dtype = compute_type(settings)
     shape = dataclasses.replace(shape, image_size=size, dtype=dtype)

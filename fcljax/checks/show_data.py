@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fcljax.config import PartitionConfig
+from fcljax.data.kinds import described
 from fcljax.errors import InputError
 from fcljax.files import check_folder
 from fcljax.results import figures
@@ -21,8 +22,8 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
     """Draw images of the first classes (images.png) and each client's examples per
     class (classes.png).
 
-    Where examples are assigned anew in every round, the picture shows the first round
-    of each task.
+    Data that are no images have the second picture alone. Where examples are assigned
+    anew in every round, it shows the first round of each task.
 
     Returns:
       Rows (property, value) of a table.
@@ -42,22 +43,28 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
     counts = scenario.holdings
     tasks = scenario.tasks
     Path(out).mkdir(parents=True, exist_ok=True)
-    chosen = range(min(classes, SHEET_CLASSES))
-    sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
-    figures.save(files[0], figures.contact_sheet(sheet, [dataset.class_names[label] for label in chosen]))
+    if dataset.kind is None:
+        chosen = range(min(classes, SHEET_CLASSES))
+        sheet = [dataset.x_train[np.flatnonzero(dataset.y_train == label)[:SHEET_IMAGES]] for label in chosen]
+        figures.save(files[0], figures.contact_sheet(sheet, [dataset.class_names[label] for label in chosen]))
+        stored = "x".join(map(str, dataset.x_train.shape[1:3]))
+        pictures = [("images", str(files[0]))]
+    else:
+        stored = described(dataset.x_train)
+        pictures = []
     figures.save(files[1], figures.class_counts(counts, [task.classes for task in tasks]))
     redrawn = ", again in every round; below: the first of each task"
     return [
         ("data set", dataset.name),
         ("classes", classes),
-        ("training images", len(dataset.y_train)),
-        ("test images", len(dataset.y_test)),
-        ("stored as", "x".join(map(str, dataset.x_train.shape[1:3]))),
-        ("training images per class", _range(np.bincount(dataset.y_train))),
+        ("training examples", len(dataset.y_train)),
+        ("test examples", len(dataset.y_test)),
+        ("stored as", stored),
+        ("training examples per class", _range(np.bincount(dataset.y_train))),
         ("partition", str(cfg.partition) + (redrawn if cfg.population == "redrawn" else "")),
-        ("training images per client", _range(counts.sum(1))),
+        ("training examples per client", _range(counts.sum(1))),
         ("classes per client", _range((counts > 0).sum(1))),
-        ("images", str(files[0])),
+        *pictures,
         ("client partition", str(files[1])),
     ]
 

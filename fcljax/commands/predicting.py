@@ -59,6 +59,10 @@ def predict(arguments: list[str]) -> int:
 
     result = Result.of(run)
     model = result.client_model(options.client)
+    if model.stored is not None:
+        raise InputError(
+            f"images: the model of {run!r} reads other data; nearest: fcljax.Result.of({run!r}).predict(x)"
+        )
     predictions = list(_predictions(model, result.metrics["class_names"], files))
     console = Console()
     table = new_table("file", "label", "probability", right=("probability",))

@@ -243,7 +243,10 @@ def parse_run(
     deciding = {name: typed[name] for name in (*DECIDING, *CHOICES) if name in typed}
     if completing():  # the last word may be the beginning of a name
         deciding = {name: value for name, value in deciding.items() if value in CHOICES.get(name, (value,))}
-    adapter = deciding.get("adapter") or values.get("adapter") or find_method(method).adapter
+    attention = config.has_attention(values | typed)
+    adapter = deciding.get("adapter") or values.get("adapter") or config.usual_adapter(method, attention)
+    if not attention:
+        deciding["adapter"] = adapter
     choices = config.chosen_by(method, values | deciding)
     groups = config.option_groups(method, adapter, choices)
     if {"-h", "--help"} & set(arguments):

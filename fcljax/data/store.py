@@ -4,20 +4,31 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32, Int64, UInt8
+from jaxtyping import Array, Float, Int, Int32, Int64, PyTree
 
+from fcljax.data.kinds import tree_bytes
 from fcljax.data.partition import class_counts, split_at
 
 
 class Split(NamedTuple):
     """One split, on the device or (numpy) on the host."""
 
-    input: UInt8[Array | np.ndarray, "N H W 3"]
+    input: PyTree  # arrays [N, ...] as they are stored; images are one, uint8 [N, H, W, 3]
     label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
     # height and width before images were squeezed into a square (`augment.Geometry`); None: they are square
     size: Int[Array | np.ndarray, "N 2"] | None = None
-    # cached features of the frozen backbone for all images under the clean view
+    # cached features of the frozen backbone for all examples under the clean view
     query: Float[Array | np.ndarray, "N D"] | None = None
+
+    @property
+    def input_bytes(self) -> int:
+        """Return the bytes of all inputs."""
+        return tree_bytes(self.input)
+
+    @property
+    def example_bytes(self) -> int:
+        """Return the bytes of an input."""
+        return self.input_bytes // max(1, len(self.label))
 
 
 class ClientIndices(NamedTuple):

@@ -248,8 +248,8 @@ def _check_predictions(method: Method, case: _Case) -> None:
 
     def one_example(data: PyTree) -> Batch:
         index = jnp.zeros(1, jnp.int32)
-        image, label, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
-        return Batch(image, label, index == 0, index, query)
+        inputs, label, query = case.fetch(data, index, jax.random.split(jax.random.key(0), 1), False)
+        return Batch(inputs, label, index == 0, index, query)
 
     batch = jax.eval_shape(one_example, case.data)
     expected = (1, *case.context.task.current.shape)

@@ -45,8 +45,8 @@ class Fetch(Protocol):
 
     def __call__(
         self, data: PyTree, index: Int[Array, " B"], keys: Key[Array, " B"], augment: bool, /
-    ) -> tuple[Array, Array, Array | None]:
-        """Return image [B, ...], label [B], and query [B, D] or None."""
+    ) -> tuple[PyTree, Array, Array | None]:
+        """Return the input, leaves [B, ...], label [B], and query [B, D] or None."""
         ...
 
 
@@ -730,9 +730,9 @@ def join_batches(batch: Batch, added: Batch) -> Batch:
             return None
         return jnp.concatenate([first, second])
 
-    image, label, mask, index = map(jnp.concatenate, zip(batch[:4], added[:4], strict=True))
+    inputs, label, mask, index = jax.tree.map(join, batch[:4], added[:4])
     query = join(batch.query, added.query)
-    return Batch(image, label, mask, index, query, keys=join(batch.keys, added.keys))
+    return Batch(inputs, label, mask, index, query, keys=join(batch.keys, added.keys))
 
 
 def _read(
@@ -742,12 +742,12 @@ def _read(
     index: Int[Array, " B"],
     place: Int[Array, " B"],
     mask: Bool[Array, " B"],
-    image_key: PRNGKeyArray,
+    view_key: PRNGKeyArray,
     examples_key: PRNGKeyArray,
 ) -> Batch:
     """Read a batch. Its padding is zero, whatever the data contain there."""
-    image_keys = jax.random.split(image_key, index.shape[0])
-    image, label, query = fetch(data, jnp.where(mask, place, 0), image_keys, augment)
+    view_keys = jax.random.split(view_key, index.shape[0])
+    inputs, label, query = fetch(data, jnp.where(mask, place, 0), view_keys, augment)
 
     def clear_padding(array: Array) -> Array:
         return jnp.where(broadcast_left(mask, array), array, jnp.zeros_like(array))
@@ -756,7 +756,7 @@ def _read(
         query = clear_padding(query)
     example_keys = jax.vmap(jax.random.fold_in, (None, 0))(examples_key, jnp.where(mask, index, 0))
     return Batch(
-        input=jax.tree.map(clear_padding, image),
+        input=jax.tree.map(clear_padding, inputs),
         label=clear_padding(label),
         mask=mask,
         index=jnp.where(mask, index, -1),

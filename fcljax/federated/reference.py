@@ -261,7 +261,7 @@ def read_batch(
     index = np.pad(examples, (0, batch_size - len(examples)), constant_values=-1)
     mask = index >= 0
     stored = jnp.asarray(np.where(mask, index, 0), jnp.int32)
-    image, label, query = read(stored, jax.random.split(keys[0], batch_size), augment)
+    inputs, label, query = read(stored, jax.random.split(keys[0], batch_size), augment)
 
     def without_padding(array: Array) -> Array:
         mask_of_array = mask.reshape(-1, *[1] * (array.ndim - 1))
@@ -270,7 +270,7 @@ def read_batch(
     if query is not None:
         query = without_padding(query)
     return Batch(
-        input=without_padding(image),
+        input=jax.tree.map(without_padding, inputs),
         label=without_padding(label),
         mask=jnp.asarray(mask),
         index=jnp.asarray(index, jnp.int32),

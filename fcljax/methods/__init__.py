@@ -49,6 +49,8 @@ class MethodEntry:
     """Options of the method on other adapters than its own, where these are fewer."""
     closed_form: bool = False
     """Whether nothing trains on its own adapter, so that there are no learning rates to search."""
+    instead: str = ""
+    """For a method that reads pixels, the nearest one for data that are no images; "": it reads any data."""
     name: str = ""
     """A short name for tables and pages; "": the name of `build`, or of the file."""
 
@@ -266,6 +268,7 @@ METHODS: dict[str, MethodEntry] = {
         "cfed:PRESETS",
         "cfed:cfed",
         "full",
+        instead="lwf",
     ),
     "fedweit": MethodEntry(
         "a shared base; per client and task a mask and sparse parameters (FedWeIT)",
@@ -283,6 +286,7 @@ METHODS: dict[str, MethodEntry] = {
         "target:PRESETS",
         "target:target",
         "full",
+        instead="lwf",
     ),
     "c2prompt": MethodEntry(
         "components mixed by class affinity, prompts that pull features to class means (C2Prompt)",
@@ -300,24 +304,28 @@ METHODS: dict[str, MethodEntry] = {
         "mfcl:PRESETS",
         "mfcl:mfcl",
         "full",
+        instead="lwf",
     ),
     "lander": MethodEntry(
         "features pulled to class anchors, distillation on images synthesised from them (LANDER)",
         "lander:PRESETS",
         "lander:lander",
         "full",
+        instead="lwf",
     ),
     "glfc": MethodEntry(
         "clients find task changes, weigh examples and replay; a proxy chooses what they distil (GLFC)",
         "glfc.glfc:PRESETS",
         "glfc.glfc:glfc",
         "full",
+        instead="icarl",
     ),
     "lga": MethodEntry(
         "GLFC with weights balanced over all tasks and a proxy that looks around its images (LGA)",
         "glfc.lga:PRESETS",
         "glfc.lga:lga",
         "full",
+        instead="icarl",
     ),
     "centralized-prompt": MethodEntry(
         "one client with all data: HePCo's upper bound",
@@ -338,13 +346,28 @@ METHODS: dict[str, MethodEntry] = {
         "pmae:PRESETS",
         "pmae:pmae",
         "vpt",
+        instead="icarl",
     ),
-    "l2p-pmae": MethodEntry("pMAE with L2P's prompts (FedL2P+pMAE)", "pmae:PRESETS", "pmae:pmae", "l2p"),
+    "l2p-pmae": MethodEntry(
+        "pMAE with L2P's prompts (FedL2P+pMAE)",
+        "pmae:PRESETS",
+        "pmae:pmae",
+        "l2p",
+        instead="l2p",
+    ),
     "dualprompt-pmae": MethodEntry(
-        "pMAE with DualPrompt's prefixes (FedDualP+pMAE)", "pmae:PRESETS", "pmae:pmae", "dualprompt"
+        "pMAE with DualPrompt's prefixes (FedDualP+pMAE)",
+        "pmae:PRESETS",
+        "pmae:pmae",
+        "dualprompt",
+        instead="dualprompt",
     ),
     "coda-prompt-pmae": MethodEntry(
-        "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)", "pmae:PRESETS", "pmae:pmae", "coda"
+        "pMAE with CODA-Prompt's components (FedCODA-P+pMAE)",
+        "pmae:PRESETS",
+        "pmae:pmae",
+        "coda",
+        instead="coda-prompt",
     ),
     "vfcl": MethodEntry(
         "a Bayesian network, two priors, conflation; clients keep their classifiers (VFCL)",

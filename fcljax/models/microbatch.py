@@ -26,13 +26,13 @@ Divide = Callable[[Callable[[PyTree, PyTree], PyTree], PyTree, PyTree], Any]
 def in_microbatches(network: Network, size: int) -> Network:
     """Return the network, computing at most `size` images at a time."""
 
-    def is_whole(image: Array, train: bool) -> bool:
+    def is_whole(inputs: PyTree, train: bool) -> bool:
         if network.split and train:
             raise InputError(
                 f"microbatch: {size} cannot work in a network that trains on the statistics of the whole "
                 "batch; leave it out"
             )
-        return len(image) <= size
+        return _batch_size(inputs) <= size
 
     def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
         return in_pieces(lambda piece: function(shared, piece), batch, size)
@@ -47,8 +47,9 @@ def on_batch_devices(network: Network) -> Network:
     a step by itself. A network that trains on the statistics of its batch computes all of it on each.
     """
 
-    def is_whole(image: Array, train: bool) -> bool:
-        return len(image) < sharing_batch() or sharing_batch() == 1 or bool(network.split and train)
+    def is_whole(inputs: PyTree, train: bool) -> bool:
+        devices = sharing_batch()
+        return _batch_size(inputs) < devices or devices == 1 or bool(network.split and train)
 
     def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
         return function(shared, batch) if sharing_batch() == 1 else _on_devices(function, shared, batch)
@@ -56,24 +57,24 @@ def on_batch_devices(network: Network) -> Network:
     return _divided_network(network, divide, is_whole)
 
 
-def _divided_network(network: Network, divide: Divide, is_whole: Callable[[Array, bool], bool]) -> Network:
-    """Return the network, whose images are divided unless is_whole(images, train)."""
+def _divided_network(network: Network, divide: Divide, is_whole: Callable[[PyTree, bool], bool]) -> Network:
+    """Return the network, whose inputs are divided unless is_whole(inputs, train)."""
 
     def apply(
-        params: PyTree, image: Array, injection: PyTree, train: bool, mask: Array | None = None
+        params: PyTree, inputs: PyTree, injection: PyTree, train: bool, mask: Array | None = None
     ) -> tuple[Features, PyTree]:
-        if is_whole(image, train):
-            return network.apply(params, image, injection, train, mask)
+        if is_whole(inputs, train):
+            return network.apply(params, inputs, injection, train, mask)
         of_images, shared_injection = split_injection(injection)
 
         def part(shared: PyTree, batch: PyTree) -> Features:
             params, injection = shared
-            images, part_injection = batch
+            part_inputs, part_injection = batch
             injection = merge_injection(part_injection, injection)
-            features, _ = network.apply(params, images, injection, train, None)
+            features, _ = network.apply(params, part_inputs, injection, train, None)
             return features._replace(taps={})  # else memory would hold the blocks of all images
 
-        return divide(part, (params, shared_injection), (image, of_images)), params
+        return divide(part, (params, shared_injection), (inputs, of_images)), params
 
     pair = network.autoencoder
     return network._replace(apply=apply, autoencoder=pair and _divided_autoencoder(pair, divide))

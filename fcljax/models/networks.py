@@ -4,18 +4,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
 from fcljax.errors import InputError
 from fcljax.models.convnet import Colour
 from fcljax.models.convnext import ConvNeXtConfig, convnext_network
+from fcljax.models.dense import array_network
 from fcljax.models.densenet import DenseNetConfig, densenet_network
 from fcljax.models.own import OwnConfig, own_network
 from fcljax.models.resnet import ResNetConfig, resnet_network
-from fcljax.models.shapes import CONVNETS, OF_A_RUN, VITS
+from fcljax.models.shapes import CONVNETS, OF_A_RUN, TEXT_ENCODERS, VITS, ArrayNetConfig, TextConfig
+from fcljax.models.text import example_of_text, text_network
 from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.types import Autoencoder, Network
 
 ConvNetConfig: TypeAlias = ResNetConfig | DenseNetConfig | ConvNeXtConfig
-NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig | OwnConfig
+NetworkConfig: TypeAlias = ViTConfig | ConvNetConfig | ArrayNetConfig | TextConfig | OwnConfig
 
 
 def make_network(
@@ -36,10 +42,14 @@ def make_network(
     Raises:
       InputError: for `remat` in a network without attention blocks.
     """
-    if remat and not isinstance(config, ViTConfig):
-        raise InputError("remat: only a ViT can recompute its blocks; leave out --remat")
+    if remat and not isinstance(config, ViTConfig | TextConfig):
+        raise InputError("remat: only attention blocks are recomputed; leave out --remat")
     if isinstance(config, OwnConfig):
         return own_network(config, mean, std)
+    if isinstance(config, ArrayNetConfig):
+        return array_network(config)
+    if isinstance(config, TextConfig):
+        return text_network(config, remat)
     if isinstance(config, ResNetConfig):
         return resnet_network(config, mean, std)
     if isinstance(config, DenseNetConfig):
@@ -49,13 +59,32 @@ def make_network(
     return vit_network(config, mean, std, autoencoder, remat)
 
 
+def example_of(config: NetworkConfig) -> PyTree:
+    """Return the shapes and types of one example, as a network of this shape reads it."""
+    if isinstance(config, OwnConfig):
+        return config.example
+    if isinstance(config, ArrayNetConfig):
+        return jax.ShapeDtypeStruct(config.shape, jnp.float32)
+    if isinstance(config, TextConfig):
+        return example_of_text(config)
+    return jax.ShapeDtypeStruct((config.image_size, config.image_size, 3), jnp.float32)
+
+
+def reads_images(config: NetworkConfig) -> bool:
+    """Check whether networks of this shape read images."""
+    return config.image_size > 0
+
+
 def network_name(config: NetworkConfig) -> str:
     """Return the name of networks of this shape, for example vit_b16, or else describe the shape.
 
     Image size and compute type are no part of it.
     """
-    if isinstance(config, OwnConfig):
+    if isinstance(config, OwnConfig | ArrayNetConfig):
         return config.name
+    if isinstance(config, TextConfig):
+        names = [name for name, known in TEXT_ENCODERS.items() if known.width == config.width]
+        return (*names, f"text encoder of width {config.width}")[0]
     named: Mapping[str, NetworkConfig] = {**VITS, **CONVNETS}
     for name, named_config in named.items():
         if _body(named_config) == _body(config):

@@ -1,4 +1,4 @@
-"""A backbone of the user's own: any function from images to features."""
+"""A backbone of the user's own: any function from examples to features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcljax.errors import InputError, reason
 from fcljax.models.convnet import Colour
 from fcljax.types import Features, Network
 
-Apply = Callable[[PyTree, Float[Array, "B S S 3"]], Float[Array, "B D"]]
+Apply = Callable[[PyTree, PyTree], Float[Array, "B D"]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Backbone:
     """
 
     apply: Apply
-    """apply(params, image [B, S, S, 3]) -> features [B, D]."""
+    """apply(params, input) -> features [B, D]; images are [B, S, S, 3], other data as they were given."""
     params: PyTree
     """Arrays that `apply` reads."""
-    image_size: int
-    """S, the side in pixels of the images that it is given."""
+    image_size: int = 0
+    """S, the side in pixels of the images that it is given; 0: it reads other data."""
     mean: Colour = (0.0, 0.0, 0.0)
     """Subtracted from pixels in [0, 1]."""
     std: Colour = (1.0, 1.0, 1.0)
@@ -39,12 +39,12 @@ class Backbone:
     """In tables and on pages."""
 
     @classmethod
-    def of(cls, module: Any, image_size: int, variables: PyTree = None, **fields: Any) -> Backbone:
+    def of(cls, module: Any, image_size: int = 0, variables: PyTree = None, **fields: Any) -> Backbone:
         """Make a backbone of a Flax module, in evaluation mode.
 
         Args:
           module: of `flax.nnx`, or of `flax.linen` with its variables.
-          image_size: side in pixels.
+          image_size: side in pixels; 0: it reads data that are no images.
           variables: of a linen module.
           fields: further fields of a `Backbone`.
 
@@ -58,8 +58,8 @@ class Backbone:
             module.eval()
             graph, params, rest = nnx.split(module, nnx.Param, ...)
 
-            def of_nnx(params: PyTree, image: Array) -> Array:
-                return nnx.merge(graph, params, rest)(image)
+            def of_nnx(params: PyTree, inputs: PyTree) -> Array:
+                return nnx.merge(graph, params, rest)(inputs)
 
             return cls(of_nnx, nnx.to_pure_dict(params), image_size, **named)
         if not isinstance(module, linen.Module) or variables is None:
@@ -68,10 +68,17 @@ class Backbone:
                 "with variables; nearest: Backbone(apply, params, pixels)"
             )
 
-        def of_linen(variables: PyTree, image: Array) -> Array:
-            return cast(Array, module.apply(variables, image))
+        def of_linen(variables: PyTree, inputs: PyTree) -> Array:
+            return cast(Array, module.apply(variables, inputs))
 
         return cls(of_linen, variables, image_size, **named)
+
+
+def is_flax_module(value: object) -> bool:
+    """Check whether a value is a module of flax.nnx, which holds its parameters."""
+    from flax import nnx
+
+    return isinstance(value, nnx.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,40 +86,48 @@ class OwnConfig:
     """The static shape of a network of the user's own."""
 
     name: str
-    image_size: int
     width: int
     apply: Apply = dataclasses.field(repr=False)
+    # shapes and types of one example
+    example: PyTree = dataclasses.field(compare=False)
+    image_size: int = 0
     dtype: str = "float32"
 
 
-def own_config(backbone: Backbone, place: Callable[[Callable], str]) -> OwnConfig:
+def own_config(
+    backbone: Backbone, place: Callable[[Callable], str], example: PyTree | None = None
+) -> OwnConfig:
     """Trace a backbone for the width of its features.
 
     Args:
       backbone: the user's.
       place: describes where a function is defined, for messages.
+      example: shapes and types of one example; None: an image of the backbone's size.
 
     Raises:
       InputError: in one line, if `apply` fails or returns anything but one vector for each image.
     """
     side = backbone.image_size
-    # two images: an axis of length 2 is that of the batch
-    image = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
+    noun = "images" if example is None else "examples"
+    if example is None:
+        example = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
+    # two examples: an axis of length 2 is that of the batch
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), example)
     try:
-        feature = jax.eval_shape(backbone.apply, backbone.params, image)
+        feature = jax.eval_shape(backbone.apply, backbone.params, batch)
     except Exception as error:  # whatever a user's function raises
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(batch))
         raise InputError(
-            f"backbone: {place(backbone.apply)} fails on images of shape [2, {side}, {side}, 3]: "
-            f"{reason(error)}"
+            f"backbone: {place(backbone.apply)} fails on {noun} of shape {shapes}: {reason(error)}"
         ) from error
     shape = getattr(feature, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 2:
         returned = type(feature).__name__ if shape is None else f"shape {list(shape)}"
         raise InputError(
-            f"backbone: {place(backbone.apply)} returned {returned} for 2 images, "
+            f"backbone: {place(backbone.apply)} returned {returned} for 2 {noun}, "
             "and features [2, D] are needed"
         )
-    return OwnConfig(backbone.name, side, shape[1], backbone.apply)
+    return OwnConfig(backbone.name, shape[1], backbone.apply, example, side)
 
 
 def own_network(config: OwnConfig, mean: Colour, std: Colour) -> Network:
@@ -121,7 +136,8 @@ def own_network(config: OwnConfig, mean: Colour, std: Colour) -> Network:
     def init(_key: PRNGKeyArray) -> PyTree:
         raise InputError(f"backbone: {config.name} cannot draw new initial values, which this method needs")
 
-    def apply(params, image, _injection, _train, _mask=None):
-        return Features(config.apply(params, image).astype(jnp.float32), None, {}), params
+    def apply(params, inputs, _injection, _train, _mask=None):
+        return Features(config.apply(params, inputs).astype(jnp.float32), None, {}), params
 
-    return Network(init, apply, config.width, 0, (config.image_size, config.image_size, 3), mean, std)
+    side = config.image_size
+    return Network(init, apply, config.width, 0, (side, side, 3 if side else 0), mean, std)

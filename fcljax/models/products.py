@@ -24,7 +24,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fcljax.models.attention_kernel import fits, kernel_attention
 from fcljax.models.shapes import ChipKind, NumberFormat
@@ -154,6 +154,19 @@ def attention(
             return kernel_attention(chip, q, k, v)
         return _bfloat16_attention(q, k, v)
     return product("bhqk,bhkd->bhqd", _weights(q, k, number_format), v, number_format)
+
+
+def masked_attention(
+    q: Float[Array, "batch heads queries size"],
+    k: Float[Array, "batch heads keys size"],
+    v: Float[Array, "batch heads keys size"],
+    mask: Bool[Array, "batch keys"],
+    number_format: NumberFormat = FLOAT32,
+) -> Float[Array, "batch heads queries size"]:
+    """Return attention in which no query reads the keys whose mask is False, in the type of q, k and v."""
+    scores = product("bhqd,bhkd->bhqk", q, k, number_format).astype(jnp.float32) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None, :], scores, jnp.finfo(jnp.float32).min))
+    return product("bhqk,bhkd->bhqd", weights.astype(q.dtype), v, number_format).astype(q.dtype)
 
 
 def _weights(q: Array, k: Array, number_format: NumberFormat = FLOAT32) -> Array:

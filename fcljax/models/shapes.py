@@ -1,6 +1,7 @@
 """The shapes of the networks that have names; without JAX."""
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from fcljax.settings import Stem
@@ -191,4 +192,47 @@ CONVNEXTS: dict[str, ConvNeXtConfig] = {
     "convnext_small": ConvNeXtConfig(depths=(3, 3, 27, 3)),
 }
 CONVNETS: dict[str, ResNetConfig | DenseNetConfig | ConvNeXtConfig] = {**RESNETS, **DENSENETS, **CONVNEXTS}
-PACKAGED = {"vit_micro": "vit_micro.safetensors"}
+
+
+# ---- networks of data that are no images -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayNetConfig:
+    """Static shape of a network of `ARRAY_NETS`."""
+
+    name: str
+    shape: tuple[int, ...]  # of an example
+    hidden: tuple[int, ...] = ()  # widths of the layers
+    dtype: Dtype = "float32"
+    kernel: int = 5  # steps of a window of conv1d
+    image_size: int = 0  # it reads no images
+
+    @property
+    def width(self) -> int:
+        """Width of the features: the last layer's, or all numbers of an example."""
+        return self.hidden[-1] if self.hidden else math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """Static shape of a text encoder: embeddings of tokens, a class token before them, and a ViT's blocks."""
+
+    vocabulary: int = 4096
+    length: int = 64  # most tokens of a text
+    blocks: ViTConfig = ViTConfig(width=64, depth=4, heads=4, mlp=256)  # without its image and patches
+    image_size: int = 0  # it reads no images
+
+    @property
+    def width(self) -> int:
+        """Width of the features."""
+        return self.blocks.width
+
+    @property
+    def dtype(self) -> Dtype:
+        """Type of the factors of matrix products."""
+        return self.blocks.dtype
+
+
+TEXT_ENCODERS = {"text_micro": TextConfig()}
+PACKAGED = {"vit_micro": "vit_micro.safetensors", "text_micro": "text_micro.safetensors"}

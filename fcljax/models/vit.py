@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import linen as nn
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.errors import InputError
 from fcljax.mesh import by_itself
-from fcljax.models.products import FLOAT32, activated, attention, dense, matmul
+from fcljax.models.products import FLOAT32, activated, attention, dense, masked_attention, matmul
 from fcljax.models.shapes import NumberFormat, ViTConfig
 from fcljax.types import Autoencoder, Features, Network
 
@@ -174,13 +174,14 @@ def rotate(
 class Attention(nn.Module):
     """Multi-head attention of the first `queries` tokens of x over x, prompts and prefix.
 
-    `angle` has the rotary positions of x's tokens; prompts and prefixes have none.
+    `angle` has the rotary positions of x's tokens; prompts and prefixes have none. `mask` [batch, tokens] is
+    False for tokens of x that nothing reads.
     """
 
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, x, prompt, prefix, lora, queries, angle=None):
+    def __call__(self, x, prompt, prefix, lora, queries, angle=None, mask=None):
         c = self.config
         number_format = c.number_format
         dtype = number_format.array
@@ -198,7 +199,7 @@ class Attention(nn.Module):
         kv = kv.astype(dtype)
         if prompt is not None:
             prompt_kv = self._project(prompt, kv_kernel, kv_bias)
-            kv = jnp.concatenate([kv, _for_each_image(prompt_kv, len(x)).astype(dtype)], axis=1)
+            kv = jnp.concatenate([kv, for_each_image(prompt_kv, len(x)).astype(dtype)], axis=1)
 
         q = self._by_head(q)
         k, v = map(self._by_head, jnp.split(kv, 2, axis=-1))
@@ -214,10 +215,15 @@ class Attention(nn.Module):
             k = jnp.concatenate([k, self._by_head(prefix.key.astype(dtype))], axis=2)
             v = jnp.concatenate([v, self._by_head(prefix.value.astype(dtype))], axis=2)
 
-        # XLA cannot divide the kernel over several devices
-        chip = c.kernel.chip if by_itself() or not c.kernel.single_device else "none"
-        attended = rearrange(attention(q, k, v, chip, number_format), "b h n d -> b n (h d)")
-        return dense(c.width, number_format, "proj")(attended)
+        if mask is None:
+            # XLA cannot divide the kernel over several devices
+            chip = c.kernel.chip if by_itself() or not c.kernel.single_device else "none"
+            attended = attention(q, k, v, chip, number_format)
+        else:
+            # prompts and prefixes follow the tokens, and all are read
+            mask = jnp.pad(mask, [(0, 0), (0, k.shape[2] - mask.shape[1])], constant_values=True)
+            attended = masked_attention(q, k, v, mask, number_format)
+        return dense(c.width, number_format, "proj")(rearrange(attended, "b h n d -> b n (h d)"))
 
     def _project(self, x: Array, kernel: Array, bias: Array) -> Array:
         """Return x @ kernel + bias, in the type of the product."""
@@ -236,7 +242,7 @@ class Attention(nn.Module):
         return parameters["kernel"].astype(self.config.number_format.array), parameters["bias"]
 
 
-def _for_each_image(tokens: Float[Array, "..."], batch: int) -> Float[Array, "batch length width"]:
+def for_each_image(tokens: Float[Array, "..."], batch: int) -> Float[Array, "batch length width"]:
     """Repeat tokens [length, width] for all images; leave [batch, length, width] as they are."""
     return jnp.broadcast_to(tokens, (batch, *tokens.shape[-2:]))
 
@@ -309,12 +315,13 @@ class Scale(nn.Module):
 
 
 class Joins(NamedTuple):
-    """What joins one block: its part of an injection, and the rotary positions of the tokens."""
+    """What joins one block: its part of an injection, rotary positions of the tokens, which are read."""
 
     prompt: Float[Array, "..."] | None = None
     prefix: Prefix | None = None
     lora: Lora | None = None
     angle: Float[Array, "*images tokens head"] | None = None
+    mask: Bool[Array, "batch tokens"] | None = None
 
 
 NOTHING_JOINS = Joins()
@@ -334,7 +341,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, joins=NOTHING_JOINS, queries=None):
         c = self.config
-        prompt, prefix, lora, angle = joins
+        prompt, prefix, lora, angle, mask = joins
         if queries is None:
             queries = x.shape[1]
         dtype = c.number_format.array
@@ -343,7 +350,7 @@ class Block(nn.Module):
         if prompt is not None:
             prompt = norm1(prompt)
         # sums are float32; the residual stream has the compute type
-        attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle)
+        attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle, mask)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(dtype)
         hidden = HiddenLayer(c, name="fc1")(norm2(x))
         out = dense(c.width, c.number_format, "fc2")(hidden)
@@ -417,30 +424,56 @@ class ViT(nn.Module):
         # Order of tokens: class token, injected tokens, registers, patches.
         lead = [jnp.broadcast_to(cls + position[0], (batch, 1, c.width))]
         if injection.tokens is not None:
-            lead.append(_for_each_image(injection.tokens + position[0], batch))
+            lead.append(for_each_image(injection.tokens + position[0], batch))
         outputs = sum(tokens.shape[1] for tokens in lead)
         if c.registers:
             registers = self.param("registers", nn.initializers.normal(0.02), (c.registers, c.width))
-            lead.append(_for_each_image(registers, batch))
+            lead.append(for_each_image(registers, batch))
         x = jnp.concatenate([*lead, x], axis=1)
         if c.pre_norm:
             x = _norm(c, "norm_pre")(x)
         x = x.astype(c.number_format.array)
 
         angle = _token_angles(c, injection, x.shape[1]) if c.rotary_base else None
-        taps = {"embed": x}
-        for i in range(c.depth):
-            name = f"block_{i:02d}"
-            queries = None
-            if i == c.depth - 1 and not full:
-                # of the last block only the class token and injected tokens are read
-                queries = outputs
-            joins = Joins(injection.prompt.get(i), injection.prefix.get(i), injection.lora.get(i), angle)
-            x = run_block(self, c, name, x, joins, queries, self.remat)
-            taps[name] = x
-        x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
-        prompts = x[:, 1:outputs] if outputs > 1 else None
-        return Features(x[:, 0], x if full else None, taps, prompts)
+        return run_blocks(self, c, x, injection, outputs, Joins(angle=angle), full, self.remat)
+
+
+def run_blocks(
+    owner: nn.Module,
+    c: ViTConfig,
+    x: Float[Array, "batch tokens width"],
+    injection: Injection,
+    outputs: int,
+    of_all: Joins = NOTHING_JOINS,
+    full: bool = False,
+    remat: bool = False,
+) -> Features:
+    """Run all blocks and the final norm.
+
+    Args:
+      owner: the network, which holds the parameters.
+      c: its shape.
+      x: the class token, injected tokens and all others.
+      injection: what an adapter adds.
+      outputs: how many of the first tokens are read in the end.
+      of_all: what joins every block.
+      full, remat: as of `apply_vit`.
+    """
+    taps = {"embed": x}
+    for i in range(c.depth):
+        name = f"block_{i:02d}"
+        queries = None
+        if i == c.depth - 1 and not full:
+            # of the last block only the class token and injected tokens are read
+            queries = outputs
+        joins = of_all._replace(
+            prompt=injection.prompt.get(i), prefix=injection.prefix.get(i), lora=injection.lora.get(i)
+        )
+        x = run_block(owner, c, name, x, joins, queries, remat)
+        taps[name] = x
+    x = _norm(c, "norm")(x) if c.final_norm else x.astype(jnp.float32)
+    prompts = x[:, 1:outputs] if outputs > 1 else None
+    return Features(x[:, 0], x if full else None, taps, prompts)
 
 
 def _token_angles(c: ViTConfig, injection: Injection, tokens: int) -> Float[Array, "*images tokens head"]:

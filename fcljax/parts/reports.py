@@ -16,7 +16,7 @@ from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run, feature_width
 from fcljax.parts.learner import Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
-from fcljax.types import ClientContext, Task, View
+from fcljax.types import ClientContext, PyTree, Task, View
 
 PROTOTYPE_DISTANCE = "prototype_distance"  # what metrics of `prototype_distance` end with; runs warn by it
 
@@ -151,12 +151,13 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
     task = step.context.task
     injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
 
-    def of_image(image: Array) -> Float[Array, "blocks tokens width"]:
+    def of_example(example: PyTree) -> Float[Array, "blocks tokens width"]:
         # a batch of one has taps whatever the microbatch; vmap makes one computation of them
-        features, _ = network.apply(frozen.network, image[None], injection, False, None)
+        batch_of_one = jax.tree.map(lambda array: array[None], example)
+        features, _ = network.apply(frozen.network, batch_of_one, injection, False, None)
         return attention_inputs(frozen.network, features, blocks)[:, 0]
 
-    x = jax.vmap(of_image)(step.batch.input)
+    x = jax.vmap(of_example)(step.batch.input)
     x = jnp.where(step.batch.mask[:, None, None, None], x, 0.0)
     return rearrange(x, "batch blocks tokens width -> blocks (batch tokens) width")
 

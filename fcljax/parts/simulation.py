@@ -256,7 +256,7 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: Any) -> Le
         return jnp.zeros((len(batch.mask), len(task.seen)))
 
     return Learner(
-        network=Network(_no_params, _no_network, width=0, blocks=0, image=(0, 0, 0)),
+        network=Network(_no_params, _no_network, width=0, blocks=0),
         adapter=Adapter(lambda _key, _frozen: ()),
         classifier=Classifier(lambda _key: params, _no_network),
         init=init,

@@ -42,6 +42,7 @@ from rich.console import Console
 from fcljax import config as settings
 from fcljax.config import BackboneConfig, SplitConfig
 from fcljax.data.augment import Preprocess, clean_view, input_pipeline, sample_crops
+from fcljax.data.files.dataset import check_images
 from fcljax.data.glyphs import PRETRAIN, Style, glyph_fields
 from fcljax.errors import InputError
 from fcljax.files import write_text
@@ -215,6 +216,7 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
     dataset = load_split(cfg, size)  # its test images are held-out training images
+    check_images("dataset", dataset)
     train = StoredImages(dataset.x_train, dataset.size_train)
     held_out = StoredImages(dataset.x_test, dataset.size_test)
     count = len(dataset.y_train)

@@ -28,7 +28,7 @@ from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, 
 from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
 from fcljax.federated.rates import Rates, with_rates
 from fcljax.federated.schedule import ClientPartition, capacities, largest_batch
-from fcljax.methods import find_method
+from fcljax.methods import MethodEntry, find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
@@ -46,7 +46,7 @@ from fcljax.runs.inputs import (
 )
 from fcljax.runs.machine import Machine, kernel_on, plan_lanes, plan_shapes
 from fcljax.scenario import Scenario, fit_partition, make_scenario
-from fcljax.types import Frozen, Method, Network, Sizes
+from fcljax.types import Frozen, Method, Network, PyTree, Sizes
 
 
 class Experiment(NamedTuple):
@@ -68,8 +68,8 @@ class Experiment(NamedTuple):
         """Return the most examples of a step."""
         return largest_batch(self.settings.batch_size, self.sizes.examples)
 
-    def read(self, split: Split, index: Array) -> Array:
-        """Return these images as network input, under the clean view."""
+    def read(self, split: Split, index: Array) -> PyTree:
+        """Return these examples as network input, without augmentation."""
         return read_clean(self.inputs.preprocess, split, index)
 
 
@@ -77,7 +77,7 @@ class Supplied(NamedTuple):
     """What a caller has in memory, in place of what the settings name."""
 
     dataset: Dataset | None = None
-    """Images and labels."""
+    """Examples and labels."""
     backbone: Pretrained | None = None
     """A network."""
     owners: np.ndarray | None = None
@@ -114,9 +114,24 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     if dataset and settings.holdout:
         dataset = hold_out(dataset, settings.holdout)
     inputs = load_inputs(settings, dataset, supplied.backbone)
+    check_reads(settings, inputs.dataset)
     if supplied.owners is not None:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
     return config.resolve(fit_partition(settings, inputs.dataset)), inputs
+
+
+def check_reads(settings: RunConfig, dataset: Dataset) -> None:
+    """Check that a method that reads pixels gets images.
+
+    Raises:
+      InputError: with the nearest method that reads any data.
+    """
+    instead = find_method(settings.source).instead
+    if instead and dataset.kind is not None:
+        raise InputError(
+            f"method: {settings.method} reads pixels, and {dataset.name} has {dataset.kind.word}; nearest: "
+            f"{instead!r}"
+        )
 
 
 def examples_of_task(scenario: Scenario) -> float:
@@ -293,7 +308,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     if adapter_entry.attention and not network.blocks:
         raise InputError(
             f"adapter: {settings.adapter!r} works inside attention, but the backbone has none; "
-            "nearest: 'full'"
+            f"{_without_attention(entry)}"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
     if config.has_own_rate(settings):
@@ -329,6 +344,13 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     if not settings.malicious:
         return method
     return corrupt(method, settings.attack, settings.malicious)
+
+
+def _without_attention(entry: MethodEntry) -> str:
+    """Return what to choose for a backbone without attention."""
+    if "full" in entry.excludes:
+        return "nearest: a method that trains another adapter, such as 'ewc'"
+    return "nearest: 'full'"
 
 
 def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:

@@ -113,7 +113,7 @@ def largest_need(exp: Experiment) -> Need:
     beside = 0
     evaluations = ()
     if isinstance(exp.test, Split):
-        beside = exp.test.input.nbytes
+        beside = exp.test.input_bytes
         evaluations = evaluations_of(exp)
     loops = [program for program in of_round if program.steps]
     others = [program for program in of_round if not program.steps]
@@ -184,7 +184,7 @@ def explanation(exp: Experiment, need: int, room: int) -> str:
     if size > 1:
         nearest.append(f"--microbatch {size // 2}" if divisible(exp) else f"--batch-size {size // 2}")
     if isinstance(exp.train, Split):
-        nearest.append(f"--data-budget {max(1, exp.train.input.nbytes // 2**21)}")
+        nearest.append(f"--data-budget {max(1, exp.train.input_bytes // 2**21)}")
     nearest.append("a smaller --image-size or --backbone")
     wanted = f"needs {gib(need)}" if need else "needs more"
     return f"memory: a step {wanted} and the device has {gib(room)}; nearest: {', '.join(nearest)}"

@@ -1,5 +1,4 @@
-"""The inputs of a run: a backbone with its weights, and the images of a data set in the range that it
-expects.
+"""The inputs of a run: a backbone with its weights, and the examples of a data set as it reads them.
 
 Files are read here; everything after works on what was loaded.
 """
@@ -12,26 +11,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, UInt8
 from rich.console import Console
 
-from fcljax.config import BackboneConfig, ImageConfig, InputConfig, SplitConfig, TrainConfig
+from fcljax.config import (
+    BackboneConfig,
+    ImageConfig,
+    InputConfig,
+    RunConfig,
+    SplitConfig,
+    TrainConfig,
+    preset_of,
+)
 from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_view
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.dataset import Dataset, check_images
+from fcljax.data.files.names import has_arrays
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
+from fcljax.data.kinds import ArrayData, Kind, TextData, described
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.files import machine_memory
 from fcljax.mesh import mesh_of
+from fcljax.models.dense import random_array_net
 from fcljax.models.mae import autoencoder
-from fcljax.models.networks import make_network
-from fcljax.models.shapes import NO_KERNEL, AttentionKernel, Dtype
+from fcljax.models.networks import example_of, make_network, reads_images
+from fcljax.models.shapes import NO_KERNEL, TEXT_ENCODERS, AttentionKernel, Dtype
+from fcljax.models.text import check_text
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
-from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
+from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone, packaged_text_encoder
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
+from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
@@ -39,12 +51,26 @@ from fcljax.types import Network, PyTree
 RESIDENT_SHARE = 0.5
 
 
+# settings that only images have
+OF_IMAGES = (
+    "checkpoint",
+    "decoder",
+    "heads",
+    "image_size",
+    "normalise",
+    "positions",
+    "preprocess",
+    "stem",
+    "store_size",
+)
+
+
 class Inputs(NamedTuple):
-    """A backbone, a data set, and how the images become its input."""
+    """A backbone, a data set, and how its stored examples become the backbone's input."""
 
     backbone: Pretrained
     dataset: Dataset
-    preprocess: Preprocess
+    preprocess: Preprocess | Kind
     augments: bool  # whether the training view differs from the clean one
     surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
 
@@ -56,12 +82,20 @@ def load_inputs(
 
     Args:
       cfg: what to load.
-      dataset: images to use instead of those that the settings name.
+      dataset: examples to use instead of those that the settings name.
       backbone: a network to use instead of the one that the settings name.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
+    if dataset is None and has_arrays(cfg.dataset, cfg.backbone):
+        dataset = load_split(cfg, 224)
+    if dataset is not None and dataset.kind is not None:
+        return _array_inputs(cfg, dataset, dataset.kind, backbone)
+    if cfg.backbone in (*ARRAY_NETS, *TEXT_NETS) and backbone is None:
+        raise InputError(
+            f"backbone: {cfg.backbone!r} reads arrays, and {cfg.dataset} has images; nearest: 'auto'"
+        )
     if backbone is None:
         backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
     size = backbone.config.image_size
@@ -75,6 +109,85 @@ def load_inputs(
     if isinstance(cfg, SurrogateOptions):
         surrogate = surrogate_images(cfg, cfg, size)
     return Inputs(backbone, dataset, preprocess, dataset.augment, surrogate)
+
+
+def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pretrained | None) -> Inputs:
+    """Return the inputs of data that are no images.
+
+    The packaged networks read columns that are standardised by the training examples.
+
+    Raises:
+      InputError: for settings that only images have, and a network that cannot read the examples.
+    """
+    _check_no_image_options(cfg, dataset)
+    if backbone is not None:
+        if reads_images(backbone.config):
+            check_images("backbone", dataset)
+        return Inputs(backbone, dataset, kind, augments=False)
+    x = dataset.x_train
+    if cfg.backbone in TEXT_NETS or (isinstance(kind, TextData) and cfg.backbone == "auto"):
+        for examples in (x, dataset.x_test):
+            check_text(f"backbone: {TEXT_NETS[0]!r}", examples, TEXT_ENCODERS[TEXT_NETS[0]])
+        encoder = packaged_text_encoder(TEXT_NETS[0], compute_type(cfg), network_trains(cfg))
+        return Inputs(encoder, dataset, kind, augments=False)
+    name = _array_net(cfg, x)
+    if not isinstance(kind, ArrayData) or not isinstance(x, np.ndarray):
+        nearest = "a flax.nnx module of your own, from Python"
+        if isinstance(kind, TextData):
+            nearest = repr(TEXT_NETS[0])
+        raise InputError(
+            f"backbone: {name!r} reads one array of numbers, and an example of {dataset.name} is "
+            f"{described(x)}; nearest: {nearest}"
+        )
+    config, params = random_array_net(name, x.shape[1:], compute_type(cfg), cfg.seed)
+    notes = ()
+    if config.hidden:
+        notes = (f"{name} has random values of seed {cfg.seed}",)
+    none = (0.0, 0.0, 0.0)
+    network = Pretrained(
+        config, params, None, None, none, (1.0, 1.0, 1.0), "random", f"random-{name}-{cfg.seed}", notes
+    )
+    return Inputs(network, dataset, kind.standardised(x), augments=False)
+
+
+def _array_net(cfg: InputConfig, x: PyTree) -> str:
+    """Return the name of the network for arrays.
+
+    By default classifiers on frozen features get the numbers themselves, since a network of random values
+    that never trains would only mix them.
+
+    Raises:
+      InputError: for a network of images.
+    """
+    if cfg.backbone in ARRAY_NETS:
+        return cfg.backbone
+    default = "conv1d" if getattr(x, "ndim", 2) == 3 else "mlp"
+    if isinstance(x, dict) and "ids" in x:
+        default = TEXT_NETS[0]
+    if cfg.backbone != "auto":
+        raise InputError(
+            f"backbone: {cfg.backbone!r} reads images, and an example is {described(x)}; nearest: {default!r}"
+        )
+    if isinstance(cfg, TrainConfig) and cfg.adapter == "linear":
+        return "identity"
+    return default
+
+
+def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
+    """Check that nothing was asked for that only images have.
+
+    Raises:
+      InputError: naming the option.
+    """
+    usual = preset_of(cfg) if isinstance(cfg, RunConfig) else type(cfg)()
+    names = [name for name in OF_IMAGES if getattr(cfg, name) != getattr(usual, name)]
+    if getattr(cfg, "augment", None):
+        names.append("augment")
+    if names:
+        raise InputError(
+            f"{names[0]}: {getattr(cfg, names[0])!r} is for images, and {dataset.name} has "
+            f"{described(dataset.x_train)}; leave it out"
+        )
 
 
 def load_network(
@@ -129,7 +242,7 @@ def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Dtype:
 
 def network_of(
     backbone: Pretrained,
-    preprocess: Preprocess | None = None,
+    preprocess: Preprocess | Kind | None = None,
     remat: bool = False,
     kernel: AttentionKernel = NO_KERNEL,
 ) -> Network:
@@ -141,7 +254,7 @@ def network_of(
       remat: as of `make_network`.
       kernel: as of `ViTConfig`.
     """
-    pixels = backbone if preprocess is None else preprocess
+    pixels = preprocess if isinstance(preprocess, Preprocess) else backbone
     shape = backbone.config
     decoder = backbone.decoder
     masked_autoencoder = None
@@ -190,6 +303,7 @@ def surrogate_images(
         dataset = load_dataset(name, image_options(cfg, image_size), verify=cfg.verify)
     except InputError as error:
         raise InputError(f"surrogate: {str(error).removeprefix('dataset: ')}") from None
+    check_images("surrogate", dataset)
     chosen = np.random.default_rng(cfg.seed).permutation(len(dataset.y_train))[: options.surrogate_images]
     plain = input_pipeline(cfg.preprocess, image_size, fills_frame=not dataset.augment)
     view = jax.jit(partial(clean_view, plain.with_pixels(*NORMALISE["unit"])))
@@ -222,25 +336,33 @@ def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
         glyph_train=cfg.glyph_train,
         glyph_test=cfg.glyph_test,
         seed=cfg.seed,
+        as_arrays=has_arrays(cfg.dataset, getattr(cfg, "backbone", "auto")),
     )
 
 
-def read_clean(preprocess: Preprocess, split: Split, index: Array) -> Float[Array, "B S S 3"]:
-    """Read images of a split as network input, under the clean view."""
+def clean_input(preprocess: Preprocess | Kind, stored: PyTree, size: Array | None = None) -> PyTree:
+    """Return the network's input of stored examples; of images, the clean view."""
+    if isinstance(preprocess, Preprocess):
+        return clean_view(preprocess, stored, size)
+    return preprocess.read(stored)
+
+
+def read_clean(preprocess: Preprocess | Kind, split: Split, index: Array) -> PyTree:
+    """Read examples of a split as network input, without augmentation."""
     examples = _take(split, index)
-    return clean_view(preprocess, examples.input, examples.size)
+    return clean_input(preprocess, examples.input, examples.size)
 
 
 def inputs_of(
-    preprocess: Preprocess, augments: bool, split: Split, index: Array, keys: Array, augment: bool
-) -> tuple[Array, Array, Array | None]:
+    preprocess: Preprocess | Kind, augments: bool, split: Split, index: Array, keys: Array, augment: bool
+) -> tuple[PyTree, Array, Array | None]:
     """Read examples for the engine: the network's input, the labels, and the query features where they are
     cached and valid."""
     examples = _take(split, index)
-    if augment and augments:
+    if augment and augments and isinstance(preprocess, Preprocess):
         # cached query features are those of the clean view
         return train_view(preprocess, examples.input, keys, examples.size), examples.label, None
-    return clean_view(preprocess, examples.input, examples.size), examples.label, examples.query
+    return clean_input(preprocess, examples.input, examples.size), examples.label, examples.query
 
 
 def _take(split: Split, index: Array) -> PyTree:
@@ -272,9 +394,9 @@ def make_splits(
     train = Split(dataset.x_train, labels[0].astype(np.int32), dataset.size_train)
     test = Split(dataset.x_test, labels[1].astype(np.int32), dataset.size_test)
     available_bytes = device_memory() * RESIDENT_SHARE
-    image_bytes = max(split.input.nbytes // len(split.label) for split in (train, test))
+    example_bytes = max(split.example_bytes for split in (train, test))
     # a window, which gets a quarter of the budget, must hold two evaluation steps
-    least_bytes = 8 * eval_batch_size * image_bytes
+    least_bytes = 8 * eval_batch_size * example_bytes
     if budget is not None:
         available_bytes = budget * 2**20
     if budget is not None and available_bytes < least_bytes:
@@ -283,11 +405,11 @@ def make_splits(
             f"data_budget: {budget} MiB cannot hold windows of {2 * eval_batch_size} images; nearest valid "
             f"value: {least}"
         )
-    if train.input.nbytes + test.input.nbytes <= available_bytes:
+    if train.input_bytes + test.input_bytes <= available_bytes:
         return _resident(train), _resident(test)
     # a split on the host has two windows on the device, one of which is read while the other is used
     window_bytes = available_bytes / 4
-    if test.input.nbytes <= available_bytes / 2:
+    if test.input_bytes <= available_bytes / 2:
         return _host(train, window_bytes), _resident(test)
     return _host(train, window_bytes), _host(test, window_bytes)
 
@@ -318,25 +440,25 @@ def _resident(split: Split) -> Split:
 
 
 def _host(split: Split, window_bytes: float) -> Host:
-    image_bytes = split.input.nbytes // len(split.label)
-    return Host(split, int(window_bytes // image_bytes))
+    return Host(split, int(window_bytes // split.example_bytes))
 
 
 # ---- the network's cost -----------------------------------------------------------------------------------
 
 
-def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, jax.ShapeDtypeStruct]:
-    """Trace the forward pass of one image; return the trace and the image's shape."""
+def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, PyTree]:
+    """Trace the forward pass of one example; return the trace and the example's shapes."""
     network = network_of(backbone)
-    side = backbone.config.image_size
-    image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
-    apply = jax.jit(lambda params, image: network.apply(params, image, None, False))
-    return apply.trace(backbone.params, image), image
+    example = example_of(backbone.config)
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), example)
+    apply = jax.jit(lambda params, batch: network.apply(params, batch, None, False))
+    return apply.trace(backbone.params, batch), batch
 
 
 def forward_flops(backbone: Pretrained) -> float:
-    """Return the floating-point operations of the forward pass of one image, as XLA counts them; where
+    """Return the floating-point operations of the forward pass of one example, as XLA counts them; where
     it does not, two for each parameter."""
     traced, _ = forward_pass(backbone)
     costs = traced.lower().cost_analysis() or {}
-    return costs.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params))
+    # a backbone that hands the numbers on has neither
+    return costs.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params)) or 1.0

@@ -221,7 +221,7 @@ def clients_per_chunk(
 def image_bytes(data: Split | Host) -> int:
     """Return the bytes of an image as it is stored."""
     split = data.take(np.zeros(1, np.int32)) if isinstance(data, Host) else data
-    return split.input.nbytes // len(split.label)
+    return split.example_bytes
 
 
 # ---- the attention kernel ----------------------------------------------------------------------------------

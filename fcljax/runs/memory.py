@@ -49,7 +49,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
     clients = jax.eval_shape(
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
-    resident = [split.input for split in (exp.train, exp.test) if isinstance(split, Split)]
+    resident = [split.input_bytes for split in (exp.train, exp.test) if isinstance(split, Split)]
     one = _forward(exp)
     devices = device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.batch_size)
@@ -57,7 +57,7 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
         batch = 1  # `fit` chooses lanes and microbatches
     return {
         "the network": (num_bytes(exp.frozen), "--backbone"),
-        "images on the device": (sum(image.nbytes for image in resident), "--data-budget"),
+        "images on the device": (sum(resident), "--data-budget"),
         "the server's state": (num_bytes(server), "number in the options of method or adapter"),
         "the clients' states": (-(-num_bytes(clients) // devices), "number of --clients"),
         "a training step": (batch * one, "--batch-size, --image-size or number of --lanes"),

@@ -18,14 +18,17 @@ from PIL import Image
 
 from fcljax.archives import read_npz
 from fcljax.config import RunConfig
-from fcljax.data.augment import clean_view
+from fcljax.data.augment import Preprocess
+from fcljax.data.files.any_arrays import check_alike, checked_examples
 from fcljax.data.files.arrays import as_array, checked_image, checked_images, sides
 from fcljax.data.files.images import fit_to
 from fcljax.data.geometry import Geometry
+from fcljax.data.kinds import take, tree_length
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, machine_memory
 from fcljax.runs.build import NOTHING, Experiment, Supplied
 from fcljax.runs.checkpoint import State
+from fcljax.runs.inputs import clean_input
 from fcljax.runs.loop import final_state
 from fcljax.types import Batch, RoundContext
 
@@ -38,29 +41,35 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 class Model:
     """A trained model of all classes of a run."""
 
-    logits: Callable[[list[Array], Array, Array], Array]
-    """logits(arrays, image [B, H, W, 3] uint8, mask [B] bool) -> [B, C]; B, H and W are `image`'s. `mask` is
-    False for padding."""
+    logits: Callable[[list[Array], PyTree, Array], Array]
+    """logits(arrays, stored [B, ...], mask [B] bool) -> [B, C]; images are stored as uint8 [B, H, W, 3]; B, H
+    and W are `image`'s. `mask` is False for padding."""
     arrays: list[Array]
     """What the model is made of."""
     image: tuple[int, int, int]
-    """B, H, W: images of a call, and their size."""
+    """B, H, W: images of a call, and their size; H and W are 0 for other data."""
     labels: np.ndarray
     """The label of each class, as the data have it; in the order of the logits."""
     geometry: Geometry | None = None
     """How the run brings images to one size; None: not known, so only images of H x W pixels are taken."""
+    stored: PyTree = None
+    """Shapes and types of one example as it is stored, for data that are no images."""
 
     def __repr__(self) -> str:
         """The model's sizes in one line, without its parameters."""
         _, height, width = self.image
         count = sum(array.size for array in self.arrays)
-        return f"Model({len(self.labels)} classes, images of {height}x{width}, {count:,} parameters)"
+        examples = f"images of {height}x{width}"
+        if self.stored is not None:
+            examples = f"examples of {_shapes(self.stored)}"
+        return f"Model({len(self.labels)} classes, {examples}, {count:,} parameters)"
 
     def predict(self, images: Any, preprocess: bool = False) -> np.ndarray:
-        """Return the labels of images.
+        """Return the labels of examples.
 
         Args:
-          images: [N, H, W, 3], uint8 or float in [0, 1]; a list may have arrays or images of Pillow.
+          images: [N, H, W, 3], uint8 or float in [0, 1]; a list may have arrays or images of Pillow. For data
+            that are no images, examples as the run was given them.
           preprocess: whether images of any size, and lists of several sizes, are brought to the size of the
             run's images, as the run prepares those of its test set.
 
@@ -75,10 +84,26 @@ class Model:
         Raises:
           InputError: as `predict`.
         """
-        x = self._prepared(images) if preprocess else self._checked(images)
+        if self.stored is not None:
+            x = self._checked_examples(images, preprocess)
+        else:
+            x = self._prepared(images) if preprocess else self._checked(images)
         size = self.image[0]
-        batches = [self._scores(x[start : start + size]) for start in range(0, len(x), size)]
+        count = tree_length(x)
+        batches = [self._scores(take(x, slice(start, start + size))) for start in range(0, count, size)]
         return np.concatenate(batches)
+
+    def _checked_examples(self, examples: Any, preprocess: bool) -> PyTree:
+        """Return examples as the run stored them.
+
+        Raises:
+          InputError: for examples of another structure, shape or type.
+        """
+        if preprocess:
+            raise InputError("preprocess: True is for images, and this model reads others; leave it out")
+        x = checked_examples("examples", "x", examples).input
+        check_alike("examples", "the run", jax.tree.map(_empty, self.stored), "x", x)
+        return x
 
     def _checked(self, images: Any) -> UInt8[np.ndarray, "N H W 3"]:
         """Return images of the run's size.
@@ -124,20 +149,27 @@ class Model:
             pixels[i] = np.asarray(fit(Image.fromarray(image)))
         return pixels
 
-    def _scores(self, images: UInt8[np.ndarray, "n H W 3"]) -> Float[np.ndarray, "n C"]:
-        """The logits of at most a batch of images, padded to one."""
+    def _scores(self, examples: PyTree) -> Float[np.ndarray, "n C"]:
+        """Return the logits of at most a batch of examples, padded to one."""
         size = self.image[0]
-        count = len(images)
-        padded = np.pad(images, [(0, size - count), (0, 0), (0, 0), (0, 0)])
+        count = tree_length(examples)
+
+        def padded(array: np.ndarray) -> Array:
+            return jnp.asarray(np.pad(array, [(0, size - count), *[(0, 0)] * (array.ndim - 1)]))
+
         mask = jnp.arange(size) < count
-        return np.asarray(self.logits(self.arrays, jnp.asarray(padded), mask))[:count]
+        return np.asarray(self.logits(self.arrays, jax.tree.map(padded, examples), mask))[:count]
 
     def save(self, path: str | Path) -> Path:
         """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs."""
-        image = jax.ShapeDtypeStruct((*self.image, 3), jnp.uint8)
-        mask = jax.ShapeDtypeStruct(self.image[:1], jnp.bool_)
-        exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, image, mask)
-        about: dict[str, Any] = {"format": FORMAT, "image": self.image}
+        size, height, width = self.image
+        one = self.stored
+        if one is None:
+            one = jax.ShapeDtypeStruct((height, width, 3), jnp.uint8)
+        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), one)
+        mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+        exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, batch, mask)
+        about: dict[str, Any] = {"format": FORMAT, "image": self.image, "images": self.stored is None}
         if self.geometry is not None:
             about["geometry"] = self.geometry._asdict()
         # numpy's files have no bfloat16
@@ -165,14 +197,26 @@ class Model:
             labels = file["labels"]
             _check_format(about["format"])
             program = export.deserialize(bytearray(file["program"].tobytes()))
-            *kinds, _image, _mask = jax.tree.leaves(program.in_avals)
+            (kinds, batch, _mask), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
             arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
             side = tuple(map(int, about["image"]))
+            stored = None
+            if not about.get("images", True):
+                stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
             # models of earlier versions do not say
             geometry = _geometry(about["geometry"]) if "geometry" in about else None
         except Exception as error:  # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is not a saved model ({reason(error)})") from error
-        return cls(program.call, arrays, side, labels, geometry)  # pyrefly: ignore[bad-argument-type]
+        return cls(program.call, arrays, side, labels, geometry, stored)  # pyrefly: ignore[bad-argument-type]
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Return no examples of a shape and type."""
+    return np.empty((0, *leaf.shape), leaf.dtype)
+
+
+def _shapes(stored: PyTree) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(stored))
 
 
 def _geometry(values: dict[str, Any]) -> Geometry:
@@ -251,9 +295,13 @@ def model_of_run(
     order[exp.scenario.train_label] = dataset.y_train
     values, rebuilt = jax.tree.flatten(_model(exp, state, client))
     own = np.arange(exp.sizes.classes) if labels is None else np.asarray(labels)
-    shape = (settings.eval_batch_size, *dataset.x_test.shape[1:3])
-    geometry = exp.inputs.preprocess.geometry
-    return Model(jax.jit(_logits(exp, rebuilt, client)), values, shape, own[order], geometry)
+    logits = jax.jit(_logits(exp, rebuilt, client))
+    size = settings.eval_batch_size
+    if not isinstance(exp.inputs.preprocess, Preprocess):
+        stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), dataset.x_test)
+        return Model(logits, values, (size, 0, 0), own[order], stored=stored)
+    shape = (size, *dataset.x_test.shape[1:3])
+    return Model(logits, values, shape, own[order], exp.inputs.preprocess.geometry)
 
 
 def _model(exp: Experiment, state: State, client: int | None) -> PyTree:
@@ -264,17 +312,17 @@ def _model(exp: Experiment, state: State, client: int | None) -> PyTree:
 
 def _logits(
     exp: Experiment, rebuilt: Any, client: int | None
-) -> Callable[[list[Array], Array, Array], Array]:
+) -> Callable[[list[Array], PyTree, Array], Array]:
     """The method's prediction after the last task."""
     method = exp.method
     task = exp.scenario.tasks[-1]
     rounds = exp.sizes.rounds
 
-    def logits(arrays: list[Array], image: Array, mask: Array) -> Array:
+    def logits(arrays: list[Array], stored: PyTree, mask: Array) -> Array:
         frozen, server, own = jax.tree.unflatten(rebuilt, arrays)
-        nothing = jnp.zeros(len(image), jnp.int32)
+        nothing = jnp.zeros(len(mask), jnp.int32)
         index = jnp.where(mask, 0, -1)
-        batch = Batch(clean_view(exp.inputs.preprocess, image), nothing, mask, index)
+        batch = Batch(clean_input(exp.inputs.preprocess, stored), nothing, mask, index)
         context = RoundContext.on_host(frozen, task, rounds - 1, True)
         if client is None:
             return method.predict(context, server, batch)

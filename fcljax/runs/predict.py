@@ -156,11 +156,10 @@ def make_features(
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
 
     def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
-        image = whole(split).input
+        stored = whole(split)
         if index is None:
-            index = np.arange(len(image))
-        image_bytes = image.nbytes // max(len(image), 1)
-        batches = min(BATCHES_PER_CALL, BYTES_PER_CALL // (batch_size * image_bytes))
+            index = np.arange(len(stored.label))
+        batches = min(BATCHES_PER_CALL, BYTES_PER_CALL // (batch_size * stored.example_bytes))
         capacity = batches * batch_size * device_count(mesh)
         # windows, as a `Host` has them: one loop serves splits of any size
         result = loops.over(frozen, split, index, capacity, on_progress, windows=True)

@@ -13,6 +13,7 @@ from PIL import Image
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.images import pixels_of
 from fcljax.data.files.prepared import digest_of_arrays
+from fcljax.data.kinds import leaves, named_leaves
 from fcljax.errors import InputError, reason
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -52,10 +53,39 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     x, x_test = (checked_images("data", name, named[name]) for name in ("x", "x_test"))
     if x.shape[1:] != x_test.shape[1:]:
         raise InputError(f"data: images of x are {sides(x)} but of x_test {sides(x_test)}; make them equal")
-    y, y_test = checked_splits("data", {name: named[name] for name in ("y", "y_test")})
-    for images, labels, end in ((x, y, ""), (x_test, y_test, "_test")):
-        check_lengths("data", f"x{end}", images, f"y{end}", labels)
-    # classes are the sorted labels of the training images
+    y, y_test, names, labels = numbered((x, named["y"]), (x_test, named["y_test"]), class_names)
+    sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
+    return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
+
+
+class Numbered(NamedTuple):
+    """Labels of two splits as numbers of classes."""
+
+    y: np.ndarray
+    y_test: np.ndarray
+    class_names: tuple[str, ...]
+    labels: np.ndarray
+    """The caller's label of each class [C]."""
+
+
+def numbered(
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    class_names: Sequence[str] | None = None,
+) -> Numbered:
+    """Number the sorted labels of the training examples.
+
+    Args:
+      train, test: an array [N, ...] of the examples, and labels as `checked_labels` takes them.
+      class_names: of the sorted labels; None: the labels themselves.
+
+    Raises:
+      InputError: naming the labels that do not fit.
+    """
+    y, y_test = checked_splits("data", {"y": train[1], "y_test": test[1]})
+    check_lengths("data", "x", train[0], "y", y)
+    check_lengths("data", "x_test", test[0], "y_test", y_test)
+    # classes are the sorted labels of the training examples
     labels, y = np.unique(y, return_inverse=True)
     unknown = np.setdiff1d(y_test, labels)
     if len(unknown) or len(labels) < 2:
@@ -66,10 +96,7 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     names = tuple(map(str, labels if class_names is None else class_names))
     if len(names) != len(labels):
         raise InputError(f"class_names: {len(names)} names for {len(labels)} classes")
-    y = y.astype(np.int64)
-    y_test = np.searchsorted(labels, y_test)
-    sha256 = digest_of_arrays(dict(zip(ARRAYS, (x, y, x_test, y_test), strict=True)))
-    return Labelled(Dataset(NAME, x, y, x_test, y_test, class_names=names, digest=sha256), labels)
+    return Numbered(y.astype(np.int64), np.searchsorted(labels, y_test), names, labels)
 
 
 def checked_dataset(dataset: Dataset) -> Dataset:
@@ -85,12 +112,15 @@ def checked_dataset(dataset: Dataset) -> Dataset:
         raise InputError(f"class_names: {len(names)} classes; two are needed")
     if not isinstance(dataset.name, str) or not dataset.name:
         raise InputError(f"data: the data set's name is {dataset.name!r:.80}; expected text")
-    arrays = {key: as_array("data", key, getattr(dataset, key)) for key in ARRAYS}
+    read = ARRAYS if dataset.kind is None else ("y_train", "y_test")
+    arrays = {key: as_array("data", key, getattr(dataset, key)) for key in read}
     labels = checked_splits("data", {key: arrays[key] for key in ("y_train", "y_test")})
     checked: dict[str, Any] = {"class_names": tuple(names)}
     for split, y in zip(("train", "test"), labels, strict=True):
-        x = checked_images("data", f"x_{split}", arrays[f"x_{split}"])
-        check_lengths("data", f"x_{split}", x, f"y_{split}", y)
+        x = getattr(dataset, f"x_{split}")
+        if dataset.kind is None:
+            x = checked_images("data", f"x_{split}", arrays[f"x_{split}"])
+        check_lengths("data", f"x_{split}", leaves(x)[0], f"y_{split}", y)
         _check_class_numbers(f"y_{split}", y, names)
         _check_sizes(f"size_{split}", getattr(dataset, f"size_{split}"), len(y))
         checked |= {f"x_{split}": x, f"y_{split}": y}
@@ -100,8 +130,16 @@ def checked_dataset(dataset: Dataset) -> Dataset:
     checked["columns"] = _checked_columns("columns", dataset.columns, len(checked["y_train"]))
     checked["columns_test"] = _checked_columns("columns_test", dataset.columns_test, len(checked["y_test"]))
     if not dataset.digest:
-        checked["digest"] = digest_of_arrays({key: checked[key] for key in ARRAYS})
+        checked["digest"] = digest_of_examples(*(checked[key] for key in ARRAYS))
     return dataset._replace(**checked)
+
+
+def digest_of_examples(x: Any, y: np.ndarray, x_test: Any, y_test: np.ndarray) -> str:
+    """Return the sha256 of all examples and labels."""
+    arrays = {"y_train": y, "y_test": y_test}
+    for name, examples in (("x_train", x), ("x_test", x_test)):
+        arrays |= {place: np.asarray(leaf) for place, leaf in named_leaves(examples, name).items()}
+    return digest_of_arrays(arrays)
 
 
 def _check_class_numbers(key: str, labels: np.ndarray, names: Sequence[str]) -> None:

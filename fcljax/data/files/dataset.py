@@ -1,30 +1,32 @@
-"""Hold labelled images in two splits, whatever their source."""
+"""Hold labelled examples in two splits, whatever their source."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, UInt8
+from jaxtyping import Int, Int32, Int64
 
+from fcljax.data.kinds import Kind
 from fcljax.errors import InputError
 
 
 class Dataset(NamedTuple):
-    """Labelled images, all of one size within a split.
+    """Labelled examples, all of one size within a split.
 
-    Labels are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train`
-    and `size_test` are height and width of each image before it was squeezed into its square
-    (`augment.Geometry`); None: pixels are square. `digest` identifies the pixels of both splits.
+    Examples are images, uint8 [N, H, W, 3], or of another `kind`: arrays [N, ...] and pytrees of them. Labels
+    are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train` and
+    `size_test` are height and width of each image before it was squeezed into its square
+    (`augment.Geometry`); None: pixels are square. `digest` identifies the examples of both splits.
     """
 
     name: str
-    x_train: UInt8[np.ndarray, "N H W 3"]
+    x_train: Any
     y_train: Int64[np.ndarray, " N"]
-    x_test: UInt8[np.ndarray, "M H W 3"]
+    x_test: Any
     y_test: Int64[np.ndarray, " M"]
     class_names: tuple[str, ...]
     augment: bool = True  # random crops and flips preserve the class: not for digits and letters
@@ -38,6 +40,19 @@ class Dataset(NamedTuple):
     # indices of the training images that were not held out; None: all
     kept: Int[np.ndarray, " N"] | None = None
     whole: int = 0  # training images before some were held out
+    kind: Kind | None = None  # None: images
+
+
+def check_images(field: str, dataset: Dataset) -> None:
+    """Check that a data set has images, where nothing else can be used.
+
+    Raises:
+      InputError: naming the field and the data set.
+    """
+    if dataset.kind is not None:
+        raise InputError(
+            f"{field}: {dataset.name!r} has {dataset.kind.word}, and images are needed; nearest: 'digits'"
+        )
 
 
 def names_file(folder: Path, split: str) -> Path:

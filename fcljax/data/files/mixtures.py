@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 from PIL import Image
 
-from fcljax.data.files.dataset import Dataset
+from fcljax.data.files.dataset import Dataset, check_images
 
 
 def mixed(name: str, parts: list[Dataset]) -> Dataset:
@@ -18,7 +18,12 @@ def mixed(name: str, parts: list[Dataset]) -> Dataset:
     Args:
       name: of the mixture.
       parts: at least one.
+
+    Raises:
+      InputError: for a data set without images.
     """
+    for part in parts:
+        check_images("dataset", part)
     height, width = parts[0].x_train.shape[1:3]
     first_labels = np.cumsum([0, *(len(part.class_names) for part in parts[:-1])])
     digests = "+".join(part.digest for part in parts)

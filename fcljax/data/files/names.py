@@ -1,6 +1,8 @@
 """The data sets that can be named, each in one line. `fcljax list` starts at once because nothing
 is imported here."""
 
+from fcljax.settings import ARRAY_NETS, TEXT_NETS
+
 _SUBSET = (
     "ImageNet classes: those of --class-list, else numpy's RandomState(1993) picks, "
     "as code of iCaRL, PODNet and BiC does"
@@ -34,9 +36,17 @@ DATASETS = {
     "blurred (column domain); comes with the library",
     "glyphs": "rendered letters of rare alphabets, 100 classes, 32x32, as many per class as asked for; "
     "made on the spot",
+    "wine": "scikit-learn's table of 178 wines, 13 columns, 3 classes; comes with the library",
+    "breast_cancer": "scikit-learn's table of 569 tumours, 30 columns, 2 classes; comes with the library",
+    "digits_table": "scikit-learn's 1,797 digits in a table, 64 columns, 10 classes; comes with the library",
+    "text": "1,480 docstrings of Python's standard library, 10 classes: the package that each is from; comes "
+    "with the library",
+    "csv:FILE": "a table of numbers and categories with a column label (or class, target, y); a fifth is "
+    "for testing, or csv:TRAIN,TEST",
     "npz:PATH": "arrays x_train, y_train, x_test, y_test in a .npz file, or MedMNIST's train_images, "
     "train_labels and so on, and class_names and columns (NAME_train, NAME_test) if there are any; x uint8, "
-    "or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W]; y integers, text or one-hot",
+    "or float in [0, 1]; [N, H, W, 3], [N, 3, H, W] or [N, H, W], "
+    "or any numbers with --backbone mlp, conv1d or identity; y integers, text or one-hot",
     "mix:NAME+NAME": "the classes of several of the others beside each other, images in the first one's size",
     "hf:NAME": "a data set of the Hugging Face hub, OWNER/NAME in its cache or a folder of parquet or arrow "
     "files; its other columns are kept",
@@ -47,3 +57,11 @@ DATASETS = {
     "list:TRAIN,TEST",
     **NAMED,
 }
+# data sets that are no images, by name or by form
+ARRAY_SETS = ("wine", "breast_cancer", "digits_table", "csv", "text")
+
+
+def has_arrays(dataset: str, backbone: str) -> bool:
+    """Check whether a data set has no images; a .npz file has them unless the backbone reads arrays."""
+    form = dataset.partition(":")[0]
+    return form in ARRAY_SETS or (form == "npz" and backbone in (*ARRAY_NETS, *TEXT_NETS))

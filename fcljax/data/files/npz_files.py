@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
 
 from fcljax.archives import npz_names, read_npz
+from fcljax.data.files.any_arrays import check_alike, checked_examples
 from fcljax.data.files.arrays import (
     ARRAYS,
     check_lengths,
     checked_images,
     checked_labels,
     checked_splits,
+    digest_of_examples,
     missing_labels,
     sides,
 )
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.prepared import digest_of_arrays
 from fcljax.data.files.raw import same_classes
+from fcljax.data.kinds import Kind, leaves, take, tree_length
 from fcljax.errors import InputError, reason
 from fcljax.files import in_home, machine_memory
 
@@ -39,13 +41,23 @@ class _Part(NamedTuple):
     """One split of a file."""
 
     keys: _Keys
-    images: UInt8[np.ndarray, "N H W 3"]
+    images: Any
+    """Examples [N, ...]; images are uint8 [N, H, W, 3]."""
     labels: np.ndarray
     """[N], as in the file."""
     columns: dict[str, np.ndarray]
+    kind: Kind | None = None
+    """None: images."""
+
+    @property
+    def examples(self) -> int:
+        """Return the number of examples."""
+        return tree_length(self.images)
 
 
-def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], None]) -> Dataset:
+def npz_dataset(
+    name: str, path: Path, skip_missing: bool, say: Callable[[str], None], as_arrays: bool = False
+) -> Dataset:
     """Read the data set of a file's training and test arrays.
 
     Args:
@@ -53,6 +65,7 @@ def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], 
       path: of the file.
       skip_missing: leave out examples without a label.
       say: prints a note.
+      as_arrays: examples are no images, but numbers of any shape, or texts.
 
     Raises:
       InputError: naming what is wrong with the file.
@@ -68,12 +81,13 @@ def npz_dataset(name: str, path: Path, skip_missing: bool, say: Callable[[str], 
     required = [key for split_keys in splits.values() for key in split_keys]
     arrays = _read(path, [*optional, *required])
     used = {CLASS_NAMES, *required}
-    parts = [_part(where, arrays, used, split_keys, split) for split, split_keys in splits.items()]
+    parts = [_part(where, arrays, used, split_keys, split, as_arrays) for split, split_keys in splits.items()]
     if skip_missing:
         parts = [_drop_unlabelled(name, part, say) for part in parts]
     labels = checked_splits(where, {part.keys.labels: part.labels for part in parts})
     for part in parts:
-        check_lengths(where, part.keys.images, part.images, part.keys.labels, part.labels)
+        first = leaves(part.images)[0]
+        check_lengths(where, part.keys.images, first, part.keys.labels, part.labels)
     used |= {
         f"{column}_{split}" for part, split in zip(parts, splits, strict=True) for column in part.columns
     }
@@ -142,16 +156,28 @@ def _numbers(
     return labels, class_names
 
 
-def _part(where: str, arrays: dict[str, np.ndarray], used: set[str], keys: _Keys, split: str) -> _Part:
-    """Return a split with images as grey levels and labels as in the file."""
-    images = checked_images(where, keys.images, arrays[keys.images])
+def _part(
+    where: str,
+    arrays: dict[str, np.ndarray],
+    used: set[str],
+    keys: _Keys,
+    split: str,
+    as_arrays: bool = False,
+) -> _Part:
+    """Return a split with images as grey levels, or numbers as they are, and labels as in the file."""
+    kind = None
+    if as_arrays:
+        images, kind = checked_examples(where, keys.images, arrays[keys.images])
+    else:
+        images = checked_images(where, keys.images, arrays[keys.images])
+    count = tree_length(images)
     end = f"_{split}"
     columns = {
-        key.removesuffix(end): _column(where, key, values, len(images), split)
+        key.removesuffix(end): _column(where, key, values, count, split)
         for key, values in arrays.items()
         if key.endswith(end) and key not in used
     }
-    return _Part(keys, images, arrays[keys.labels], columns)
+    return _Part(keys, images, arrays[keys.labels], columns, kind)
 
 
 def _column(where: str, key: str, values: np.ndarray, examples: int, split: str) -> np.ndarray:
@@ -171,7 +197,7 @@ def _column(where: str, key: str, values: np.ndarray, examples: int, split: str)
 def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Part:
     """Drop the examples of a split that have no label."""
     # `check_lengths` reports it later, with both numbers
-    if part.labels.shape[:1] != part.images.shape[:1]:
+    if part.labels.shape[:1] != (part.examples,):
         return part
     has_label = ~missing_labels(part.labels)
     if has_label.all():
@@ -179,12 +205,14 @@ def _drop_unlabelled(name: str, part: _Part, say: Callable[[str], None]) -> _Par
     missing = np.sum(~has_label)
     say(f"{name}: left out: {missing} of {len(has_label)} examples, without a label in {part.keys.labels}")
     columns = {column: values[has_label] for column, values in part.columns.items()}
-    return _Part(part.keys, part.images[has_label], part.labels[has_label], columns)
+    return _Part(part.keys, take(part.images, has_label), part.labels[has_label], columns, part.kind)
 
 
 def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np.ndarray | None) -> Dataset:
     """Make the data set of two splits, numbering classes in the order of their labels."""
-    if train.images.shape[1:] != test.images.shape[1:]:
+    if train.kind is not None:
+        check_alike(f"dataset: {str(path)!r}", train.keys.images, train.images, test.keys.images, test.images)
+    elif train.images.shape[1:] != test.images.shape[1:]:
         shapes = (
             f"{train.keys.images} are {sides(train.images)} but of {test.keys.images} {sides(test.images)}"
         )
@@ -199,7 +227,10 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np
         order[np.searchsorted(classes, part.labels, sorter=order)].astype(np.int64) for part in (train, test)
     )
     arrays = train.images, y_train, test.images, y_test
-    return Dataset(name, *arrays, names, columns=train.columns, columns_test=test.columns)
+    dataset = Dataset(name, *arrays, names, columns=train.columns, columns_test=test.columns, kind=train.kind)
+    if train.kind is None:
+        return dataset
+    return dataset._replace(augment=False, digest=digest_of_examples(*arrays))
 
 
 def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[str, ...]:

@@ -5,12 +5,15 @@ Published ones come from official files or tensorflow-datasets. Image files are 
 ever unpickled, a run downloads nothing, and an error in a user's file is one line that names it.
 """
 
+import gzip
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -18,9 +21,11 @@ from PIL import Image
 from rich.console import Console
 
 from fcljax.data.files import download, listings, npz_files, prepared, tfds
+from fcljax.data.files.any_arrays import dataset_of_any_arrays, stratified
 from fcljax.data.files.arrays import ARRAYS
 from fcljax.data.files.arrow_files import SUFFIXES as TABLES
 from fcljax.data.files.class_folders import folder_of_classes
+from fcljax.data.files.csv_files import csv_dataset
 from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
 from fcljax.data.files.list_files import list_of_files
 from fcljax.data.files.listings import NAMED
@@ -30,12 +35,15 @@ from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, visible
 from fcljax.data.files.tables import table_files
 from fcljax.data.geometry import Geometry
+from fcljax.data.kinds import take, tree_bytes
 from fcljax.data.partition import first_share
 from fcljax.data.shifts import SHIFTS, shifted
 from fcljax.errors import InputError, nearest
 from fcljax.files import check_folder, in_home
 from fcljax.terminal import say
 
+TEXTS = "docstrings.json.gz"  # made by experiments/text_data.py
+SKLEARN_TABLES = ("wine", "breast_cancer", "digits_table")
 _SIDE = 32  # of the built-in images
 _TAR = re.compile(r"\.(tar|tgz|tar\.\w+)$")
 _SPLIT_SEED = 0  # of the fixed train/test split of `digits`
@@ -58,9 +66,9 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
             f"holdout: {share} of {fewest} training images of a class is not one; nearest: {1 / fewest:.3g}"
         )
     return dataset._replace(
-        x_train=dataset.x_train[train_indices],
+        x_train=take(dataset.x_train, train_indices),
         y_train=dataset.y_train[train_indices],
-        x_test=dataset.x_train[held_out],
+        x_test=take(dataset.x_train, held_out),
         y_test=dataset.y_train[held_out],
         size_train=None if sizes is None else sizes[train_indices],
         size_test=None if sizes is None else sizes[held_out],
@@ -86,6 +94,7 @@ class DataOptions(NamedTuple):
     glyph_test: int = 50  # test images per class of `glyphs`
     seed: int = 0  # of `glyphs`; all other splits are fixed
     console: Console | None = None  # for progress and notes; None: standard error
+    as_arrays: bool = False  # the arrays of `npz:PATH` are no images
 
     @property
     def folder(self) -> Path:
@@ -125,7 +134,7 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
     if _is_in_memory(_kind(name, options)):
         dataset = _in_memory(name, options)
         counts = len(dataset.y_train), len(dataset.y_test)
-        size = sum(getattr(dataset, key).nbytes for key in ARRAYS)
+        size = sum(tree_bytes(getattr(dataset, key)) for key in ARRAYS)
         return PreparedInfo(None, counts, size, dataset.digest, ())
     check_folder(options.folder, "data_dir")
     return prepared.info(_from_cache(name, options, force=force, full=True, may_download=True))
@@ -380,10 +389,28 @@ def _digits() -> Dataset:
     grey = np.asarray(pixels).reshape(-1, 8, 8)
     images = _enlarge(np.rint(grey * (255 / 16)).astype(np.uint8))
     # fixed for all seeds, so that runs share one test set
-    test = _stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
+    test = stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))
     return Dataset(
         "digits", images[~test], labels[~test], images[test], labels[test], tuple("0123456789"), augment=False
     )
+
+
+def _sklearn_table(name: str) -> Dataset:
+    """Return a table that comes with scikit-learn; a fifth of it is for testing, the same for all seeds."""
+    from sklearn import datasets
+
+    loaded: Any = getattr(datasets, f"load_{name.removesuffix('_table')}")()
+    class_names = tuple(map(str, loaded.target_names))
+    return dataset_of_any_arrays((loaded.data, loaded.target), name, class_names).dataset
+
+
+def _text() -> Dataset:
+    """Return the packaged docstrings, of which a fifth is for testing, the same for all seeds."""
+    file = resources.files("fcljax") / "assets" / TEXTS
+    content = json.loads(gzip.decompress(file.read_bytes()))
+    texts = [text for texts in content["texts"].values() for text in texts]
+    labels = np.repeat(list(content["texts"]), [len(texts) for texts in content["texts"].values()])
+    return dataset_of_any_arrays((texts, labels), "text").dataset
 
 
 def _shifted_digits() -> Dataset:
@@ -405,14 +432,6 @@ def _enlarge(grey: UInt8[np.ndarray, "N H W"]) -> UInt8[np.ndarray, "N S S 3"]:
     bicubic = Image.Resampling.BICUBIC
     enlarged = np.stack([np.asarray(Image.fromarray(image).resize(size, bicubic)) for image in grey])
     return np.repeat(enlarged[..., None], 3, axis=-1)
-
-
-def _stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
-    is_test = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        is_test[members[: round(share * len(members))]] = True
-    return is_test
 
 
 def _glyphs(options: DataOptions) -> Dataset:
@@ -450,7 +469,11 @@ def suggests_crops(name: str) -> bool:
 
 def _load_npz(name: str, options: DataOptions, _full: bool) -> Dataset:
     path = in_home(name.removeprefix("npz:"), "dataset")
-    return npz_files.npz_dataset(name, path, options.skip_corrupt, options.say)
+    return npz_files.npz_dataset(name, path, options.skip_corrupt, options.say, options.as_arrays)
+
+
+def _load_csv(name: str, options: DataOptions, _full: bool) -> Dataset:
+    return csv_dataset(name, options.say)
 
 
 def _load_mixture(name: str, options: DataOptions, full: bool) -> Dataset:
@@ -474,6 +497,8 @@ BUILT_IN: dict[str, Callable[[DataOptions], Dataset]] = {
     "digits": lambda _options: _digits(),
     "shifted_digits": lambda _options: _shifted_digits(),
     "glyphs": _glyphs,
+    "text": lambda _options: _text(),
+    **{name: lambda _options, name=name: _sklearn_table(name) for name in SKLEARN_TABLES},
 }
 
 
@@ -490,6 +515,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "npz": Form("PATH", load=_load_npz),
+    "csv": Form("FILE", load=_load_csv),
     "folder": Form("PATH", find=_find_folder),
     "list": Form("FILE", find=_find_list),
     "hf": Form("OWNER/NAME", find=_find_tables),

@@ -424,7 +424,7 @@ def _predict(
         output = inner.forward(frozen, Params((), ()), network, batch, task, False)
         return jnp.where(class_task == index, output.logits, logits)
 
-    lowest = jnp.full((len(batch.input), len(class_task)), jnp.finfo(jnp.float32).min)
+    lowest = jnp.full((len(batch.label), len(class_task)), jnp.finfo(jnp.float32).min)
     return jax.lax.fori_loop(0, task.index + 1, add_task, lowest)
 
 

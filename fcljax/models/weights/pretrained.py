@@ -14,14 +14,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from fcljax.errors import InputError, choose
 from fcljax.files import atomic
 from fcljax.models.mae import DecoderConfig, sincos_positions
 from fcljax.models.networks import Colour, ConvNetConfig, NetworkConfig, make_network
-from fcljax.models.shapes import CONVNETS, OF_A_RUN, PACKAGED, VITS, ConvNeXtConfig, Dtype, array_type
+from fcljax.models.shapes import (
+    CONVNETS,
+    OF_A_RUN,
+    PACKAGED,
+    TEXT_ENCODERS,
+    VITS,
+    ConvNeXtConfig,
+    Dtype,
+    array_type,
+)
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights import checkpoints, convnext, dialects, finding, naming, sidecars, torchvision
 from fcljax.models.weights.sidecars import FORMAT
@@ -273,6 +282,23 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
         return None
     file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
     return str(file) if file.is_file() else None  # missing while `fcljax pretrain-decoder` makes it anew
+
+
+def packaged_text_encoder(name: str, dtype: Dtype, trains: bool = False) -> Pretrained:
+    """Return a text encoder that comes with the package; `experiments/text_encoder.py` trains it.
+
+    Args:
+      name: of TEXT_ENCODERS.
+      dtype: number format of its products; matrix parameters are stored in its type.
+      trains: whether the parameters train, and so are stored as float32.
+    """
+    config = TEXT_ENCODERS[name]
+    config = dataclasses.replace(config, blocks=dataclasses.replace(config.blocks, dtype=dtype))
+    file = checkpoints.read_checkpoint(packaged(name))
+    tensors = {key: np.asarray(value, np.float32) for key, value in file.tensors.items()}
+    params = _to_device(unflatten_dict(tensors, sep="."), "float32" if trains else array_type(dtype))
+    none = (0.0, 0.0, 0.0)
+    return Pretrained(config, params, None, None, none, (1.0, 1.0, 1.0), "fcljax", file.digest, ())
 
 
 def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
