@@ -265,7 +265,7 @@ def test_without_torch_a_file_of_old_torch_is_refused_with_the_way_out(tmp_path,
     torch_legacy(tmp_path / "a.pth", HARMLESS)
     refuses(
         tmp_path / "a.pth",
-        r"torch before 1.6: pip install 'fcljax\[torch\]', or convert it once with `fcljax convert`",
+        r"torch before 1.6: pip install -e '.\[torch\]' in a clone of fcljax, or convert it once",
     )
 
 
@@ -507,7 +507,7 @@ def test_without_the_library_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     refuses(
         "hf:someone/vit-tiny",
-        r"needs the hub's library: pip install 'fcljax\[hub\]', or give the path of a file$",
+        r"needs the hub's library: pip install -e '.\[hub\]' in a clone of fcljax, or give the path of a file$",
     )
     refuses("hf:someone/vit-tiny:weights.h5", "suffix '.h5'")
 

@@ -135,7 +135,7 @@ def test_an_extra_that_is_missing_keeps_no_run_from_starting(monkeypatch):
         "gpu",
         "missing",
         "engine: no-such-plugin not installed",
-        "pip install -e '.[gpu]'",
+        "pip install -e '.[gpu]' in a clone of fcljax",
     )
     assert found["numpy"].state == "ok" and doctor.healthy(found.values())
 

@@ -135,7 +135,7 @@ def test_what_is_missing_is_named_with_the_command_that_gets_it(tmp_path, monkey
     monkeypatch.setattr(sources, "table_files", sources.table_files)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "own").mkdir()
-    with pytest.raises(InputError, match=r"needs pyarrow: pip install 'fcljax\[tables\]'"):
+    with pytest.raises(InputError, match=r"needs pyarrow; install it with: pip install -e '.\[tables\]'"):
         load(tmp_path / "own", tmp_path)
 
 

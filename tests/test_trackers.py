@@ -110,7 +110,9 @@ def test_trackers_are_chosen_by_name_and_must_be_installed(monkeypatch, capsys):
     with pytest.raises(InputError, match="^track: unknown value 'wandbb'.*'wandb'"):
         parse_trackers("wandbb")
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Entry("no_such_module", None))
-    with pytest.raises(InputError, match=r"^track: 'wandb' is not installed; pip install 'fcljax\[wandb\]'"):
+    with pytest.raises(
+        InputError, match=r"^track: 'wandb' is not installed; install it with: pip install -e '.\[wandb\]'"
+    ):
         parse_trackers("wandb")
     assert cli.main(["run", "linear", "--track", "tensorbord"]) == 2
     assert "'tensorboard'" in capsys.readouterr().err
