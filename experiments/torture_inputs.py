@@ -285,7 +285,7 @@ def _yaml(rng: random.Random) -> str:
     )
 
 
-def _summary() -> dict[str, Any]:
+def whole_summary() -> dict[str, Any]:
     """A summary.json of two tasks, with all that tables and pages show."""
     size = {"scalars": 3, "bytes": 12}
     traffic = {"upload_bytes": 20, "download_bytes": 30}
@@ -334,14 +334,14 @@ def _strange(rng: random.Random) -> Any:
 
 def _run_folders(rng: random.Random) -> Bad:
     """Two finished runs, of which one has other values in its summary or its log."""
-    other = _summary() | {"seed": 2}
+    other = whole_summary() | {"seed": 2}
     log = {
         "task": 0,
         "round": 0,
         "loss": 1.0,
         "participants": 2,
         "rejected": 1,
-        **_summary()["communication"],
+        **whole_summary()["communication"],
     }
     log |= {"gradient_share_own": 0.5}
     wrong = rng.choice((other, other, log))
@@ -351,7 +351,7 @@ def _run_folders(rng: random.Random) -> Bad:
             del container[key]
         else:
             container[key] = _strange(rng)
-    files = {"r/1/summary.json": _summary(), "r/2/summary.json": other, "r/2/metrics.jsonl": log}
+    files = {"r/1/summary.json": whole_summary(), "r/2/summary.json": other, "r/2/metrics.jsonl": log}
     content = {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
     command = rng.choice((["compare", "r"], ["compare", "r/2"], ["report", "r"], ["report", "r/2"]))
     out = ["--out", "/dev/null/x.png"] if command[0] == "compare" and rng.random() < 0.1 else []

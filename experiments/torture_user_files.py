@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torture_common import Call, Outcome, called, judged, one_line
 from torture_data import CLASSES, picture_file
+from torture_inputs import whole_summary
 
 TEXTS = (
     "ann",
@@ -826,6 +827,34 @@ FOREIGN_JSON: dict[str, bytes] = {
 }
 
 
+# field of a summary -> values that no run writes
+WRONG_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("A_last", "A_avg"), (True, "0.8", 95.0, -0.5, [0.8], {}, float("nan"))),
+    **dict.fromkeys(("A", "class_accuracy"), (0.8, "a", [95.0], [-0.5], [True], [[0.8]], {"a": 0.8})),
+    "accuracy": (None, [], [0.8], [[0.8], [0.7]], [[-0.1]], [[2.0]], [["0.5"]]),
+    "forgetting": (None, 0.1, {}, {"paper": "0.1", "released": 0.1, "diagonal": 0.1}),
+    "seed": (None, "1", 1.5, True, [1]),
+    **dict.fromkeys(("method", "dataset", "backbone", "fidelity"), (None, 3, [], {})),
+    "trainable_params": (None, "650", -1, True, float("inf")),
+    "client_state": (3, {"bytes": -1}, {"bytes": "12"}, [12]),
+    "communication_total": (3, {}, {"upload_bytes": -1, "download_bytes": 1}, {"upload_bytes": 1}),
+    "time": (None, 3.6, {"client_s": "2"}, {"compile_s": -1.0}),
+    "client_images_per_s": ("9.5", -1.0, True, [9.5]),
+    "class_names": ("cat", [1, 2], {"a": "b"}),
+    "config": (None, "lr", [1], {"lr": float("nan")}),
+}
+
+
+def _wrong_summary(rng: random.Random, folder: Path) -> Call:
+    """`compare` or `report` on two runs, of which one has a field that no run writes."""
+    name, values = _pick(rng, WRONG_FIELDS)
+    value = rng.choice(values)
+    wrong = whole_summary() | {"seed": 2, name: value}
+    for number, summary in (("1", whole_summary()), ("2", wrong)):
+        _file_in(folder / "r" / number / "summary.json", json.dumps(summary).encode())
+    return _refused_command(f"summary: {name} is {value!r}", folder, [rng.choice(("compare", "report")), "r"])
+
+
 def _foreign_run(rng: random.Random, folder: Path) -> Call:
     """`run --resume`, `compare` or `report` on a folder that another program wrote."""
     run = folder / "r"
@@ -842,6 +871,11 @@ def _foreign_run(rng: random.Random, folder: Path) -> Call:
             content["config.yaml"] = rng.choice(list(FOREIGN_YAML.values()))
     for name, data in content.items():
         _file_in(run / name, data)
+    return _refused_command(f"{command} in a run folder: {kind}", folder, arguments)
+
+
+def _refused_command(kind: str, folder: Path, arguments: list[str]) -> Call:
+    """A command in a folder, which must end with one line and leave nothing."""
     before = sorted(folder.rglob("*"))
 
     def call() -> str:
@@ -854,7 +888,7 @@ def _foreign_run(rng: random.Random, folder: Path) -> Call:
             return ""
         raise RuntimeError(f"exit code {code}, left {left}: {err[-400:]}")
 
-    return Call(f"{command} in a run folder: {kind}", call, right=True)
+    return Call(kind, call, right=True)
 
 
 GENERATORS: tuple[Callable[[random.Random, Path], Call], ...] = (
@@ -871,4 +905,5 @@ GENERATORS: tuple[Callable[[random.Random, Path], Call], ...] = (
     _odd_list,
     _odd_list,
     _foreign_run,
+    _wrong_summary,
 )

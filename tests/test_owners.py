@@ -57,6 +57,11 @@ def test_a_column_or_an_array_has_a_client_for_each_value_in_the_order_of_number
     assert owned(scenario, 2) == np.flatnonzero(WRITER == 10).tolist()
 
 
+def test_a_negative_owner_is_refused():
+    with pytest.raises(InputError, match="the owner of example 1 is -5; expected numbers from 0, or text"):
+        with_owners(DIGITS, 5 - WRITER * 2)
+
+
 def test_held_out_examples_belong_to_nobody_and_the_others_keep_their_owners(tmp_path):
     kept = hold_out(DIGITS, 0.2)
     of_file = csv_file(tmp_path, [f"{i},{WRITER[i]}" for i in range(COUNT)])

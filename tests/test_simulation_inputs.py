@@ -163,6 +163,7 @@ BAD = {
     "x: a masked array": lambda: simulated(x=[np.ma.masked_array(row, row > 0) for row in X]),
     "owner: object of shape []": lambda: simulated(owner=None),
     "owner: float32 of shape [24]; expected integers or text": lambda: simulated(owner=X[:, 0]),
+    "owner: -1; expected numbers from 0, or text": lambda: simulated(owner=np.arange(24) % 3 - 1),
     "owner: shape [24, 1]": lambda: simulated(owner=OWNER[:, None]),
     "owner: shape [0]": lambda: simulated(x=X[:0], y=X[:0], owner=OWNER[:0]),
     "returned shape (), and one loss for each example": lambda: one_loss(lambda m, x, y: jnp.mean(x)),

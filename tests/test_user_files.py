@@ -138,6 +138,8 @@ BAD_PARTITIONS = {
     '{"": [0]}': "no client",
     "{}": "gives no example to any client",
     "[]": "0 values; expected the client of each of the 4",
+    "[0, 1, 2, -1]": "example 3 has client -1; expected a number from 0, or text",
+    npy(np.array([0, -1, 1, 1])): "example 1 has client -1; expected a number from 0, or text",
     "[0, 1, 2, null]": "example 3 has client None",
     "[0, 1, 2, 0.5]": "example 3 has client 0.5",
     "[" * 99_999: "is not JSON",

@@ -83,7 +83,7 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     """Add an owner for each training example, held-out ones included, to a data set.
 
     Raises:
-      InputError: for an array of another length.
+      InputError: for an array of another length, or with negative numbers.
     """
     names = np.asarray(owners)
     indices = dataset.kept
@@ -92,6 +92,13 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
         raise InputError(
             f"partition: owners are {names.dtype} of shape {list(names.shape)}; expected integers or text of "
             f"shape [{count}], one for each training example"
+        )
+    # many programs write -1 where nobody has an example
+    if names.dtype.kind == "i" and names.size and names.min() < 0:
+        example = int(np.argmax(names < 0))
+        raise InputError(
+            f"partition: the owner of example {example} is {names[example]}; expected numbers from 0, or "
+            "text; to leave out examples, give a file: partition='file:PATH'"
         )
     column = names if indices is None else names[indices]
     return dataset._replace(columns={**dataset.columns, OWNER: column})

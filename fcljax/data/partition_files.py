@@ -248,6 +248,12 @@ def _from_examples(owners: Any, examples: _Examples) -> np.ndarray:
     for example, owner in enumerate(owners):
         if isinstance(owner, bool) or not isinstance(owner, int | str):
             raise InputError(f"{where}: example {example} has client {owner!r}; expected a number or text")
+        # many programs write -1 where nobody has an example
+        if isinstance(owner, int) and owner < 0:
+            raise InputError(
+                f"{where}: example {example} has client {owner}; expected a number from 0, or text; to leave "
+                'out examples, list those of each client: {"client": [0, 2, 5]}'
+            )
         names.append(_checked_name(f"{where}, example {example}", "client", str(owner).strip()))
     return np.array(names, str)
 

@@ -148,6 +148,11 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
     if owner.ndim != 1 or not len(owner):
         raise InputError(f"owner: shape {list(owner.shape)}; expected the client of each example, [N]")
+    # many programs write -1 where nobody has an example
+    if owner.dtype.kind == "i" and owner.min() < 0:
+        raise InputError(
+            f"owner: {owner.min()}; expected numbers from 0, or text; leave out examples of nobody"
+        )
     for name, array in named:
         if not array.ndim or len(array) != len(owner):
             raise InputError(
