@@ -143,6 +143,37 @@ def test_a_run_that_a_killed_sweep_has_left_gets_the_signals_of_the_next_one(her
     adopted.send_signal(signal.SIGTERM)  # the number may be another process's by now: nothing is sent
 
 
+@pytest.mark.parametrize("change", ["number", "group", "host", "start", "only a number", "another process"])
+def test_no_process_gets_a_signal_but_the_one_that_has_the_lock(change, here, monkeypatch):
+    """The lock file may be of another machine, of somebody else, or older than a number used again."""
+    process, adopted = left_behind(monkeypatch, "import time; time.sleep(600)")
+    lock = jobs._lock_file(job("a"))
+    number, host, start = lock.read_text().split(" ", 2)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    changed = {
+        "number": f"{other.pid} {host} {start}",
+        "group": f"-1 {host} {start}",
+        "host": f"{number} elsewhere {start}",
+        "start": f"{number} {host} {start}1",
+        "only a number": number,
+        "another process": jobs._identity(other.pid),
+    }
+    sent = []
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "kill", lambda *call: sent.append(call))
+            lock.write_text(changed[change])
+            adopted.send_signal(signal.SIGTERM)
+            assert sent == []
+            lock.write_text(f"{number} {host} {start}")
+            adopted.send_signal(signal.SIGTERM)
+            assert sent == [(process.pid, signal.SIGTERM)]
+    finally:
+        for started in (process, other):
+            started.kill()
+            started.wait()
+
+
 def test_a_run_that_was_begun_goes_on(here):
     assert command(job("a"))[4:] == ["linear", "--config", "s.yaml", "--out", "./a"]
     (here / "a").mkdir()

@@ -4,6 +4,7 @@ engine chooses."""
 import contextlib
 import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -73,11 +74,16 @@ class Adopted:
         return self._code
 
     def send_signal(self, number: int, /) -> None:
-        """Ask it to end. Nothing is sent if it has ended, or if its number was never
-        written."""
+        """Ask it to end. Nothing is sent if it has ended, or if the lock file does not
+        name a process of this machine that has the file open."""
+        path = _lock_file(self._job)
         with contextlib.suppress(OSError, ValueError):
             if self.poll() is None:
-                os.kill(int(_lock_file(self._job).read_text()), number)
+                text = path.read_text()
+                pid = int(text.partition(" ")[0])
+                # a file of others may have any number: 0 and -1 mean whole groups
+                if pid > 0 and text == _identity(pid) and _has_open(pid, path):
+                    os.kill(pid, number)
 
     def wait(self) -> int:
         """Wait until it has ended, and return its exit code."""
@@ -106,10 +112,42 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
                 pass_fds=[handle],  # so the lock lasts as long as the process, also without this one
             )
         os.ftruncate(handle, 0)
-        os.write(handle, str(process.pid).encode())
+        os.write(handle, _identity(process.pid).encode())
     finally:
         os.close(handle)
     return process
+
+
+def _identity(pid: int) -> str:
+    """Return a process's number, the name of this machine, and when the process started:
+    a number that is used again has another start.
+
+    Raises:
+      OSError, ValueError: if there is no such process.
+    """
+    if sys.platform == "linux":
+        # the name, in brackets, may have spaces; field 22 is the start in ticks after boot
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        start = stat.rpartition(")")[2].split()[19]
+    else:
+        asked = ["ps", "-o", "lstart=", "-p", str(pid)]
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+        start = answer.stdout.strip()
+        if not start:
+            raise ValueError(f"there is no process {pid}")
+    return f"{pid} {platform.node()} {start}"
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Return whether a process has a file open; True where the system does not say."""
+    if sys.platform != "linux":
+        return True
+    file = path.stat()
+    for name in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            if os.path.samestat(name.stat(), file):
+                return True
+    return False
 
 
 def _lock(job: Job) -> int | None:
@@ -126,7 +164,7 @@ def _lock(job: Job) -> int | None:
 
 
 def _lock_file(job: Job) -> Path:
-    """Return the file that the process of a run locks; it holds the process's number."""
+    """Return the file that the process of a run locks; it contains its `_identity`."""
     return Path(f"{job.log}.lock")
 
 
