@@ -66,6 +66,16 @@ def test_a_second_process_compiles_nothing_and_a_damaged_program_is_replaced(tmp
     assert set(files(tmp_path / "d")) == set(kept) and files(tmp_path / "d")[damaged.name][32:]
 
 
+def test_a_folder_below_one_that_others_may_write_to_is_not_used(tmp_path):
+    """Whoever may write to a folder may rename what is in it, unless it has the sticky bit."""
+    above = tmp_path / "open"
+    above.mkdir()
+    for mode, refused in ((0o777, True), (0o1777, False), (0o755, False)):
+        above.chmod(mode)
+        why = compile_cache.why_not(above / "mine" / "compiled")
+        assert (why is not None and "'," in why and "above" in why) == refused, why
+
+
 def flipped(content, at):
     return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
 

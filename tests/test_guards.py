@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_runs
 import torch_files
+from packaging.version import Version
 
 from fcljax import cli, config
 from fcljax.bridges import node
@@ -335,6 +336,22 @@ def test_what_clients_say_of_themselves_is_checked(name):
     checked = [claim.name for program in programs for claim in claims.claims_of(program)]
     assert sorted({*checked}) == sorted(["weight", *CLAIMS[name]])
     assert checked.count("weight") == len(programs)
+
+
+# ---- dependencies ------------------------------------------------------------------------------------------
+
+# the first versions without a published advisory
+SAFE = {"pillow": "11.3", "jinja2": "3.1.6", "setuptools": "78.1.1", "fonttools": "4.60.2", "ray": "2.52"}
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_no_bound_of_a_dependency_admits_a_version_with_a_published_advisory(name):
+    given = (small_runs.ROOT / "setup.cfg").read_text() + (small_runs.ROOT / "pyproject.toml").read_text()
+    bounds = re.findall(rf"\b{name}(?:\[\w+\])?>=([\d.]+)", given)
+    pinned = re.findall(rf"^{name}==([\d.]+)", (small_runs.ROOT / "requirements.txt").read_text(), re.M)
+    assert bounds
+    for version in bounds + pinned:
+        assert Version(version) >= Version(SAFE[name])
 
 
 # ---- results -----------------------------------------------------------------------------------------------

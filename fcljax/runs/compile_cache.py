@@ -10,6 +10,7 @@ user, and that no other user may write to, is used.
 import hashlib
 import os
 import platform
+import stat
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,6 +104,11 @@ def why_not(folder: Path) -> str | None:
         return f"cannot write to {str(folder)!r}"
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         return f"other users may write to {str(folder)!r}"
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        # who may write to a folder may put another one in the place of what is in it, but for the sticky bit
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            return f"other users may write to {str(parent)!r}, above {str(folder)!r}"
     return None
 
 
