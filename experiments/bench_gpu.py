@@ -6,9 +6,9 @@
 
 Each series is a process of its own that is stopped when its share of the time is over: the ceilings of matrix
 products and copies; attention; the kernels of a round; what compilation waits for; FPPL's rounds in bfloat16
-and float32 with 1 to 16 lanes; evaluation; the authors' algorithm as a plain loop in torch, if torch sees a
-GPU; images that stay on the host. Most of the time is compilation: not all of it fits, and two runs with
---only have the time of two.
+and float32 with 1 to 16 lanes; evaluation; training of the whole network by number format; the authors'
+algorithm as a plain loop in torch, if torch sees a GPU; images that stay on the host. Most of the time is
+compilation: not all of it fits, and two runs with --only have the time of two.
 
 Every line of JSON is printed (and with --out written) when it is found, so that a run that is cut off has
 what it found; tables in Markdown come at the end, and which lanes and mode would be the default.
@@ -40,11 +40,18 @@ SHARES = {
     "bfloat16 vmap": 0.35,
     "evaluation": 0.2,
     "torch": 0.25,
+    "whole network": 0.15,
     "float32 vmap": 0.35,
     "streaming": 0.25,
     "bfloat16 loop": 0.35,
 }
-OTHERS = ("attention", "evaluation", "torch", "streaming")  # what is measured besides training
+OTHERS = (
+    "attention",
+    "evaluation",
+    "torch",
+    "whole network",
+    "streaming",
+)  # what is measured besides training
 CLOSE = 0.97  # of the best rate: fewer lanes that reach it are the better default
 # the product whose rate is the ceiling: jax's default on NVIDIA's GPUs is TF32, torch's is full precision
 CEILINGS = {"bfloat16": "bfloat16", "float32": "float32, default precision"}

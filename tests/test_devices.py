@@ -440,6 +440,8 @@ def test_the_tested_jaxlib_compiles_lean_programs_in_less_memory(version, flags,
     monkeypatch.setattr(meshes.jaxlib, "__version__", version)
     assert meshes.compiler_options(lean=True) == meshes.compiler_options() | added
     assert meshes.compiler_options("tpu", lean=True) == meshes.compiler_options("tpu")
+    searched = meshes.compiler_options("gpu")
+    assert meshes.compiler_options("gpu", lean=True) == searched | {"xla_gpu_autotune_level": 0}
 
 
 @pytest.mark.parametrize(("least", "lean"), [(engines.LEAN_PARAMETERS, True), (1, False)])

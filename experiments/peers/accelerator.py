@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fcljax import config
+from fcljax.checks.chips import product_flops
 from fcljax.data.streaming import Host
 from fcljax.federated.client_loop import Lanes
 from fcljax.mesh import compiler_options
 from fcljax.models.products import attention
 from fcljax.models.shapes import VITS, Dtype
-from fcljax.models.vit import ViTConfig
+from fcljax.models.vit import ViTConfig, vit_network
 from fcljax.runs.build import build
 from fcljax.runs.machine import Machine, kernel_on
 from fcljax.runs.programs import programs_of
@@ -332,6 +333,29 @@ def torch_ways(sizes: Sizes, where: str) -> Iterator[Found]:
         yield {"torch": how, "type": name} | tried(measure)
 
 
+def whole_network(sizes: Sizes) -> Iterator[Found]:
+    """Training of all weights of the network, by its number format: images per second of a step of SGD."""
+    names: dict[Dtype, str] = {"bfloat16": "bfloat16", "tf32": "float32, TF32 allowed", "float32": "float32"}
+    for dtype, name in names.items():
+        vit = dataclasses.replace(sizes.vit, dtype=dtype, kernel=kernel_on(Machine(jax.default_backend())))
+        yield {"whole network": "fedavg-ft", "type": name} | tried(functools.partial(_step_rate, vit, sizes))
+
+
+def _step_rate(vit: ViTConfig, sizes: Sizes) -> Found:
+    """Images per second of a step that trains a network, whose parameters are float32 in every format."""
+    network = vit_network(vit)
+    params = jax.jit(network.init)(jax.random.key(0))
+    image = jax.random.normal(jax.random.key(1), (sizes.batch, *network.image))
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.sum(jnp.square(network.apply(params, image, None, True)[0].cls))
+
+    step = jax.jit(lambda params: jax.tree.map(lambda x, g: x - 1e-6 * g, params, jax.grad(loss)(params)))
+    flops = product_flops(jax.make_jaxpr(step)(params).jaxpr)
+    spent = timed(lambda: jax.block_until_ready(step(params)), 3 * sizes.repeats)
+    return spent.rates(sizes.batch) | {"tflops": flops / spent.median / 1e12}
+
+
 SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "ceilings": ceilings,
     "bfloat16 vmap": functools.partial(training, dtype="bfloat16", mode="vmap"),
@@ -340,6 +364,7 @@ SERIES: dict[str, Callable[[Sizes], Iterator[Found]]] = {
     "compilation": compilation,
     "evaluation": evaluation,
     "torch": torch_loop,
+    "whole network": whole_network,
     "float32 vmap": functools.partial(training, dtype="float32", mode="vmap"),
     "streaming": streaming,
     "bfloat16 loop": functools.partial(training, dtype="bfloat16", mode="loop"),
