@@ -233,7 +233,7 @@ def test_modules_of_flax_become_backbones():
     [
         (
             lambda params, image: image,
-            "returned shape [2, 8, 8, 3] for 2 images, and features [2, D] are needed",
+            "returned shape [2, 8, 8, 3] for 2 images; expected features [2, D]",
         ),
         (lambda params, image: (image, image), "returned tuple for 2 images"),
         (lambda params, image: image @ jnp.ones((5, 5)), "fails on images of shape [2, 8, 8, 3]"),

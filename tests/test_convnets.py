@@ -377,7 +377,7 @@ def test_options_that_contradict_a_convolutional_network_are_refused(tmp_path):
             load_backbone(*ask)
     for words, more in {
         "heads: 3 is of a ViT": {"heads": 3},
-        "stem: 'cifar' asked for": {"stem": "cifar"},
+        "stem: 'cifar' requested": {"stem": "cifar"},
     }.items():
         with pytest.raises(InputError, match=words):
             load_backbone(None, resnet, 40, options=WeightOptions(**more))

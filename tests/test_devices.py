@@ -409,7 +409,7 @@ def test_a_run_on_two_devices_gives_the_numbers_of_one(tmp_path):
 
 def test_embed_refuses_devices_that_are_not_there_in_one_line(tmp_path, capsys):
     assert cli.main(["embed", "--devices", "99", "--out", str(tmp_path / "out.npz")]) == 2
-    assert capsys.readouterr().err == "fcljax: devices: 99 asked for; nearest valid value: 8\n"
+    assert capsys.readouterr().err == "fcljax: devices: 99 requested; nearest valid value: 8\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -531,7 +531,7 @@ def test_generators_seek_latents_that_teachers_recognise_and_the_mean_does_not()
 
 
 def test_an_ablation_of_nothing_is_refused():
-    with pytest.raises(InputError, match="wo_mse: --generator-mse is none, so that nothing is left out"):
+    with pytest.raises(InputError, match="wo_mse: --generator-mse is none, so it has no effect"):
         method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True)
     method_of("hepco", network=FORMULA, **SMALL, **FEW, wo_mse=True, generator_mse="sum")
 
@@ -716,7 +716,7 @@ def test_of_both_features_prompts_read_the_frozen_network_s_and_the_classifier_a
 
 
 def test_generators_of_both_features_are_refused():
-    with pytest.raises(InputError, match="^features: generators make one feature"):
+    with pytest.raises(InputError, match="^features: generators produce one kind"):
         method_of("hepco", features="both", pool_blocks=2)
 
 

@@ -150,7 +150,7 @@ def test_options_that_say_who_plays_pass(options):
         (["--dataset", "npz:/nowhere.npz"], "dataset: "),
         (
             ["--devices", "3"],
-            "devices: 3 asked for, and the 2 processes have 2 together; nearest valid value: 2",
+            "devices: 3 requested, but the 2 processes have 2 together; nearest valid value: 2",
         ),
     ],
 )

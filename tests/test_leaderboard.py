@@ -75,7 +75,7 @@ class Made:
     [
         ([], "", "", "usage: fcljax leaderboard FILE.yaml [options]"),
         (["none.yaml"], "", "", "none.yaml"),
-        (["tiny.yaml", "--methods", "fppl"], "", "", "methods: 'fppl' is none of linear, fedncm"),
+        (["tiny.yaml", "--methods", "fppl"], "", "", "methods: 'fppl' is not one of linear, fedncm"),
         (["tiny.yaml", "--jobs", "0"], "", "", "jobs: 0 is too small; nearest valid value: 1"),
         (["tiny.yaml", "--out", "a", "--resume", "b"], "", "", "resume: 'b' already names the folder"),
         (

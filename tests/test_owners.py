@@ -205,7 +205,7 @@ def test_a_run_keeps_its_owners_and_is_resumed_only_with_them(tmp_path, capsys):
     csv_file(tmp_path, [f"{i},{WRITER[i]}" for i in range(1, COUNT)])
     (out / "summary.json").unlink()
     assert cli.main(["run", "linear", "--resume", str(out)]) == 2
-    assert "the owners of the examples are not those that the run" in capsys.readouterr().err
+    assert "the owners of the examples differ from those of the run" in capsys.readouterr().err
     short = {**{name: 1 for name in ("rounds", "epochs")}, "image_size": 8, "progress": False}
     array = fcljax.run("linear", partition=WRITER, base_classes=4, classes_per_task=3, **short)
     assert array.metrics["accuracy"] == summary["accuracy"]

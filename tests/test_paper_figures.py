@@ -96,10 +96,10 @@ def test_the_papers_line_is_dashed_in_the_colour_of_ours():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"rows": [{"method": "linear"}]}, "tables.figure1.rows: it has those of 'table1'"),
+        ({"rows": [{"method": "linear"}]}, "tables.figure1.rows: inherited from 'table1'"),
         ({"of": "table2"}, "tables.figure1.of: unknown value 'table2'"),
         ({"of": None}, "tables.figure1: give rows, metrics and upload, or inherit them with of: TABLE"),
-        ({"of": "figure1"}, "tables.figure1.of: it has those of 'figure1'"),
+        ({"of": "figure1"}, "tables.figure1.of: inherited from 'figure1'"),
     ],
 )
 def test_a_figure_of_another_table_has_nothing_twice(changed, said):

@@ -305,9 +305,9 @@ def test_heads_that_nothing_tells_are_assumed_with_a_note_or_asked_for(load, ref
 
 
 def test_heads_that_contradict_the_checkpoint_or_the_width_are_refused(refuses):
-    refuses(files.google(ENCODER), "heads: 3 asked for, but the checkpoint has 2", heads=3)
+    refuses(files.google(ENCODER), "heads: 3 requested, but the checkpoint has 2", heads=3)
     metadata = {"format": "fcljax-1", "config": '{"heads": 2}'}
-    refuses(files.native(ENCODER), "heads: 3 asked for, but the checkpoint has 2", metadata=metadata, heads=3)
+    refuses(files.native(ENCODER), "heads: 3 requested, but the checkpoint has 2", metadata=metadata, heads=3)
     refuses(TIMM, "heads: 5 does not divide the width 12", heads=5)
     refuses(TIMM, "heads: 0 is not positive", heads=0)
     refuses(MAE, "decoder_heads: 5 does not divide the decoder's width 16", decoder_heads=5)

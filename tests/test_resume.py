@@ -183,7 +183,7 @@ def test_a_run_goes_on_on_other_devices_with_the_same_numbers_up_to_rounding(ref
     shutil.rmtree(out / "checkpoints" / "15")
     before = (out / "config.yaml").read_bytes()
     assert resume("linear", out, "--devices", "99") == 2
-    assert capsys.readouterr().err == "fcljax: devices: 99 asked for; nearest valid value: 8\n"
+    assert capsys.readouterr().err == "fcljax: devices: 99 requested; nearest valid value: 8\n"
     assert (out / "config.yaml").read_bytes() == before
     assert resume("linear", out, "--devices", "2") == 0
     what = "devices (2, not 1), lanes (2, not 1)"

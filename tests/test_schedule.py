@@ -272,7 +272,7 @@ def test_chunks_hold_every_participant_with_rows_once_largest_first():
 def test_more_participants_than_the_capacity_was_made_for_are_refused():
     work, holds = program(View(1, 4)), partition([5, 3, 9, 1])
     shapes = capacity(work, [holds], 2, 128, participation=0.5)
-    with pytest.raises(InputError, match="ids: 3 clients take part where the capacity holds 2"):
+    with pytest.raises(InputError, match="ids: 3 clients take part, but the capacity is 2"):
         plan_round(work, holds, np.array([0, 1, 2]), 0, 2, shapes)
 
 

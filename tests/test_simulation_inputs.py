@@ -119,7 +119,7 @@ def one_loss(loss):
 
 
 BAD = {
-    "optimiser: 'sgd' is none of optax": lambda: local_sgd(squares, "sgd"),
+    "optimiser: 'sgd' is not an optax optimiser": lambda: local_sgd(squares, "sgd"),
     "epochs: 0; nearest valid value: 1": lambda: local_sgd(squares, optax.sgd(1), epochs=0),
     "epochs: True is not a whole number": lambda: local_sgd(squares, optax.sgd(1), epochs=True),
     "batch_size: '32' is not a whole number": lambda: local_sgd(squares, optax.sgd(1), batch_size="32"),

@@ -64,7 +64,9 @@ def test_clients_draw_tasks_of_a_pool_in_an_order_of_their_own():
     assert ((held > 0).sum(axis=1) == 12).all() and (held > 0).sum(axis=0).max() > 1
     orders = [tuple(int(classes[0]) for classes in stream.classes) for stream in several]
     assert len(set(orders)) == 5
-    with pytest.raises(InputError, match="tasks: a client cannot draw 11 of a pool of 10; nearest: 10"):
+    with pytest.raises(
+        InputError, match="tasks: a client cannot draw 11 tasks from a pool of 10; nearest: 10"
+    ):
         own_streams(LABELS, pool, 5, 11, rng())
 
 

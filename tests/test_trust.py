@@ -153,7 +153,7 @@ def test_another_data_set_of_the_same_shape_is_refused(cut, monkeypatch, capsys)
     image = digits.x_train.copy()
     image[0, 0, 0] ^= 1
     monkeypatch.setattr(sources, "_digits", lambda: digits._replace(x_train=image))
-    assert "resume: the images are not those that the run" in refused(capsys, cut)
+    assert "resume: the images differ from those of the run" in refused(capsys, cut)
 
 
 def test_other_weights_of_the_same_shape_are_refused(cut, monkeypatch, capsys):
@@ -162,7 +162,7 @@ def test_other_weights_of_the_same_shape_are_refused(cut, monkeypatch, capsys):
         load(*given)
     )
     monkeypatch.setattr(build, "load_inputs", other)
-    assert "resume: the weights are not those that the run" in refused(capsys, cut)
+    assert "resume: the weights differ from those of the run" in refused(capsys, cut)
 
 
 @pytest.mark.parametrize(

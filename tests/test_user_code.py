@@ -229,7 +229,7 @@ MISWRITTEN = {
         "follows_rule: report 'mine' is a sum, which no aggregation rule can merge; nearest: False"
     ),
     "OfEachClient('adaptor')": "name: unknown value 'adaptor'; did you mean 'adapter'?",
-    "ClientRule('mine', loss=3.0)": "loss: client rule 'mine' has 3.0 there, where a function is needed",
+    "ClientRule('mine', loss=3.0)": "loss: client rule 'mine' has 3.0; expected a function",
 }
 
 
@@ -321,7 +321,7 @@ def test_a_loss_of_ones_own_with_the_wrong_number_of_arguments_is_told_at_once()
 # ---- mistakes that the first trace finds -------------------------------------------------------------------
 
 
-def told(part, function, *rules, asks="is needed"):
+def told(part, function, *rules, asks="; expected "):
     """The one line about this function."""
     with pytest.raises(InputError) as error:
         played(method_of(*rules))
@@ -336,13 +336,13 @@ def test_a_loss_that_is_no_scalar_is_told():
         return step.output.logits[:, 0]
 
     line = told("client rule 'mine'", loss, ClientRule("mine", loss))
-    assert "returned shape (4,), and a scalar is needed" in line
+    assert "returned shape (4,); expected a scalar" in line
 
     def nothing_at_all(step, memory):
         pass
 
     line = told("client rule 'mine'", nothing_at_all, ClientRule("mine", nothing_at_all))
-    assert "returned NoneType, and a scalar is needed" in line
+    assert "returned NoneType; expected a scalar" in line
 
 
 def test_an_update_that_returns_no_server_update_is_told():
@@ -350,7 +350,7 @@ def test_an_update_that_returns_no_server_update_is_told():
         return params, state, {}
 
     line = told("server rule 'mine'", update, ServerRule("mine", update))
-    assert "returned tuple, and ServerUpdate(params, state, metrics) is needed" in line
+    assert "returned tuple; expected ServerUpdate(params, state, metrics)" in line
 
 
 def test_an_update_that_returns_parameters_of_another_shape_is_told():
@@ -521,4 +521,4 @@ def test_the_command_line_says_it_in_one_line(tmp_path, capsys):
     assert cli.main(["run", str(file), *short]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "client rule 'mine': my_method.py:5 loss() returned shape" in said
-    assert said.endswith("and a scalar is needed")
+    assert said.endswith("; expected a scalar")

@@ -253,8 +253,8 @@ def test_a_run_is_resumed_only_with_the_order_of_classes_and_the_method_that_it_
     short = [*small_runs.COMMON, "--rounds", "1", "--clients", "2", "--class-order", f"file:{order}"]
     assert cli.main(["run", str(method), *short, "--tasks", "2", "--out", str(out)]) == 0
     changes = (
-        (order, "\n".join("0123456789"), "the classes of the class order are not those that the run"),
-        (method, OWN_METHOD + "# 1", "the lines of the method's file are not those that the run"),
+        (order, "\n".join("0123456789"), "the classes of the class order differ from those of the run"),
+        (method, OWN_METHOD + "# 1", "the lines of the method's file differ from those of the run"),
     )
     resume = ["run", str(method), "--resume", str(out)]
     for finished in (True, False):
@@ -267,7 +267,7 @@ def test_a_run_is_resumed_only_with_the_order_of_classes_and_the_method_that_it_
             path.write_text(changed)
             assert cli.main(resume) == 2
             err = capsys.readouterr().err
-            assert says in err and "put the old ones back" in err and err.count("\n") == 1
+            assert says in err and "restore the old ones" in err and err.count("\n") == 1
             path.write_text(before)
         if finished:
             assert cli.main(resume) == 0

@@ -124,11 +124,12 @@ def test_scaled_layers_and_no_positions_without_registers_are_no_dinov3(tmp_path
         if name.endswith("attn.qkv.weight")
     }
     save_file(rope, tmp_path / "biased.safetensors")
-    refuses(tmp_path / "biased.safetensors", "gamma_1 is of a network with scaled layers")
+    refuses(tmp_path / "biased.safetensors", "gamma_1 belongs to a network with scaled layers")
     tensors.pop("reg_token")
     save_file(tensors, tmp_path / "rope.safetensors")
     refuses(
-        tmp_path / "rope.safetensors", "gamma_1 is of a network with scaled layers .* not DINOv3's registers"
+        tmp_path / "rope.safetensors",
+        "gamma_1 belongs to a network with scaled layers .* not DINOv3's registers",
     )
 
 

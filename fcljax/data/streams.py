@@ -215,7 +215,7 @@ def own_streams(
     check_clients(len(labels), clients, 0)
     if not 1 <= tasks <= len(pool):
         raise InputError(
-            f"tasks: a client cannot draw {tasks} of a pool of {len(pool)}; nearest: {len(pool)}"
+            f"tasks: a client cannot draw {tasks} tasks from a pool of {len(pool)}; nearest: {len(pool)}"
         )
     if clients * tasks <= len(pool):
         order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)

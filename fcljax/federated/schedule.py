@@ -561,7 +561,7 @@ def plan_round(
     ids = ids[partition.count_of(ids) > 0]
     if len(ids) > capacity.participants:
         raise InputError(
-            f"ids: {len(ids)} clients take part where the capacity holds {capacity.participants}; raise its "
+            f"ids: {len(ids)} clients take part, but the capacity is {capacity.participants}; raise its "
             f"participation"
         )
     if not len(ids):

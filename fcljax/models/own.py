@@ -124,8 +124,7 @@ def own_config(
     if shape is None or len(shape) != 2 or shape[0] != 2:
         returned = type(feature).__name__ if shape is None else f"shape {list(shape)}"
         raise InputError(
-            f"backbone: {place(backbone.apply)} returned {returned} for 2 {noun}, "
-            "and features [2, D] are needed"
+            f"backbone: {place(backbone.apply)} returned {returned} for 2 {noun}; expected features [2, D]"
         )
     return OwnConfig(backbone.name, shape[1], backbone.apply, example, side)
 

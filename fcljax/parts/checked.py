@@ -76,8 +76,8 @@ def checked_server_rule(rule: ServerRule) -> ServerRule:
             result = update(round, params, state)
         if not isinstance(result, ServerUpdate):
             raise InputError(
-                f"{part}: {describe(update)} returned {type(result).__name__}, and "
-                f"ServerUpdate(params, state, metrics) is needed"
+                f"{part}: {describe(update)} returned {type(result).__name__}; "
+                f"expected ServerUpdate(params, state, metrics)"
             )
         check_like(part, update, result.params, params)
         check_like(part, update, result.state, state)

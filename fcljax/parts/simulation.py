@@ -287,7 +287,7 @@ def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> F
     if shape != expected:
         hint = "; leave out the mean over examples" if shape == () else ""
         raise InputError(
-            f"loss: {describe(loss)} returned shape {shape}, and one loss for each example is needed, "
+            f"loss: {describe(loss)} returned shape {shape}; expected one loss for each example, "
             f"{expected}{hint}"
         )
     return losses

@@ -56,8 +56,8 @@ def check_participation(value: object, clients: int) -> float:
     share = float(value) if number and abs(value) < 1e9 else 0.0  # pyrefly: ignore[bad-argument-type]
     if not 0 < share <= max(1, clients) or (share > 1 and share % 1):
         raise InputError(
-            f"participation: {_shown(value)}; expected a share of the clients above 0, up to 1, or how many "
-            f"of the {clients}"
+            f"participation: {_shown(value)}; expected a fraction of the clients in (0, 1], or a number "
+            f"of clients up to {clients}"
         )
     return share
 
@@ -69,7 +69,7 @@ def check_optimiser(optimiser: object) -> None:
       InputError: naming what it is.
     """
     if not (callable(getattr(optimiser, "init", None)) and callable(getattr(optimiser, "update", None))):
-        raise InputError(f"optimiser: {_shown(optimiser)} is none of optax; nearest: optax.sgd(0.1)")
+        raise InputError(f"optimiser: {_shown(optimiser)} is not an optax optimiser; nearest: optax.sgd(0.1)")
 
 
 def merging_options(given: Mapping[str, Any]) -> AggregationOptions:

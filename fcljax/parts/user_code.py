@@ -28,7 +28,7 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
         if function is None:
             continue
         if not callable(function):
-            raise InputError(f"{field}: {part} has {function!r} there, where a function is needed")
+            raise InputError(f"{field}: {part} has {function!r}; expected a function")
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # of builtins nothing is known
@@ -77,7 +77,7 @@ def check_scalar(part: str, function: Callable, value: Any) -> Array | float:
     shape = np.shape(value) if isinstance(value, int | float) else getattr(value, "shape", None)
     if shape != ():
         said = f"shape {shape}" if shape is not None else type(value).__name__
-        raise InputError(f"{part}: {describe(function)} returned {said}, and a scalar is needed")
+        raise InputError(f"{part}: {describe(function)} returned {said}; expected a scalar")
     return value
 
 
@@ -95,7 +95,7 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
     )
     if got != wanted or shapes[0] != shapes[1]:
         raise InputError(
-            f"{part}: {describe(function)} returned {_described(value)}, and {_described(like)} is needed"
+            f"{part}: {describe(function)} returned {_described(value)}; expected {_described(like)}"
         )
     return value
 

@@ -335,7 +335,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
         raise in_users_code("build", error) from error
     if not isinstance(method, Method):
         kind = type(method).__name__
-        raise InputError(f"method: {describe(entry.build)} returned {kind}, and a Method is needed")
+        raise InputError(f"method: {describe(entry.build)} returned {kind}; expected a Method")
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} has no effect on {settings.method}, which merges by "

@@ -191,11 +191,13 @@ class Hosts:
         """
         counts = np.bincount([device.process_index for device in jax.devices()], minlength=self.count)
         if len(set(counts.tolist())) > 1:
-            raise InputError(f"processes: they must have equally many devices, and have {counts.tolist()}")
+            raise InputError(
+                f"processes: all must have the same number of devices, but they have {counts.tolist()}"
+            )
         total = jax.device_count()
         if requested is not None and requested != total:
             raise InputError(
-                f"devices: {requested} asked for, and the {self.count} processes have {total} together; "
+                f"devices: {requested} requested, but the {self.count} processes have {total} together; "
                 f"nearest valid value: {total}"
             )
         return total

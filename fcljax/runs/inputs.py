@@ -422,7 +422,7 @@ def device_mesh(devices: int) -> Mesh | None:
     """
     available = jax.device_count()
     if devices > available:
-        raise InputError(f"devices: {devices} asked for; nearest valid value: {available}")
+        raise InputError(f"devices: {devices} requested; nearest valid value: {available}")
     if devices <= 1:
         return None
     return mesh_of(jax.devices()[:devices])

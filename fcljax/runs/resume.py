@@ -290,8 +290,8 @@ def _check_same(before: dict[str, Any], now: dict[str, str], out: Path, names: C
     for name, then in before["digests"].items():
         if name in names and now.get(name) != then:
             raise InputError(
-                f"resume: the {name} are not those that the run in {str(out)!r} began with: their sha256 is "
-                f"{now.get(name, '')[:16]}, not {then[:16]}; put the old ones back"
+                f"resume: the {name} differ from those of the run in {str(out)!r}: their sha256 is "
+                f"{now.get(name, '')[:16]}, not {then[:16]}; restore the old ones"
             )
 
 

@@ -171,7 +171,7 @@ def plan(
     _check(file, methods, str(path), code)
     unknown = next((name for name in only if name not in methods), None)
     if unknown:
-        raise InputError(f"methods: {unknown!r} is none of {', '.join(methods)}")
+        raise InputError(f"methods: {unknown!r} is not one of {', '.join(methods)}")
     return [_entry(file, name, methods[name], str(path)) for name in only or methods]
 
 

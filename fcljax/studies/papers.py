@@ -260,7 +260,9 @@ def _complete(path: str, paper: Paper, table: str) -> TableEntry:
     other = paper.tables[choose(f"{path}: tables.{table}.of", entry.of, paper.tables)]
     repeated = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
     if repeated or other.of:
-        raise InputError(f"{path}: tables.{table}.{(*repeated, 'of')[0]}: it has those of {entry.of!r}")
+        raise InputError(
+            f"{path}: tables.{table}.{(*repeated, 'of')[0]}: inherited from {entry.of!r}; remove it"
+        )
     return dataclasses.replace(
         other,
         title=entry.title,

@@ -85,7 +85,7 @@ def _layout(root: Path) -> _SplitFolders:
     for duplicates in splits.values():
         if len(duplicates) > 1:
             folders_text = " and ".join(duplicates)
-            raise InputError(f"dataset: {str(root)!r} has the folders {folders_text}; leave one of them")
+            raise InputError(f"dataset: {str(root)!r} has the folders {folders_text}; keep only one of them")
     train, test, validation = (split[0] if split else None for split in splits.values())
     if not (train or test or validation):
         note = "there are no folders train and test: a random fifth of the images is for testing"

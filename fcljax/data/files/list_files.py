@@ -132,7 +132,7 @@ def _read(path: Path) -> _List:
         raise InputError(f"{where} has only a line with the names of the columns")
     if all(example.file.size < 0 for example in examples):
         raise InputError(
-            f"{where}: none of its {len(examples):,} files is there, "
+            f"{where}: none of its {len(examples):,} files exists; "
             f"no such file: {examples[0].file.path!r}; paths are relative to the list"
         )
     return _List(examples, extra)

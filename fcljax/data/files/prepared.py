@@ -595,7 +595,7 @@ def _check_texts(target: Path, manifest: dict[str, Any]) -> None:
         return
     for path in target.glob("columns_*.json"):
         if path.name not in manifest["texts"]:
-            raise ValueError(f"{path.name} is not of the data set that was prepared")
+            raise ValueError(f"{path.name} does not belong to the prepared data set")
 
 
 def _note_times(target: Path, manifest: dict[str, Any]) -> None:

@@ -137,11 +137,13 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         of two features.
     """
     if options.features == "both" and options.latents != "gaussian":
-        raise InputError("features: generators make one feature, not both; nearest: --latents gaussian")
+        raise InputError(
+            "features: generators produce one kind of feature, not both; nearest: --latents gaussian"
+        )
     if options.diagnose and options.latents == "gaussian":
-        raise InputError("diagnose: it compares generators, and --latents is gaussian; nearest: generated")
+        raise InputError("diagnose: it compares generators, but --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
-        raise InputError("wo_mse: --generator-mse is none, so that nothing is left out; nearest: --no-wo-mse")
+        raise InputError("wo_mse: --generator-mse is none, so it has no effect; nearest: --no-wo-mse")
     server_rules = [latent_distillation(options, run)]
     if options.headtune:
         place = reports.weights_at_means

@@ -205,7 +205,7 @@ def _refuse(tensors: Tensors, family: str) -> None:
         name = next((name for name in tensors if re.match(pattern, name)), None)
         if name is not None:
             raise InputError(
-                f"checkpoint: {name} is of a network with {feature}, which is not supported here"
+                f"checkpoint: {name} belongs to a network with {feature}, which is not supported here"
             )
 
 

@@ -475,7 +475,7 @@ def _heads(network: NamedViT, facts: TensorFacts) -> int | None:
     query = f"{naming.block % 0}{naming.modules['attn.qkv'][0]}"
     heads = _length(network.tensors, _leaf(naming, query, "kernel"), 1, None)
     if heads and facts.heads and heads != facts.heads:
-        raise InputError(f"heads: {facts.heads} asked for, but the checkpoint has {heads}")
+        raise InputError(f"heads: {facts.heads} requested, but the checkpoint has {heads}")
     return facts.heads or heads
 
 

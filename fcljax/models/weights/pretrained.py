@@ -216,7 +216,7 @@ def load_convnet(
     file_stem = getattr(convnet.config, "stem", None)
     if stem not in ("auto", file_stem):
         raise InputError(
-            f"stem: {stem!r} asked for, but the checkpoint has {file_stem or 'one of its own'!r}"
+            f"stem: {stem!r} requested, but the checkpoint has {file_stem or 'one of its own'!r}"
         )
     config = _at_size(convnet.config, image_size, dtype)
     facts = sidecars.read_facts(file, None, convnet.config.width)
@@ -470,7 +470,7 @@ def _merge_facts(
         if option is not None and option < 1:
             raise InputError(f"{field}: {option} is not positive")
         if None not in (option, in_file) and option != in_file:
-            raise InputError(f"{field}: {option} asked for, but the checkpoint has {in_file}")
+            raise InputError(f"{field}: {option} requested, but the checkpoint has {in_file}")
     return facts._replace(heads=heads or facts.heads, decoder_heads=decoder_heads or facts.decoder_heads)
 
 

@@ -220,7 +220,7 @@ def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
         folder = str(PurePosixPath(pickles[0]).parent)
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
-            raise ValueError("its bytes are in the order of another kind of machine")
+            raise ValueError("its byte order is that of another kind of machine")
         size = path.stat().st_size
         check_unpacked(archive, size)
         tensors = dict(tensors_in("", _load(archive.read(pickles[0])), Tensor))
