@@ -399,7 +399,8 @@ def test_a_compiler_that_is_missing_is_named_with_what_installs_it(capsys, monke
     assert cli.main(["plan", "fppl", "--chip", "v5e"]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "fcljax: chip: libtpu compiles for it and is not installed; pip install -e '.[accelerators-aot]'\n"
+        "fcljax: chip: libtpu is needed to compile for it and is not installed; install it with: "
+        "pip install -e '.[accelerators-aot]' in a clone of fcljax\n"
     )
 
 

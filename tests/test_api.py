@@ -302,7 +302,7 @@ def mean_distance(model, x, y):
 
 def test_mistakes_of_a_simulation_are_one_line():
     with pytest.raises(
-        InputError, match=r"loss: test_api.py:\d+ mean_distance\(\) returned shape \(\), .*leave out"
+        InputError, match=r"loss: test_api.py:\d+ mean_distance\(\) returned shape \(\); .*leave out"
     ):
         averaged(mean_distance)
     with pytest.raises(InputError, match="loss: local_sgd gets 3 arguments"):

@@ -376,7 +376,7 @@ def test_options_that_contradict_a_convolutional_network_are_refused(tmp_path):
         with pytest.raises(InputError, match=words):
             load_backbone(*ask)
     for words, more in {
-        "heads: 3 is of a ViT": {"heads": 3},
+        "heads: 3 is an option of a ViT": {"heads": 3},
         "stem: 'cifar' requested": {"stem": "cifar"},
     }.items():
         with pytest.raises(InputError, match=words):

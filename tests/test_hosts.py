@@ -94,7 +94,7 @@ def test_two_processes_give_the_bits_of_one_and_the_first_alone_writes_and_print
         ("--host-timeout 60", "host_timeout: it needs a coordinator"),
         ("--coordinator here:1 --processes 2 --process 2", "process: 2, but 2 processes have the numbers"),
         ("--coordinator here:1 --processes 0 --process 0", "processes: 0"),
-        ("--coordinator auto --processes 2", "processes: coordinator 'auto' finds it by itself"),
+        ("--coordinator auto --processes 2", "processes: coordinator 'auto' finds it"),
         ("--coordinator here:1 --processes 2 --process 0 --host-timeout 1", "host_timeout: 1"),
         (
             "--coordinator here:1 --processes 2 --process 0 --seeds 2",

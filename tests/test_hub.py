@@ -97,5 +97,5 @@ def test_what_the_hub_does_not_have_is_one_line(hub, capsys):
 
 def test_a_name_and_a_file_are_not_given_together():
     both = config.BackboneConfig(backbone=NAME, checkpoint="a.npz")
-    with pytest.raises(InputError, match="names weights, and --checkpoint others"):
+    with pytest.raises(InputError, match="names weights, and --checkpoint names others"):
         load_network(both, None)

@@ -146,7 +146,7 @@ BAD = {
     "rounds: 0; nearest valid value: 1": lambda: simulated(rounds=0),
     "rounds: -1; nearest": lambda: simulated(rounds=-1),
     "rounds: '3' is not a whole number": lambda: simulated(rounds="3"),
-    "participation: 0; expected a share of the clients": lambda: simulated(participation=0),
+    "participation: 0; expected a fraction of the clients": lambda: simulated(participation=0),
     "participation: nan": lambda: simulated(participation=float("nan")),
     "participation: 9; expected": lambda: simulated(participation=9),
     "participation: 1.5": lambda: simulated(participation=1.5),
@@ -166,7 +166,7 @@ BAD = {
     "owner: -1; expected numbers from 0, or text": lambda: simulated(owner=np.arange(24) % 3 - 1),
     "owner: shape [24, 1]": lambda: simulated(owner=OWNER[:, None]),
     "owner: shape [0]": lambda: simulated(x=X[:0], y=X[:0], owner=OWNER[:0]),
-    "returned shape (), and one loss for each example": lambda: one_loss(lambda m, x, y: jnp.mean(x)),
+    "returned shape (); expected one loss for each example": lambda: one_loss(lambda m, x, y: jnp.mean(x)),
     "loss: test_simulation_inputs.py:": lambda: one_loss(lambda m, x, y: x @ m["v"]),
     "TypeError: dot_general requires contracting": lambda: one_loss(lambda m, x, y: x.T @ m["w"]),
 }
