@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from fcljax import config
 from fcljax.checks import federation
 from fcljax.data.store import Split
 from fcljax.errors import InputError
+from fcljax.federated import health
 from fcljax.federated.check import Example, check_method
 from fcljax.federated.rates import with_rates
 from fcljax.federated.schedule import ClientPartition
@@ -148,6 +151,39 @@ def test_those_that_went_furthest_are_compared():
     trials += [Tried(one, "tasks", 1, 0.8, 9), Tried(two, "tasks", 1, 0.7, 9)]
     trials += [Tried(one, "tasks", 2, 0.3, 9), Tried(two, "tasks", 2, 0.4, 9)]
     assert rate_search._chosen(trials) == two
+
+
+class Experiment(NamedTuple):
+    """What a trial reads of one: a task with two of four classes, then one with all."""
+
+    frozen: Any = SimpleNamespace(_replace=lambda rates: rates)
+    engine: Any = SimpleNamespace(place=lambda arrays: arrays)
+    settings: Any = SimpleNamespace(rounds=1)
+    train: Any = None
+    scenario: Any = SimpleNamespace(
+        tasks=[SimpleNamespace(seen=np.arange(4) < 2), SimpleNamespace(seen=np.ones(4, bool))],
+        tests_seen=lambda t: np.ones(10 * (t + 1)),
+    )
+
+
+def test_a_candidate_whose_training_diverged_in_a_task_has_no_accuracy():
+    losses = iter([0.8, 0.1, 0.6, 0.1])  # guessing has log 2 = 0.69 in the first task
+    stage: Any = object.__new__(rate_search._Stage)
+    stage.exp = Experiment()
+    stage.play = lambda exp, state, past, t, r: (
+        state,
+        None,
+        SimpleNamespace(metrics={health.CROSS_ENTROPY: next(losses)}),
+        [],
+    )
+    stage.evaluate = lambda *_: SimpleNamespace(accuracy=[0.9])
+    found = []
+    for factor in (1000.0, 1.0):
+        after = rate_search.AfterTasks(None, ())
+        for t in (0, 1):
+            after = stage.task({"lr": factor}, after, t, lambda: None)
+        found.append(stage.tried(rate_search.Candidate("paper", factor), "tasks", after, 1).accuracy)
+    assert found == [None, 0.9]
 
 
 def test_mini_s_rates_stay_unless_the_lead_of_others_is_beyond_chance():

@@ -81,7 +81,7 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     """Warn of tasks that end with a cross-entropy above that of equal probabilities for
     all classes seen."""
     last_line = {line["task"]: line for line in lines if "task" in line}
-    worse = {task: line for task, line in last_line.items() if _above_guessing(line)}
+    worse = {task: line for task, line in last_line.items() if above_guessing(line)}
     if not worse:
         return []
     task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
@@ -93,7 +93,8 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _above_guessing(line: Line) -> bool:
+def above_guessing(line: Line) -> bool:
+    """Check whether a round's cross-entropy is above that of equal probabilities for all classes seen."""
     loss = line.get(CROSS_ENTROPY)
     classes = line.get(CLASSES)
     return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)

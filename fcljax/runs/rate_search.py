@@ -23,6 +23,7 @@ from jaxtyping import Bool, Int
 from rich.console import Console
 
 from fcljax import config
+from fcljax.federated import health
 from fcljax.federated.schedule import ClientPartition
 from fcljax.options import replaced
 from fcljax.runs.build import Experiment, as_data, examples_of_task
@@ -76,7 +77,7 @@ class Tried(NamedTuple):
     tasks: int
     """Number of tasks that were played."""
     accuracy: float | None
-    """A_last; None if it is not finite."""
+    """A_last; None if it is not finite or training diverged."""
     images: int
     """Number of images that it was measured on."""
 
@@ -530,6 +531,8 @@ class AfterTasks(NamedTuple):
 
     state: State
     past: tuple[ReplayBuffer, ...]
+    diverged: bool = False
+    """Whether a task ended with a training loss above that of guessing."""
 
 
 class _Stage:
@@ -557,15 +560,20 @@ class _Stage:
     ) -> AfterTasks:
         """Play another task."""
         exp = self.exp._replace(frozen=self.exp.frozen._replace(rates=self.exp.engine.place(as_data(rates))))
-        state, past = played
+        state, past, diverged = played
         for r in range(exp.settings.rounds):
-            state, kept, _, _ = self.play(exp, state, past, t, r)
+            state, kept, report, _ = self.play(exp, state, past, t, r)
             past += () if kept is None else (kept,)
             on_round()
-        return AfterTasks(state, past)
+        classes_seen = int(np.sum(exp.scenario.tasks[t].seen))
+        last_line = {**report.metrics, health.CLASSES: classes_seen}
+        return AfterTasks(state, past, diverged or health.above_guessing(last_line))
 
     def tried(self, candidate: Candidate, stage: str, after: AfterTasks, t: int) -> Tried:
-        """Evaluate a candidate after task t."""
+        """Evaluate a candidate after task t; one that diverged has no accuracy."""
+        # the few steps of a range test may end above guessing with any rate
+        if after.diverged and stage == "tasks":
+            return Tried(candidate, stage, t + 1, None, int(np.sum(self.exp.scenario.tests_seen(t))))
         shares = np.array(self.evaluate(self.exp.train, after.state, t, Records()).accuracy, float)
         accuracy = float(np.nanmean(shares)) if np.isfinite(shares).any() else None
         images = int(np.sum(self.exp.scenario.tests_seen(t)))
