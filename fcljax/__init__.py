@@ -72,8 +72,8 @@ _MODULES = {
 # modules with names of their own, such as `fcljax.aggregate.krum`
 _SUBMODULES = ("aggregate",)
 
-# the same table for editors and type checkers, which do not run `__getattr__`; a test
-# compares the two
+# the same table for editors and type checkers, which do
+# not run `__getattr__`; a test compares the two
 if TYPE_CHECKING:  # isort: off
     from fcljax import aggregate as aggregate
     from fcljax.api import Result as Result, run as run

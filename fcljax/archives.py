@@ -78,10 +78,14 @@ def read_npz(
 def _array(file: Any, name: str) -> np.ndarray:
     """One array, its header first compared with its size: numpy would allocate whatever a
     header claims."""
-    member = name if name in file.zip.namelist() else f"{name}.npy"
+    member = name
+    if name not in file.zip.namelist():
+        member = f"{name}.npy"
     with file.zip.open(member) as stream:
         first = np.lib.format.read_magic(stream) == (1, 0)
-        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        read = np.lib.format.read_array_header_2_0
+        if first:
+            read = np.lib.format.read_array_header_1_0
         try:
             shape, _, kind = read(stream)
         except Exception as error:  # numpy's parser of headers raises what Python's does

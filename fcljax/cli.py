@@ -86,7 +86,9 @@ def reported(command: Callable[[], int]) -> int:
         sys.stderr.close()  # the reader of our output has gone, as `head` does: nothing is left to say
         return 141
     except OSError as error:
-        where = f" {str(error.filename)!r}" if error.filename else ""
+        where = ""
+        if error.filename:
+            where = f" {str(error.filename)!r}"
         said = one_line(f"cannot read or write{where}: {error.strerror or error}")
         print(f"fcljax: {said}", file=sys.stderr)
     except MemoryError as error:

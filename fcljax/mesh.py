@@ -31,6 +31,7 @@ SHARED = 2**26  # bytes of a server's array from which on accelerators share it
 def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
     """Return a mesh of so many devices that this machine need not have; arguments as of
     `mesh_of`."""
+    # Explicit axes, the default, would ask for a sharding of every intermediate value
     auto = jax.sharding.AxisType.Auto
     if batch == 1:
         return AbstractMesh((devices,), (AXIS,), axis_types=(auto,))
@@ -64,12 +65,15 @@ def device_count(mesh: AnyMesh | None) -> int:
 
     Without a mesh it is one.
     """
-    return 1 if mesh is None else mesh.shape[AXIS]
+    if mesh is None:
+        return 1
+    return mesh.shape[AXIS]
 
 
 def sharing_batch() -> int:
     """Return the number of devices that share the batch of the client that is being
     traced, inside `on_each`."""
+    # under `shard_map` the axis has a size; elsewhere jax does not know its name
     try:
         return jax.lax.axis_size(BATCH)
     except NameError:  # one device, or no second axis
@@ -109,10 +113,14 @@ def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
         return tree
 
     def pad(array: Any) -> Any:
+        # `shard_map` needs equal parts; the copies of the last row are never read
         missing = rows_on(mesh, len(array)) - len(array)
         if not missing:
             return array
-        numpy = jnp if isinstance(array, jax.Array) else np
+        # where the array lies, so that nothing moves to the host
+        numpy = np
+        if isinstance(array, jax.Array):
+            numpy = jnp
         return numpy.concatenate([array, numpy.repeat(array[-1:], missing, axis=0)])
 
     return put(jax.tree.map(pad, tree), mesh, split())
@@ -125,6 +133,7 @@ def process_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
         return np.arange(rows)
     indices = np.arange(rows_on(mesh, rows))
     parts = NamedSharding(mesh, split()).addressable_devices_indices_map(indices.shape).values()
+    # padded rows stand for the last one
     return np.unique(np.minimum(np.concatenate([indices[part] for part in parts]), rows - 1))
 
 
@@ -138,6 +147,7 @@ def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
     def parts(array: jax.Array) -> list[Any]:
         # an array that several devices share the batches of has copies of each part
         originals = [part for part in array.addressable_shards if part.replica_id == 0]
+        # shards come in no order that jax promises
         return sorted(originals, key=lambda part: part.index[0].start or 0)
 
     def joined(array: jax.Array) -> np.ndarray:
@@ -183,6 +193,7 @@ def put(tree: Any, mesh: AnyMesh | None, spec: PartitionSpec = WHOLE) -> Any:
     if mesh is None:
         return jax.device_put(tree)
     sharding = NamedSharding(mesh, spec)
+    # with several processes `device_put` would compare the array over all of them
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: _from_every_process(x, sharding), tree)
@@ -194,8 +205,11 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
     `jax.device_put` would do the same, but first compares each array over all processes.
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+        if x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # callbacks give plain arrays, so a key travels as its data
         data = _from_every_process(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
@@ -244,18 +258,19 @@ def collect(x: jax.Array) -> np.ndarray:
     """Return an array of `put_shared` in numpy, in every process."""
     mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]  # a NamedSharding
     devices = device_count(mesh)
+    # in steps of COLLECTED bytes: the whole array need not fit beside itself
     part = x.shape[0] // devices
     rows = max(1, min(part, COLLECTED // max(1, x.nbytes // part)))
 
-    def rows_of_all(rows_of_device: jax.Array, first: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(rows_of_device, first, rows), AXIS)
+    def rows_of_all(rows_of_device: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(rows_of_device, start, rows), AXIS)
 
     read = jit(on_each(rows_of_all, mesh, (split(), WHOLE), WHOLE), mesh)
     host = np.empty((devices, part, *x.shape[1:]), x.dtype)
-    for first in range(0, part, rows):
+    for start in range(0, part, rows):
         # the last rows are read so that all reads have one shape
-        first = min(first, part - rows)
-        host[:, first : first + rows] = np.asarray(read(x, np.int32(first)))
+        start = min(start, part - rows)
+        host[:, start : start + rows] = np.asarray(read(x, np.int32(start)))
     return host.reshape(x.shape)
 
 
@@ -272,7 +287,9 @@ def jit(
     Outputs are arguments of the next call, and a function is traced again for arguments
     with another sharding. `lean`: as of `compiler_options`.
     """
-    out_shardings = None if mesh is None else shardings(mesh, spec)
+    out_shardings = None
+    if mesh is not None:
+        out_shardings = shardings(mesh, spec)
     xla_options = compiler_options(lean=lean)
     return jax.jit(function, out_shardings=out_shardings, compiler_options=xla_options, **options)
 
@@ -315,6 +332,7 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
         if lean and known:
             options |= {"xla_cpu_use_fusion_emitters": False}
     flags = os.environ.get("XLA_FLAGS", "")
+    # a user's XLA_FLAGS win
     return {name: value for name, value in options.items() if name not in flags}
 
 
@@ -328,6 +346,7 @@ def on_each(
     a mesh, `function` itself."""
     if mesh is None:
         return function
+    # check_vma would refuse values that are equal on all devices but not known to be
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -339,6 +358,7 @@ def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     does not matter.
     """
     if x.dtype == bool:
+        # psum has no sum of booleans; any device's True is one
         return add_over_devices(x.astype(jnp.int32), mesh) > 0
     this_device = jax.lax.axis_index(AXIS)
 
@@ -348,6 +368,7 @@ def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     def add(device: Any, total: jax.Array) -> jax.Array:
         return total + value_of(device)
 
+    # the first value is no addition: 0 + x would turn -0 into 0
     return jax.lax.fori_loop(1, device_count(mesh), add, value_of(0))
 
 
@@ -359,6 +380,8 @@ def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
     however many processes there are. On accelerators they stay shared, and XLA divides
     what is computed of them.
     """
+    # an all-gather of the sums' inputs: the order of additions is then that of one
+    # device
     if mesh is None or not keeps_order(mesh):
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, WHOLE))
@@ -385,6 +408,7 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
 
     def spec(array: Any) -> PartitionSpec:
         shape = jnp.shape(array)
+        # without devices to share them evenly, padding would enter the server's sums
         if all_whole or not shape or shape[0] % devices != 0:
             return WHOLE
         if math.prod(shape) * array.dtype.itemsize < SHARED:
@@ -409,6 +433,7 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
     Args:
       part: the device's part of the arrays, leaves [N / devices, ...].
       index: of rows, in the whole arrays; every one must be there.
+      # rows of an array are N / devices to each device, in order
       mesh: the devices; None: one, which has all rows.
 
     A request goes round all devices, and each fills in what it has: a device holds its
@@ -417,15 +442,17 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
     if mesh is None or not jax.tree.leaves(part):
         return jax.tree.map(lambda leaf: leaf[index], part)
 
-    def fill_in(request: Any, nothing: Any) -> Any:
+    def fill_in(request: Any, unused: Any) -> Any:
         index, rows = request
         on_device, place = _place_on_device(part, index)
 
         def filled(leaf: jax.Array, row: jax.Array) -> jax.Array:
+            # a mask of rows against leaves [n, ...]
             mask = on_device.reshape(-1, *[1] * (leaf.ndim - 1))
             return jnp.where(mask, leaf[place], row)
 
-        return (index, jax.tree.map(filled, part, rows)), nothing
+        # the request keeps what other devices have filled in
+        return (index, jax.tree.map(filled, part, rows)), unused
 
     empty_rows = jax.tree.map(lambda leaf: jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype), part)
     (_, rows), _ = _visit_devices((index, empty_rows), fill_in, (), mesh)
@@ -445,6 +472,7 @@ def write_rows(part: Any, index: jax.Array, rows: Any, mesh: AnyMesh | None) -> 
         place = index
         if mesh is not None:
             on_device, place = _place_on_device(part, index)
+            # rows of other devices are written beyond the end, and dropped
             place = jnp.where(on_device, place, len(jax.tree.leaves(part)[0]))
         return request, jax.tree.map(lambda leaf, row: leaf.at[place].set(row, mode="drop"), part, rows)
 
@@ -475,6 +503,7 @@ def _visit_devices(
     visit(request, part) -> both, on the device that the request is at.
     """
     devices = device_count(mesh)
+    # a ring: after as many steps as devices, each request is home
     next_device = [(device, (device + 1) % devices) for device in range(devices)]
 
     def step(_: Any, both: Any) -> Any:

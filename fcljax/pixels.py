@@ -34,9 +34,7 @@ def to_unit(
 
 
 def between(
-    source: Network | Autoencoder,
-    target: Network | Autoencoder,
-    image: Float[Array, "*shape"],
+    source: Network | Autoencoder, target: Network | Autoencoder, image: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Turn one network's input into another's; the same bits where both have the same
     pixel constants."""

@@ -58,14 +58,18 @@ class Scenario(NamedTuple):
     # the task of each test example; None: the classes of a task decide, because clients
     # draw tasks of a pool
     test_task: Int[np.ndarray, " M"] | None = None
-    # [task]: the clients' examples of all its rounds, where each of them comes in one
-    # round only
+    # [task]: the clients' examples of all its rounds,
+    # where each of them comes in one round only
     whole: tuple[ClientPartition, ...] = ()
 
     def current(self, task: int, client: int | None = None) -> Bool[np.ndarray, " C"]:
         """The classes of a task, or of a client's own task if it has one."""
-        own = None if client is None else self.partitions[task][0].task
-        return np.asarray(own.current[client] if own else self.tasks[task].current)
+        client_task = None
+        if client is not None:
+            client_task = self.partitions[task][0].task
+        if client_task is None:
+            return np.asarray(self.tasks[task].current)
+        return np.asarray(client_task.current[client])
 
     def tests(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
         """Which test examples belong to a task, or to a client's own if it has tasks of
@@ -110,28 +114,38 @@ def make_scenario(
     classes = len(dataset.class_names)
     online = options.population == "online"
     # a static population has one partition for all rounds of a task
-    drawn = 1 if options.population == "static" else rounds
+    drawn_rounds = rounds
+    if options.population == "static":
+        drawn_rounds = 1
     partitions = []
-    whole = []
+    all_rounds = []
     holdings = np.zeros((options.clients, classes), np.int32)
 
-    for t, own in enumerate(assigned.own or (None,) * len(tasks)):
+    for t, client_tasks in enumerate(assigned.own or (None,) * len(tasks)):
         of_task = []
-        for r in range(drawn):
+        for r in range(drawn_rounds):
             owned = assigned.indices(t, r)
             counts = _counts(owned, label, classes)
-            reported = assigned.reported(t, r) if assigned.reported else counts
-            of_task.append(ClientPartition(*owned, reported, own))
+            reported = counts
+            if assigned.reported:
+                reported = assigned.reported(t, r)
+            of_task.append(ClientPartition(*owned, reported, client_tasks))
+            # over redrawn rounds they add up; examples of an
+            # earlier task were counted in that task
             holdings = holdings + assigned.newly(t)[:, None] * counts
-        partitions.append(of_task * (rounds // drawn))
+        # the same object: its tables are made once
+        partitions.append(of_task * (rounds // drawn_rounds))
+        # reports at a task's start and end read all of a
+        # client's examples, not one round's
         if online:
             owned = merge([assigned.indices(t, r) for r in range(rounds)])
-            whole.append(ClientPartition(*owned, _counts(owned, label, classes), own))
-        if not any(len(each.indices) for each in of_task):
+            all_rounds.append(ClientPartition(*owned, _counts(owned, label, classes), client_tasks))
+        # a task that nobody can train would leave the model as it was, without a word
+        if not any(len(partition.indices) for partition in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
     test_label = assigned.test_label
     test_task = assigned.test_task
-    return Scenario(label, test_label, tasks, partitions, holdings, test_task, tuple(whole))
+    return Scenario(label, test_label, tasks, partitions, holdings, test_task, tuple(all_rounds))
 
 
 def scenario_of_counts(
@@ -144,6 +158,7 @@ def scenario_of_counts(
     """The scenario of a server without training examples, which knows how many examples
     clients report for each task, but neither their indices nor their classes."""
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
+    # the server must not know classes: reports would be checked against them
     none = np.zeros((options.clients, len(dataset.class_names)), np.int32)
 
     def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
@@ -161,11 +176,15 @@ def scenario_of_one(
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
     parts = [np.empty(0, np.int32)] * options.clients
     parts[client] = np.arange(len(label), dtype=np.int32)
+    # the client alone has examples; the others keep their numbers
     owned = [client_indices(parts, schedule.train, task) for task in range(len(schedule.tasks))]
-    counts = [_counts(each, label, len(dataset.class_names)) for each in owned]
-    partitions = [[ClientPartition(*each, count)] * rounds for each, count in zip(owned, counts, strict=True)]
-    held = functools.reduce(np.add, counts)
-    return Scenario(label, test_label, schedule.tasks, partitions, held, schedule.test)
+    counts = [_counts(task_indices, label, len(dataset.class_names)) for task_indices in owned]
+    partitions = [
+        [ClientPartition(*task_indices, count)] * rounds
+        for task_indices, count in zip(owned, counts, strict=True)
+    ]
+    holdings = functools.reduce(np.add, counts)
+    return Scenario(label, test_label, schedule.tasks, partitions, holdings, schedule.test)
 
 
 def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -184,22 +203,24 @@ def _schedule_apart(
       InputError: for a schedule that needs them all.
     """
     source = chosen("tasks_by", options)
-    apart = [
+    needs_all_examples = [
         ("tasks_by", isinstance(source, ByColumn)),
         ("blurry", isinstance(source, ByClass) and source.blurry > 0),
         ("new_clients", bool(options.new_clients)),
         ("move_on", options.move_on < 1),
         ("population", options.population == "online"),
     ]
-    for name, given in apart:
-        if given:
+    for name, is_chosen in needs_all_examples:
+        if is_chosen:
             raise InputError(
                 f"{name}: {getattr(options, name)!r} needs the examples of all clients, but these "
                 "are on separate machines; leave it out"
             )
     label, test_label = _labels(dataset, options)
     classes = len(dataset.class_names)
-    sizes = (classes,) if joint else source.sizes(classes, options.tasks)
+    sizes = source.sizes(classes, options.tasks)
+    if joint:
+        sizes = (classes,)
     return label, test_label, by_class(sizes, label, test_label)
 
 
@@ -213,6 +234,7 @@ def _schedule(
     """
     classes = len(dataset.class_names)
     source = chosen("tasks_by", options)
+    # a file that lists tasks is the schedule, whatever the options' defaults say
     if says_tasks(options.partition):
         _check_listed(options)
         return tasks_of_examples(read_tasks(options.partition, dataset), label, test_label, classes)
@@ -225,6 +247,7 @@ def _schedule(
     schedule = by_class(source.sizes(classes, options.tasks), label, test_label)
     if not source.blurry:
         return schedule
+    # a stream of its own, so that blurring leaves the partition's draws as they are
     draws = np.random.RandomState([options.seed, PURPOSE])
     return blurred(schedule, label, source.blurry, source.disjoint, draws)
 
@@ -237,6 +260,7 @@ def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
         return None
     if source.task_order:
         return [name.strip() for name in source.task_order.split(",")]
+    # sorted as people count: domain 2 before domain 10
     return natural_order(dataset.columns[str(options.tasks_by).partition(":")[2]])
 
 
@@ -253,6 +277,7 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
     source = chosen("tasks_by", options)
+    # only then must labels be read to know the number of tasks
     decided = isinstance(source, ByColumn) or source.classes_per_task or source.task_sizes
     if decided or says_tasks(options.partition):
         tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
@@ -267,10 +292,11 @@ def _check_listed(options: PartitionConfig) -> None:
     """
     source = chosen("tasks_by", options)
     if isinstance(source, ByColumn):
-        given = ["tasks_by"]
+        chosen_names = ["tasks_by"]
     else:
-        given = [field.name for field in fields_of(ByClass) if getattr(source, field.name)]
-    for name in given:
+        chosen_names = [field.name for field in fields_of(ByClass) if getattr(source, field.name)]
+    for name in chosen_names:
+        # `disjoint` has no effect without `blurry`, and its default is not 0
         if name != "disjoint":
             raise InputError(
                 f"{name}: {options.partition!r} has a column 'task', which decides; leave it out"
@@ -307,7 +333,9 @@ class Assignment(NamedTuple):
 
     def newly(self, task: int) -> Bool[np.ndarray, " K"] | np.ndarray:
         """Which clients have examples of the task itself, not those of one before."""
-        return np.ones(1, bool) if self.holds is None else self.holds[task] == task
+        if self.holds is None:
+            return np.ones(1, bool)
+        return self.holds[task] == task
 
 
 def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assignment:
@@ -335,8 +363,11 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
       InputError: for options that the data set cannot meet. For a redrawn population, `Assignment.indices`
         raises what its partition does.
     """
+    # RandomState, not a Generator: releases draw from this legacy stream
     stream = np.random.RandomState(options.seed)
     order = order_of_classes(dataset, options, stream)
+    # a share of each class is taken before anything is
+    # drawn, so that the draw is of it alone
     used = first_share(dataset.y_train, options.train_share)
     partition = chosen("partition", options)
     if isinstance(partition, Private):
@@ -345,15 +376,16 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     test_label = relabel(dataset.y_test, order)
     schedule = _schedule(dataset, options, label, test_label)
     data = _Data(dataset, options, partition, schedule, used, rounds)
+    # sampled clients are drawn by numbers of their own, and never read the stream
     if isinstance(partition, Sampled):
-        drawn = data.sampled
+        indices_of = data.sampled
     elif options.population in ("redrawn", "independent"):
-        drawn = getattr(data, options.population)
+        indices_of = getattr(data, options.population)
     else:
-        drawn = data.static(stream)
+        indices_of = data.static(stream)
 
     def indices(task: int, round_: int) -> ClientIndices:
-        return client_indices(drawn(task, round_), schedule.train, task)
+        return client_indices(indices_of(task, round_), schedule.train, task)
 
     assigned = Assignment(label, test_label, schedule.tasks, indices, test_task=schedule.test)
     if isinstance(partition, Sampled) and partition.long_tail == "reported":
@@ -363,9 +395,12 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
             return reported_counts(data.samples(task, round_), position)
 
         assigned = assigned._replace(reported=reported)
+    # clients that join, stay or leave change who holds a task, not how it is divided
     if changes(options):
         assigned = _attended(assigned, data.holds)
-    return _online(assigned, options, rounds) if options.population == "online" else assigned
+    if options.population == "online":
+        return _online(assigned, options, rounds)
+    return assigned
 
 
 class _Data(NamedTuple):
@@ -402,19 +437,24 @@ class _Data(NamedTuple):
         it."""
         rows = self.of_task(task)
         clients = np.arange(self.options.clients)
+        # examples of a task are divided among the
+        # clients that have it, none to the others
         if changes(self.options) and not self.all_tasks:
             clients = np.flatnonzero(self.holds[task] == task)
         divide: Partition = self.partition
         parts = divide(self.dataset.y_train[rows], len(clients), rng)
+        # a user's partition may return anything
         check_parts(parts, len(clients), len(rows))
         owned = ClientIndices.of(parts)
         sizes = np.zeros(self.options.clients, np.int64)
+        # clients without the task have no examples in it
         sizes[clients] = np.diff(owned.offset)
         offset = np.concatenate([[0], np.cumsum(sizes)])
         return ClientIndices(rows[owned.indices].astype(np.int32), offset)
 
     def samples(self, task: int, round_: int) -> list[Sample]:
         """Return HePCo's clients of a round."""
+        # HePCo's release draws by (task, round) and the number of rounds
         time = task, round_, self.rounds
         rows = self.of_task(task)
         return self.partition.clients_of(
@@ -434,6 +474,8 @@ class _Data(NamedTuple):
         everyone = range(self.options.clients)
         seeds = [[self.options.seed, task, round_, client] for client in everyone]
         return ClientIndices.of(
+            # a partition per client, of which it takes its
+            # part: parts of two clients may overlap
             [self.parts(task, np.random.RandomState(seeds[k])).by_client()[k] for k in everyone]
         )
 
@@ -445,22 +487,21 @@ class _Data(NamedTuple):
         options = self.options
         count = len(self.schedule.tasks)
         if is_owned(options.partition):
-            owned = find_owners(self.dataset, options.partition).parts()
-            if len(owned) != options.clients:
+            owned_parts = find_owners(self.dataset, options.partition).parts()
+            if len(owned_parts) != options.clients:
                 raise InputError(
-                    f"clients: {options.partition!r} has {len(owned)} clients, not {options.clients}"
+                    f"clients: {options.partition!r} has {len(owned_parts)} clients, not {options.clients}"
                 )
-            of_tasks = [ClientIndices.of([np.intersect1d(part, self.used) for part in owned])] * count
+            of_tasks = [ClientIndices.of([np.intersect1d(part, self.used) for part in owned_parts])] * count
         elif self.all_tasks:
             of_tasks = [self.parts(0, stream)] * count
         else:
             of_tasks = [self.parts(task, stream) for task in range(count)]
 
-        def drawn(task: int, round_: int) -> ClientIndices:
-            del round_
+        def indices(task: int, _round: int) -> ClientIndices:
             return of_tasks[task]
 
-        return drawn
+        return indices
 
 
 def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment:
@@ -469,20 +510,29 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
     tasks so far."""
 
     def indices(task: int, round_: int) -> ClientIndices:
-        mine = holds[task].tolist()
-        of_tasks = {held: assigned.indices(held, round_).by_client() for held in set(mine) - {AWAY}}
+        held_tasks = holds[task].tolist()
+        of_tasks = {
+            held_task: assigned.indices(held_task, round_).by_client()
+            for held_task in set(held_tasks) - {AWAY}
+        }
         none = np.empty(0, np.int32)
-        return ClientIndices.of([none if held == AWAY else of_tasks[held][k] for k, held in enumerate(mine)])
+        return ClientIndices.of(
+            [none if held_task == AWAY else of_tasks[held_task][k] for k, held_task in enumerate(held_tasks)]
+        )
 
-    own = ()
+    client_tasks = ()
     tasks = assigned.tasks
+    # a client that stays behind has a task of its own, with the classes of its last one
     if np.any((holds >= 0) & (holds < np.arange(len(holds))[:, None])):
-        kept = [
-            [tasks[held]._replace(seen=task.seen) for held in mine]
-            for task, mine in zip(tasks, holds, strict=True)
+        tasks_of_clients = [
+            [tasks[held_task]._replace(seen=task.seen) for held_task in held_tasks]
+            for task, held_tasks in zip(tasks, holds, strict=True)
         ]
-        own = tuple(_stacked(task, tuple(each)) for task, each in zip(tasks, kept, strict=True))
-    return assigned._replace(indices=indices, own=own, holds=holds)
+        client_tasks = tuple(
+            _stacked(task, tuple(stacked_tasks))
+            for task, stacked_tasks in zip(tasks, tasks_of_clients, strict=True)
+        )
+    return assigned._replace(indices=indices, own=client_tasks, holds=holds)
 
 
 def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assignment:
@@ -490,11 +540,12 @@ def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assi
     depends on (seed, task, client)."""
 
     def indices(task: int, round_: int) -> ClientIndices:
+        # seeded by client: a client's order does not depend on who else takes part
         seeds = [[options.seed, ONLINE, task, client] for client in range(options.clients)]
         draws = map(np.random.RandomState, seeds)
         of_clients = zip(draws, assigned.indices(task, 0).by_client(), strict=True)
         return ClientIndices.of(
-            [np.array_split(rng.permutation(mine), rounds)[round_] for rng, mine in of_clients]
+            [np.array_split(rng.permutation(examples), rounds)[round_] for rng, examples in of_clients]
         )
 
     return assigned._replace(indices=indices)
@@ -512,15 +563,15 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
         )
     if assigned.holds is not None:
         raise InputError("new_clients, move_on: a joint run has one task, with all clients; leave them out")
-    every = range(len(assigned.tasks))
+    all_tasks = range(len(assigned.tasks))
     reported = assigned.reported
 
     def indices(_: int, round_: int) -> ClientIndices:
-        return merge([assigned.indices(task, round_) for task in every])
+        return merge([assigned.indices(task, round_) for task in all_tasks])
 
     def all_reported(_: int, round_: int) -> np.ndarray:
         assert reported is not None
-        return np.sum([reported(task, round_) for task in every], axis=0)
+        return np.sum([reported(task, round_) for task in all_tasks], axis=0)
 
     return assigned._replace(
         tasks=make_tasks(classes, 1),
@@ -544,38 +595,40 @@ def _private(
     test_label = relabel(dataset.y_test, order)
     classes = len(order)
     test_task = None
-    drawn_from = chosen("task_pool", private)
-    if isinstance(drawn_from, SameTasks):
+    task_source = chosen("task_pool", private)
+    if isinstance(task_source, SameTasks):
         sizes = chosen("tasks_by", options).sizes(classes, options.tasks)
         tasks, _, test_task = by_class(sizes, label, test_label)
         shared = [np.flatnonzero(task.current) for task in tasks]
-        streams = shared_streams(label[used], shared, options.clients, drawn_from.category_ratio, rng)
+        streams = shared_streams(label[used], shared, options.clients, task_source.category_ratio, rng)
     else:
         names = [dataset.class_names[i] for i in order]
         sources = np.asarray(dataset.sources or 0 * order)
-        pool = drawn_from.pool(names, sources[order])
+        pool = task_source.pool(names, sources[order])
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
         of_tasks = zip(*(stream.classes for stream in streams), strict=True)
-        tasks = tasks_of([np.unique(np.concatenate(each)) for each in of_tasks], classes)
-    own = [tasks_of(stream.classes, classes) for stream in streams]
+        tasks = tasks_of(
+            [np.unique(np.concatenate(classes_of_clients)) for classes_of_clients in of_tasks], classes
+        )
+    client_tasks = [tasks_of(stream.classes, classes) for stream in streams]
 
-    def indices(task: int, round_: int) -> ClientIndices:
-        del round_
+    def indices(task: int, _round: int) -> ClientIndices:
         return ClientIndices.of([used[stream.indices[task]] for stream in streams])
 
-    stacked = tuple(map(_stacked, tasks, zip(*own, strict=True)))
+    stacked = tuple(map(_stacked, tasks, zip(*client_tasks, strict=True)))
     return Assignment(label, test_label, tasks, indices, own=stacked, test_task=test_task)
 
 
-def _stacked(shared: Task, own: tuple[Task, ...]) -> Task:
+def _stacked(shared: Task, client_tasks: tuple[Task, ...]) -> Task:
     """A task of every client, leaves [K, ...]. All clients have the run's class
     positions, so that their reports can be added up; `current` and `seen` say which
     classes are the client's."""
 
     def repeated(leaf: Array | np.ndarray) -> np.ndarray:
-        return np.broadcast_to(np.asarray(leaf), (len(own), *np.shape(leaf)))
+        # a view: K copies of the same row
+        return np.broadcast_to(np.asarray(leaf), (len(client_tasks), *np.shape(leaf)))
 
-    current, seen = (np.stack([getattr(task, name) for task in own]) for name in ("current", "seen"))
+    current, seen = (np.stack([getattr(task, name) for task in client_tasks]) for name in ("current", "seen"))
     return Task.of_numpy(repeated(shared.index), repeated(shared.classes), current, seen)
 
 

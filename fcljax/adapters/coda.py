@@ -55,6 +55,7 @@ PRESETS = {
 
 
 class Components(NamedTuple):
+    # a row for every task at a fixed shape: components of later tasks wait as drawn
     """Prompts, keys and attention vectors of n components of each task.
 
     The trainable ones are those of the current task, without the axis of tasks.
@@ -85,8 +86,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     task_components = options.coda_components // sizes.tasks
 
     def init(key: PRNGKeyArray, _frozen) -> Components:
-        # normal draws for each task, which Gram-Schmidt makes orthogonal when the task
-        # begins
+        # normal draws for each task, which Gram-Schmidt
+        # makes orthogonal when the task begins
         shape = (sizes.tasks, options.coda_blocks, task_components)
         prompt_key, key_key, attention_key = jax.random.split(key, 3)
         return Components(
@@ -96,10 +97,12 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
         )
 
     def open_task(params: Components, task: Task) -> Components:
+        # applied to prompts, keys and attentions alike, as in the release
         return jax.tree.map(lambda rows: orthogonal_start(rows, task.index), params)
 
     def cached(params: Components) -> Cached:
         if slots.whole:
+            # clients that receive all components need no cache of earlier ones
             return ()
         return params
 
@@ -119,8 +122,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def inject(
         cached: Cached, trainable: Components, query: Array, task: Task, train: bool, _mask: Array
     ) -> Injection:
-        # a server that trains as in evaluation trains all components that it has
-        # (release)
+        # a server that trains as in evaluation trains
+        # all components that it has (release)
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
     def loss(
@@ -163,7 +166,9 @@ def with_current(
         is_current = jnp.arange(len(leaf)) == task.index
         if constant:
             leaf = jax.lax.stop_gradient(leaf)
-        return jnp.where(is_current.reshape(-1, *[1] * (leaf.ndim - 1)), current_leaf, leaf)
+        # [tasks] against leaves [tasks, ...]
+        is_current = is_current.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(is_current, current_leaf, leaf)
 
     return jax.tree.map(merge, params, current)
 
@@ -172,17 +177,16 @@ def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
     """Return sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
+    # tasks and components stay apart, so that later tasks count 0 at a fixed shape
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
     weight = jnp.where(seen, matches(params, query), 0.0)
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
 
 
-def matches(
-    params: Components,
-    query: Float[Array, "batch width"],
-) -> Float[Array, "batch *tasks blocks n"]:
+def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
     """Return the weight cos(q * A_k, K_k) of each component for each image."""
     axes = tuple(range(1, params.key.ndim))
+    # the query is attended per component before it is normalised (CODA, eq. 4)
     attended = unit(jnp.expand_dims(query, axes) * params.attention, EPSILON)
     return jnp.sum(attended * unit(params.key, EPSILON), axis=-1)
 
@@ -217,9 +221,11 @@ def orthogonal_row(
 ) -> Float[Array, " width"]:
     """Return a row minus its projections on all rows before it, scaled to length 1."""
     squares = jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON)
+    # exact: projections that are left over by bfloat16 would add up over the rows
     projections = exact_matmul(rows, rows[index]) / squares
     is_before = jnp.arange(len(rows)) < index
     row = rows[index] - exact_matmul(jnp.where(is_before, projections, 0.0), rows)
+    # a row within the span of earlier ones becomes 0, not noise of length 1
     return row / jnp.maximum(jnp.linalg.norm(row), EPSILON)
 
 
@@ -233,4 +239,6 @@ def distance_from_orthonormal(
     matrices = jnp.moveaxis(rows, 1, 0).reshape(blocks, tasks * n, -1)
     seen = jnp.repeat(jnp.arange(tasks) <= task, n)
     difference = exact_einsum("bnd,bmd->bnm", matrices, matrices) - jnp.eye(tasks * n)
+    # divided by the square of the number of seen rows:
+    # the penalty does not grow with tasks
     return jnp.sum(difference**2, where=seen[:, None] & seen) / jnp.sum(seen) ** 2

@@ -113,6 +113,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """Return a task's prefix for each image."""
+        # a client with the current task's prefix alone has nothing to choose from
         has_all_tasks = slots.whole or isinstance(cached, DualPrompts)
         if train or not has_all_tasks:
             current = slots.counted(trainable, task).task_prefix
@@ -169,12 +170,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     )
 
 
-def uniform_prompts(
-    key: PRNGKeyArray,
-    options: DualPromptOptions,
-    tasks: int,
-    width: int,
-) -> DualPrompts:
+def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, width: int) -> DualPrompts:
     """Return initial prefixes and keys of all tasks, uniform in [-1, 1]."""
     shapes = (
         (options.dual_shared_blocks, 2, options.dual_shared_length, width),

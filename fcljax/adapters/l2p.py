@@ -72,13 +72,9 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         prompt = uniform(prompt_key, (size, options.l2p_length, network.width))
         return KeyedPrompts(prompt, uniform(key_key, (size, network.width)))
 
-    def choose(
-        trainable: KeyedPrompts,
-        query: Array,
-        train: bool,
-        mask: Array,
-    ) -> Int[Array, "batch top_k"]:
+    def choose(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch top_k"]:
         batchwise = options.l2p_eval_batchwise
+        # only training has neighbours that a prediction must not depend on
         if train:
             batchwise = options.l2p_train_batchwise
         score = cosine(query, trainable.key)
@@ -97,18 +93,14 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         return tokens(trainable, query, False, no_padding)
 
     def inject(
-        _cached,
-        trainable: KeyedPrompts,
-        query: Array,
-        _task: Task,
-        train: bool,
-        mask: Array,
+        _cached, trainable: KeyedPrompts, query: Array, _task: Task, train: bool, mask: Array
     ) -> Injection:
         return Injection(tokens=tokens(trainable, query, train, mask))
 
     def loss(
         _cached: tuple, trainable: KeyedPrompts, query: Array, _task: Task, mask: Array
     ) -> Float[Array, ""]:
+        # training's choice, which is the one that the keys learn from
         index = choose(trainable, query, True, mask)
         similarity = key_similarity(trainable.key, query, index, mask)
         return -options.l2p_key_weight * similarity
@@ -154,9 +146,12 @@ def choose_prompts(
     """
     nearest = jax.lax.top_k(score, count)[1]
     if not batchwise:
+        # top_k of scores has no tie worth a rule; votes
+        # are small integers and often tie
         return nearest
     ballots = jax.nn.one_hot(nearest, score.shape[1]) * mask[:, None, None]
     votes = jnp.sum(ballots, axis=(0, 1))
+    # top_k prefers the lower index, which is the rule for equal votes
     return jnp.broadcast_to(jax.lax.top_k(votes, count)[1], nearest.shape)
 
 

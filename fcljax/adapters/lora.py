@@ -41,6 +41,7 @@ def init_pairs(
     Returns:
       A [tasks, blocks, rank, width] and B [tasks, blocks, width, rank] for queries and values.
     """
+    # torch's uniform draw of a linear layer, as in the release
     bound = width**-0.5
     shape = (tasks, blocks, rank, width)
 
@@ -87,10 +88,11 @@ def summed(
     """
     if rule == "current":
         return current
+    # earlier pairs are constants, later ones 0
     slots: Lora = jax.tree.map(lambda old, new: _up_to(old, new, task), pairs, current)
     if rule == "products":
-        # side by side along the rank, [B_0, B_1, ..] [A_0; A_1; ..] is the sum of
-        # products
+        # side by side along the rank, [B_0, B_1, ..]
+        # [A_0; A_1; ..] is the sum of products
         return Lora(
             a_q=rearrange(slots.a_q, "t m r d -> m (t r) d"),
             b_q=rearrange(slots.b_q, "t m d r -> m d (t r)"),
@@ -114,6 +116,7 @@ def _up_to(
 ) -> Float[Array, "tasks *rest"]:
     """Return a leaf with the current task's values, constant earlier ones and 0 for later
     tasks."""
+    # [tasks] against leaves [tasks, ...]
     index = jnp.arange(old.shape[0]).reshape(-1, *[1] * current.ndim)
     earlier = jnp.where(index < task, jax.lax.stop_gradient(old), 0.0)
     return jnp.where(index == task, current, earlier)

@@ -66,14 +66,7 @@ def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
     ) -> Float[Array, "batch blocks length width"]:
         return weighted_prompts(trainable, query)
 
-    def inject(
-        _cached,
-        trainable: Pool,
-        query: Array,
-        _task: Task,
-        _train: bool,
-        _mask: Array,
-    ) -> Injection:
+    def inject(_cached, trainable: Pool, query: Array, _task: Task, _train: bool, _mask: Array) -> Injection:
         return prefix_injection(weighted_prompts(trainable, query))
 
     def mixture(_cached, trainable: Pool, query: Array, _task: Task) -> Mixture:
@@ -120,8 +113,8 @@ def check_even(field: str, length: int) -> None:
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
     """Return the injection with half of each block's tokens as keys, the other as
     values."""
-    # the gradient of `unstack` joins those of the parts; that of indexing adds padded
-    # arrays
+    # the gradient of `unstack` joins those of the
+    # parts; that of indexing adds padded arrays
     blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))
     prefixes = [Prefix(*jnp.unstack(keys_and_values)) for keys_and_values in blocks]
     return Injection(prefix=dict(enumerate(prefixes)))

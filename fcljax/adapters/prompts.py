@@ -79,8 +79,8 @@ def fuse(
     """
     is_current = (jnp.arange(prompts.shape[0]) == task)[:, None, None, None]
     prompts = jnp.where(is_current, current, jax.lax.stop_gradient(prompts))
-    # block by block: in the gradient of all at once a CPU writes each image's prompts
-    # four times
+    # block by block: in the gradient of all at once a CPU
+    # writes each image's prompts four times
     fused = [exact_einsum("tld,bt->bld", prompts[:, block], weights) for block in range(prompts.shape[1])]
     return jnp.stack(fused, axis=1)
 
@@ -178,12 +178,7 @@ def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
         return fuse(weights, all_prompts.prompt, current, task.index)
 
     def inject(
-        cached: Cached,
-        trainable: Prompts,
-        query: Array,
-        task: Task,
-        _train: bool,
-        _mask: Array,
+        cached: Cached, trainable: Prompts, query: Array, task: Task, _train: bool, _mask: Array
     ) -> Injection:
         return prompt_injection(prompt(cached, trainable, query, task))
 

@@ -150,17 +150,22 @@ def _round(client: _Client, message: Message, context: Context) -> RecordDict:
     content = message.content
     cached = _cached(stored.get(CACHED, {}), content.array_records["cached"], client.call)
     if cached is None:
+        # a node that lacks a part asks for all of it, in place of failing
         return RecordDict({"call": config({"incomplete": True})})
     shape = node.broadcast_shape(exp)
     state = stored.get(STATE)
     payload = from_arrays(content.array_records["payload"], shape.payload, "payload")
     broadcast = Broadcast(payload, from_arrays(cached, shape.cached, "cached"))
+    # a client that starts anew has no state of earlier tasks
     fresh = state is None
     state = node.first_state(exp, client.id) if fresh else from_arrays(state, node.state_shape(exp), "state")
     work = node.client_work(exp, client.id, _request(client.call), broadcast, state)
     _store(context, client.id, {STATE: to_arrays(work.state), CACHED: cached})
     valid = bool(work.valid)
-    upload = to_arrays(work.upload) if valid and client.call["aggregated"] else ArrayRecord()
+    # an upload that is not finite is not worth its bytes
+    upload = ArrayRecord()
+    if valid and client.call["aggregated"]:
+        upload = to_arrays(work.upload)
     stamp = {name: client.call[name] for name in _STAMP}
     answer = config({"incomplete": False, "valid": valid, "fresh": fresh, **stamp})
     return RecordDict({"upload": upload, "metrics": to_metrics(work.metrics), "call": answer})
@@ -181,6 +186,7 @@ def _cached(
     the server expects."""
     expected = dict(zip(list_in(call, "cached"), list_in(call, "digests"), strict=True))
     both = {**stored, **received}
+    # old and new arrays together; the digests decide
     cached = ArrayRecord({name: both[name] for name in expected if name in both})
     if _digests(cached) == expected:
         return cached
@@ -202,6 +208,7 @@ def _stored(context: Context, client: int) -> dict[str, Any]:
     """Return the stored records of this client in this run, from the node's context,
     else from its file."""
     records = {name: context.state[name] for name in (STATE, CACHED, OWNER) if name in context.state}
+    # the context may be of another run: a node outlives it
     if OWNER in records and dict(records[OWNER]) == _owner(context, client):
         return records
     path = _state_file(context, client)
@@ -316,7 +323,10 @@ def serve(
     inputs = node.load_server(settings, service.test)
     facts = node.server_facts(settings, inputs, service.test)
     nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, facts, say_line, bound)
-    tasks = 1 if find_method(settings.source).joint else settings.tasks
+    # a joint method has one task, whatever the settings say
+    tasks = settings.tasks
+    if find_method(settings.source).joint:
+        tasks = 1
     exp = node.server_experiment(settings, inputs, nodes.gather(service.wait, tasks))
     link = Link(nodes, exp, service.timeout, say_line)
     records = Records()
@@ -326,6 +336,7 @@ def serve(
         if out:
             write_json(out / "summary.json", summary)
             for name, draw in figures_of(exp, summary).items() if summary["accuracy"] else ():
+                # clients report numbers of examples, not classes
                 if name != _CLASSES:
                     draw(out / "figures" / name)
     for line in warnings_of(records, exp.settings):
@@ -347,7 +358,8 @@ def _play(
         play_round = make_play_round(exp, records, clock, link.play)
         for step in range(exp.sizes.tasks * exp.sizes.rounds):
             state, replay, line = play_round(exp, state, past, step)
-            past += () if replay is None else (replay,)
+            if replay is not None:
+                past += (replay,)
             line |= link.counted()
             if out:
                 with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -432,6 +444,7 @@ class Nodes:
         end = time.monotonic() + wait
         refused = []
         while True:
+            # nodes may come in any order, and some never
             for line in self.refresh(tasks, max(end - time.monotonic(), 1.0)):
                 refused.append(line)
                 self.say(f"warning: a node is refused: {line}")
@@ -439,10 +452,12 @@ class Nodes:
             if not missing:
                 break
             if time.monotonic() > end:
+                refusal = ""
+                if refused:
+                    refusal = f"; refused: {refused[0]}"
                 raise InputError(
                     f"clients: {self.clients} wanted, and after {wait:g} s {len(missing)} had not connected, "
-                    f"the first with partition-id {missing[0]}{'; refused: ' if refused else ''}"
-                    f"{refused[0] if refused else ''}"
+                    f"the first with partition-id {missing[0]}{refusal}"
                 )
             time.sleep(1.0)
         return np.array([self.facts[client].examples for client in range(self.clients)]).T
@@ -450,14 +465,21 @@ class Nodes:
     def refresh(self, tasks: int, timeout: float) -> list[str]:
         """Ask all unknown nodes. Returns a line for each that cannot take part."""
         connected = self.connected = set(self.grid.get_node_ids())
-        strangers = connected - self.asked - {*self.bound} if self.bound else set()
+        # with bound nodes a stranger is not even asked
+        strangers = set()
+        if self.bound:
+            strangers = connected - self.asked - {*self.bound}
         self.asked |= strangers
         new = sorted(connected - self.asked)
         call = {"class_names": list(self.class_names)}
         messages = [Message(RecordDict({"call": config(call)}), node_id, HELLO) for node_id in new]
         wrong = [f"nodes: node {node_id} may not take part" for node_id in sorted(strangers)]
-        for reply in self.grid.send_and_receive(messages, timeout=timeout) if messages else ():
+        replies = ()
+        if messages:
+            replies = self.grid.send_and_receive(messages, timeout=timeout)
+        for reply in replies:
             if reply.metadata.src_node_id not in connected:
+                # Flower answers for nodes that are gone, under its own number
                 continue  # the SuperLink reports that a node is gone
             self.asked.add(reply.metadata.src_node_id)
             try:
@@ -478,6 +500,7 @@ class Nodes:
             )
         other_node = self.of_client.get(facts.client)
         previous = self.facts.get(facts.client)
+        # a node that is gone may be replaced by another one of the same client
         if other_node in self.connected:
             raise InputError(f"partition-id: two nodes say that they are client {facts.client}")
         if previous and previous.examples != facts.examples:
@@ -486,6 +509,7 @@ class Nodes:
                 f"{previous.examples}"
             )
         reports = (*self.facts.values(), facts)
+        # private data have no digest that the server could know
         images = {report.digests["images"] for report in reports} - {node.OWN}
         if len(images) > 1:
             raise InputError(f"client {facts.client}: its images are not those of the other clients")
@@ -562,8 +586,8 @@ class Link:
         player = self.exp.engine.players[index]
         accumulator = player.empty()
         present = np.array(sorted(replies), np.int64)
-        # the order in which one lane plays them: the sums have the same rounding as in
-        # a simulation
+        # the order in which one lane plays them: the sums
+        # have the same rounding as in a simulation
         for client in sorted(replies, key=lambda client: (-int(partition.count[client]), client)):
             position = int(np.searchsorted(present, client))
             context = _client_context(round_context, broadcast, partition, client)
@@ -601,7 +625,9 @@ class Link:
         payload = to_arrays(broadcast.payload)
         cached = to_arrays(broadcast.cached)
         replies = {}
+        # a second time for those that lacked an array
         for _ in range(2):
+            # an answer to an earlier call must not count for this one
             calls = {client: call | {"nonce": secrets.token_hex(16)} for client in clients}
             contents = {
                 client: self._content(client, client_call, payload, cached)
@@ -623,6 +649,7 @@ class Link:
     def _begin(self, client: int, fresh: bool) -> None:
         """Note that a client has worked, from its first state if `fresh`."""
         restarted = fresh and client in self.begun
+        # counted, because a lost state changes what the method computes
         self._count(restarted=int(restarted))
         self.begun.add(client)
         if restarted:
@@ -646,6 +673,7 @@ class Link:
         # Flower would wait for nodes that are known to be gone, so they are left out
         connected = self.nodes.connected
         node_of = self.nodes.of_client
+        # a node that connected after the plan was made plays from the next round on
         client_of = {node_of[client]: client for client in contents if node_of.get(client) in connected}
         group = str(self.total.get("uploads", 0))
         messages = [
@@ -653,7 +681,10 @@ class Link:
         ]
         self._count(download_bytes=sum(record_bytes(message.content) for message in messages))
         answers = {}
-        for reply in self.nodes.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
+        replies = ()
+        if messages:
+            replies = self.nodes.grid.send_and_receive(messages, timeout=self.timeout)
+        for reply in replies:
             client = client_of.get(reply.metadata.src_node_id)  # None in a report of the SuperLink
             if reply.has_error():
                 sender = "a client"

@@ -61,6 +61,7 @@ def check(settings: RunConfig) -> list[Statement]:
     """
     federation = tiny_federation(make_method(settings, SIZES, network(TINY)))
     history = states_after_rounds(federation)
+    # in order, and tracing last: it counts what all others have traced
     return [statement(federation, history) for statement in STATEMENTS]
 
 
@@ -79,6 +80,7 @@ def stays_finite(federation: Federation, history: list[PlayedState]) -> Statemen
         or _unchanged(federation, history)
     )
     name = "states and losses stay finite, and what trains changes"
+    # "nothing changes" comes last: after NaN it would be the wrong cause
     return Statement(name, not problem, problem or "they do")
 
 
@@ -128,6 +130,7 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
     nothing else: in FedLwF.MC the teachers equal the students at first.
     """
     single = engine_of(
+        # one lane has no padding in its batches, two have
         federation.method,
         Lanes(1, "loop"),
         federation.frozen,
@@ -141,6 +144,7 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
             receive(federation, engine, index, history[1], federation.partitions[1], [0, 2, 3])[0]
             for engine in (federation.engine, single)
         ]
+        # after the first round, when clients and server have a state
         worst = max(worst, _farthest(pair, 3))
     return _nearly_equal(
         "uploads do not depend on lanes or padding",
@@ -163,15 +167,20 @@ def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> 
     )
 
 
-def _influence_of_others(federation: Federation, before: PlayedState, index: int) -> str:
+def _influence_of_others(
+    federation: Federation,
+    state_before: PlayedState,
+    index: int,
+) -> str:
     """Say which client sends or keeps other numbers alone than with others in a round; ""
     if none."""
     clients = [0, 2, 3]
     partition = federation.partitions[1]
-    together, states = receive(federation, federation.engine, index, before, partition, clients)
+    with_others, states = receive(federation, federation.engine, index, state_before, partition, clients)
     for rank, client in enumerate(clients):
-        alone, states_alone = receive(federation, federation.engine, index, before, partition, [client])
-        sent = difference(of_client(alone.gather, 0), of_client(together.gather, rank))
+        alone, states_alone = receive(federation, federation.engine, index, state_before, partition, [client])
+        sent = difference(of_client(alone.gather, 0), of_client(with_others.gather, rank))
+        # bits, not a tolerance: the same program runs, on other slots
         if sent:
             return f"client {client} sends other numbers: {sent}"
         state = difference(of_client(states_alone, client), of_client(states, client))
@@ -198,11 +207,13 @@ def _owner(federation: Federation, leaves: str, field: str = "") -> str:
     names = rule_names(federation.method)
     side = field or ("clients" if "clients" in leaves[:9] else "server")
     index = re.search(r"\[(\d+)\]|^(\d+)|/(\d+)", leaves)
-    known = names.get(side, ())
-    number = int(next(filter(None, index.groups()))) if index else len(known)
+    rule_names_of_side = names.get(side, ())
+    number = int(next(filter(None, index.groups()))) if index else len(rule_names_of_side)
     part = {"server": "server", "clients": "client"}[side]
     is_state = side == "clients" or "rules" in leaves.partition(",")[0]
-    return f", of the {part} rule {known[number]!r}" if is_state and number < len(known) else ""
+    if not (is_state and number < len(rule_names_of_side)):
+        return ""
+    return f", of the {part} rule {rule_names_of_side[number]!r}"
 
 
 def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Statement:
@@ -211,9 +222,11 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     Padding is the images and labels whose mask is False, and images that no client has.
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
+    # images of no client are read only as padding
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, federation.data.input, jnp.nan)
     assert federation.data.query is not None
+    # query features carry the poison, since the engine itself writes zeros into padding
     query = padding_features(*GARBAGE, federation.data.query.shape[1])
     poisoned = states_after_rounds(federation, federation.data._replace(input=image, query=query))
     leaves = difference(poisoned[-1], history[-1])
@@ -233,6 +246,7 @@ def order_does_not_matter(
     Later rounds are left out, since keys depend on the ids.
     """
     label = np.asarray(federation.data.label)
+    # sums alone: what is gathered per client stands in the order of their numbers
     worst = (0.0, "")
     order = [3, 2, 0, 1]
     renamed = partition_of(label, TASKS[0], federation.partitions[0].count.tolist(), order)
@@ -258,6 +272,7 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
       pair: what the server received in two ways.
       parts: how many of means, sums and gathered arrays are compared.
     """
+    # NaN and large differences win, whichever part they are in
     names = ("mean", "sum", "gather")[:parts]
     differences = []
     for index, name in enumerate(names):
@@ -266,12 +281,7 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
     return max(differences)
 
 
-def _nearly_equal(
-    name: str,
-    worst: tuple[float, str],
-    most: float,
-    cause: str,
-) -> Statement:
+def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) -> Statement:
     """Return the statement that a difference is below `most`; where it is not, with leaf
     and usual cause."""
     largest, leaf = worst
@@ -283,6 +293,7 @@ def _nearly_equal(
 
 def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
     """Check that a run resumed from a checkpoint on disk gives the same bits."""
+    # on disk, not in memory: types and structure must survive the file
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)
@@ -300,6 +311,7 @@ def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
 def traced_once(federation: Federation, _history: list[PlayedState]) -> Statement:
     """Check that every function of the engine was traced once, after all other
     statements."""
+    # the largest number of traces of any function
     function, traces = max(federation.engine.traces.items(), key=lambda item: item[1])
     measurement = f"{function}: {traces} traces"
     if traces > 1:

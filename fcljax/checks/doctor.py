@@ -299,5 +299,7 @@ def datasets(data_dir: str | None = None) -> Iterator[Finding]:
             yield Finding("data sets", name, "ok", state)
             continue
         usual = how_to_get(name, data_folder(data_dir))
-        command = f"fcljax data prepare {name}" if name in OFFICIAL else usual
+        command = usual
+        if name in OFFICIAL:
+            command = f"fcljax data prepare {name}"
         yield Finding("data sets", name, "missing", "not here" if why == usual else why, command)

@@ -96,6 +96,7 @@ class PlayedState(NamedTuple):
 def network(vit: ViTConfig) -> Network:
     """Return a ViT for images of 8 pixels, with a masked autoencoder whose pixels have
     another range."""
+    # other pixel ranges, so that a method that forgets to convert between them fails
     pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
     return vit_network(vit, autoencoder=pair)
 
@@ -116,10 +117,12 @@ def tiny_federation(
       vit: the network, for images of 8 pixels.
       sizes: numbers of examples, `[task][client]`.
     """
+    # before the engine is made: the wrapped steps are what it compiles
     method = _with_padding(method)
     label = np.arange(60) % SIZES.classes
     rng = np.random.default_rng(0)
     image = jnp.asarray(rng.normal(size=(60, 8, 8, 3)), jnp.float32)
+    # query features stand for the padding's content here, see `padding_features`
     data = Split(image, jnp.asarray(label, jnp.int32), query=padding_features(0.0, 0, vit.width))
     partitions = [partition_of(label, task, counts) for task, counts in zip(TASKS, sizes, strict=True)]
     surrogate = jnp.asarray(rng.integers(0, 256, (12, 8, 8, 3)), jnp.uint8)
@@ -130,12 +133,7 @@ def tiny_federation(
     return Federation(method, engine, frozen, data, partitions, server, states)
 
 
-def read_plain(
-    data: Split,
-    index: Array,
-    _keys: Array,
-    _augment: bool,
-) -> tuple[Array, Array, Array]:
+def read_plain(data: Split, index: Array, _keys: Array, _augment: bool) -> tuple[Array, Array, Array]:
     """Return images without augmentation, labels, and the content of padding in place of
     query features."""
     assert data.query is not None
@@ -187,6 +185,7 @@ def partition_of(
       sizes: numbers of examples.
       order: which of these numbers each client gets.
     """
+    # the first example belongs to nobody: poison in it must not matter
     examples = np.flatnonzero(task.current[label])[1 : 1 + sum(sizes)]
     shares = np.split(examples, np.cumsum(sizes)[:-1])
     indices = ClientIndices.of([shares[i] for i in order])
@@ -204,6 +203,7 @@ def engine_of(
 ) -> Engine:
     """Return the engine; with `short`, batches of one and two examples are computed
     without padding."""
+    # slots=128: a round is one chunk
     sizes = capacities(method, partitions, lanes.count, slots=128)
     if short:
         sizes = tuple(size._replace(widths=tuple(map(_with_short, size.widths))) for size in sizes)
@@ -234,7 +234,8 @@ def states_after_rounds(
       ids: clients that participate in rounds; None: all that have examples.
       on_report: called with the report of every round, and of a task's start and end.
     """
-    data = federation.data if data is None else data
+    if data is None:
+        data = federation.data
     history = []
     server, clients, past = state or PlayedState(federation.server, jax.tree.map(jnp.copy, federation.states))
     begin = jax.jit(federation.method.begin_task)
@@ -242,11 +243,18 @@ def states_after_rounds(
         round_context = RoundContext.on_host(federation.frozen, task, 0, False)
         server = begin(round_context, server, KEY)
         everyone = np.flatnonzero(partition.count)
-        chosen = everyone if ids is None else np.intersect1d(everyone, ids)
+        chosen = everyone
+        if ids is not None:
+            chosen = np.intersect1d(everyone, ids)
         for r in range(SIZES.rounds):
             last = r == SIZES.rounds - 1
+            # at a task's start and end all clients with examples take part
             for when in ("task_start",) * (r == 0) + ("round",) + ("task_end",) * last:
-                number, who = (r, chosen) if when == "round" else (0, everyone)
+                number = 0
+                who = everyone
+                if when == "round":
+                    number = r
+                    who = chosen
                 inputs = RoundInputs(
                     federation.frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
@@ -254,8 +262,10 @@ def states_after_rounds(
                 if on_report is not None:
                     on_report(report)
             if last:
+                # replay of finished tasks, for methods whose server trains on it
                 buffer = keep_task(federation.engine, federation.frozen, server, task, r)
-                past += () if buffer is None else (buffer,)
+                if buffer is not None:
+                    past += (buffer,)
             history.append(PlayedState(server, jax.tree.map(jnp.copy, clients), past))
     return history
 
@@ -294,6 +304,7 @@ def receive(
     )
     round_context = RoundContext.on_host(federation.frozen, task, round_, False)
     broadcast = engine.broadcast(round_context, state.server)
+    # a copy, since the engine takes over the memory of its arguments
     states = jax.tree.map(jnp.copy, state.clients)
     exchange = Exchange(index, round_context, broadcast, partition, np.array(ids), KEY)
     received, states, _ = run_chunks(engine, chunks, exchange, states, federation.data)
@@ -328,10 +339,13 @@ def equal_bits(name: str, problem: str) -> Statement:
 def difference(a: PyTree, b: PyTree) -> str:
     """Return how two trees differ; "" if they have the same bits."""
     try:
+        # chex names the leaves, which a comparison by hand would have to find again
         chex.assert_trees_all_equal(a, b)
     except AssertionError as error:
         leaves = re.findall(r"differ in leaves '([^']*)'", str(error))
-        return f"{', '.join(leaves[:3])} differ" if leaves else one_line(str(error))[:200]
+        if leaves:
+            return f"{', '.join(leaves[:3])} differ"
+        return one_line(str(error))[:200]
     return ""
 
 
@@ -349,6 +363,7 @@ def not_finite(tree: PyTree) -> str:
 def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
     """Return the largest difference over the largest value of a tree, and the path of its
     leaf."""
+    # relative to the largest value of all leaves: small leaves are rounding
     scale = max(largest(b), 1e-6)
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
     differences = [

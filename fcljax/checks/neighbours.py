@@ -28,8 +28,8 @@ from fcljax.options import flag
 from fcljax.types import Batch, Method, RoundContext
 
 IMAGES = 32  # of a batch
-# rounding differs with the size of a batch, while prompts of another choice move logits
-# by percents
+# rounding differs with the size of a batch, while
+# prompts of another choice move logits by percents
 TOLERANCE = 1e-3
 
 # logits(images [n, H, W, 3], mask [n]) -> logits [n, C] of one of the method's functions
@@ -45,6 +45,7 @@ def neighbours_do_not_matter(
     batchwise = federation.method.batchwise
     images = _coloured(federation.data.input[:IMAGES])
     worst = 0.0
+    # after both tasks: prompts of the first one compete in the second
     for task_index, state in ((0, history[SIZES.rounds - 1]), (1, history[-1])):
         for logits in _predictions(federation, state, task_index):
             worst = max(worst, _largest_change(images, logits, bool(batchwise)))

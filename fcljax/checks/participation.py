@@ -127,8 +127,8 @@ def _changed_copies(
 def _is_copy(leaf: Array, broadcast_leaves: list[np.ndarray]) -> bool:
     """Return whether a leaf of parameters has the bits of a leaf of the broadcast."""
     array = np.asarray(leaf)
-    # a constant leaf, such as zeros before the first step, equals leaves that it was
-    # not copied from
+    # a constant leaf, such as zeros before the first step,
+    # equals leaves that it was not copied from
     constant = array.size < 2 or np.all(array == array.flat[0])
     if constant or not np.issubdtype(array.dtype, np.floating):
         return False

@@ -47,12 +47,16 @@ def batch_size_does_not_matter(
     server = begin_task(federation, history[1].server, TASKS[1])
     state = PlayedState(server, history[1].clients)
     for this_round in federation.method.rounds:
+        # the batch size of training is part of the method
         if all(phase.trains for phase in this_round.program.phases):
             continue
-        first, second = (statistics_of(federation, state, this_round.program, size) for size in SIZES)
-        differences += [(relative_difference(first[path], second[path]), path) for path in first]
+        small, large = (statistics_of(federation, state, this_round.program, size) for size in SIZES)
+        # path by path, relative to the largest value of that leaf
+        differences += [(relative_difference(small[path], large[path]), path) for path in small]
     worst, path = max(differences, default=(0.0, ""))
-    measurement = f"largest relative difference {worst:.1e}" if path else "they measure nothing"
+    measurement = "they measure nothing"
+    if path:
+        measurement = f"largest relative difference {worst:.1e}"
     if worst < TOLERANCE:
         return Statement(NAME, True, measurement)
     return Statement(NAME, False, f"{measurement}, in {path}")
@@ -66,13 +70,15 @@ def statistics_of(
     client = of_client(state.clients, CLIENT)
     local = jax.jit(program.start)(context, client, KEY)
     for phase in program.phases:
+        # passes that train would change the parameters under which others measure
         if not phase.trains:
             step = jax.jit(phase.step)
             for _ in range(phase.view.epochs):
+                # the same examples in the same order, in batches of two sizes
                 for batch in batches(federation, size):
                     local, _ = step(context, local, batch, KEY)
-    upload, after = jax.jit(program.finish)(context, local, client)
-    results = {"mean": upload.mean, "sum": upload.sum, "gather": upload.gather, "state": after}
+    upload, new_state = jax.jit(program.finish)(context, local, client)
+    results = {"mean": upload.mean, "sum": upload.sum, "gather": upload.gather, "state": new_state}
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(results)}
 
 

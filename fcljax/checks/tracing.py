@@ -45,17 +45,22 @@ def _traced_twice(method: Method, differences: list[str]) -> Method:
             return None
 
         @functools.wraps(function)
+        # traced twice in a row: between them only random state has changed
         def traced(*args: PyTree) -> PyTree:
             place = first_difference(_program(function, args), _program(function, args))
             if place is not None:
-                where = f", {place}," if place else ""
+                where = ""
+                if place:
+                    where = f", {place},"
                 differences.append(f"{name_part(part, function)}{where} differs")
             return function(*args)
 
         return traced
 
     def round_of(index: int, round_: Round) -> Round:
-        prefix = f"rounds[{index}]." if len(method.rounds) > 1 else ""
+        prefix = ""
+        if len(method.rounds) > 1:
+            prefix = f"rounds[{index}]."
         program = round_.program
         phases = tuple(
             phase._replace(step=twice(f"{prefix}phases[{i}].step", phase.step))
@@ -85,18 +90,24 @@ def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
 def first_difference(a: ClosedJaxpr, b: ClosedJaxpr) -> str | None:
     """Return where two traces of a function differ first: file and line, "" if unknown;
     None: nowhere."""
+    # constants first: an array of numpy.random enters the program as one
     for k, (constant_a, constant_b) in enumerate(zip(a.consts, b.consts, strict=False)):
         if not _equal(constant_a, constant_b):
             return _place(a.jaxpr, lambda eqn, k=k: a.jaxpr.constvars[k] in eqn.invars)
+    # then equations: a Python float becomes a literal
     for eqn_a, eqn_b in zip(a.jaxpr.eqns, b.jaxpr.eqns, strict=False):
         inner = zip(_inside(eqn_a.params), _inside(eqn_b.params), strict=False)
+        # inside of loops and branches, where most of a method stands
         places = (first_difference(*pair) for pair in inner)
         place = next((place for place in places if place is not None), None)
         if place is not None:
             return place or _line(eqn_a)
         if not _equal_equations(eqn_a, eqn_b):
             return _line(eqn_a)
-    return None if len(a.jaxpr.eqns) == len(b.jaxpr.eqns) else ""
+    # a program that is only longer differs at no line that can be named
+    if len(a.jaxpr.eqns) == len(b.jaxpr.eqns):
+        return None
+    return ""
 
 
 def _equal_equations(a: Any, b: Any) -> bool:

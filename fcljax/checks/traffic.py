@@ -1,9 +1,11 @@
-"""The kernels of a compiled program: what each moves between chip and memory, and what it computes.
+"""The kernels of a compiled program: what each moves between chip and memory, and what
+it computes.
 
-Both are counted in the text of the program's HLO module; XLA's compiler for GPUs counts neither. Its result
-is a list of kernels. Each reads its operands from memory and writes its result there, whatever it computes
-in between, so shapes give the bytes. Two things are not counted: a cache may hold one kernel's result for
-the next, and a kernel may read an operand twice.
+Both are counted in the text of the program's HLO module; XLA's compiler for GPUs counts
+neither. Its result is a list of kernels. Each reads its operands from memory and writes
+its result there, whatever it computes in between, so shapes give the bytes. Two things
+are not counted: a cache may hold one kernel's result for the next, and a kernel may
+read an operand twice.
 """
 
 import itertools
@@ -75,10 +77,11 @@ def traffic(text: str) -> int:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Return the kernels that one call of a compiled module runs, those with equal work as one.
+    """Return the kernels that one call of a compiled module runs, those with equal work
+    as one.
 
-    A loop counts as often as the compiler knows that it runs, else once; of a conditional, the branch that
-    moves most counts.
+    A loop counts as often as the compiler knows that it runs, else once; of a
+    conditional, the branch that moves most counts.
     """
     computations, entry = parse(text)
     calls: Counter[Kernel] = Counter()
@@ -87,7 +90,11 @@ def kernels(text: str) -> list[Kernel]:
     return [kernel._replace(calls=count) for kernel, count in calls.items()]
 
 
-def _within(computations: dict[str, Computation], name: str, times: int) -> Iterator[Kernel]:
+def _within(
+    computations: dict[str, Computation],
+    name: str,
+    times: int,
+) -> Iterator[Kernel]:
     """Yield the kernels of a computation that runs so many times."""
     computation = computations[name]
     for instruction in computation.values():
@@ -116,7 +123,9 @@ def _calls(instruction: Instruction) -> dict[str, int]:
         "async-start": "calls",
     }
     key = keys.get(instruction.opcode)
-    return dict.fromkeys(_named(instruction, key), 1) if key else {}
+    if key:
+        return dict.fromkeys(_named(instruction, key), 1)
+    return {}
 
 
 def _named(instruction: Instruction, key: str) -> list[str]:
@@ -195,7 +204,11 @@ def _written(inner: Computation) -> int:
 # ---- operations --------------------------------------------------------------------------------------------
 
 
-def _work(computations: dict[str, Computation], computation: Computation, instruction: Instruction) -> Kernel:
+def _work(
+    computations: dict[str, Computation],
+    computation: Computation,
+    instruction: Instruction,
+) -> Kernel:
     """Return what one instruction computes, with all that is fused into it."""
     if instruction.opcode == "fusion":
         (inner,) = (computations[name] for name in _named(instruction, "calls"))
@@ -222,11 +235,13 @@ def _work(computations: dict[str, Computation], computation: Computation, instru
 
 
 def _attention(computation: Computation, instruction: Instruction) -> Kernel | None:
-    """Return what a pass of the attention kernel computes (`models/attention_kernel.py`); None: it is another
-    custom call."""
+    """Return what a pass of the attention kernel computes
+    (`models/attention_kernel.py`); None: it is another custom call."""
     # the backward pass returns the gradients of queries, keys and values
     backward = len(re.findall(r"\[[\d,]+\]", instruction.shape)) > 1
-    direction = "backward" if backward else "forward"
+    direction = "forward"
+    if backward:
+        direction = "backward"
     counted = re.search(r'"flops":"(\d+)"', instruction.attributes)
     if counted:  # on a TPU, by the kernel's own estimate
         return Kernel(1, 0, float(counted[1]), "bfloat16", direction)
@@ -235,7 +250,9 @@ def _attention(computation: Computation, instruction: Instruction) -> Kernel | N
     queries, keys = (
         computation[name].shape for name in instruction.operands[:2]
     )  # [batch, tokens, heads, size]
-    products = 10 if backward else 4
+    products = 4
+    if backward:
+        products = 10
     return Kernel(1, 0, float(products * elements(queries) * axes(keys)[1]), "bfloat16", direction)
 
 
@@ -260,7 +277,9 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     outputs = axes(kernel)[labels[2].index("o")]
     # zeros between an input's values are products that no library computes
     dilation = re.search(r"lhs_dilate=([\dx]+)", attributes)
-    zeros = math.prod(map(int, dilation[1].split("x"))) if dilation else 1
+    zeros = 1
+    if dilation:
+        zeros = math.prod(map(int, dilation[1].split("x")))
     return 2.0 * elements(out) * elements(kernel) / outputs / zeros
 
 
@@ -269,7 +288,9 @@ def _format_of(computation: Computation, instruction: Instruction) -> Dtype:
     if not computation[instruction.operands[0]].shape.startswith("f32"):
         return "bfloat16"
     exact = re.search(r"operand_precision\W+highest", instruction.attributes, re.IGNORECASE)
-    return "float32" if exact else "tf32"
+    if exact:
+        return "float32"
+    return "tf32"
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -328,7 +349,9 @@ def _instruction(line: str) -> Instruction | None:
     behind = rest[end:]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     # a parameter's number stands where other instructions have operands
-    attributes = inside if opcode == "parameter" else behind
+    attributes = behind
+    if opcode == "parameter":
+        attributes = inside
     return Instruction(head[2], shape, opcode, operands, attributes, head[1] is not None)
 
 

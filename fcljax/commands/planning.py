@@ -95,12 +95,15 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
 
 
 def lines(estimate: Any, name: str) -> list[str]:
-    """Return lines that say whether it fits, how long it takes, and with which settings."""
+    """Return lines that say whether it fits, how long it takes, and with which
+    settings."""
     chip = estimate.chip
     chosen = estimate.settings
     share = estimate.memory / chip.memory
     shortest, longest = (_time(factor * estimate.run_seconds) for factor in chip.rates.uncertainty)
-    basis = "measured on it" if chip.rates.measured else "assumed for it"
+    basis = "assumed for it"
+    if chip.rates.measured:
+        basis = "measured on it"
     text = [
         f"it fits: {gib(estimate.memory)} of {name}'s {gib(chip.memory)} ({share:.0%})",
         f"a round takes about {_time(estimate.round_seconds)}, the run with its evaluations "

@@ -80,7 +80,8 @@ def predict(arguments: list[str]) -> int:
 
 
 def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
-    """Return files that were named, and all images of folders, and a line about files that are no images.
+    """Return files that were named, and all images of folders, and a line about files
+    that are no images.
 
     Raises:
       InputError: for a path that does not exist, or folders without images.
@@ -106,7 +107,11 @@ def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
     return files, f"{len(files):,} images; left out: {in_words(others)}"
 
 
-def _predictions(model: "Model", names: Sequence[str], files: Sequence[Path]) -> Iterator[Prediction]:
+def _predictions(
+    model: "Model",
+    names: Sequence[str],
+    files: Sequence[Path],
+) -> Iterator[Prediction]:
     """Predict batch by batch, so that memory holds a few images at a time."""
     from fcljax.data.files.images import quiet
 

@@ -101,10 +101,12 @@ def ways_of(options: SweepOptions, file: str, runs: list) -> Any:
             engines.extra("ray", "ray")
         elif options.engine != "local":
             engines.extra("submitit", "slurm")
-    # this machine makes one run at a time, where others queue as many as they cannot
-    # start
+    # this machine makes one run at a time, where
+    # others queue as many as they cannot start
     at_a_time = options.jobs or (1 if options.engine == "local" else len(runs))
-    slots = devices[: options.jobs] if devices else [None] * at_a_time
+    slots = [None] * at_a_time
+    if devices:
+        slots = devices[: options.jobs]
     return Ways(slots, options.engine, slurm, ray, passed_on(options))
 
 

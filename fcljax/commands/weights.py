@@ -94,12 +94,7 @@ def pretrain_decoder(arguments: list[str]) -> int:
     return 0
 
 
-def _parsed(
-    options: Value,
-    arguments: list[str],
-    command: str,
-    about: str,
-) -> tuple[Value, str | None]:
+def _parsed(options: Value, arguments: list[str], command: str, about: str) -> tuple[Value, str | None]:
     """Parse and check the options of a command; return them and its `--compile-cache`."""
     groups = {command: options, "files": ProgramOptions()}
     _, values = parse(groups, arguments, [command], about)

@@ -39,15 +39,19 @@ def attendance(options: PartitionConfig, tasks: int) -> Int[np.ndarray, "T K"]:
             f"new_clients: {options.new_clients} with each of {later_tasks} tasks leave none of "
             f"{options.clients} clients for the first task; nearest: {(options.clients - 1) // later_tasks}"
         )
+    # the first task's clients; the others have not joined
     by_task = [np.where(np.arange(options.clients) < first_clients, 0, AWAY)]
     for task in range(1, tasks):
+        # keyed by task: a run that is resumed draws the same
         rng = np.random.RandomState([options.seed, PURPOSE, task])
         joined = first_clients + options.new_clients * task
         task_of_client = by_task[-1].copy()
         present = np.flatnonzero(task_of_client != AWAY)
+        # rounded down with a slack, since 0.9 * 10 is below 9 in floating point
         moving_on = rng.permutation(present)[: math.floor(options.move_on * len(present) + 1e-9)]
         if options.stay_behind == "leave":
             task_of_client[present] = AWAY
+        # new clients have the highest ids so far
         task_of_client[moving_on] = task_of_client[joined - options.new_clients : joined] = task
         if not np.any(task_of_client == task):
             raise InputError(

@@ -110,6 +110,7 @@ def input_pipeline(name: str, image_size: int, fills_frame: bool = False) -> Pre
     Raises:
       InputError: for an unknown name or an invalid size.
     """
+    # a copy: the table of releases must not change
     options = dict(_RELEASES[choose("preprocess", name, PIPELINES)])
     mean, std = NORMALISE[options.pop("normalise", "unit")]
     if fills_frame:
@@ -135,6 +136,7 @@ def train_view(
         pixels are square.
     """
     if sizes is None:
+        # pixels are square unless the sizes before squeezing say otherwise
         original = jnp.broadcast_to(jnp.array(images.shape[1:3]), (images.shape[0], 2))
     else:
         original = sizes
@@ -219,20 +221,25 @@ def sample_crops(
       sizes: height and width of each image, in whose pixels the boxes are.
       keys: one per image.
     """
+    # all draws of an image from its key at once, so that an image's crop does not
+    # depend on the batch
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2 * _ATTEMPTS + 3,)))(keys)
     flips = uniform[:, -1] < preprocess.flip
     if preprocess.crop_scale is None:
+        # without a random crop only the flip is drawn
         return jnp.concatenate([jnp.zeros_like(sizes), sizes], 1), flips
     low, high = preprocess.crop_scale
     scale = low + (high - low) * uniform[:, :_ATTEMPTS]
     area = jnp.prod(sizes.astype(jnp.float32), 1)[:, None] * scale
+    # log-uniform, so that wide and tall crops are equally likely
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * uniform[:, _ATTEMPTS : 2 * _ATTEMPTS])
-    # [batch, attempts, (rows, columns)]; torchvision retries one by one and takes the
-    # first that fits
+    # [batch, attempts, (rows, columns)]; torchvision
+    # retries one by one and takes the first that fits
     sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)
     fits = jnp.all((sides > 0) & (sides <= sizes[:, None]), -1)
     side = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
+    # the corner is uniform over the places that fit
     corner = jnp.floor(uniform[:, -3:-1] * (sizes - side + 1)).astype(jnp.int32)
     corner = jnp.minimum(corner, sizes - side)  # u * n can round up to n
     box = jnp.concatenate([corner, side], 1)
@@ -255,6 +262,7 @@ def crop_resize(
     """
     height, width = images.shape[1:3]
     if sizes is not None:
+        # boxes in pixels of the stored image, which may have been squeezed
         boxes = boxes * jnp.tile(jnp.array([height, width]) / sizes, (1, 2))  # now fractions of pixels
     top, left, rows, columns = boxes.T
     vertical = _box_weights(height, top, rows, size)
@@ -275,6 +283,7 @@ def _central_boxes(
     """Return the largest central boxes whose ratio is the nearest to that of their
     image."""
     height, width = sizes.astype(jnp.float32).T
+    # torchvision's fallback: the largest box of a valid ratio
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
     columns = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
     sides = jnp.stack([rows, columns], 1).astype(jnp.int32)
@@ -312,14 +321,17 @@ def _weights(
       resized: length that this part gets.
       out: positions of the result to compute.
     """
-    # in float64, as Pillow has them, if all is known while tracing: then `out` is a
-    # numpy array
-    xp = np if isinstance(out, np.ndarray) else jnp
+    # in float64, as Pillow has them, if all is known
+    # while tracing: then `out` is a numpy array
+    xp = jnp
+    if isinstance(out, np.ndarray):
+        xp = np
     start, length = box
     scale = length / resized
     centre = start + (out + 0.5) * scale
     pixel = xp.arange(pixels)
     weight = kernel(xp, (pixel + 0.5 - centre[:, None]) / xp.maximum(scale, 1.0))
+    # pixels outside of the box have no weight, as if the image were cut there
     inside = (pixel + 1 > start) & (pixel < start + length)
     weight = xp.where(inside, weight, 0.0)
     return weight / xp.sum(weight, 1, keepdims=True)
@@ -332,8 +344,8 @@ def _resample(
     batch, height, width, channels = images.shape
     rows = vertical.shape[-2]
     columns = horizontal.shape[-2]
-    # with channels between rows and columns, both passes are plain batched matrix
-    # products
+    # with channels between rows and columns, both
+    # passes are plain batched matrix products
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey_levels(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * columns)
@@ -347,7 +359,9 @@ def _grey_levels(product: Callable, weights: Array | np.ndarray) -> Array:
     # Weights are small fractions, so ties are common and must not depend on rounding
     # errors. They are split into multiples of 2**-11 and a rest: the products and sums
     # of both with grey levels fit into 24 bits and are exact.
-    xp = np if isinstance(weights, np.ndarray) else jnp
+    xp = jnp
+    if isinstance(weights, np.ndarray):
+        xp = np
     high = xp.round(weights * 2**11) / 2**11
     low = xp.round((weights - high) * 2**22) / 2**22
     level = product(high) + 0.5

@@ -125,6 +125,7 @@ def _bitmap(
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
+    # what the font draws may be smaller than its bounding box
     ink = ink.crop(ink.getbbox())
     width, height = (max(1, round(length * extent / max(ink.size))) for length in ink.size)
     scaled = ink.resize((width, height), Image.Resampling.BOX)
@@ -141,6 +142,7 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
     `GLYPHS` are chosen.
     """
     font = ImageFont.truetype(_font_path("DejaVuSans"), 64)
+    # blurred, so that shifts by a pixel do not matter
     image = _bitmap(char, font, 24, 20.0).filter(ImageFilter.GaussianBlur(1.3))
     pixels = np.asarray(image, dtype=np.float64).ravel()
     centred = pixels - pixels.mean()
@@ -150,6 +152,7 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
 def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, float]:
     """Return the distance field of a glyph, half its stroke width and half its gap."""
     half_extent = _CELL / _REACH
+    # at twice the resolution, then pooled: outlines are smoother
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
     to_border = np.asarray(ndimage.distance_transform_edt(inside))
     from_border = np.asarray(ndimage.distance_transform_edt(~inside))
@@ -159,8 +162,11 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
     box = distance[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     # the mean distance inside a bar is half of its half-width
     ink = 2 * box[box > 0].mean()
-    gap = -2 * box[box < 0].mean() if (box < 0).any() else ink
+    gap = ink
+    if (box < 0).any():
+        gap = -2 * box[box < 0].mean()
     pooled = distance.reshape(_CELL, 2, _CELL, 2).mean((1, 3))
+    # int16 at a quarter of the memory of float32
     return np.round(np.clip(pooled, -2, 2) / _UNIT).astype(np.int16), ink, gap
 
 
@@ -184,6 +190,7 @@ def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
         glyphs += of_char
         number.append(len(of_char))
     distance, ink, gap = zip(*glyphs, strict=True)
+    # where each class begins in the stacked fields
     first = np.cumsum(number) - number
     ink = np.asarray(ink, np.float32)
     gap = np.asarray(gap, np.float32)
@@ -241,6 +248,7 @@ def _per_image(values: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _spread(size: int) -> np.ndarray:
+    # normalised weights: a shift of all control points shifts the image
     """Return weights [size, control] that spread control points over pixels smoothly."""
     distance = np.linspace(-1, 1, size)[:, None] - np.linspace(-1, 1, _CONTROL)[None]
     weight = np.exp(-0.5 * (distance * _CONTROL / 1.6) ** 2)
@@ -252,6 +260,7 @@ def _shrink(size: int, to: int) -> np.ndarray:
     low = np.arange(to)[:, None] * size / to
     high = (np.arange(to)[:, None] + 1) * size / to
     pixel = np.arange(size)[None]
+    # the overlap of pixels with each output, as a share
     return np.clip(np.minimum(high, pixel + 1) - np.maximum(low, pixel), 0, None) * to / size
 
 
@@ -296,9 +305,11 @@ def _source(
     warp = spread @ displacement @ spread.T
     tilt_x = _per_image(_symmetric(draw.tilt_x, style.perspective))
     tilt_y = _per_image(_symmetric(draw.tilt_y, style.perspective))
+    # perspective: what is farther away is smaller
     depth = 1 + tilt_x * axis + tilt_y * axis[:, None]
     scale = _between(draw.scale, *style.scale)
     stretch = np.exp(_symmetric(draw.aspect, style.aspect) / 2)
+    # a smaller glyph may move farther
     margin = np.clip(1 - scale, 0, None) + style.shift
     x = (axis + warp[:, 0]) / depth - _per_image(_symmetric(draw.shift_x, 1.0) * margin)
     y = (axis[:, None] + warp[:, 1]) / depth - _per_image(_symmetric(draw.shift_y, 1.0) * margin)
@@ -326,6 +337,7 @@ def _lookup(
     x = x - column
     y = y - row
     index = (glyph * _CELL**2)[:, None, None] + row * _CELL + column
+    # flat indices: numpy's take is faster than two axes of indices
     flat = distance.reshape(-1)
     top = flat.take(index) * (1 - x) + flat.take(index + 1) * x
     bottom = flat.take(index + _CELL) * (1 - x) + flat.take(index + _CELL + 1) * x
@@ -412,8 +424,8 @@ def _render_class(
     style: Style,
 ) -> np.ndarray:
     """Render the first `count` images of a class."""
-    # generators fill arrays image by image: a larger count leaves the first images as
-    # they are
+    # generators fill arrays image by image: a larger
+    # count leaves the first images as they are
     uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
     labels = np.full(count, label)

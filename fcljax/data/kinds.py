@@ -42,10 +42,8 @@ class ArrayData:
         return (stored.astype(np.float32) - mean) / std
 
     def standardised(self, x_train: np.ndarray) -> ArrayData:
-        """Return the kind with the mean and standard deviation of training examples [N, ..., C].
-
-        A column that never changes has the divisor 1.
-        """
+        """Return the kind with the mean and standard deviation of training examples [N,
+        ..., C]. A column that never changes has the divisor 1."""
         x = np.asarray(x_train, np.float64).reshape(-1, x_train.shape[-1])
         deviation = x.std(0)
         std = np.where(deviation > 0, deviation, 1.0)

@@ -68,13 +68,17 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     Held-out examples have no owner.
     """
     owners = find_owners(dataset, partition)
-    indices = np.arange(len(owners.client)) if dataset.kept is None else dataset.kept
+    indices = np.arange(len(owners.client))
+    # a held-out example keeps its number in the file
+    if dataset.kept is not None:
+        indices = dataset.kept
     columns = [indices.tolist(), [owners.names[k] for k in owners.client]]
     if says_tasks(partition):
         columns.append(read_tasks(partition, dataset).tolist())
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["example", "client", "task"][: len(columns)])
+    # examples of nobody are left out, which a reader of the file takes as such
     lines.writerows(line for k, *line in zip(owners.client, *columns, strict=True) if k >= 0)
     return text.getvalue()
 
@@ -87,7 +91,10 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     """
     names = np.asarray(owners)
     indices = dataset.kept
-    count = len(dataset.y_train) if indices is None else dataset.whole
+    count = dataset.whole
+    # the user knows the data set before examples were held out
+    if indices is None:
+        count = len(dataset.y_train)
     if names.shape != (count,) or names.dtype.kind not in "iuU":
         raise InputError(
             f"partition: owners are {names.dtype} of shape {list(names.shape)}; expected integers or text of "
@@ -100,7 +107,9 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
             f"partition: the owner of example {example} is {names[example]}; expected numbers from 0, or "
             "text; to leave out examples, give a file: partition='file:PATH'"
         )
-    column = names if indices is None else names[indices]
+    column = names
+    if indices is not None:
+        column = names[indices]
     return dataset._replace(columns={**dataset.columns, OWNER: column})
 
 
@@ -141,6 +150,7 @@ def says_tasks(partition: Chosen) -> bool:
       InputError: for a file that cannot be read.
     """
     kind, _, path = str(partition).partition(":")
+    # only a file can have a second column
     return kind == "file" and has_tasks(path)
 
 
@@ -154,5 +164,6 @@ def read_tasks(partition: Chosen, dataset: Dataset) -> Int[np.ndarray, " N"]:
     """
     names = read_partition(str(partition).partition(":")[2], dataset).task
     assert names is not None
+    # tasks in the order in which people count
     number = {name: task for task, name in enumerate(natural_order(names[names != NOBODY]))}
     return np.array([number.get(name, NONE) for name in names.tolist()], np.int32)

@@ -38,13 +38,7 @@ class Partition(Protocol):
     after the other.
     """
 
-    def __call__(
-        self,
-        labels: Int[np.ndarray, " N"],
-        clients: int,
-        rng: np.random.RandomState,
-        /,
-    ) -> Parts:
+    def __call__(self, labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, /) -> Parts:
         """Return the indices, into the labels, of each client's examples."""
         ...
 
@@ -179,9 +173,11 @@ def dirichlet(
             f"alpha: {alpha} is not a Dirichlet concentration; choose 0 < alpha <= 1e6, or partition iid"
         )
     check_clients(len(labels), clients, min_size)
+    # class by class from one stream: the order of the draws is the release's
     parts = _redrawn(
         lambda: _one_pass(labels, clients, alpha, rng), min_size, len(labels), clients, f"alpha {alpha}"
     )
+    # shuffled last, so that a client's first examples are not of the lowest class
     return _shuffled(parts, rng)
 
 
@@ -205,9 +201,14 @@ def iid(
     check_clients(len(labels), clients, min_size)
     shuffled = [rng.permutation(members) for members in _classes(labels)]
     left_over = np.array([len(members) % clients for members in shuffled])
-    first = rng.randint(clients) if left_over.any() else 0
-    starts = first + np.cumsum(left_over) - left_over
+    # drawn only if something is left over: where classes
+    # divide evenly, the release draws nothing
+    first_client = 0
+    if left_over.any():
+        first_client = rng.randint(clients)
+    starts = first_client + np.cumsum(left_over) - left_over
     everyone = np.arange(clients)
+    # each client's turn begins where the class before it ended
     turns = zip(shuffled, starts, strict=True)
     return _shuffled(_by_owner([_evenly(each, np.roll(everyone, -at)) for each, at in turns], clients), rng)
 
@@ -250,12 +251,13 @@ def quantity(
 
     def draw() -> Parts:
         owns = _label_owners(len(members), clients, per_client, rng)
-        owned = []
+        owners_by_label = []
         for label, examples in enumerate(members):
+            # a label without owner leaves its examples unused
             owners = np.flatnonzero(owns[:, label])
             if len(owners):
-                owned.append(_evenly(rng.permutation(examples), owners))
-        return _by_owner(owned, clients)
+                owners_by_label.append(_evenly(rng.permutation(examples), owners))
+        return _by_owner(owners_by_label, clients)
 
     return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
@@ -281,13 +283,14 @@ def whole_classes(
       InputError: for less than one client, a `per_client` that is not between 1 and the number of labels, or
         a `min_size` that is not met.
     """
+    # 0: the least size is checked on what is drawn, since clients share examples
     check_clients(len(labels), clients, 0)
     label_ids = np.unique(labels)
     _check_per_client(per_client, len(label_ids), "label ids")
 
     def draw() -> Parts:
         drawn = (rng.choice(label_ids, per_client, replace=False) for _ in range(clients))
-        return [np.flatnonzero(np.isin(labels, some)) for some in drawn]
+        return [np.flatnonzero(np.isin(labels, client_labels)) for client_labels in drawn]
 
     return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
@@ -328,11 +331,12 @@ def shards(
             f"partition: shards needs {count} examples for {count} shards, and a task has only "
             f"{len(labels)}; nearest: quantity"
         )
+    # stable: examples of a label stay in the order of the data set
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
 
     def draw() -> Parts:
         drawn = (rng.choice(count, per_client, replace=False) for _ in range(clients))
-        return [np.concatenate([cut[shard] for shard in some]) for some in drawn]
+        return [np.concatenate([cut[shard] for shard in client_shards]) for client_shards in drawn]
 
     return _redrawn(draw, min_size, len(labels), clients, f"classes_per_client {per_client}")
 
@@ -349,8 +353,8 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
         raise InputError(
             f"train_share: {share} is not a share of the examples; choose more than 0 and at most 1"
         )
-    # without the slack 0.07 of 100 examples would be 8, since 0.07 * 100 > 7 in
-    # floating point
+    # without the slack 0.07 of 100 examples would be 8,
+    # since 0.07 * 100 > 7 in floating point
     return np.sort(
         np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])
     )
@@ -360,6 +364,7 @@ def count_matrix(
     labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
     """How many examples of each class each client owns."""
+    # an empty array first, because no part may have any example
     indices = np.concatenate([np.empty(0, np.int64), *parts])
     return class_counts(labels[indices], np.array([len(part) for part in parts], int), num_classes)
 
@@ -370,6 +375,7 @@ def class_counts(
     """How many examples of each class each client owns, from the labels of the first
     client's examples, of the second's, and so on."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
+    # one bincount of (client, class) pairs, in place of a loop over millions of clients
     counts = np.bincount(owner * num_classes + labels, minlength=len(sizes) * num_classes)
     return counts.reshape(len(sizes), num_classes)
 
@@ -422,6 +428,7 @@ def _redrawn(
     """
     for _ in range(_PASSES):
         parts = draw()
+        # the smallest client decides; a redraw keeps the stream's later draws
         if min(map(len, parts)) >= min_size:
             return parts
     name, _, _ = setting.partition(" ")
@@ -442,42 +449,49 @@ def _check_per_client(per_client: int, most: int, what: str) -> None:
 def _label_owners(
     labels: int, clients: int, per_client: int, rng: np.random.RandomState
 ) -> Bool[np.ndarray, "K L"]:
+    # a random order, so that chance decides which labels nobody owns
     order = rng.permutation(labels)
     position = np.arange(max(clients, labels))
     assigned, client = np.divmod(position, clients)
-    own = np.full((clients, -(-len(position) // clients)), labels)  # `labels` stands for none
-    own[client, assigned] = order[position % labels]
-    own = np.sort(own[:, :per_client], axis=1)
-    have = (own < labels).sum(axis=1)
-    draw = _draw_apart if clients <= MOST_DRAWN_APART else _draw_together
-    drawn = draw(labels, labels - have, per_client - have, per_client, rng)
-    for label in own.T:  # from positions among the labels that a client does not have yet to labels
+    # fewer labels than clients: some labels have several owners in turn
+    owned = np.full((clients, -(-len(position) // clients)), labels)  # `labels` stands for none
+    owned[client, assigned] = order[position % labels]
+    owned = np.sort(owned[:, :per_client], axis=1)
+    num_owned = (owned < labels).sum(axis=1)
+    draw = _draw_together
+    if clients <= MOST_DRAWN_APART:
+        draw = _draw_apart
+    drawn = draw(labels, labels - num_owned, per_client - num_owned, per_client, rng)
+    # in ascending order of labels: each one that a
+    # client has shifts the later ones by one
+    for label in owned.T:  # from positions among the labels that a client does not have yet to labels
         drawn += drawn >= label[:, None]
+    # one more column takes the stand-ins for none
     owns = np.zeros((clients, labels + 1), bool)
-    for some in (own, np.minimum(drawn, labels)):
-        np.put_along_axis(owns, some, True, axis=1)
+    for labels_of_client in (owned, np.minimum(drawn, labels)):
+        np.put_along_axis(owns, labels_of_client, True, axis=1)
     return owns[:, :labels]
 
 
 def _draw_apart(
     labels: int,
     free: Int[np.ndarray, " K"],
-    wanted: Int[np.ndarray, " K"],
+    num_drawn: Int[np.ndarray, " K"],
     most: int,
     rng: np.random.RandomState,
 ) -> Int[np.ndarray, "K most"]:
     """For each client `wanted` of the first `free` numbers, drawn client after client;
     then `labels`."""
     drawn = np.full((len(free), most), labels)
-    for others, left, count in zip(drawn, free.tolist(), wanted.tolist(), strict=True):
-        others[:count] = rng.permutation(left)[:count]
+    for row, left, count in zip(drawn, free.tolist(), num_drawn.tolist(), strict=True):
+        row[:count] = rng.permutation(left)[:count]
     return drawn
 
 
 def _draw_together(
     labels: int,
     free: Int[np.ndarray, " K"],
-    wanted: Int[np.ndarray, " K"],
+    num_drawn: Int[np.ndarray, " K"],
     most: int,
     rng: np.random.RandomState,
 ) -> Int[np.ndarray, "K most"]:
@@ -486,10 +500,11 @@ def _draw_together(
     client = np.arange(len(free))
     deck = np.tile(np.arange(labels), (len(free), 1))
     for i in range(most):
+        # a client without labels left swaps a number with itself
         left = np.maximum(free - i, 1)
         j = np.minimum(i + (rng.random_sample(len(free)) * left).astype(int), labels - 1)
         deck[client, i], deck[client, j] = deck[client, j], deck[client, i]
-    return np.where(np.arange(most) < wanted[:, None], deck[:, :most], labels)
+    return np.where(np.arange(most) < num_drawn[:, None], deck[:, :most], labels)
 
 
 def split_at(values: np.ndarray, sizes: Int[np.ndarray, " n"]) -> list[np.ndarray]:
@@ -529,11 +544,13 @@ def _one_pass(
     owned: list[_Owned] = []
     for members in _classes(labels):
         members = rng.permutation(members)
+        # clients at or above their share are left out, as in FPPL's release
         shares = _shares(sizes < len(labels) / clients, alpha, rng)
+        # truncated like the release's; the last client gets the rest
         cuts = (np.cumsum(shares) * len(members)).astype(np.int64)[:-1]
-        more = np.diff(cuts, prepend=0, append=len(members))
-        sizes += more
-        owned.append((members, np.repeat(np.arange(clients), more)))
+        counts = np.diff(cuts, prepend=0, append=len(members))
+        sizes += counts
+        owned.append((members, np.repeat(np.arange(clients), counts)))
     return _by_owner(owned, clients)
 
 
@@ -544,6 +561,8 @@ def _shares(
 ) -> Float[np.ndarray, " K"]:
     """Dirichlet shares among the clients `below` their fair share, of whom there is at
     least one."""
+    # the draw is of all clients also where some are left
+    # out: the stream must not depend on sizes
     shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
@@ -555,6 +574,7 @@ def _shares(
 
 def _by_owner(owned: list[_Owned], clients: int) -> Parts:
     members, owners = (np.concatenate(part) for part in zip(*owned, strict=True))
+    # stable: examples keep their order within a client
     ordered = members[np.argsort(owners, kind="stable")]
     return split_at(ordered, np.bincount(owners, minlength=clients))
 

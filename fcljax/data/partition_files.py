@@ -45,19 +45,26 @@ def read_partition(path: str, dataset: Dataset) -> Assigned:
     Raises:
       InputError: naming the file, the position in it and the fault.
     """
-    count = len(dataset.y_train) if dataset.kept is None else dataset.whole
+    # a file numbers the training examples before some were held out
+    count = len(dataset.y_train)
+    if dataset.kept is not None:
+        count = dataset.whole
     examples = _Examples(path, dataset.name, count)
     kind = _kind(path)
     if kind == "table":
         assigned = _from_table(_text(path), examples, dataset)
     elif kind == "npz":
         assigned = Assigned(_from_clients(_npz(path), examples))
+    elif kind == "npy":
+        assigned = Assigned(_from_content(_npy(path), examples))
     else:
-        content = _npy(path) if kind == "npy" else parse_json(_where(path), _text(path), "client")
+        content = parse_json(_where(path), _text(path), "client")
         assigned = Assigned(_from_content(content, examples))
     if dataset.kept is None:
         return assigned
-    task = None if assigned.task is None else assigned.task[dataset.kept]
+    task = assigned.task
+    if task is not None:
+        task = task[dataset.kept]
     return Assigned(assigned.client[dataset.kept], task)
 
 
@@ -83,7 +90,10 @@ class _Examples(NamedTuple):
         Raises:
           InputError: for anything else.
         """
-        number = whole_number(value) if isinstance(value, str) else None
+        number = None
+        if isinstance(value, str):
+            number = whole_number(value)
+        # True is an int in Python, and would be example 1
         if isinstance(value, int) and not isinstance(value, bool):
             number = int(value)
         if number is None or not 0 <= number < self.count:
@@ -108,6 +118,7 @@ def _kind(path: str) -> str:
             start = stream.read(1 << 10)
     except OSError as error:
         raise InputError(f"partition: cannot read {path!r}: {error.strerror or error}") from None
+    # loading a pickle runs it
     if start.startswith(PICKLE):
         raise InputError(
             f"{_where(path)} is a pickle, which is a program and is never loaded; write it as JSON: "
@@ -116,8 +127,11 @@ def _kind(path: str) -> str:
     for magic, kind in ((NPY, "npy"), (NPZ, "npz")):
         if start.startswith(magic):
             return kind
+    # a byte-order mark, as spreadsheets write it
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
-    return "json" if text[:1] in (b"{", b"[") else "table"
+    if text[:1] in (b"{", b"["):
+        return "json"
+    return "table"
 
 
 def _text(path: str) -> str:
@@ -140,8 +154,11 @@ def _from_table(text: str, examples: _Examples, dataset: Dataset) -> Assigned:
     if len(keys) == 2:
         raise InputError(f"{where} has the columns 'example' and 'file'; leave out one of them")
     table = read_table(where, text, COLUMNS)
-    find = examples.number if keys[0] == "example" else _find_by_name(examples, dataset)
+    find = examples.number
+    if keys[0] != "example":
+        find = _find_by_name(examples, dataset)
     columns = [name for name in ("client", "task") if name in header]
+    # objects, so that names of any length need no width beforehand
     values_of = {name: np.full(examples.count, NOBODY, object) for name in columns}
     for row, line in enumerate(table.lines):
         position = f"{where}, line {line}"
@@ -180,8 +197,8 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
             f"numbers from 0 to {examples.count - 1}"
         )
     number = {name: i for i, name in enumerate(names)}
-    # by name without folders; images that share a name can only be given with their
-    # folders
+    # by name without folders; images that share a name
+    # can only be given with their folders
     by_file_name = {Path(name).name: i for i, name in enumerate(names)}
     unique = len(by_file_name) == len(names)
 
@@ -205,6 +222,7 @@ def _from_content(content: Any, examples: _Examples) -> np.ndarray:
     """Read the client of each example [N] from JSON or an array."""
     if isinstance(content, Mapping):
         return _from_clients(content, examples)
+    # [[0, 2], [1]]: clients are numbered
     if isinstance(content, list) and content and all(isinstance(indices, list) for indices in content):
         return _from_clients({str(client): indices for client, indices in enumerate(content)}, examples)
     return _from_examples(content, examples)
@@ -216,6 +234,7 @@ def _from_clients(clients: Mapping[str, Any], examples: _Examples) -> np.ndarray
     for client, indices in clients.items():
         where = f"{_where(examples.path)}, client {client!r}"
         name = _checked_name(where, "client", client.strip())
+        # arrays are read like lists, so that both have the same errors
         if isinstance(indices, np.ndarray) and indices.ndim == 1:
             indices = indices.tolist()
         if not isinstance(indices, list):
@@ -233,13 +252,13 @@ def _from_examples(owners: Any, examples: _Examples) -> np.ndarray:
     where = _where(examples.path)
     count = examples.count
     if isinstance(owners, np.ndarray):
-        fits = owners.shape == (count,) and owners.dtype.kind in "iuU"
+        is_valid = owners.shape == (count,) and owners.dtype.kind in "iuU"
         description = f"{owners.dtype} of shape {list(owners.shape)}"
         owners = owners.tolist()
     else:
-        fits = len(owners) == count
+        is_valid = len(owners) == count
         description = f"{len(owners)} values"
-    if not fits:
+    if not is_valid:
         raise InputError(
             f"{where} has {description}; expected the client of each of the {count} training examples, "
             'integers or text, or the examples of each client: {"client": [0, 2, 5]}'

@@ -41,9 +41,11 @@ def sample_client(
       applied: False, as in most of the release's data sets: the client has floor(split * n) of the n examples
         of each of its classes, whatever the imbalance, and yet reports the numbers above.
     """
+    # the release's generator, whose draws a Generator cannot reproduce
     rng = np.random.RandomState(seed)
     order = rng.permutation(np.unique(labels))
     count = len(order)
+    # n - floor((1 - category) n), not ceil(category n): they differ by rounding
     active = count - math.floor((1 - category) * count + 1e-9)
     sizes = [
         int(split * int(len(labels) / count * imbalance ** (i / max(active - 1, 1)))) for i in range(active)
@@ -52,7 +54,11 @@ def sample_client(
     indices = [np.empty(0, np.int64)]
     for label, size in reported.items():
         members = rng.permutation(np.flatnonzero(labels == label))
-        indices.append(members[: size if applied else int(split * len(members))])
+        # "reported": the sizes above are sent, and other examples are trained on
+        count_of_class = int(split * len(members))
+        if applied:
+            count_of_class = size
+        indices.append(members[:count_of_class])
     return Sample(np.concatenate(indices), reported)
 
 
@@ -90,26 +96,26 @@ class Sampled:
           time: task, round, and rounds of a task.
         """
         task, round_, rounds = time
-        first = 1 + clients * (round_ + rounds * task) + 2000 * seed
+        # consecutive seeds over the rounds of all tasks,
+        # as the release counts its clients
+        first_seed = 1 + clients * (round_ + rounds * task) + 2000 * seed
         applied = self.long_tail == "applied"
-        drawn = []
+        samples = []
         for client in range(clients):
-            client_seed = (first + client) % 2**32
+            # RandomState takes 32 bits
+            client_seed = (first_seed + client) % 2**32
             sample = sample_client(
                 labels[rows], client_seed, self.split_ratio, self.category_ratio, self.imbalance, applied
             )
-            drawn.append(sample._replace(indices=rows[sample.indices]))
-        return drawn
+            samples.append(sample._replace(indices=rows[sample.indices]))
+        return samples
 
 
-def reported_counts(
-    drawn: list[Sample],
-    position: Int[np.ndarray, " C"],
-) -> Int[np.ndarray, "K C"]:
+def reported_counts(samples: list[Sample], position: Int[np.ndarray, " C"]) -> Int[np.ndarray, "K C"]:
     """Return how many examples of each class sampled clients report, by position in the
     class order."""
-    counts = np.zeros((len(drawn), len(position)), np.int32)
-    for client, sample in enumerate(drawn):
+    counts = np.zeros((len(samples), len(position)), np.int32)
+    for client, sample in enumerate(samples):
         for label, count in sample.reported.items():
             counts[client, position[label]] = count
     return counts

@@ -42,20 +42,28 @@ class Host(NamedTuple):
           mesh: of devices; None: the default device alone.
           parted: each device gets its part, and a process reads only those of its devices.
         """
+        # reading from a file is what takes the time: a
+        # mapped array's rows are copied here
         if mesh is None:
             return jax.device_put(jax.tree.map(lambda array: np.asarray(array[indices]), self.tree))
-        spec = split() if parted else WHOLE
+        spec = WHOLE
+        if parted:
+            spec = split()
         return jax.tree.map(lambda array: put_rows(array, indices, mesh, spec), self.tree)
 
 
 def ready(data: PyTree, mesh: AnyMesh | None) -> PyTree:
     """Copy data to all devices of a mesh, except a `Host`, which is read in windows."""
-    return data if mesh is None or isinstance(data, Host) else put(data, mesh)
+    if mesh is None or isinstance(data, Host):
+        return data
+    return put(data, mesh)
 
 
 def whole(data: PyTree | Host) -> PyTree:
     """Return the arrays of all examples, on the host or the device."""
-    return data.tree if isinstance(data, Host) else data
+    if isinstance(data, Host):
+        return data.tree
+    return data
 
 
 def over_windows(
@@ -77,6 +85,7 @@ def over_windows(
     """
     if not items:
         return carry
+    # one thread: windows must come in order, and two at a time fit on the device
     with ThreadPoolExecutor(1) as loader:
         next_window = loader.submit(load, items[0])
         for position, item in enumerate(items):
@@ -85,8 +94,8 @@ def over_windows(
             jax.block_until_ready(carry)
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            # submitted before the step, because some backends block their caller while
-            # they dispatch
+            # submitted before the step, because some backends
+            # block their caller while they dispatch
             if position + 1 < len(items):
                 next_window = loader.submit(load, items[position + 1])
             if overlap:

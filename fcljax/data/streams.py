@@ -134,11 +134,16 @@ def split_pool(
         ]
         pool = [np.sort(group) for group in groups if group]
     else:
-        source = sources if kind == "sources" else 0 * sources
+        # one group unless tasks must stay within a data set
+        source = 0 * sources
+        if kind == "sources":
+            source = sources
         problem = f"there are fewer than {size} classes"
         pool = []
         for number in np.unique(source):
             classes = np.flatnonzero(source == number)
+            # a task of fewer classes than the others would be padded, so the rest is
+            # left out
             ends = range(size, len(classes) + 1, size)[: most or None]
             pool += [classes[end - size : end] for end in ends]
     if not pool:
@@ -217,6 +222,7 @@ def own_streams(
         raise InputError(
             f"tasks: a client cannot draw {tasks} tasks from a pool of {len(pool)}; nearest: {len(pool)}"
         )
+    # enough for all: no task twice, so that clients share nothing (NonIID-50)
     if clients * tasks <= len(pool):
         order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)
     else:
@@ -229,12 +235,14 @@ def _drawn_classes(
 ) -> list[np.ndarray]:
     """Draw the classes of one task for each client; none for clients that the task does
     not go to."""
+    # between one client and all of them
     participants = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))
-    return [
-        np.sort(rng.choice(classes, count, replace=False)) if client in participants else classes[:0]
-        for client in range(clients)
-    ]
+    drawn = [classes[:0]] * clients
+    # by client, not in the order of `participants`: the draws decide the partition
+    for client in np.sort(participants):
+        drawn[client] = np.sort(rng.choice(classes, count, replace=False))
+    return drawn
 
 
 def _streams(
@@ -245,9 +253,11 @@ def _streams(
     all_classes = np.arange(labels.max() + 1)
     owns = np.array([np.isin(all_classes, np.concatenate(client_classes)) for client_classes in owned])
     parts = {}
+    # a class of several tasks counts once: its examples are divided once
     for label in np.flatnonzero(owns.any(axis=0)):
         members = np.flatnonzero(labels == label)
         owners = np.flatnonzero(owns[:, label])
+        # an owner without examples would be a client that never trains
         if len(members) < len(owners):
             raise InputError(
                 f"clients: {len(owners)} clients own a class with {len(members)} examples; "

@@ -43,6 +43,7 @@ class ByClass:
 
     def sizes(self, classes: int, tasks: int) -> tuple[int, ...]:
         """Return the number of classes of each task."""
+        # 0 stands for "not given" in options, None in `chosen_sizes`
         numbers = self.base_classes or None, self.classes_per_task or None
         return chosen_sizes(classes, tasks, *numbers, self.task_sizes or None)
 
@@ -76,6 +77,7 @@ def by_class(
       label: of the training examples, positions in the class order.
       test_label: of the test examples.
     """
+    # classes are in the class order, so tasks own ranges of them
     task_of = np.repeat(np.arange(len(sizes)), sizes)
     return TaskSchedule(tasks_of_sizes(sizes), task_of[label], task_of[test_label])
 
@@ -101,11 +103,15 @@ def blurred(
     train = schedule.train.copy()
     tasks = len(schedule.tasks)
     classes = len(schedule.tasks[0].seen)
+    # in ascending order, so that the draws of a class do
+    # not depend on the order of the others
     for blurry_class in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
         members = rng.permutation(np.flatnonzero(label == blurry_class))
+        # a share of the class's examples, whatever task they are in
         minority = members[: round(share * len(members))]
         other_tasks = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
         if len(other_tasks):
+            # resized: each task in turn, as evenly as possible
             train[minority] = np.resize(other_tasks, len(minority))
     return schedule._replace(tasks=_tasks(train, label, classes), train=train)
 
@@ -137,9 +143,12 @@ def by_domain(
         raise InputError(f"task_order: no domain {wrong!r}; {nearest(wrong, domains)}")
     missing = next((name for name in domains if name not in number), None)
     if missing is not None or len(number) < len(order):
-        problem = f"{missing!r} is missing" if missing is not None else "a domain appears twice"
+        problem = "a domain appears twice"
+        if missing is not None:
+            problem = f"{missing!r} is missing"
         raise InputError(f"task_order: {','.join(order)!r}: {problem}")
     train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
+    # a task without test images has no accuracy
     untested = next((name for name in order if number[name] not in test), None)
     if untested is not None:
         raise InputError(f"tasks_by: no test example is of domain {untested!r}; every task needs some")
@@ -164,6 +173,7 @@ def tasks_of_examples(
     """
     tasks = _tasks(task, label, classes)
     current = np.stack([np.asarray(scheduled.current) for scheduled in tasks])
+    # argmax is the first task that trains the class
     first_task = np.where(current.any(axis=0), current.argmax(axis=0), NONE)
     return TaskSchedule(tasks, task, first_task[test_label])
 

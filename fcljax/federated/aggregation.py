@@ -26,13 +26,7 @@ from fcljax.types import Claim, MergingRule, PyTree
 class OnArrival(Protocol):
     """Acts on the upload of one client as it arrives, before it is merged."""
 
-    def __call__(
-        self,
-        mean: PyTree,
-        reference: PyTree,
-        weight: Num[Array, ""],
-        /,
-    ) -> tuple[PyTree, Array]:
+    def __call__(self, mean: PyTree, reference: PyTree, weight: Num[Array, ""], /) -> tuple[PyTree, Array]:
         """The upload [...] and its weight as they are merged."""
         ...
 
@@ -42,13 +36,7 @@ class AtServer(Protocol):
     """Acts on what was merged."""
 
     def __call__(
-        self,
-        mean: PyTree,
-        reference: PyTree,
-        state: PyTree,
-        count: Int[Array, ""],
-        key: PRNGKeyArray,
-        /,
+        self, mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray, /
     ) -> tuple[PyTree, PyTree]:
         """The server's next value [...] and the new state; `count` is the number of valid
         uploads."""
@@ -95,6 +83,7 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
       InputError: an unknown name, a value out of range, or noise without clipping or with a rule that is no
         mean.
     """
+    # an unknown name or range fails here, before anything is compiled
     rule = chosen("aggregator", options)
     check_ranges(options)
     _check_noise(options, rule)
@@ -115,18 +104,13 @@ def _like_reference(rule: MergingRule) -> MergingRule:
     if name_of("aggregator", rule):
         return rule
 
-    def reduce(
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: PRNGKeyArray,
-    ) -> PyTree:
+    def reduce(stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: PRNGKeyArray) -> PyTree:
         merged = rule(stacked, reference, weight, valid, key)
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (merged, reference)]
         if jax.tree.structure(merged) != jax.tree.structure(reference) or shapes[0] != shapes[1]:
             called = label_of("aggregator", rule)
             raise InputError(f"aggregator: {called} returned shapes {shapes[0]}; needed: {shapes[1]}")
+        # a rule may compute in float32: leaves of other types get theirs back
         return jax.tree.map(cast_like, merged, reference)
 
     return reduce
@@ -136,6 +120,8 @@ def _check_noise(options: AggregationOptions, rule: object) -> None:
     noise = options.noise_multiplier
     if noise and not options.clip_norm:
         raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; also give --clip-norm")
+    # the noise is calibrated to the mean's sensitivity,
+    # clip_norm / n, which no other rule has
     if noise and not isinstance(rule, Mean | Uniform):
         called = label_of("aggregator", options.aggregator)
         raise InputError(
@@ -147,7 +133,9 @@ def _name(options: AggregationOptions) -> str:
     on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field)]
     server = label_of("server_optimiser", options.server_optimiser)
     parts = [label_of("aggregator", options.aggregator), *on]
-    return ", ".join(parts if server == "none" else [*parts, f"server {server}"])
+    if server != "none":
+        parts.append(f"server {server}")
+    return ", ".join(parts)
 
 
 # ---- on arrival: clipping, and equal weights --------------------------------------------------------------
@@ -155,17 +143,20 @@ def _name(options: AggregationOptions) -> str:
 
 def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     bound = options.clip_norm
+    # with weights the sensitivity would be the largest
+    # weight's, so under noise all have weight 1
     equal = isinstance(rule, Uniform) or options.noise_multiplier > 0
     if not bound and not equal:
         return None
 
-    def pre(
-        mean: PyTree,
-        reference: PyTree,
-        weight: Num[Array, ""] | float,
-    ) -> tuple[PyTree, Array]:
-        clipped = mean if not bound else clip_change(mean, reference, bound)
-        return clipped, _equal_weight(weight) if equal else jnp.asarray(weight)
+    def pre(mean: PyTree, reference: PyTree, weight: Num[Array, ""] | float) -> tuple[PyTree, Array]:
+        clipped = mean
+        if bound:
+            clipped = clip_change(mean, reference, bound)
+        new_weight = jnp.asarray(weight)
+        if equal:
+            new_weight = _equal_weight(weight)
+        return clipped, new_weight
 
     return pre
 
@@ -178,6 +169,7 @@ def clip_change(mean: PyTree, reference: PyTree, bound: float) -> PyTree:
     """
     start = _floats(reference)
     change, over = clip(difference(_floats(mean), start), bound)
+    # short changes keep their bits: start + (mean - start) would round
     new = [jnp.where(over, s + c, m) for s, c, m in zip(start, change, _floats(mean), strict=True)]
     return _with_floats(mean, new)
 
@@ -207,10 +199,13 @@ def _at_server(
         key: PRNGKeyArray,
     ) -> tuple[PyTree, PyTree]:
         if noise:
+            # sigma clip_norm / n (McMahan et al. 2018): an empty round has n = 0, and
+            # its mean is not used
             mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
         if optimiser is None:
             return mean, state
         start = _floats(reference)
+        # x_t - mean: descending along it with rate 1 is FedAvg (Reddi et al. 2021)
         gradient = jax.tree.map(jnp.subtract, start, _floats(mean))
         change, state = optimiser.update(gradient, state, start)
         return _with_floats(mean, jax.tree.map(jnp.add, start, change)), state
@@ -227,6 +222,7 @@ def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> P
     """
 
     def noisy(index: int, leaf: Array) -> Array:
+        # a key per leaf, by position: equal leaves must not get equal noise
         return leaf + deviation * jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
 
     return _with_floats(mean, [noisy(i, leaf) for i, leaf in enumerate(_floats(mean))])
@@ -241,21 +237,23 @@ def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | No
     return choice.build() if hasattr(choice, "build") else choice
 
 
-def _optimiser_state(
-    optimiser: optax.GradientTransformation | None,
-) -> Callable[[PyTree], PyTree]:
+def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable[[PyTree], PyTree]:
     def init(reference: PyTree) -> PyTree:
-        return () if optimiser is None else optimiser.init(_floats(reference))
+        if optimiser is None:
+            return ()
+        return optimiser.init(_floats(reference))
 
     return init
 
 
 def _floats(tree: PyTree) -> list[Array]:
     """The floating leaves, in float32."""
+    # float32: sums of squares of bfloat16 would lose the small coordinates
     return [widen(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def _with_floats(tree: PyTree, floats: list[Array]) -> PyTree:
     """The tree with these floating leaves, in its own dtypes; the other leaves stay."""
+    # in the order of `_floats`, which skips the other leaves in the same way
     new = iter(floats)
     return jax.tree.map(lambda leaf: cast_like(next(new), leaf) if is_float(leaf) else leaf, tree)

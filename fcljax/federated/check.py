@@ -1,7 +1,9 @@
-"""Checks, before anything is computed, that a method's functions return what the protocol asks for.
+"""Checks, before anything is computed, that a method's functions return what the
+protocol asks for.
 
-Every function that the engine calls is traced once with `jax.eval_shape`. What is wrong becomes one line that
-names the function, where the user wrote it, what it returned and what was expected.
+Every function that the engine calls is traced once with `jax.eval_shape`. What is wrong
+becomes one line that names the function, where the user wrote it, what it returned and
+what was expected.
 """
 
 import contextlib
@@ -99,8 +101,8 @@ def describe(function: Callable) -> str:
 
 
 def name_part(part: str, function: Callable) -> str:
-    """Return the name of a method's part for messages, with its place unless this package has the
-    function."""
+    """Return the name of a method's part for messages, with its place unless this
+    package has the function."""
     code = _code(function)
     if code is None or Path(code.co_filename).is_relative_to(_PACKAGE):
         return part
@@ -118,7 +120,8 @@ def _code(function: Callable):
 def in_users_code(part: str, error: Exception) -> Exception:
     """Return what to raise for an exception in a function of a method.
 
-    It is one line that names the user's file if the user's code was running, else the exception itself.
+    It is one line that names the user's file if the user's code was running, else the
+    exception itself.
     """
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked_tracer(error)
@@ -130,9 +133,11 @@ def in_users_code(part: str, error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def leaks_in_one_line() -> Iterator[None]:
-    """Raise one line for a traced value that a user's function keeps from one trace to another.
+    """Raise one line for a traced value that a user's function keeps from one trace to
+    another.
 
-    Where functions are traced on their own, as `check_method` does, such a leak may stay unseen.
+    Where functions are traced on their own, as `check_method` does, such a leak may
+    stay unseen.
 
     Raises:
       InputError: naming the line of the user's file.
@@ -144,13 +149,18 @@ def leaks_in_one_line() -> Iterator[None]:
 
 
 def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
-    """Return the line for a traced value that outlived its trace: where it is read and was made."""
+    """Return the line for a traced value that outlived its trace: where it is read and
+    was made."""
     place = _users_place(error)
-    places = [f"{place} reads it"] if place else []
+    places = []
+    if place:
+        places = [f"{place} reads it"]
     origin = _leaked_from()
     if origin:
         places.append(f"{origin} made it")
-    where = f": {', '.join(places)}" if places else ""
+    where = ""
+    if places:
+        where = f": {', '.join(places)}"
     return InputError(
         "method: a traced value is kept in a global or an attribute and read in another trace"
         f"{where}; return it from the function, as state or as a report"
@@ -171,23 +181,30 @@ class _CodeLine(NamedTuple):
 
 
 def _users_place(error: Exception) -> str | None:
-    """Return the last line of the user's code in a traceback: "my_method.py:12 loss()"."""
+    """Return the last line of the user's code in a traceback: "my_method.py:12
+    loss()"."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _last_users([_CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
-    return str(place) if place else None
+    if not place:
+        return None
+    return str(place)
 
 
 def _last_users(calls: Sequence[_CodeLine]) -> _CodeLine | None:
-    """Return the last of some calls, outermost first, in user's code that this package called."""
+    """Return the last of some calls, outermost first, in user's code that this package
+    called."""
     within = itertools.dropwhile(lambda call: not Path(call.file).is_relative_to(_PACKAGE), calls)
     return next((call for call in reversed(list(within)) if _is_users(call.file)), None)
 
 
 def _leaked_from() -> _CodeLine | None:
-    """Return the line of the user's code that made a traced value which is still alive."""
+    """Return the line of the user's code that made a traced value which is still
+    alive."""
     for value in gc.get_objects():
         # JAX notes in each traced value where it was made
-        info = getattr(value, "_line_info", None) if isinstance(value, jax.core.Tracer) else None
+        info = None
+        if isinstance(value, jax.core.Tracer):
+            info = getattr(value, "_line_info", None)
         if info is None or info.traceback is None:
             continue
         frames = reversed(info.traceback.frames)
@@ -198,7 +215,8 @@ def _leaked_from() -> _CodeLine | None:
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs neither to this package nor to Python and its libraries."""
+    """Return whether a file belongs neither to this package nor to Python and its
+    libraries."""
     if file.startswith(("<frozen", "<@beartype")):
         return False
     folders = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -290,8 +308,8 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
 
 
 def _check_round(where: str, this_round: Round, case: _Case) -> Shapes:
-    """Check one of the method's rounds, and return the shapes of its program; `where` begins the names of its
-    parts in messages."""
+    """Check one of the method's rounds, and return the shapes of its program; `where`
+    begins the names of its parts in messages."""
     choose(f"method: {where}when", this_round.when, get_args(When))
     choose(f"method: {where}who", this_round.who, get_args(Who))
     program = this_round.program
@@ -321,9 +339,15 @@ def _check_round(where: str, this_round: Round, case: _Case) -> Shapes:
 
 
 def _check_phase(
-    where: str, program: Program, phase: Phase, context: ClientContext, local: PyTree, case: _Case
+    where: str,
+    program: Program,
+    phase: Phase,
+    context: ClientContext,
+    local: PyTree,
+    case: _Case,
 ) -> tuple[Metrics, _LeafUse]:
-    """Check a phase, and return the shapes of its metrics and how its step uses the local state."""
+    """Check a phase, and return the shapes of its metrics and how its step uses the local
+    state."""
     replayed = phase.view.replay
     read_by_choice = frozenset()
     if (phase.replay is None) != (replayed == 0) or (phase.replay and program.replay_buffer is None):
@@ -358,8 +382,8 @@ def _check_indices(name: str, indices: PyTree, size: int | None) -> None:
 def _check_finish(
     where: str, program: Program, context: ClientContext, local: PyTree, state: PyTree
 ) -> tuple[Upload, frozenset[int]]:
-    """Check the end of a client's work: the shapes of its upload, and which leaves of the local state it
-    reads."""
+    """Check the end of a client's work: the shapes of its upload, and which leaves of
+    the local state it reads."""
     name = f"{where}finish"
     finish = program.finish
     finish_name = name_part(name, finish)
@@ -387,8 +411,8 @@ def _with_float_weight(upload: PyTree) -> PyTree:
 
 
 def check_averaged(name: str, mean: PyTree) -> None:
-    """Check that what is averaged over clients can be: means are taken in float32, which has no whole numbers
-    beyond 2^24 but even ones.
+    """Check that what is averaged over clients can be: means are taken in float32,
+    which has no whole numbers beyond 2^24 but even ones.
 
     Raises:
       InputError: naming the first leaf of integers with more bits.
@@ -416,8 +440,8 @@ def _aggregate_of_one(upload: Upload) -> Aggregate:
 
 
 def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
-    """Return how a traced step uses the local state. A leaf that it only hands on is neither read nor
-    changed."""
+    """Return how a traced step uses the local state. A leaf that it only hands on is
+    neither read nor changed."""
     old_leaves = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
     results = traced.jaxpr.outvars
     # the results begin with the new local state; metrics follow
@@ -431,17 +455,20 @@ def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
 
 
 def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
-    """Return which leaves of `local` a traced function of (context, local, ...) needs for some of its
-    results."""
+    """Return which leaves of `local` a traced function of (context, local, ...) needs
+    for some of its results."""
     first = len(jax.tree.leaves(context))
     # without the other results, what only they need is dead code
     _, used = dce_jaxpr(traced.jaxpr, results)
     return frozenset(i for i in range(len(jax.tree.leaves(local))) if used[first + i])
 
 
-def _stored_leaves(uses: list[_LeafUse], read_at_end: frozenset[int]) -> tuple[frozenset[int], ...]:
-    """Return the leaves that are stored after each phase but the last one: its step changes them, and
-    something reads them later."""
+def _stored_leaves(
+    uses: list[_LeafUse],
+    read_at_end: frozenset[int],
+) -> tuple[frozenset[int], ...]:
+    """Return the leaves that are stored after each phase but the last one: its step
+    changes them, and something reads them later."""
     stored = []
     read_later = read_at_end
     for use, next_use in reversed(list(itertools.pairwise(uses))):
@@ -454,12 +481,14 @@ def _stored_leaves(uses: list[_LeafUse], read_at_end: frozenset[int]) -> tuple[f
 
 
 def _call(part: str, function: Callable, *args) -> PyTree:
-    """Return the shapes that a function of the method returns; errors are those of `_trace`."""
+    """Return the shapes that a function of the method returns; errors are those of
+    `_trace`."""
     return _trace(part, function, *args)[1]
 
 
 def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
-    """Trace a function of the method, and return the trace and the shapes that the function returns.
+    """Trace a function of the method, and return the trace and the shapes that the
+    function returns.
 
     Raises:
       InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
@@ -504,10 +533,14 @@ def _pair(part: str, function: Callable, result: PyTree, expected: str) -> tuple
 
 
 def _check_local_and_metrics(
-    part: str, function: Callable, result: PyTree, local: PyTree, expected: str = "(local, metrics)"
+    part: str,
+    function: Callable,
+    result: PyTree,
+    local: PyTree,
+    expected: str = "(local, metrics)",
 ) -> Metrics:
-    """Check that a function returned a pytree like `local`, and named `Weighted` numbers; return the
-    latter."""
+    """Check that a function returned a pytree like `local`, and named `Weighted`
+    numbers; return the latter."""
     name = name_part(part, function)
     new_local, metrics = _pair(part, function, result, expected)
     _check_alike(part, function, new_local, local)
@@ -540,7 +573,8 @@ def _wrong(name: str, result: PyTree, expected: str) -> InputError:
 
 
 def _shown(tree: PyTree) -> str:
-    """Return a tree in a few words: type and shape of an array, else the kind of tree and its leaves."""
+    """Return a tree in a few words: type and shape of an array, else the kind of tree and
+    its leaves."""
     if hasattr(tree, "shape"):
         return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
     leaves = jax.tree.leaves(tree)

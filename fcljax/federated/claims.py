@@ -31,16 +31,12 @@ def claims_hold(
     context: ClientContext,
     upload: Upload,
 ) -> Bool[Array, " claims"]:
-    """Return which claims of an upload are possible.
-
-    The upload is as the client sent it."""
+    """Return which claims of an upload are possible. The upload is as the client sent
+    it."""
     return jnp.stack([claim.holds(context, upload) for claim in claims_of(program)])
 
 
-def possible_counts(
-    counts: Num[Array, " n"],
-    examples: Int[Array, ""],
-) -> Bool[Array, ""]:
+def possible_counts(counts: Num[Array, " n"], examples: Int[Array, ""]) -> Bool[Array, ""]:
     """Return whether numbers of different examples are possible: each in [0, examples],
     their sum too."""
     # each is compared before they are added: sums of large integers wrap around

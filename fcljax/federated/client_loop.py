@@ -1,11 +1,13 @@
-"""The compiled loop over the clients of a round: lanes that train clients step by step, and their uploads.
+"""The compiled loop over the clients of a round: lanes that train clients step by step,
+and their uploads.
 
-Everything here runs inside jit; `engine.py` compiles it and calls it. Lanes run side by side, and each trains
-its clients one after the other, as a table says that the host has made (`schedule.py`). Read `run_ticks`
-first: clients start, every lane takes a step, clients finish.
+Everything here runs inside jit; `engine.py` compiles it and calls it. Lanes run side by
+side, and each trains its clients one after the other, as a table says that the host has
+made (`schedule.py`). Read `run_ticks` first: clients start, every lane takes a step,
+clients finish.
 
-A client's upload depends on (seed, task, round, client id) and its examples only: every draw is keyed that
-way, never by lane, device, slot or other participants.
+A client's upload depends on (seed, task, round, client id) and its examples only: every
+draw is keyed that way, never by lane, device, slot or other participants.
 """
 
 import functools
@@ -56,7 +58,8 @@ class Lanes(NamedTuple):
     count: int = 1
     """Number of lanes."""
     mode: str = "loop"
-    """`loop` (one after the other), `vmap` (batched) or `unroll` (a copy of the code each)."""
+    """`loop` (one after the other), `vmap` (batched) or `unroll` (a copy of the code
+    each)."""
 
 
 class Shapes(NamedTuple):
@@ -74,19 +77,22 @@ class Shapes(NamedTuple):
 def slot_bytes(shapes: Shapes) -> int:
     """Return the bytes that a chunk needs for each of its clients.
 
-    They are those of the gathered part of its upload, of its state, and of what is stored between phases.
+    They are those of the gathered part of its upload, of its state, and of what is
+    stored between phases.
     """
     return num_bytes((shapes.upload.gather, shapes.state, _leaves_between_phases(shapes)))
 
 
 def _leaves_between_phases(shapes: Shapes) -> list:
-    """Return the leaves of the local state that are stored between phases, and None for the others."""
+    """Return the leaves of the local state that are stored between phases, and None for
+    the others."""
     stored = _stored_before(shapes, len(shapes.stored_leaves))
     return [leaf if i in stored else None for i, leaf in enumerate(jax.tree.leaves(shapes.local))]
 
 
 def _stored_before(shapes: Shapes, phase_index: int) -> frozenset[int]:
-    """Return the leaves that must be stored before a phase; `Program.start` recomputes the others.
+    """Return the leaves that must be stored before a phase; `Program.start` recomputes
+    the others.
 
     Nothing has changed the others, or nothing reads them.
     """
@@ -94,11 +100,12 @@ def _stored_before(shapes: Shapes, phase_index: int) -> frozenset[int]:
 
 
 class Accumulator(NamedTuple):
-    """What the server has received so far in a round of P participants, or from one chunk.
+    """What the server has received so far in a round of P participants, or from one
+    chunk.
 
-    The accumulator of a chunk has an entry for each slot in place of each participant. Sums are in float32 at
-    least. On a mesh every device has all of the sums, and an equal part of the clients' entries, whose number
-    is a multiple of the devices.
+    The accumulator of a chunk has an entry for each slot in place of each participant.
+    Sums are in float32 at least. On a mesh every device has all of the sums, and an
+    equal part of the clients' entries, whose number is a multiple of the devices.
     """
 
     mean: PyTree  # sum of weight * leaf
@@ -133,10 +140,12 @@ class Call(NamedTuple):
     chunk: Chunk  # the clients that take part
     task: Task  # the round's task
     key: PRNGKeyArray  # of the round
+    # False is the fast path; `is_sound` then checks the sums once per chunk
     guarded: Bool[Array | np.bool_, ""]  # whether every upload is checked as it arrives
 
 
-# How the devices of a mesh share these arrays: what belongs to clients in equal parts, the rest as a whole.
+# How the devices of a mesh share these arrays: what belongs to clients in equal parts,
+# the rest as a whole.
 ACCUMULATOR_SPECS = Accumulator(
     # pyrefly: ignore[bad-argument-type]  # a tree of specifications
     *[split() if name in _CLIENT_FIELDS else WHOLE for name in Accumulator._fields]
@@ -148,7 +157,9 @@ CALL_SPECS = Call(frozen=WHOLE, broadcast=WHOLE, chunk=CHUNK_SPECS, task=WHOLE, 
 
 
 class ReplayData(NamedTuple):
-    """The replay buffers of a chunk's clients. Without `Program.replay_buffer` both arrays are empty."""
+    """The replay buffers of a chunk's clients.
+
+    Without `Program.replay_buffer` both arrays are empty."""
 
     data: PyTree  # data that hold the examples
     index: Int[Array | np.ndarray, "S M"]  # their indices in the training set, -1 for none
@@ -156,7 +167,8 @@ class ReplayData(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """How far the chunks of a round are merged, on the device, so that the host need not wait for it."""
+    """How far the chunks of a round are merged, on the device, so that the host need not
+    wait for it."""
 
     chunks: Int[Array | np.ndarray | np.int32, ""]  # so many chunks, from the first on, are merged
     current: Int[Array | np.ndarray | np.int32, ""]  # number of the chunk that ends now
@@ -164,7 +176,8 @@ class Merging(NamedTuple):
 
 
 class TickWindow(NamedTuple):
-    """Consecutive ticks of a phase, and where their examples lie in the data on the device."""
+    """Consecutive ticks of a phase, and where their examples lie in the data on the
+    device."""
 
     data: PyTree  # what `Fetch` reads
     index: Int[Array, "ticks L B"]  # indices in the training set, -1 for padding
@@ -191,7 +204,9 @@ class PhaseLoop(NamedTuple):
 
 
 def batches_alone(lanes: Lanes) -> bool:
-    """Return whether lanes can compute batches of different sizes; batched lanes would compute all sizes."""
+    """Return whether lanes can compute batches of different sizes; batched lanes would
+    compute all sizes."""
+    # batched lanes share one batch size: XLA would compute every branch and select
     return lanes.count == 1 or lanes.mode != "vmap"
 
 
@@ -202,6 +217,7 @@ def over_lanes(function: Callable, lanes: Lanes) -> Callable:
     """
 
     def only_lane(*args: PyTree) -> PyTree:
+        # without vmap: a batched convolution or matmul of one lane is slower on a CPU
         return expand(function(*squeeze(args)))
 
     def unrolled_lanes(*args: PyTree) -> PyTree:
@@ -225,13 +241,17 @@ def over_lanes(function: Callable, lanes: Lanes) -> Callable:
 def empty_accumulator(
     shapes: Shapes, capacity: Capacity, claims: int, mesh: AnyMesh | None = None
 ) -> Accumulator:
-    """Return an accumulator without uploads, for uploads of these shapes with so many claims."""
+    """Return an accumulator without uploads, for uploads of these shapes with so many
+    claims."""
     entries = rows_on(mesh, capacity.participants)
     return Accumulator(
+        # float32 at least, whatever the leaf: thousands of
+        # bfloat16 addends would stop counting
         mean=sum_zeros(shapes.upload.mean, floating=True),
         sum=sum_zeros(shapes.upload.sum),
         gather=_zeros(shapes.upload.gather, (entries,)),
         weight=jnp.zeros(entries),
+        # K marks an empty entry: no client has this number
         id=jnp.full(entries, capacity.clients, jnp.int32),
         valid=jnp.zeros(entries, bool),
         rejected=jnp.zeros((), jnp.int32),
@@ -249,10 +269,12 @@ def _add_uploads(
     ends: Bool[Array, " L"],
     guarded: Bool[Array, ""],
 ) -> tuple[Accumulator, Bool[Array, " L"]]:
-    """Add the uploads of the clients that have just finished, and return which of them are valid.
+    """Add the uploads of the clients that have just finished, and return which of them
+    are valid.
 
-    If guarded, non-finite uploads and uploads of negative weight get weight 0 and are counted. Otherwise they
-    are added too, and `is_sound` finds them at the end of the chunk.
+    If guarded, non-finite uploads and uploads of negative weight get weight 0 and are
+    counted. Otherwise they are added too, and `is_sound` finds them at the end of the
+    chunk.
 
     Args:
       accumulator: what was received so far.
@@ -263,15 +285,18 @@ def _add_uploads(
       ends: which of the clients have just finished.
       guarded: whether each upload is checked.
     """
+    # the weight may be a Python number; finite_guard compares arrays
     weight = jnp.broadcast_to(jnp.asarray(upload.weight, jnp.float32), ends.shape)
     impossible = ends[:, None] & ~possible
     ends = ends & jnp.all(possible, axis=1)
     weight, valid, rejected = jax.lax.cond(
         guarded,
+        # checked one by one: only here is it known which client's upload is bad
         lambda: finite_guard(upload._replace(weight=weight), weight, ends),
         lambda: (jnp.where(ends, weight, 0), ends, jnp.zeros((), jnp.int32)),
     )
     # entries of clients that send nothing now are written beyond the end, and so ignored
+    # `mode="drop"` in `_write`; a branch would copy the whole accumulator
     write = functools.partial(_write, jnp.where(valid, position, accumulator.valid.shape[0]))
     accumulator = accumulator._replace(
         mean=add_stacked(accumulator.mean, upload.mean, valid, weight),
@@ -287,17 +312,20 @@ def _add_uploads(
 
 
 def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
-    """Return whether all uploads are finite and of a weight that is not negative.
-
-    One upload that is not makes the sums so, or stands among the gathered ones. Sums of finite uploads may
-    overflow: no client is at fault then, and running the clients again under the guard gives the same.
-    """
+    """Return whether all uploads are finite and of a weight that is not negative. One
+    upload that is not makes the sums so, or stands among the gathered ones. Sums of
+    finite uploads may overflow: no client is at fault then, and running the clients again
+    under the guard gives the same."""
     received = (accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight)
     return is_finite(received) & jnp.all(accumulator.weight >= 0)
 
 
 def receive_sent(
-    program: Program, accumulator: Accumulator, context: ClientContext, upload: Upload, position: Array
+    program: Program,
+    accumulator: Accumulator,
+    context: ClientContext,
+    upload: Upload,
+    position: Array,
 ) -> tuple[Accumulator, Array]:
     """Add one upload from another machine, as the uploads of lanes are added.
 
@@ -314,6 +342,7 @@ def receive_sent(
     possible = claims_hold(program, context, upload)
     if program.receive is not None:
         upload = program.receive(context, upload)
+    # one upload is a round of one lane, so that both ways share all checks
     ends = jnp.ones(1, bool)
     accumulator, valid = _add_uploads(
         accumulator,
@@ -333,8 +362,8 @@ def receive_sent(
 def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
     """Return an empty accumulator for the uploads of the chunk's clients.
 
-    It has an entry per slot, not per participant: the loop carries it, and what it carries is cleared and
-    copied for every chunk.
+    It has an entry per slot, not per participant: the loop carries it, and what it
+    carries is cleared and copied for every chunk.
     """
     empty = jax.tree.map(jnp.zeros_like, accumulator)
     slots = len(chunk.id)
@@ -347,10 +376,9 @@ def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
 
 
 def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
-    """Return the states [S, ...] of the chunk's clients. Padding slots get the last client's.
-
-    On a mesh, a device gets the states of its clients from all devices.
-    """
+    """Return the states [S, ...] of the chunk's clients. Padding slots get the last
+    client's. On a mesh, a device gets the states of its clients from all devices."""
+    # a padding slot reads a real client's state, whose result is never written
     return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
 
 
@@ -371,9 +399,11 @@ def close_chunk(
     capacity: Capacity,
     mesh: AnyMesh | None = None,
 ) -> tuple[Accumulator, PyTree, Int[Array, ""]]:
-    """Merge the uploads and new states of a chunk's clients, if all uploads are sound and the chunk is next.
+    """Merge the uploads and new states of a chunk's clients, if all uploads are sound
+    and the chunk is next.
 
-    On a mesh, what each device received goes to the devices that have the entries of its clients.
+    On a mesh, what each device received goes to the devices that have the entries of
+    its clients.
 
     Returns:
       The accumulator of the round, all clients' states, and how many chunks are merged now.
@@ -383,16 +413,19 @@ def close_chunk(
     if mesh is not None:
         # one device with a bad upload keeps all of them from merging
         merges = ~add_over_devices(~merges, mesh)
-    # after a chunk that was not merged, later ones have to wait: the order of additions decides the bits
+    # after a chunk that was not merged, later ones have to
+    # wait: the order of additions decides the bits
     merges &= merging.chunks == merging.current
     if mesh is not None:
         received = over_devices(received, mesh)
+    # the largest index lies beyond every array, and rows written there are dropped
     beyond_end = jnp.iinfo(jnp.int32).max
     client = jnp.where(carry.written & merges, chunk.id, beyond_end)
     states = write_rows(states, client, carry.states, mesh)
     position = jnp.where(received.valid & merges, chunk.position, beyond_end)
 
     def add(total: Array, of_chunk: Array) -> Array:
+        # bool leaves say that something has happened in any chunk
         if total.dtype == bool:
             return jnp.where(merges, total | of_chunk, total)
         return jnp.where(merges, total + of_chunk, total)
@@ -413,12 +446,11 @@ def _sums(accumulator: Accumulator) -> dict[str, PyTree]:
 
 
 def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:
-    """Return the examples that the chunk's clients, with these states [S, ...], may replay.
-
-    Padding slots have none: their states are another client's.
-    """
+    """Return the examples that the chunk's clients, with these states [S, ...], may
+    replay. Padding slots have none: their states are another client's."""
     if program.replay_buffer is None:
         return jnp.zeros((chunk.id.shape[0], 0), jnp.int32)
+    # padding slots have count 0
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.replay_buffer)(states), -1)
 
 
@@ -448,12 +480,13 @@ def run_ticks(
 ) -> Carry:
     """Run the ticks of a window in one phase.
 
-    At each tick every lane takes one step of the client that its table names, with the smallest compiled
-    batch size that holds the step's examples.
+    At each tick every lane takes one step of the client that its table names, with the
+    smallest compiled batch size that holds the step's examples.
     """
     phase = loop.phase
     table = jax.tree.map(jnp.asarray, call.chunk.tables[loop.phase_index])
     widths = loop.widths
+    # batched lanes use the widest size alone
     if not batches_alone(loop.lanes):
         widths = loop.widths[-1:]
 
@@ -475,8 +508,8 @@ def run_ticks(
 
         new_local, metrics = _at_width(step_at_width, widths, mask)
         if loop.waits or phase.terms:
-            # an idle lane takes a step on padding, and a step that measures a term is not taken: both leave
-            # the client as it is
+            # an idle lane takes a step on padding, and a step that measures a term is
+            # not taken: both leave the client as it is
             new_local = select(active & (term < 0), new_local, local)
         return new_local, recorded(phase, metrics, active, term)
 
@@ -487,8 +520,8 @@ def run_ticks(
         starts = row.start > 0
         ends = row.end > 0
         active = row.active > 0
-        # Scalar predicates outside the lanes' vmap: a batched cond would become a select and run both
-        # branches at every tick.
+        # Scalar predicates outside the lanes' vmap: a batched cond would become a
+        # select and run both branches at every tick.
         local = jax.lax.cond(
             jnp.any(starts), lambda: _start_clients(loop, call, row.slot, starts, carry), lambda: carry.local
         )
@@ -506,9 +539,14 @@ def run_ticks(
 
 
 def _start_clients(
-    loop: PhaseLoop, call: Call, slot: Int[Array, " L"], starts: Bool[Array, " L"], carry: Carry
+    loop: PhaseLoop,
+    call: Call,
+    slot: Int[Array, " L"],
+    starts: Bool[Array, " L"],
+    carry: Carry,
 ) -> PyTree:
-    """Return the lanes' local states, where clients that start the phase replace the clients before them.
+    """Return the lanes' local states, where clients that start the phase replace the
+    clients before them.
 
     Leaves that were not stored after an earlier phase are as `Program.start` makes them.
     """
@@ -530,9 +568,14 @@ def _start_clients(
 
 
 def _finish_clients(
-    loop: PhaseLoop, call: Call, slot: Int[Array, " L"], ends: Bool[Array, " L"], carry: Carry
+    loop: PhaseLoop,
+    call: Call,
+    slot: Int[Array, " L"],
+    ends: Bool[Array, " L"],
+    carry: Carry,
 ) -> Carry:
-    """Store what later phases need of clients that end a phase; at the end of the last one they upload."""
+    """Store what later phases need of clients that end a phase; at the end of the last
+    one they upload."""
     slots = call.chunk.id.shape[0]
     if loop.phase_index < len(loop.program.phases) - 1:
         ending_slot = jnp.where(ends, slot, slots)
@@ -562,11 +605,17 @@ def _finish_clients(
     return carry._replace(accumulator=accumulator, states=states, written=written)
 
 
-def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: Bool[Array, " B"]) -> PyTree:
-    """Return function(width) for the smallest of the ascending widths that holds the real examples.
+def _at_width(
+    function: Callable[[int], PyTree],
+    widths: tuple[int, ...],
+    mask: Bool[Array, " B"],
+) -> PyTree:
+    """Return function(width) for the smallest of the ascending widths that holds the
+    real examples.
 
-    Real examples come first. Draws that belong to examples are the same for every width. A step whose result
-    has another shape for another batch size is computed in full.
+    Real examples come first. Draws that belong to examples are the same for every
+    width. A step whose result has another shape for another batch size is computed in
+    full.
     """
 
     def result_shapes(width: int) -> PyTree:
@@ -580,19 +629,25 @@ def _at_width(function: Callable[[int], PyTree], widths: tuple[int, ...], mask: 
 
 
 def term_weights(phase: Phase, term: Int[Array, ""]) -> Float[Array, " terms"] | None:
-    """Return the factors of the loss's terms: 1 for all of them if the step is taken (-1), else for the one
-    that is measured."""
+    """Return the factors of the loss's terms: 1 for all of them if the step is taken
+    (-1), else for the one that is measured."""
     if not phase.terms:
         return None
     measured = jnp.arange(len(phase.terms)) == term
     return jnp.where((term < 0) | measured, 1.0, 0.0)
 
 
-def recorded(phase: Phase, metrics: Metrics, active: Bool[Array, ""], term: Int[Array, ""]) -> Metrics:
+def recorded(
+    phase: Phase,
+    metrics: Metrics,
+    active: Bool[Array, ""],
+    term: Int[Array, ""],
+) -> Metrics:
     """Return what a tick adds to its phase's metrics.
 
-    A step that is taken adds its own metrics. One that measures a term of the loss adds the norm of the
-    term's gradient to the total of that term's share, and to the weight of every term's share.
+    A step that is taken adds its own metrics. One that measures a term of the loss adds
+    the norm of the term's gradient to the total of that term's share, and to the weight
+    of every term's share.
     """
     taken = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
     if not phase.terms:
@@ -616,7 +671,11 @@ def _countable(metric: Weighted, active: Array) -> Weighted:
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
 
 
-def _add_metrics(accumulator: Accumulator, phase_index: int, metrics: Metrics) -> Accumulator:
+def _add_metrics(
+    accumulator: Accumulator,
+    phase_index: int,
+    metrics: Metrics,
+) -> Accumulator:
     """Add the phase's metrics [L] of the lanes."""
 
     def add(total: Array, of_lanes: Array) -> Array:
@@ -657,7 +716,8 @@ def _client_key(call: Call, slot: Int[Array, ""]) -> PRNGKeyArray:
 def indices_of_ticks(
     phase: Phase, phase_index: int, chunk: Chunk, key: PRNGKeyArray
 ) -> Int[Array, "ticks lanes B"]:
-    """Return the training examples that every lane reads at every tick of a phase; -1 for padding."""
+    """Return the training examples that every lane reads at every tick of a phase; -1 for
+    padding."""
     table = chunk.tables[phase_index]
     order = _example_order(phase, phase_index, chunk, key)
 
@@ -674,9 +734,9 @@ def _example_order(
 ) -> Int[Array, "epochs examples"]:
     """Return the order of the examples in every epoch, as positions in chunk.indices.
 
-    They are sorted by client and, within a client, by a uniform draw per training example. The draw belongs
-    to (seed, task, round, phase, epoch, example), so a client's order does not depend on the other
-    participants.
+    They are sorted by client and, within a client, by a uniform draw per training
+    example. The draw belongs to (seed, task, round, phase, epoch, example), so a
+    client's order does not depend on the other participants.
     """
     position = jnp.arange(chunk.indices.shape[0], dtype=jnp.int32)
     phase_key = fold(key, RoundKey.EXAMPLE_ORDER, phase_index)
@@ -694,8 +754,8 @@ def _example_order(
 def _batch_indices(
     phase: Phase, chunk: Chunk, order, slot, step
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Return the training examples of a client's step, and which of them are real: the last batch of an epoch
-    may be partial."""
+    """Return the training examples of a client's step, and which of them are real: the
+    last batch of an epoch may be partial."""
     batch_size = phase.view.batch_size
     count = chunk.count[slot]
     steps_per_epoch = jnp.maximum(-(-count // batch_size), 1)
@@ -706,9 +766,16 @@ def _batch_indices(
 
 
 def _read_replayed(
-    fetch: Fetch, phase: Phase, context: ClientContext, replay_data: ReplayData, slot, local, keys: _StepKeys
+    fetch: Fetch,
+    phase: Phase,
+    context: ClientContext,
+    replay_data: ReplayData,
+    slot,
+    local,
+    keys: _StepKeys,
 ) -> Batch:
-    """Read the examples that the client chooses to replay in this step, under the clean view.
+    """Read the examples that the client chooses to replay in this step, under the clean
+    view.
 
     Choices outside of its replay buffer are padding.
     """
@@ -723,7 +790,8 @@ def _read_replayed(
 
 
 def join_batches(batch: Batch, added: Batch) -> Batch:
-    """Return both batches as one, with cached features and keys of draws if both have them."""
+    """Return both batches as one, with cached features and keys of draws if both have
+    them."""
 
     def join(first: Array | None, second: Array | None) -> Array | None:
         if first is None or second is None:
@@ -803,7 +871,8 @@ def _at(tree: PyTree, index) -> PyTree:
 
 
 def _write(index: Array, buffer: PyTree, entries: PyTree) -> PyTree:
-    """Return the buffer with the entries at these indices replaced; indices beyond its end are ignored."""
+    """Return the buffer with the entries at these indices replaced; indices beyond its
+    end are ignored."""
     return jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), buffer, entries)
 
 
@@ -812,7 +881,9 @@ def _zeros(shapes: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
 
 
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return `new` where the mask is True, else `old`. The mask has the leading axes of their leaves."""
+    """Return `new` where the mask is True, else `old`.
+
+    The mask has the leading axes of their leaves."""
     return jax.tree.map(lambda a, b: jnp.where(broadcast_left(mask, b), a, b), new, old)
 
 

@@ -100,8 +100,8 @@ from fcljax.types import (
 
 # A smaller network's programs take longer to compile than to run, and are compiled lean.
 LEAN_PARAMETERS = 2_000_000
-# Chunks that the host has given to the device at most: each of them takes the memory of
-# its slots.
+# Chunks that the host has given to the device at most:
+# each of them takes the memory of its slots.
 CHUNKS_IN_FLIGHT = 2
 
 
@@ -171,8 +171,8 @@ class Player(NamedTuple):
     empty: Callable[[], Accumulator]  # empty() -> an accumulator
     # indices(chunk, key) -> the examples of every tick, for each phase
     indices: Callable[..., tuple[Array, ...]]
-    # replay_indices(carry, chunk) -> the examples that each of the chunk's clients may
-    # replay
+    # replay_indices(carry, chunk) -> the examples that
+    # each of the chunk's clients may replay
     replay_indices: Callable[..., Array] | None
     open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
     # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry;
@@ -270,10 +270,14 @@ def make_engine(
       InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
+    # shapes of one call of each function: an error names
+    # the method's function, not a line of jax
     if not shapes:
         shapes = check_method(method, fetch, example)
     for capacity in capacities:
         if capacity.devices != device_count(mesh):
+            # a chunk's slots are divided evenly, so the
+            # shapes are made for a number of devices
             raise InputError(
                 f"capacities: made for {capacity.devices} devices; nearest valid value: {device_count(mesh)}"
             )
@@ -289,7 +293,9 @@ def make_engine(
         return jit_on(_count_traces(traces, name, function), mesh, spec, lean=lean, **options)
 
     def place(tree: PyTree) -> PyTree:
-        return tree if mesh is None else put(tree, mesh)
+        if mesh is None:
+            return tree
+        return put(tree, mesh)
 
     players = []
     for index, (this_round, capacity) in enumerate(zip(method.rounds, capacities, strict=True)):
@@ -340,6 +346,7 @@ def _player(
     **options)` compiles a function whose outputs the devices share by `spec`.
     """
     program = this_round.program
+    # `lanes.count` is of all devices together
     lanes_of_device = lanes._replace(count=lanes.count // device_count(mesh))
 
     def empty() -> Accumulator:
@@ -394,6 +401,7 @@ def _player(
         replay_indices=replay,
         open=jit_on_each("open", open_, to_open, split()),
         run_ticks=tuple(_jit_ticks(loop_of_phase(i), mesh, jit) for i in range(len(program.phases))),
+        # accumulator and states are taken over: a run holds each of them once
         close=jit_on_each("close", close, to_close, closed, donate_argnums=(0, 1)),
         receive=jit("receive", functools.partial(receive_sent, program), (ACCUMULATOR_SPECS, WHOLE)),
         server=server,
@@ -409,7 +417,11 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         return _carry_of_mesh(carry, mesh)
 
     def ticks(call, carry, window, replay_data, parted):
-        data = split() if parted else WHOLE
+        # the host's windows are other examples on each
+        # device; resident data are whole on all
+        data = WHOLE
+        if parted:
+            data = split()
         # pyrefly: ignore[bad-argument-type]  # a tree of specifications
         window_specs = TickWindow(data, index=split(1), place=split(1), first=WHOLE, ticks=WHOLE)
         # pyrefly: ignore[bad-argument-type]
@@ -417,6 +429,7 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         in_specs = (CALL_SPECS, split(), window_specs, replay_specs)
         return on_each(ticks_on_device, mesh, in_specs, split())(call, carry, window, replay_data)
 
+    # data placement changes the program, so `parted` is static; all else is data
     return jit(f"phase {loop.phase_index}", ticks, split(), donate_argnums=1, static_argnums=4)
 
 
@@ -424,38 +437,31 @@ def _carry_of_device(carry: Carry, mesh: AnyMesh | None) -> Carry:
     """Return a device's carry.
 
     On a mesh it arrives as [1, ...], the device's part of [devices, ...]."""
-    return carry if mesh is None else squeeze(carry)
+    if mesh is None:
+        return carry
+    return squeeze(carry)
 
 
 def _carry_of_mesh(carry: Carry, mesh: AnyMesh | None) -> Carry:
     """Return a device's carry as its part of the carry of all devices."""
-    return carry if mesh is None else expand(carry)
+    if mesh is None:
+        return carry
+    return expand(carry)
 
 
 # ---- client states -----------------------------------------------------------------------------------------
 
 
-def init_clients(
-    method: Method,
-    server: PyTree,
-    clients: int,
-    key: PRNGKeyArray,
-) -> PyTree:
+def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
     """Return the first states of all clients, stacked [K, ...] in the order of their ids.
-
-    Client i has the key fold_in(key, i).
-    """
+    Client i has the key fold_in(key, i)."""
     return client_states(method, server, jnp.arange(clients), key)
 
 
-def client_states(
-    method: Method,
-    server: PyTree,
-    ids: Int[Array, " n"],
-    key: PRNGKeyArray,
-) -> PyTree:
+def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
     """Return the first states of these clients, stacked [n, ...]; the same as in
     `init_clients`."""
+    # fold_in, not split: a client's key must not depend on the number of clients
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)
     init_all = jax.vmap(lambda client_key: method.init_client(client_key, server))
     return _strong(jax.jit(init_all)(keys))
@@ -488,7 +494,9 @@ def _strong(tree: PyTree) -> PyTree:
     """
 
     def strong(leaf: PyTree) -> PyTree:
-        return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+        if getattr(leaf, "weak_type", False):
+            return leaf.astype(leaf.dtype)
+        return leaf
 
     return jax.tree.map(strong, tree)
 
@@ -558,11 +566,13 @@ def run_round(
       The new server state (the old one if no upload was finite, or if the result is not), the new client
       states, and a report.
     """
+    # (key, task, round) alone: a resumed run needs no history of keys
     round_key = fold(inputs.key, inputs.task.index, inputs.round)
     server, states = _strong((server, states))
     context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
     if clients is None:
         clients = functools.partial(_run_clients, engine, inputs.data, guarded)
+    # the mesh may have added rows so that the devices share them evenly
     num_states = jax.tree.map(len, states)
     reports: dict[int, RoundReport] = {}
     replayed = None
@@ -574,6 +584,8 @@ def run_round(
             server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
         if stage == "round" and engine.replayer is not None:
             with section("server"):
+                # apart from the server rules' key: replay may be
+                # switched off without changing them
                 key = fold(round_key, RoundKey.SERVER_REPLAY)
                 context, key = engine.place((context, key))
                 server = put_server(server, engine.mesh)
@@ -589,6 +601,7 @@ def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
     ids = inputs.ids
     if who == "everyone":
         ids = np.flatnonzero(inputs.partition.count)
+    # clients without examples are absent, whoever sampled them
     return ids[inputs.partition.count_of(ids) > 0]
 
 
@@ -596,7 +609,9 @@ def _first_rows(array: Array, rows: int) -> Array:
     """Return the first rows of an array.
 
     One that has no more is returned itself: slicing would copy it."""
-    return array if len(array) == rows else array[:rows]
+    if len(array) == rows:
+        return array
+    return array[:rows]
 
 
 def keep_task(
@@ -645,6 +660,8 @@ def stage_keys(
     if stage in _STAGE_KEYS:
         stage_key = fold(round_key, _STAGE_KEYS[stage])
     indices = [index for index, this_round in enumerate(method.rounds) if this_round.when == stage]
+    # the first round of a stage has the stage's key, so
+    # that one more round changes no key before it
     keys = [stage_key]
     for number in range(len(indices) - 1):
         keys.append(fold(stage_key, RoundKey.FURTHER_ROUNDS + number))
@@ -665,6 +682,7 @@ def _exchange(
     that the device goes from one to the other without the host.
     """
     player = engine.players[exchange.index]
+    # nobody takes part: the server has nothing to merge
     if not len(exchange.ids):
         return server, states, RoundReport({})
     with section("client"):
@@ -676,6 +694,8 @@ def _exchange(
         def serve(received: Accumulator) -> ServerResult:
             if player.server is None:
                 return ServerResult(server, {}, False)
+            # rules read what the clients started from, not the
+            # state that they are about to change
             return player.server(context._replace(previous=broadcast), server, received, key)
 
         exchange = exchange._replace(context=context, broadcast=broadcast, key=key)
@@ -742,11 +762,14 @@ def run_chunks(
     player = engine.players[exchange.index]
     context = exchange.context
     accumulator = player.empty()
+    # read from the device once per pass: a read per
+    # chunk would make the host wait for it
     merged = 0  # chunks that are merged, as the host knows
     while True:
         merged_on_device = engine.place(np.int32(merged))
         in_flight = deque()
         for number in range(merged, len(chunks)):
+            # memory of one more chunk's slots is free only when an older one has ended
             if len(in_flight) == CHUNKS_IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             chunk = chunks[number]
@@ -759,6 +782,7 @@ def run_chunks(
             in_flight.append(merged_on_device)
         # wasted if a chunk is rejected and replayed
         result = serve(accumulator)
+        # the one point at which the host waits
         merged = int(merged_on_device)
         if merged == len(chunks):
             return accumulator, states, result
@@ -785,6 +809,7 @@ def _run_chunk(
         to_replay = player.replay_indices(carry, chunk)
     if isinstance(data, Host):
         # each process reads the indices of all devices
+        # one transfer for both, since each waits for the device
         indices, to_replay = jax.device_get(put((indices, to_replay), player.mesh))
         return _run_chunk_over_host(player, lanes, call, carry, data, indices, to_replay)
     replay_data = ReplayData(data, to_replay, to_replay)
@@ -872,13 +897,7 @@ def _read_replay_data(
     )
 
 
-def _window_ticks(
-    data: Host,
-    phase: Phase,
-    lanes: Lanes,
-    table: LaneTable,
-    devices: int,
-) -> int:
+def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
     """Return how many ticks' examples fit into the devices' windows: at least one tick,
     at most all."""
     examples_of_tick = lanes.count * phase.view.batch_size
@@ -1055,7 +1074,9 @@ def _combine(
         prefix = f"{method.rounds[index].when}_{index}_"
         taken = set(metrics)
         for name, value in report.metrics.items():
-            metrics[prefix + name if name in taken else name] = value
+            if name in taken:
+                name = prefix + name
+            metrics[name] = value
     if replayed is not None:
         metrics |= {f"replay_{name}": _mean(metric) for name, metric in replayed.metrics.items()}
         metrics["replay_examples"] = float(replayed.examples)

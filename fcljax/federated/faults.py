@@ -55,12 +55,15 @@ SHARPER = 9.9  # divisor of standard deviations that VFCL's server still takes f
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
     """Add normal noise as large as the leaf's root mean square."""
     root_mean_square = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
+    # as large as the signal: a mean over honest clients is
+    # disturbed, yet every number is plausible
     return leaf + (root_mean_square * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
 
 def _sharper(rho: Array, _key: PRNGKeyArray) -> Array:
     """Return the rho of standard deviations softplus(rho) that are `SHARPER` times
     smaller."""
+    # the inverse of softplus: rho = log(exp(sigma / SHARPER) - 1)
     return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
 
@@ -84,7 +87,9 @@ def parse_faults(text: str) -> dict[str, float]:
         than 1 together.
     """
     shares: dict[str, float] = {}
-    for part in text.split(",") if text != "none" else ():
+    if text == "none":
+        return shares
+    for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in FAULTS:
             raise InputError(f"faults: unknown value {name!r}; {nearest(name, FAULTS)}")
@@ -120,6 +125,7 @@ def drawn_fault(
     -1: none."""
     key = fold(jax.random.key(seed), task, round_, client)
     # a uniform draw falls into an interval as long as the fault's share
+    # a client has one fault at most: the intervals do not overlap
     interval_ends = np.cumsum(list(shares.values()), dtype=np.float32)
     index = jnp.searchsorted(jnp.asarray(interval_ends), jax.random.uniform(key), side="right")
     return jnp.where(index < len(interval_ends), index, -1)
@@ -140,6 +146,8 @@ def reached(
         return drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
 
     faults = jax.vmap(fault)(jnp.asarray(ids, jnp.int32))
+    # drawn on the host with the same keys as inside of
+    # jit: both must agree on who is absent
     return ids[np.asarray(faults) != list(shares).index(_DROP)]
 
 
@@ -174,6 +182,7 @@ def corrupt(method: Method, attack: str, malicious: int) -> Method:
         raise InputError(f"malicious: must be at least 0, got {malicious}; 0 is an honest run")
     if malicious == 0:
         return method
+    # data, not a Python decision: honest and malicious clients run the same program
     faults = _Faults((attack,), lambda context: jnp.where(context.client.id < malicious, 0, -1))
     return method._replace(rounds=tuple(_faulty(this_round, faults) for this_round in method.rounds))
 
@@ -213,14 +222,12 @@ def _faulty(this_round: Round, faults: _Faults) -> Round:
     their fault."""
     program = this_round.program
     if _LABELS in faults.names:
+        # only training reads labels, but reports of class
+        # sums do too: every phase is mirrored
         program = program._replace(phases=tuple(_mirrored(phase, faults) for phase in program.phases))
     upload_faults = [name for name in faults.names if name in (*_LEAF_ATTACKS, _WEIGHT, _COUNTS)]
 
-    def finish(
-        context: ClientContext,
-        local: Local,
-        state: ClientState,
-    ) -> tuple[Upload, ClientState]:
+    def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         for name in upload_faults:
             upload = _changed(upload, faults.has(context, name), name, context)
@@ -243,10 +250,12 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
         )
         return upload._replace(mean=parts[0], sum=parts[1], gather=parts[2])
     leaves, structure = jax.tree.flatten_with_path((upload.mean, upload.sum, upload.gather))
+    # independent of the run's seed: the noise is the same whatever else a run draws
     key = fold(jax.random.key(0), context.client.id, context.client.round)
 
     def change(i: int, path: tuple, leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
+        # counts and ids are integers: "counts" alone lies about them
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         attack = _LEAF_ATTACKS[name]
@@ -308,6 +317,7 @@ def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
     """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks
     (replayed examples) stay."""
     is_class = task.classes >= 0  # not padding
+    # by the task's range of class numbers, since padding has -1
     lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
     highest = jnp.max(jnp.where(is_class, task.classes, -1))
     return jnp.where((label >= lowest) & (label <= highest), lowest + highest - label, label)
@@ -322,6 +332,7 @@ def _mirrored(honest: Phase, faults: _Faults) -> Phase:
         batch: Batch,
         key: PRNGKeyArray,
     ) -> tuple[Local, Metrics]:
+        # padding keeps its label, which nothing reads
         flips = faults.has(context, _LABELS) & batch.mask
         label = jnp.where(flips, mirror_labels(batch.label, context.task), batch.label)
         return honest.step(context, local, batch._replace(label=label), key)
@@ -349,6 +360,7 @@ def _with_stale_uploads(
 
     def init_client(key: PRNGKeyArray, server: PyTree) -> LastUpload:
         no_uploads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), uploads)
+        # zeros of an upload that never was are not sent: `exists` is False
         return LastUpload(method.init_client(key, server), no_uploads, (jnp.bool_(False),) * len(uploads))
 
     def of_method(predict: Callable | None) -> Callable | None:
@@ -381,11 +393,15 @@ def _stale(this_round: Round, index: int, faults: _Faults) -> Round:
     ) -> tuple[Upload, LastUpload]:
         upload, method_state = program.finish(context, local, state.state)
         last_upload = state.uploads[index]
+        # the upload's shapes were taken from another
+        # trace: weights may be Python numbers there
         upload = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), upload, last_upload)
         stale = faults.has(context, _STALE) & state.exists[index]
         sent = jax.tree.map(lambda old, new: jnp.where(stale, old, new), last_upload, upload)
         uploads = list(state.uploads)
         exists = list(state.exists)
+        # the honest upload, also where a stale one was
+        # sent: staleness is one round, not all
         uploads[index] = upload
         exists[index] = jnp.bool_(True)
         return sent, LastUpload(method_state, tuple(uploads), tuple(exists))

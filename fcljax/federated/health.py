@@ -32,6 +32,7 @@ def without_upload(lines: Sequence[Line]) -> list[int]:
 
 def _rejected_all(line: Line) -> bool:
     participants = line.get("participants") or 0
+    # a round without participants is no failure: 0 >= 0 would count it
     return (line.get("rejected") or 0) >= participants > 0
 
 
@@ -51,6 +52,7 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
 def _not_finite(lines: Sequence[Line]) -> list[str]:
     """Warn about losses that are not finite. Gradients, and so uploads, may be finite
     where the loss is not."""
+    # a round without any valid upload is reported above
     rounds = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
     if not rounds:
         return []
@@ -80,10 +82,12 @@ def _share_not_finite(line: Line) -> float:
 def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     """Warn of tasks that end with a cross-entropy above that of equal probabilities for
     all classes seen."""
+    # later lines replace earlier ones: the last round of each task stays
     last_line = {line["task"]: line for line in lines if "task" in line}
     worse = {task: line for task, line in last_line.items() if above_guessing(line)}
     if not worse:
         return []
+    # the worst task stands for all of them
     task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
     return [
         f"warning: training diverged: at the end of {len(worse)} of {len(last_line)} tasks the clients' "
@@ -110,6 +114,7 @@ def diverged(first_loss: float, last_loss: float | None) -> list[str]:
     """
     if last_loss is None or not math.isfinite(last_loss):
         return []
+    # first_loss + |first_loss|, since a user's loss may be negative
     if not last_loss > first_loss + abs(first_loss):
         return []
     return [

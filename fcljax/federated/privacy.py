@@ -37,6 +37,7 @@ def epsilon(
     _check("participation", participation, 0 < participation <= 1, "above 0 and at most 1; nearest: 1")
     _check("rounds", rounds, rounds >= 0, "at least 0; nearest: 0")
     _check("delta", delta, 0 < delta < 1, "above 0 and below 1; 1e-05 is usual")
+    # the accountant would refuse an event of 0 rounds
     if rounds == 0:
         return 0.0
     return by_round(noise_multiplier, participation, [rounds], delta)[0]
@@ -47,6 +48,7 @@ def by_round(
 ) -> list[float]:
     """Return `epsilon` after each of these ascending numbers of rounds."""
     try:
+        # an extra: only private runs need the package
         import dp_accounting as dp
     except ImportError:
         raise InputError(
@@ -56,6 +58,7 @@ def by_round(
     accountant = dp.rdp.RdpAccountant()
     epsilons = []
     for previous, current in itertools.pairwise([0, *rounds]):
+        # composed step by step: one accountant serves all points of the curve
         accountant.compose(dp.SelfComposedDpEvent(noisy_mean, current - previous))
         epsilons.append(float(accountant.get_epsilon(delta)))
     return epsilons

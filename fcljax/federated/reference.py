@@ -1,12 +1,13 @@
-"""One round of a method in plain words, client by client: what the engine computes, without its speed.
+"""One round of a method in plain words, client by client: what the engine computes,
+without its speed.
 
     server     broadcasts its payload
     client k   starts from the payload, takes steps over its examples, phase by phase, and uploads
     server     merges the uploads and takes its step
 
-It calls the functions of a `Method` for one client and one batch at a time, and says how every random draw is
-keyed. `engine.py` computes the same for many clients in one compiled program; a test compares the two. Read
-this file first.
+It calls the functions of a `Method` for one client and one batch at a time, and says
+how every random draw is keyed. `engine.py` computes the same for many clients in one
+compiled program; a test compares the two. Read this file first.
 """
 
 import functools
@@ -61,11 +62,16 @@ class ReferenceRound(NamedTuple):
     states: list[ClientState]
     """All clients' new states, in the order of their ids."""
     exchanges: dict[int, ExchangeResult]
-    """Index of the method's round -> its result, in the order in which they were played."""
+    """Index of the method's round -> its result, in the order in which they were
+    played."""
 
 
 def play_round(
-    method: Method, fetch: Fetch, server: Server, states: Sequence[ClientState], inputs: RoundInputs
+    method: Method,
+    fetch: Fetch,
+    server: Server,
+    states: Sequence[ClientState],
+    inputs: RoundInputs,
 ) -> ReferenceRound:
     """Play all that a method does at one time of a task.
 
@@ -96,7 +102,8 @@ def play_exchange(
     inputs: RoundInputs,
     key: PRNGKeyArray,
 ) -> ExchangeResult:
-    """Play one of the method's rounds: the broadcast, the clients one after the other, the server's step.
+    """Play one of the method's rounds: the broadcast, the clients one after the other,
+    the server's step.
 
     Args:
       method, fetch, server, states, inputs: as in `play_round`.
@@ -132,14 +139,19 @@ def play_exchange(
 
 
 def participants(who: str, inputs: RoundInputs) -> list[int]:
-    """Return the ids of the clients that take part: those with examples, of all or of the sampled ones."""
+    """Return the ids of the clients that take part: those with examples, of all or of the
+    sampled ones."""
     ids = inputs.ids
     if who == "everyone":
         ids = np.arange(len(inputs.partition.count))
     return [int(client) for client in ids if inputs.partition.count[client] > 0]
 
 
-def client_context(inputs: RoundInputs, broadcast: Broadcast, client: int) -> ClientContext:
+def client_context(
+    inputs: RoundInputs,
+    broadcast: Broadcast,
+    client: int,
+) -> ClientContext:
     """Return all that a client may read besides its own state."""
     partition = inputs.partition
     info = ClientInfo(
@@ -201,7 +213,8 @@ def train_client(
 
 
 def receive(program: Program, context: ClientContext, upload: Upload) -> Upload | None:
-    """Return an upload as the server merges it; None if it is not finite or claims what cannot be true."""
+    """Return an upload as the server merges it; None if it is not finite or claims what
+    cannot be true."""
     possible = bool(np.all(claims_hold(program, context, upload)))
     if program.receive is not None:
         upload = jax.jit(program.receive)(context, upload)
@@ -212,7 +225,10 @@ def receive(program: Program, context: ClientContext, upload: Upload) -> Upload 
 
 
 def batches(
-    phase: Phase, phase_index: int, examples: Int[np.ndarray, " n"], round_key: PRNGKeyArray
+    phase: Phase,
+    phase_index: int,
+    examples: Int[np.ndarray, " n"],
+    round_key: PRNGKeyArray,
 ) -> Iterator[Int[np.ndarray, " b"]]:
     """Yield the examples of every step. The last batch of an epoch may be short."""
     for epoch in range(phase.view.epochs):
@@ -226,7 +242,8 @@ def batches(
 def epoch_order(
     round_key: PRNGKeyArray, phase_index: int, epoch: int, examples: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " n"]:
-    """Return a client's examples in the order of an epoch: sorted by a draw that belongs to the example."""
+    """Return a client's examples in the order of an epoch: sorted by a draw that belongs
+    to the example."""
     epoch_key = fold(round_key, RoundKey.EXAMPLE_ORDER, phase_index, epoch)
     draws = [int(jax.random.bits(fold(epoch_key, example))) for example in examples.tolist()]
     return examples[np.argsort(draws, kind="stable")]
@@ -235,7 +252,8 @@ def epoch_order(
 def replayed_examples(
     replay_buffer: Int[Array, " M"], position: Int[Array, " replay"]
 ) -> Int[np.ndarray, " replay"]:
-    """Return the examples at these positions of a client's replay buffer; -1 where there is none."""
+    """Return the examples at these positions of a client's replay buffer; -1 where there
+    is none."""
     buffer = np.asarray(replay_buffer)
     chosen = np.asarray(position)
     inside = (chosen >= 0) & (chosen < len(buffer))

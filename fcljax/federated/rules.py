@@ -106,22 +106,18 @@ def value_of_rank(
     word = jax.lax.bitcast_convert_type(values, kind)
     ordered = jnp.where(word >= top, ~word, word | top)  # integers in the order of the numbers
 
-    def next_bit(i: Array, found: Array) -> Array:
-        higher = found | (top >> i.astype(kind))
-        return jnp.where(jnp.sum(ordered < higher, axis=0) <= rank, higher, found)
+    def next_bit(i: Array, prefix: Array) -> Array:
+        higher = prefix | (top >> i.astype(kind))
+        return jnp.where(jnp.sum(ordered < higher, axis=0) <= rank, higher, prefix)
 
-    found = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], kind))
-    return jax.lax.bitcast_convert_type(jnp.where(found >= top, found ^ top, ~found), values.dtype)
+    prefix = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], kind))
+    return jax.lax.bitcast_convert_type(jnp.where(prefix >= top, prefix ^ top, ~prefix), values.dtype)
 
 
 @value_of_rank.defjvp
-def _value_of_rank_jvp(
-    primals: tuple[Array, Array],
-    tangents: tuple[Array, Any],
-) -> tuple[Array, Array]:
-    """Give the tangent of the value of this rank; equal values share it.
-
-    Bits have no derivative."""
+def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    """Give the tangent of the value of this rank; equal values share it. Bits have no
+    derivative."""
     values, rank = primals
     value = value_of_rank(values, rank)
     equal = values == value
@@ -195,8 +191,8 @@ def geometric_median(
         change = difference(wide, centre)
         distance = jnp.maximum(jax.vmap(norm)(change), SHRINK * smoothing)
         nearest = jnp.min(jnp.where(counted, distance, jnp.inf))
-        # steps of unit vectors, all relative to the nearest upload: 1 / distance itself
-        # would underflow
+        # steps of unit vectors, all relative to the nearest
+        # upload: 1 / distance itself would underflow
         pull = jnp.sum(jnp.where(counted, share * (nearest / distance), 0))
         length = jnp.where(pull > 0, nearest / SHRINK / jnp.where(pull > 0, pull, 1), 0)
         unit = _mix(share, jax.tree.map(lambda x: x / broadcast_left(distance, x), change))
@@ -265,8 +261,8 @@ def _krum_scores(
     clients = valid.shape[0]
     count = jnp.sum(valid)
     wide = _selected(stacked, valid)
-    # one client at a time: the differences of all pairs, [K, K, ...], may not fit into
-    # memory
+    # one client at a time: the differences of all
+    # pairs, [K, K, ...], may not fit into memory
     distance = jax.lax.map(lambda one: jax.vmap(norm)(difference(wide, one)), wide)
     other = valid[:, None] & valid & ~jnp.eye(clients, dtype=bool)
     ranked = jnp.sort(jnp.where(other, distance, jnp.inf), axis=1)

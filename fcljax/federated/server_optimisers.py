@@ -76,11 +76,7 @@ def adaptive(
         square = jnp.square(g)
         return v - (1 - SERVER_BETA2) * (square * jnp.sign(v - square) if signed else v - square)
 
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-    ) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], updates)
         v = jax.tree.map(second, state[1], updates)

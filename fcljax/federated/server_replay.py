@@ -70,11 +70,7 @@ def make_replayer(
     )
 
 
-def current_buffer(
-    replayer: Replayer,
-    round_context: RoundContext,
-    server: PyTree,
-) -> ReplayBuffer:
+def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
     """Return the examples of the current task on the host, in numpy, without unfilled
     entries."""
     buffer = jax.device_get(replayer.buffer(round_context._replace(previous=()), server))

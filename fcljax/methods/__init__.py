@@ -426,7 +426,9 @@ def find_method(method: str | MethodEntry) -> MethodEntry:
     """
     if isinstance(method, MethodEntry):
         return _loaded(method)
-    return _loaded(METHODS[method]) if method in METHODS else _from_outside(method)
+    if method in METHODS:
+        return _loaded(METHODS[method])
+    return _from_outside(method)
 
 
 def check_no_code(name: str, where: str, advice: str) -> None:
@@ -449,7 +451,9 @@ def file_of(method: str | MethodEntry) -> Path | None:
     if place.endswith(".py"):
         return Path(place)
     source = getattr(sys.modules.get(place), "__file__", None)
-    return Path(source) if source else None
+    if not source:
+        return None
+    return Path(source)
 
 
 def name_of(method: str | MethodEntry) -> str:
@@ -498,7 +502,9 @@ def _check_options(options: type) -> None:
         raise InputError(f"{where} is not a dataclass; write @dataclasses.dataclass(frozen=True) above it")
     for field in dataclasses.fields(options):
         if field.default is dataclasses.MISSING:
-            what = "a default_factory" if field.default_factory is not dataclasses.MISSING else "no default"
+            what = "no default"
+            if field.default_factory is not dataclasses.MISSING:
+                what = "a default_factory"
             raise InputError(f"{where}.{field.name} has {what}; an option is a number, text or True or False")
 
 

@@ -79,11 +79,7 @@ def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRul
     def init(_params: Params, _trainable: Params) -> Float[Array, "D D"]:
         return ridge * jnp.eye(width)
 
-    def update(
-        round: ServerRound,
-        params: Params,
-        inverse_r: Float[Array, "D D"],
-    ) -> ServerUpdate:
+    def update(round: ServerRound, params: Params, inverse_r: Float[Array, "D D"]) -> ServerUpdate:
         gram, cross, _ = round.reports["moments"]
         inverse_r, weights = recursion(inverse_r, params.classifier.weights, gram, cross)
         classifier = params.classifier._replace(weights=weights)

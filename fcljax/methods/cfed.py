@@ -109,6 +109,7 @@ def roles(share: float, clients: int) -> ServerRule:
 
 def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
     """Add the whole loss: a learner's cross-entropy, or a reviewer's distillation."""
+    # classes that the paper leaves open: an option
     learn = cross_entropy_loss(options.local_classes)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
@@ -130,6 +131,7 @@ def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, "
     """
     image = surrogate(step.context.frozen)
     start, end = shard(step.context.client.id, clients, len(image))
+    # drawn anew in each step: a reviewer's shard is larger than its data
     index = jax.random.randint(step.key, step.batch.mask.shape, start, end)
     return task_start.distil_start(step, image[index] / 255, temperature)
 
@@ -141,6 +143,7 @@ def shard(client: Int[Array, ""], clients: int, images: int) -> tuple[Int[Array,
     """
     start = client * images // clients
     end = (client + 1) * images // clients
+    # at least one image, also where there are more clients than images
     return start, jnp.maximum(end, start + 1)
 
 
@@ -173,11 +176,14 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
             return jnp.concatenate([clients, start[None]])
 
         client_models = task_start.valid_parameters(round, mean)
+        # rules' own parameters are no part of a teacher
         start_model = start.trainable._replace(extra={})
         teachers = Ensemble(
             jax.tree.map(append, client_models, start_model),
+            # in the first task there is no earlier model to learn from
             jnp.append(round.valid, task.index > 0),
         )
+        # without an upload there is no teacher, and the model stays
         steps = jnp.where(jnp.any(round.valid), options.server_steps, 0)
         trainable, loss = _distil(options, round, params, teachers, steps)
         return ServerUpdate(round.learner.merge(params, task, trainable), start, {"loss": loss})
@@ -239,8 +245,10 @@ def teachers_loss(
 
     # one teacher after the other: their activations are not needed together
     target = jax.lax.map(lambda one: logits(*one), (teachers.trainable, image))
+    # the student sees all teachers' images in one batch
     student = logits(trainable, image.reshape(-1, *image.shape[2:]))
     target = target.reshape(student.shape)
+    # a teacher that is not valid is the mean itself: finite, and masked
     counts = jnp.repeat(teachers.valid, image.shape[1])
     loss = distillation(student, target, task.seen, counts, options.distill_temperature)
     return options.distill_weight * loss

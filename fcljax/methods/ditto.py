@@ -77,6 +77,8 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
     """
 
     def init(_key: PRNGKeyArray, trainable: Params) -> Params:
+        # v is trained in all tasks, so a leaf that is another task's would be lost with
+        # its task
         if not all_last(adapter, trainable.adapter):
             raise InputError(
                 "adapter: ditto keeps a client's own model over tasks, and this adapter trains other "
@@ -85,6 +87,8 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         return trainable
 
     def start(_context: ClientContext, model: Params, _key: PRNGKeyArray) -> Personal:
+        # a new optimiser in every round, as for the global model: momentum does not
+        # outlive a round
         return Personal(model, training.optimiser.init(model))
 
     def end(_context: ClientContext, memory: Personal, _trainable: Params, _state: Params) -> Params:
@@ -94,6 +98,7 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         model = memory.model
         loss_of = functools.partial(personal_loss, weight, loss, step)
         gradient = jax.grad(loss_of)(model)
+        # the global model's optimiser and learning rates: the paper trains both alike
         direction, optimiser = training.optimiser.update(gradient, memory.optimiser, model)
         update: Params = optax.tree.scale(-training.lr, direction)
         if adapter.rate is not None:  # the adapter has a learning rate of its own
@@ -113,5 +118,6 @@ def personal_loss(weight: float, loss: Loss, step: ClientStep, model: Params) ->
     """Return L_ce(v) + lambda / 2 ||v - w_t||^2 (eq. 1)."""
     value = loss.value(step.forward(model), step.batch, step.context.task)
     global_model = step.context.payload.trainable._replace(stats=())
+    # statistics follow the client's data and are not pulled towards the global ones
     difference = optax.tree.sub(model._replace(stats=()), global_model)
     return value + weight / 2 * optax.tree.norm(difference, squared=True)

@@ -76,6 +76,7 @@ def sends_b_alone(model: Learner) -> Learner:
     """Return the learner whose clients do not send A, which all of them share."""
 
     def sends(trainable: Params, _task: Task) -> Params:
+        # 2 r D fewer scalars per block: the upload is B and the classifier
         return trainable._replace(adapter=trainable.adapter._replace(a_q=(), a_v=()))
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
@@ -86,6 +87,7 @@ def sends_b_alone(model: Learner) -> Learner:
     return model._replace(sends=sends, merge=merge)
 
 
+# a projection after the step: weight decay too would turn A out of its directions
 def put_back_a(context: ClientContext, trainable: Params) -> Params:
     """Put A back after a step: it does not train, nor decay."""
     shared: Lora = context.payload.trainable.adapter
@@ -105,6 +107,7 @@ def input_grams() -> Report:
 
     def add(step: ClientStep, total: Matrices) -> Matrices:
         x = inputs_of_pairs(step, len(total))
+        # exact: an error of bfloat16 would look like a direction of its own
         return total + exact_einsum("mnd,mne->mde", x, x)
 
     return Report("input_grams", init, add, merge="sum", possible=possible_gram)
@@ -125,6 +128,7 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
     def init(params: Params, _trainable: Params) -> Matrices:
         tasks, blocks, _, width = params.adapter.a_q.shape
         if tasks != run.sizes.tasks:
+            # one pair for all tasks would overwrite the directions of the earlier ones
             raise InputError("lora_pairs: 'one' has no separate pair for a new task; nearest: 'task'")
         return jnp.zeros((blocks, width, width))
 
@@ -133,7 +137,9 @@ def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
         task = round.task.index
         pairs: Lora = params.adapter
         rank = pairs.a_q.shape[2]
+        # from the memory of the earlier tasks, before this task's inputs join it
         a = jax.vmap(lambda p, g: new_directions(p, g, rank))(memory, gram)
+        # queries and values read the same inputs, so both pairs get the same A
         pairs = pairs._replace(a_q=pairs.a_q.at[task].set(a), a_v=pairs.a_v.at[task].set(a))
         epsilon = threshold(options, task, run.sizes.tasks)
         memory = jax.vmap(lambda p, g: extend_directions(p, g, epsilon))(memory, gram)
@@ -170,6 +176,8 @@ def new_directions(
     """Return A_t, with rows of 0 where the memory leaves fewer directions than the
     rank."""
     vectors, values = outside(memory, gram)
+    # a zero direction would be an arbitrary vector of the null space, which P may
+    # contain
     exists = values[:rank] > ROUNDING * jnp.linalg.norm(gram)
     return ROW_LENGTH * jnp.where(exists[:, None], vectors[:, :rank].T, 0.0)
 
@@ -187,5 +195,8 @@ def extend_directions(
     is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
     extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
     # a projection up to rounding: its eigenvalues become exactly 0 and 1
+    # rounding would otherwise grow from task to task, and P P = P is what "outside"
+    # relies on
     values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
+    # 0.5 separates the eigenvalues 0 and 1, however far rounding moved them
     return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

@@ -102,6 +102,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
       learner: says which parameters train in every task.
       batch_size: of the pass that measures F; it does not matter unless `fisher_gradients` is batches.
     """
+    # the two readings differ in when a client looks, and at which classes
     every_round = options.fisher_measured == "round"
     add_squares = add_squared_gradients
     if options.fisher_gradients == "batches":
@@ -114,6 +115,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         lasting = matching(step.trainable, anchor.fisher)
         by_leaf = jax.tree.map(of_leaf, anchor.fisher, lasting, anchor.trainable)
         value = options.ewc_weight / 2 * sum(jax.tree.leaves(by_leaf), jnp.zeros(()))
+        # a client's first task has nothing to protect; its anchor is the initial model
         has_old_classes = jnp.any(step.context.task.old)
         return jnp.where(has_old_classes, value, 0.0)
 
@@ -121,6 +123,8 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         return penalty(step, measuring.anchor)
 
     def no_anchor(_key: PRNGKeyArray, trainable: Params) -> Anchor:
+        # parameters that each task has for itself are frozen afterwards: no penalty is
+        # needed
         lasting = learner.lasting(trainable)
         return Anchor(lasting, jax.tree.map(jnp.zeros_like, lasting), jnp.bool_(False))
 
@@ -137,6 +141,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         anchor: Anchor,
     ) -> Anchor:
         def mean(squares: Array) -> Array:
+            # a few examples with huge gradients would freeze the model (release)
             return jnp.minimum(squares / jnp.maximum(measuring.batches, 1), options.fisher_limit)
 
         fisher = jax.tree.map(mean, measuring.squares)
@@ -179,6 +184,7 @@ def add_squared_gradients(
       measuring: the sums so far.
       classes: those that compete.
     """
+    # every example starts from zero, so that vmap sums nothing twice
     zero = start_measuring(step.context, measuring.anchor, step.key)
 
     def of_example(batch: Batch) -> Measuring:
@@ -194,6 +200,7 @@ def add_squared_gradients(
         count = total.batches + jnp.sum(by_example.batches)
         return Measuring(total.anchor, squares, count), None
 
+    # all gradients at once need examples x parameters scalars
     size = sum(leaf.size for leaf in jax.tree.leaves(step.trainable))
     batches = microbatches(step.batch, max(1, GRADIENT_SCALARS // max(1, size)))
     total, _ = jax.lax.scan(add_microbatch, measuring, batches)
@@ -211,6 +218,7 @@ def microbatches(batch: Batch, most: int) -> Batch:
       Leaves [microbatches, M, 1, ...] with M <= most; the last microbatch is filled up with padding.
     """
     count = len(batch.mask)
+    # equal microbatches, rounded up: the fewest examples of padding
     pieces = -(-count // most)
     size = -(-count // pieces)
 
@@ -242,6 +250,7 @@ def add_squared_gradient(
     def loss(trainable: Params, mask: Bool[Array, " B"]) -> Float[Array, ""]:
         return cross_entropy(step.forward(trainable).logits, batch.label, classes, mask)
 
+    # p(y | x) of one example at a time: the square of a mean is not the mean of squares
     # row n of the masks has example n alone, or none if n is padding
     masks = jnp.diag(batch.mask)
     gradients = jax.vmap(jax.grad(loss), (None, 0))(step.trainable, masks)
@@ -249,6 +258,7 @@ def add_squared_gradient(
     def add(total: Array, gradient: Array) -> Array:
         return total + jnp.sum(gradient**2, axis=0)
 
+    # only leaves that last: the others have no place in the sums
     lasting = matching(gradients, measuring.squares)
     squares = jax.tree.map(add, measuring.squares, lasting)
     return Measuring(measuring.anchor, squares, measuring.batches + jnp.sum(batch.mask))
@@ -260,6 +270,8 @@ def add_squared_gradient_of_batch(
     """Add the squared gradient of a batch's mean loss, as in training (release)."""
 
     def loss(trainable: Params) -> Float[Array, ""]:
+        # in training mode: with dropout and batch statistics, as the release's
+        # gradients
         logits = step.forward(trainable, train=True).logits
         return cross_entropy(logits, step.batch.label, classes, step.batch.mask)
 
@@ -290,6 +302,8 @@ def consolidate(
       new_rows_whole: whether rows of the classifier that were never measured take F_new
         as it is (TARGET's release).
     """
+    # a weighted mean of F over classes, since F_new is a mean over the new classes'
+    # examples
     old_share = jnp.sum(context.task.old) / jnp.sum(context.task.seen)
     a = jnp.where(anchor.measured, old_share, 0.0)
     mixed = jax.tree.map(lambda f, new: a * f + (1 - a) * new, anchor.fisher, fisher)
@@ -299,6 +313,8 @@ def consolidate(
         mixed: Float[Array, "*rows C"],
         new: Float[Array, "*rows C"],
     ) -> Float[Array, "*rows C"]:
+        # a row of the classifier is its class's: F > 0 somewhere says that the class
+        # has trained
         was_measured = jnp.any(old > 0, axis=tuple(range(old.ndim - 1)))
         return jnp.where(was_measured, mixed, new)
 

@@ -78,6 +78,8 @@ def calibrated(lora: Adapter) -> Adapter:
         return trainable._replace(pairs=lora.merge(params.pairs, task, trainable.pairs))
 
     def cached(params: Calibrated) -> PyTree:
+        # clients cache LoRA's earlier pairs alone; the residual travels with the
+        # payload
         return lora.cached(params.pairs)
 
     def counted(trainable: Calibrated, _task: Task) -> Lora:
@@ -96,6 +98,7 @@ def calibrated(lora: Adapter) -> Adapter:
         if isinstance(cached, Calibrated):  # in evaluation: the parameters of all tasks
             pairs = cached.pairs
         injection: Injection = lora.inject(pairs, trainable.pairs, query, task, train, mask)
+        # the residual is a constant at clients: only the server changes it
         residual = jax.lax.stop_gradient(trainable.residual)
         updates = {block: with_residual(pair, residual, block) for block, pair in injection.lora.items()}
         return injection._replace(lora=updates)
@@ -106,6 +109,7 @@ def calibrated(lora: Adapter) -> Adapter:
 
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
+    # as a pair of rank r + D, so that the network needs no second kind of update
     """Return a block's update B A + R as a pair whose rank is larger by D: `[B, R] [A;
     I]`."""
     identity = jnp.eye(pair.a_q.shape[1])
@@ -121,6 +125,7 @@ def sends_pair_alone(model: Learner) -> Learner:
     """Return the learner whose clients do not send the residual back."""
 
     def sends(trainable: Params, _task: Task) -> Params:
+        # 2 D^2 scalars per block fewer: the server knows the residual
         return trainable._replace(adapter=trainable.adapter.pairs)
 
     return model._replace(sends=sends)
@@ -140,6 +145,8 @@ def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
     """Merge the pairs to their mean, and add what it misses to the residual."""
     pairs: Lora = round.reports["adapter"]
     old: Calibrated = round.learner.adapter.trainable(params.adapter, round.task)
+    # the classifier is averaged by the run's rule, the pair here: its mean enters the
+    # residual
     mean: Lora = weighted_mean(pairs, round.weights, round.valid)
     difference = Residual(
         missed(pairs.a_q, pairs.b_q, mean.a_q, mean.b_q, round.weights, round.valid),
@@ -163,7 +170,9 @@ def missed(
 ) -> Float[Array, "blocks D D"]:
     """Return sum_k p_k B_k A_k - mean_b mean_a over the valid clients."""
     p = jnp.where(valid, weights, 0.0)
+    # tiny, not 0: without a valid upload all p are 0
     p = p / jnp.maximum(jnp.sum(p), jnp.finfo(p.dtype).tiny)
+    # W_0 + R + B A then equals the mean of the clients' weights
     # an upload that is not valid may be NaN, which a weight of 0 would not remove
     a = jnp.where(valid[:, None, None, None], a, 0.0)
     b = jnp.where(valid[:, None, None, None], b, 0.0)

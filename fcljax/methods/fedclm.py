@@ -38,6 +38,7 @@ def fedclm(options: FedCLMOptions, run: Run) -> Method:
     """Compose FedCLM."""
     width = run.network.width
     classes = run.sizes.classes
+    # the linear classifier trains, the means predict
     means = nearest_mean(width, classes, options.classifier, inner=linear(width, classes))
     model = learner(run.network, run.adapter, means)
     rule = class_mean_rule(run, "task_end")

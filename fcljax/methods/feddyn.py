@@ -79,6 +79,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         # <h_i, w - x> in place of <h_i, w>: <h_i, x> is constant
         change = model_change(step.context, step.trainable)
         squared_norm = optax.tree.norm(change, squared=True)
+        # eq. 1: the quadratic term, and the linear one of the client's slope
         return weight / 2 * squared_norm - optax.tree.vdot(memory.params, change)
 
     def on_end(
@@ -88,6 +89,8 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         _state: OfTask,
     ) -> OfTask:
         change = model_change(context, trainable)
+        # h_i - alpha (w_i - x), the gradient of client i's loss at a stationary point
+        # of eq. 1
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
     def init(_params: Params, trainable: Params) -> ServerSlope:
@@ -112,22 +115,29 @@ def corrected(
     weight: float, round: ServerRound, mean: Params, state: ServerSlope
 ) -> tuple[Params, ServerSlope]:
     """Return mean_i w_i - h / alpha and the new state of the server (algorithm 1)."""
+    # with the participants already: h has the denominator of the same clients as its
+    # sum
     seen = with_participants(state.seen, round)
     change = optax.tree.sub(mean, without_stats(round.previous.payload.trainable))
     same_task = state.seen.task == round.task.index
+    # an invalid upload has a weight too, but no part in the mean
     examples = jnp.sum(jnp.where(round.valid, round.weights, 0.0))
 
     def next_total(total: Array, change: Array) -> Array:
+        # -alpha sum_i n_i (w_i - x), from the mean alone: no upload needs to be
+        # gathered
         return jnp.where(same_task, total, 0.0) - weight * examples * change
 
     total = jax.tree.map(next_total, state.total, change)
     slope = optax.tree.scale(1 / num_examples(seen), total)
+    # x <- mean_i w_i - h / alpha
     return optax.tree.add_scale(mean, -1 / weight, slope), ServerSlope(total, seen)
 
 
 def averaged(round: ServerRound, params: Params) -> Params:
     """Return the mean of the clients' models, without running statistics."""
     mean = round.learner.trainable(params, round.task)
+    # running statistics have no slope: the correction is of parameters alone
     return mean._replace(extra=params.extra, stats=())
 
 

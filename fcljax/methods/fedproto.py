@@ -129,18 +129,21 @@ def distance_of_examples(step: ClientStep, prototypes: Prototypes) -> Float[Arra
     mask = step.batch.mask
     squared = jnp.mean((step.output.feature - prototypes.vector[label]) ** 2, axis=-1)
     has_prototype = mask & prototypes.present[label]
+    # over all examples of the batch, not only those with a prototype, as in the release
     return masked_sum(squared, has_prototype) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, ""]:
     """Return the sum over the batch's classes of ||mean of f(x) - C_j|| (eq. 8)."""
     batch = step.batch
+    # by the classes of the stream, as prototypes are
     classes: Int[Array, " C"] = jnp.arange(len(prototypes.present))
     sums, examples = sum_by_class(step.output.feature, batch.label, classes, batch.mask)
     mean, in_batch = class_means(sums, examples)
     squared = jnp.sum((mean - prototypes.vector) ** 2, axis=-1)
     # the root has no gradient at 0, so a distance of 0 is left out
     counts = in_batch & prototypes.present & (squared > 0)
+    # the inner `where` keeps the root's gradient finite where the outer one drops it
     return jnp.sum(jnp.where(counts, jnp.sqrt(jnp.where(counts, squared, 1.0)), 0.0))
 
 
@@ -158,6 +161,7 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
         mean, present = class_means(*total)
         return Sums(mean, present.astype(jnp.float32))
 
+    # features of evaluation, after training (eq. 3), not of the model at the start
     view = View(1, run.training.batch_size, shuffle=False, augment=False)
     return Report("class_sums", init, add_features, finalize, view, "sum", possible=possible_sums)
 

@@ -42,6 +42,8 @@ from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Method, Task, Weighted
 
+# keys that do not depend on the run's seed: which
+# examples have labels is part of the data
 LABELS = 1  # key of the draw of the examples whose labels are known
 SKETCH = 2  # key of the first basis of the subspace iteration
 ITERATIONS = 4  # of the subspace iteration
@@ -89,6 +91,7 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
     width = run.network.width
     classes = run.sizes.classes
     server_rules = (low_rank_ridge(options, run),)
+    # with all labels known there is nothing to assign, so no means travel
     if options.labelled == 1 or not options.pseudo_labels:
         classifier = on_projection(width, options.projection, classes)
     else:
@@ -115,6 +118,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
     most_examples = run.sizes.examples
 
     def init(_context: ClientContext) -> Moments | Examples:
+        # H^T H of n rows has rank n at most: n x n is the smaller matrix
         if 0 < most_examples <= width:
             return no_examples(most_examples, width, classes)
         return no_moments(width, classes)
@@ -167,6 +171,7 @@ def keep_examples(
     """Append the examples of a batch that are in the mask."""
     # an index beyond the buffer is dropped
     position = jnp.where(mask, total.count + jnp.cumsum(mask) - 1, len(total.h))
+    # masked out twice: padding may hold NaN, and its label counts in no class
     y = jax.nn.one_hot(label, total.products.shape[1]) * mask[:, None]
     products = total.products + exact_matmul(jnp.where(mask[:, None], h, 0.0).T, y)
     buffer = total.h.at[position].set(h, mode="drop")
@@ -182,6 +187,7 @@ def summary_of_examples(total: Examples, rank: int) -> Summary:
     _, vectors = jnp.linalg.eigh(exact_matmul(total.h, total.h.T))
     largest = vectors[:, ::-1][:, :rank]  # eigenvalues ascend
     factor = exact_matmul(total.h.T, largest)
+    # more directions than examples: the rest are zeros
     factor = jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
     # `Sizes.examples` promises that the buffer holds all examples. If it does not, the
     # upload is made non-finite, so that the server leaves it out
@@ -211,14 +217,18 @@ def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M 
     """
     width = len(gram)
     directions = min(rank + OVERSAMPLING, width)
+    # a fixed start: all clients' subspaces are the same function of their data
     start = jax.random.normal(jax.random.key(SKETCH), (width, directions))
 
     def iterate(_: Array, basis: Array) -> Array:
+        # orthogonal after every product, or all columns
+        # would turn to the largest direction
         return jnp.linalg.qr(exact_matmul(gram, basis))[0]
 
     basis = jax.lax.fori_loop(0, ITERATIONS, iterate, jnp.linalg.qr(start)[0])
     # the eigenvectors within the subspace
     values, vectors = jnp.linalg.eigh(exact_matmul(basis.T, exact_matmul(gram, basis)))
+    # rounding makes tiny eigenvalues negative, whose root would be NaN
     factor = exact_matmul(basis, vectors) * jnp.sqrt(jnp.maximum(values, 0))
     factor = factor[:, ::-1][:, :rank]  # eigenvalues ascend
     return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
@@ -257,6 +267,7 @@ def low_rank_ridge(options: FedRANOptions, run: Run) -> ServerRule:
         ridge = options.ridge * total.trace / width
         weights = solve_low_rank(total.factor, total.products, ridge)
         classifier: Projected = params.classifier._replace(weights=weights)
+        # before any example the trace is 0
         trace = jnp.maximum(total.trace, jnp.finfo(jnp.float32).tiny)
         explained = jnp.sum(total.factor**2) / trace
         metrics = {"explained": Weighted(explained, jnp.float32(1))}
@@ -270,6 +281,7 @@ def merge_clients(reported: Summary, valid: Bool[Array, " P"], rank: int) -> Sum
     """Return the summary of a task's examples from those of its clients [P, ...]."""
 
     def zero_invalid(leaf: Array) -> Array:
+        # zeros add no direction, and NaN of an invalid upload would reach all of them
         return jnp.where(valid.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0)
 
     reported = jax.tree.map(zero_invalid, reported)
@@ -294,6 +306,7 @@ def merge_directions(columns: Float[Array, "M n"], rank: int) -> Float[Array, "M
     """
     z, r = jnp.linalg.qr(columns)
     u, s, _ = jnp.linalg.svd(r, full_matrices=False)
+    # V of the SVD is not needed: F F^T = Z U S^2 U^T Z^T whatever V is
     return exact_matmul(z, u[:, :rank]) * s[:rank]
 
 
@@ -305,6 +318,7 @@ def solve_low_rank(
     It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T)
     / ridge.
     """
+    # 0 / tiny = 0 before any example: the classifier starts without a preference
     ridge = jnp.maximum(ridge, jnp.finfo(jnp.float32).tiny)
     inner = solve_ridge(exact_matmul(factor.T, factor), exact_matmul(factor.T, products), ridge)
     return (products - exact_matmul(factor, inner)) / ridge
@@ -354,6 +368,7 @@ def pseudo_label(
       The labels, and whether any class has a mean of labelled examples.
     """
     means, present = class_means(sums.feature, sums.examples)
+    # classes without labelled examples never win
     similarity = jnp.where(present, cosine(feature, means), -jnp.inf)
     nearest = task.classes[jnp.argmax(similarity, axis=1)]
     return jnp.maximum(nearest, 0), jnp.any(present)

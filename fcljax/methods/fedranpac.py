@@ -63,8 +63,8 @@ PRESETS = {
 }
 
 
-# "fit": of four fifths of the examples; "held_out": of those that choose the ridge, if
-# any do
+# "fit": of four fifths of the examples; "held_out":
+# of those that choose the ridge, if any do
 Split = dict[str, Moments]
 
 

@@ -111,6 +111,7 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
         return Aligned(head, head, jnp.int32(-1))
 
     def predict(params: Aligned, feature: Array, task: Task) -> Array:
+        # while the task trains, the clients' classifier predicts
         is_over = params.task == task.index
         aligned = apply_head(params.aligned, feature)
         return jnp.where(is_over, aligned, apply_head(params.inner, feature))
@@ -141,6 +142,7 @@ def statistics(width: int, classes: int) -> Report:
         feature, examples = sum_by_class(x, batch.label, task_classes, batch.mask)
 
         def outer(label: Array) -> Float[Array, "D D"]:
+            # class by class: the batch has few classes, and D x D products are large
             in_class = batch.mask & (batch.label == label)
             x_of_class = jnp.where(in_class[:, None], x, 0.0)
             return exact_matmul(x_of_class.T, x_of_class)
@@ -160,6 +162,7 @@ def possible_statistics(context: ClientContext, reported: ClassSums) -> Bool[Arr
     n = reported.examples.astype(jnp.float32)
     sum_of_squares = jnp.trace(reported.outer, axis1=1, axis2=2)
     square_of_sum = jnp.sum(reported.feature**2, axis=1)
+    # Cauchy and Schwarz, up to rounding
     most = n * jnp.maximum(sum_of_squares, 0) * (1 + 1e-3)  # up to rounding
     counts_fit = possible_counts(reported.examples, context.client.examples)
     return jnp.all(square_of_sum <= most) & counts_fit
@@ -169,6 +172,7 @@ def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "C
     """Return means and unbiased covariances of classes over all clients' examples."""
     n = sums.examples.astype(jnp.float32)[:, None]
     mean = sums.feature / jnp.maximum(n, 1)
+    # sum of x x^T minus n mean mean^T
     scatter = sums.outer - n[..., None] * mean[:, :, None] * mean[:, None, :]
     return mean, scatter / jnp.maximum(n[..., None] - 1, 1)
 
@@ -246,6 +250,7 @@ def align_classifier(
     def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
         epoch_key = jax.random.fold_in(key, number)
         features, labels = draw_features(gaussians, task, size, epoch_key)
+        # a cosine to 0 over the epochs
         rate = options.align_lr * (1 + jnp.cos(jnp.pi * number / options.align_epochs)) / 2
 
         def step(i: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
@@ -257,6 +262,7 @@ def align_classifier(
                 logits = normalised(apply_head(head, x), gaussians, tasks, options.logit_norm)
                 return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
 
+            # plain descent on the drawn features: the network takes no part
             direction, state = optimiser.update(jax.grad(loss)(head), state, head)
             return jax.tree.map(lambda w, d: w - rate * d, head, direction), state
 
@@ -282,6 +288,7 @@ def draw_features(
     noise = jax.random.normal(noise_key, (classes, size, width))
     feature = mean[:, None] + exact_einsum("cnd,ced->cne", noise, gaussians.root)
     label = jnp.repeat(jnp.arange(classes), size)
+    # absent classes sort behind all others, beyond the last step
     draws = jax.random.uniform(order_key, label.shape) + 2.0 * ~gaussians.present[label]
     order = jnp.argsort(draws)
     return feature.reshape(-1, width)[order], label[order]
@@ -295,6 +302,7 @@ def normalised(
     The length is the mean over the tasks so far of the length of each task's logits, as
     in SLCA's release. Classes without examples get the lowest finite value.
     """
+    # each task's logits have a length of their own (SLCA's release)
     member = jax.nn.one_hot(gaussians.task, tasks) * gaussians.present[:, None]
     has_classes = jnp.any(member > 0, axis=0)
     # at 0 the root would have no gradient

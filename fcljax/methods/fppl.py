@@ -142,12 +142,14 @@ def unified_representation(options: FPPLOptions) -> ClientRule:
     return ClientRule("unified", loss)
 
 
+# G reaches a client before training: it is the server's of the round before
 def global_prototypes(step: ClientStep, options: FPPLOptions) -> tuple[Prototypes, Array]:
     """Return G of the current task at a client, and the class of each prototype."""
     received = step.context.payload.sent["debias"]
     task = step.context.task
     if options.prototype_download == "current":
         return received, task.classes
+    # classes of earlier tasks are known too, but L_ur is over the current ones (eq. 6)
     present = received.present & task.current
     return received._replace(present=present), jnp.arange(task.current.shape[0])
 
@@ -177,8 +179,11 @@ def unified_representation_loss(
         or not ("holders"). They add nothing to the sum.
       reduction: over the batch; 0 if no example has a prototype.
     """
+    # the prototypes are targets: only features move
     similarity = heads.cosine(feature, jax.lax.stop_gradient(prototypes.vector)) / temperature
+    # at most one prototype is positive: the example's class
     positive = (label[:, None] == classes) & prototypes.present
+    # absent prototypes would add exp(0) to the denominator
     log_denominator = jax.nn.logsumexp(heads.mask_logits(similarity, prototypes.present), axis=-1)
     loss = log_denominator - jnp.sum(similarity * positive, axis=-1)
     has_prototype = mask & jnp.any(positive, axis=-1)
@@ -200,6 +205,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     """
     width = feature_width(run, options.features)
     server_lr = options.server_lr
+    # the paper names one learning rate; both Adams then share it
     if server_lr is None:
         server_lr = run.training.lr
     training = ServerTraining(
@@ -210,6 +216,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     )
 
     def init(_params: Params, _trainable: Params) -> Prototypes:
+        # K x C vectors from the start: the pool's shape must not grow with tasks
         shape = (run.sizes.clients, run.sizes.classes)
         return Prototypes(jnp.zeros((*shape, width)), jnp.zeros(shape, bool))
 
@@ -226,8 +233,12 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
         pool = store_prototypes(pool, round.reports["prototypes"], round.ids, round.valid, task.classes)
         if options.wo_debias:
             return ServerUpdate(params, pool)
-        present = pool.present & (task.current if options.wo_pool else task.seen)
-        if run.aggregation.reduce is not None:  # a robust rule: do not train on outliers
+        stored_classes = task.seen
+        if options.wo_pool:
+            stored_classes = task.current
+        present = pool.present & stored_classes
+        # a robust rule: one poisoned prototype must not train the classifier
+        if run.aggregation.reduce is not None:
             global_means = merge_pool(run.aggregation, pool)
             all_clients = jnp.ones(run.sizes.clients, bool)
             present = screen_prototypes(pool.vector, present, global_means.vector, all_clients)
@@ -243,6 +254,7 @@ def local_prototypes(options: FPPLOptions, run: Run) -> Report:
 
     Features are those of the model that the client has just trained.
     """
+    # one pass after training, whatever the number of epochs
     view = View(1, run.training.batch_size, augment=options.prototype_view == "augmented")
     width = feature_width(run, options.features)
     return class_prototypes("prototypes", run.sizes.task_classes, width, view, follows_rule=True)
@@ -264,6 +276,8 @@ def store_prototypes(
       valid: participants whose upload arrived.
       classes: the task's class ids; -1 is padding.
     """
+    # a client's prototype of a class is replaced, not averaged: the newest model's
+    # counts
     clients, total_classes = pool.present.shape
     # indices beyond the pool are dropped
     client = jnp.where(valid, client_id, clients)[:, None]
@@ -299,12 +313,15 @@ def debias(
       The classifier; the mean `loss` of the steps, and the `accuracy` of the trained
       classifier on up to `EVALUATED` of the prototypes.
     """
+    # entries [K, C] as one list of training examples
     feature = pool.vector.reshape(-1, pool.vector.shape[-1])
     present = pool.present.reshape(-1)
     classes = jnp.arange(pool.present.shape[1])
     label = jnp.broadcast_to(classes, pool.present.shape).reshape(-1)
+    # classes without prototype compete with none of their own, and would only lose
     allowed = jnp.any(pool.present, axis=0)
     count = jnp.sum(present)
+    # the number of batches is data: the pool fills up from round to round
     batches = -(-count // training.batch_size)
     order = _epoch_orders(present, training.epochs, key)
 
@@ -318,7 +335,10 @@ def debias(
 
     steps = training.epochs * batches
     head, mean_loss = optimise(loss, head, optax.adam(training.lr), steps)
+    # the first epoch's order starts with present entries, in random order
     evaluated = order[0, :EVALUATED]
+    # accuracy of the trained head on its own training set: whether debiasing has
+    # converged
     logits = heads.apply_head(head, feature[evaluated])
     correct = heads.correct(logits, label[evaluated], allowed, present[evaluated])
     accuracy = Weighted(correct, jnp.sum(present[evaluated]).astype(jnp.float32))
@@ -376,6 +396,7 @@ def prototype_mean(
       (mean, held): held [C] is False, and the mean 0, for classes that no valid client holds.
     """
     holds = present & valid[:, None]
+    # unweighted (eq. 5): a client with many examples of a class counts once
     holders = jnp.sum(holds, axis=0)
     total = jnp.sum(jnp.where(holds[..., None], sums.widen(prototype), 0), axis=0)
     mean = total / jnp.maximum(holders, 1)[:, None]
@@ -405,7 +426,9 @@ def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
         if aggregation.reduce is None:
             return prototype_mean(vectors, present, valid)
         holds = present & valid[:, None]
+        # a change from zeros, because prototypes have no broadcast value
         reference = jnp.zeros(vectors.shape[1:], vectors.dtype)
+        # a key per class: rules that draw must not draw alike for all classes
         keys = jax.random.split(key, vectors.shape[1])
         reduce_classes = jax.vmap(aggregation.reduce, in_axes=(1, 0, None, 1, 0))
         merged = reduce_classes(vectors, reference, weight, holds, keys)
@@ -439,9 +462,11 @@ def screen_prototypes(
     if not factor >= 1:
         raise InputError(f"factor: {factor} is too small; nearest valid value: 1, and 3 is usual")
     holds = present & valid[:, None]
+    # absent entries may be anything: as zeros they stay finite and are masked
     shifted = distances.difference(jnp.where(holds[..., None], sums.widen(vectors), 0), sums.widen(merged))
     distance = jax.vmap(jax.vmap(distances.norm))(shifted)
     median_over_clients = jax.vmap(rules.coordinate_median, in_axes=(1, None, 1))
+    # of the holders alone, class by class
     median = median_over_clients(distance, jnp.ones(valid.shape), holds)
     # where most prototypes equal the merged one, a difference by rounding is no outlier
     length = jax.vmap(distances.norm)(distances.SHRINK * sums.widen(merged))

@@ -95,6 +95,7 @@ def lorm(options: LoRMOptions, run: Run) -> Method:
     """Compose LoRM."""
     method = federate(
         run,
+        # the two server rules merge everything but the classifier's bias
         merged_by_responses(linear_learner(run)),
         loss=cross_entropy_loss(),
         client_rules=(ClientRule("one_factor", project=freeze_other_factor),),
@@ -145,6 +146,8 @@ def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
     pair: Lora = trainable.adapter
     b_trains = trains_b(context.client.round)
 
+    # the factor that does not train is everyone's, so that least squares has one
+    # solution
     def projected(trains: Array, trained: Array, shared: Array) -> Array:
         return jnp.where(trains, trained, shared)
 
@@ -168,6 +171,7 @@ def no_pair_grams(
 
 def _gram_shape(options: LoRMOptions, width: int) -> tuple[int, ...]:
     """Return the shape of what is kept of a Gram matrix of inputs."""
+    # the diagonal alone is D scalars per block, as in the release
     if options.pair_gram == "diagonal":
         return (width,)
     return (width, width)
@@ -180,6 +184,7 @@ def pair_grams(
 ) -> Float[Array, "blocks *gram"]:
     """Return the sums of x x^T, or of its diagonal, over the tokens x of a batch."""
     x = inputs_of_pairs(step, blocks)
+    # exact: the server inverts these sums
     if options.pair_gram == "diagonal":
         return exact_einsum("mnd,mnd->md", x, x)
     return exact_einsum("mnd,mne->mde", x, x)
@@ -194,6 +199,7 @@ def responses(options: LoRMOptions, run: Run) -> Report:
         return Grams(no_pair_grams(options, context), jnp.zeros((width, width)))
 
     def add(step: ClientStep, total: Grams) -> Grams:
+        # padding would enter the Gram matrix
         feature = jnp.where(step.batch.mask[:, None], step.output.feature, 0.0)
         pairs = pair_grams(options, step, len(total.pairs))
         head = off_diagonal(feature, options.head_gram)
@@ -235,7 +241,9 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
         b: Array,
         b_i: Array,
     ) -> Float[Array, "blocks rank D"]:
+        # (B_i - B) A G_i A^T, transposed so that both factors have one shape
         change_of_b = exact_matmul(inner_gram(a, grams.pairs), (b_i - b).mT)
+        # (A_i - A) G_i
         change_of_a = apply_gram(a_i - a, grams.pairs)
         return jnp.where(b_trains, change_of_b, change_of_a)
 
@@ -286,6 +294,7 @@ def inner_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m ran
 
 def inverse_of(gram: Float[Array, "*m n n"]) -> Float[Array, "*m n n"]:
     """Return the pseudo-inverse of a symmetric matrix; eigenvalues near 0 count as 0."""
+    # directions without inputs have eigenvalue 0 up to rounding
     return jnp.linalg.pinv(gram, rtol=1e-6, hermitian=True)
 
 
@@ -294,6 +303,7 @@ def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m
     if gram.ndim == a.ndim:
         return exact_matmul(a, inverse_of(gram))
     positive = gram > 0
+    # a channel that no client has used stays as it was
     inverse = jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)
     return a * inverse[..., None, :]
 
@@ -314,7 +324,9 @@ def merge_factor(
       gram: the sum of G_i.
       b_trains: whether B trained, and not A.
     """
+    # A + (sum_i (A_i - A) G_i) (sum_i G_i)^+
     new_a = a + divide_by_gram(change, gram)
+    # B + (sum_i (B_i - B) A G_i A^T) (A (sum_i G_i) A^T)^+
     new_b = b + exact_matmul(inverse_of(inner_gram(a, gram)), change).mT
     return jnp.where(b_trains, a, new_a), jnp.where(b_trains, new_b, b)
 
@@ -332,6 +344,7 @@ def match_responses(options: LoRMOptions, run: Run) -> ServerRule:
         pair = Lora(a_q, b_q, a_v, b_v)
         adapter = round.learner.adapter.merge(params.adapter, round.task, pair)
         head: Head = params.classifier
+        # RegMean for the classifier, with its own Gram matrix
         kernel = head.kernel + exact_matmul(inverse_of(grams.head), change.kernel)
         head = head._replace(kernel=kernel)
         return ServerUpdate(params._replace(adapter=adapter, classifier=head), state)
@@ -344,6 +357,7 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
 
     def init(params: Params, _trainable: Params) -> Merged:
         tasks, blocks, _, width = params.adapter.a_q.shape
+        # one pair for all tasks has nothing to merge over tasks
         if tasks != run.sizes.tasks:
             raise InputError("lora_pairs: 'one' leaves nothing to merge over tasks; nearest: 'task'")
         zeros = jnp.zeros_like(params.adapter.a_q)
@@ -354,6 +368,7 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
         gram = round.reports["task_grams"]
         pairs: Lora = params.adapter
         pair: Lora = pair_of(pairs, task)
+        # A_t G_t once, when the task is over
         query = state.query.at[task].set(apply_gram(pair.a_q, gram))
         value = state.value.at[task].set(apply_gram(pair.a_v, gram))
         state = Merged(query, value, state.gram + gram)

@@ -114,9 +114,11 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
     classifier = classifiers.prototypes(
         run.network.width, run.sizes.classes, options.distance, options.prototype_init
     )
+    # order matters for metrics alone: losses are added
     client_rules = [prototype_loss(options.prototype_weight)]
     if isinstance(options, PiloraLoraOptions):  # the run's adapter is LoRA
         client_rules.append(lora_losses(options))
+    # they replace the mean of prototypes; the pairs keep the run's aggregation rule
     server_rules = [reweight_prototypes(options, run)]
     if options.wo_reweight:
         server_rules = [average_prototypes(run)]
@@ -151,6 +153,7 @@ def learning_rate_factor(
         return jnp.ones(())
     if schedule == "cosine_lag":
         round = jnp.maximum(round - 1, 0)
+    # R is the rounds of a task, so every task starts at the full rate
     return jnp.asarray(0.5 * (1 + jnp.cos(jnp.pi * round / rounds)), jnp.float32)
 
 
@@ -167,6 +170,8 @@ def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
 
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
         # the classifier's logits are negative distances
+        # hardness sharpens the softmax; L_pl below uses the distance without it (eq.
+        # 10)
         logits = hardness * output.logits
         return heads.cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
 
@@ -181,6 +186,7 @@ def prototype_loss(weight: float) -> ClientRule:
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
+        # the classifier's logits are minus the distances (`classifiers.prototypes`)
         distance = -step.output.logits
         return weight * pl_loss(distance, step.batch.label, step.batch.mask)
 
@@ -191,6 +197,7 @@ def pl_loss(
     distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
     """Return L_pl (eq. 10): the mean distance of examples to their classes' prototypes."""
+    # padding has label 0, whose distance is finite and masked
     to_prototype = jnp.take_along_axis(distance, label[:, None], axis=1)[:, 0]
     return heads.reduce_rows(to_prototype, mask, jnp.sum(mask), "mean")
 
@@ -220,6 +227,7 @@ def orthogonality(task_pairs: Lora, current: Lora, task: ArrayLike) -> Float[Arr
 
     Args:
       task_pairs: the pairs of all tasks, which get no gradient. Only their A are read, so
+        # tasks after t have A as drawn, and count as 0
         clients need not cache the B for it.
       current: the pair of task t.
       task: t.
@@ -242,6 +250,8 @@ def _absolute_products(
 ) -> Float[Array, ""]:
     """Return the sum over earlier tasks and blocks of the entries of |A_i A_t^T|."""
     # in full precision: the loss drives these products to 0, where bfloat16 would leave its rounding
+    # stop_gradient: earlier pairs are constants of the paper's loss, also where they
+    # are cached
     product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(task_a), current_a)
     return jnp.sum(jnp.where(earlier[:, None, None, None], jnp.abs(product), 0.0))
 
@@ -251,6 +261,8 @@ def _absolute_products(
 
 def reweight_prototypes(options: PiloraOptions, run: Run) -> ServerRule:
     """Merge the clients' prototypes by their weights (eq. 11-14), in place of their mean."""
+    # the release collects features while it trains; the paper takes them from a clean
+    # pass
     view = None  # mean features of the training views, each before its step (release)
     if options.mean_features == "clean":
         view = View(1, run.training.batch_size, augment=False)

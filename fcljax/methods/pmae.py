@@ -108,6 +108,7 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     Raises:
       InputError: for a network without a decoder.
     """
+    # fails before anything is compiled
     autoencoder = autoencoder_of(run.network)
     learner = linear_learner(run)
     client_rules = ()
@@ -178,6 +179,7 @@ def masks_of(
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
     """Return a key for each example, which does not depend on the client that holds
     it."""
+    # keyed by example: two clients with the same image would hide the same patches
     keys = step.batch.keys
     assert keys is not None
     return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
@@ -195,6 +197,7 @@ def reconstructed(
 
     Visible patches are reconstructed too, and not pasted back.
     """
+    # the encoder sees a quarter of the patches, which is its cost
     latent = autoencoder.encode(frozen.network, image, masking.keep)
     return autoencoder.decode(frozen.decoder, latent, masking.restore, prompt)
 
@@ -241,12 +244,14 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
         masking = masks_of(options, step, autoencoder)
         latent = autoencoder.encode(step.context.frozen.network, image, masking.keep)
         offered = Restore(latent, masking.restore, batch.mask)
+        # another purpose than the mask: the choice must not depend on what is hidden
         priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
         return draw_examples(sample, step.context.task, offered, priority, batch)
 
     def finalize(_end: ClientEnd, sample: RestoreSample) -> Restore:
         return in_order(sample)
 
+    # robust rules act on what is averaged
     # the server merges nothing of it, so that the run may choose any aggregation rule
     view = pass_over(run.training.batch_size)
     return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
@@ -255,6 +260,7 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
 def possible_tokens(context: ClientContext, reported: Restore) -> Bool[Array, ""]:
     """Check that a client reports no more images than it has, with existing patch
     positions."""
+    # more images than examples would outvote other clients in the restore pool
     images_fit = jnp.sum(reported.present) <= context.client.examples
     return images_fit & within(reported.order, 0, reported.order.shape[-1] - 1)
 
@@ -267,6 +273,7 @@ def no_restore(
 ) -> Restore:
     """Return empty entries for u images of each of a task's classes."""
     patches = autoencoder.patches
+    # rounded down, as the masked autoencoder does
     visible = int(patches * (1 - options.mask_ratio))
     shape = (sizes.task_classes, options.restore_images)
     latent = jnp.zeros((*shape, 1 + visible, network.width))  # the class token comes first
@@ -297,6 +304,7 @@ def draw_examples(
     sampled = jnp.where(same_class, sample.priority, -1.0).reshape(classes, classes * u)
     has_label = (task.classes[:, None] == batch.label) & offered.present
     candidates = jnp.concatenate([sampled, jnp.where(has_label, priority, -1.0)], axis=1)
+    # ties between empty places have priority -1 and stay absent
     highest, index = jax.lax.top_k(candidates, u)
 
     def pick(old: Array, new: Array) -> Array:
@@ -313,6 +321,7 @@ def in_order(sample: RestoreSample) -> Restore:
     A class whose examples are all in the sample has them in the order of the data set.
     """
     present = sample.restore.present
+    # a sampled class is in the order of its draw: which examples they are is not told
     is_full = jnp.all(present, axis=1, keepdims=True)
     empty_last = jnp.where(present, sample.index, jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(jnp.where(is_full, 0, empty_last), axis=1, stable=True)
@@ -365,6 +374,7 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
         task = round.task.index
         reported: Restore = round.reports[RESTORE]
         # tokens of the previous task have moved to the host
+        # a task's tokens leave the device with the task
         present = pool.restore.present & (pool.task == task)
         restore = pool.restore._replace(present=present)
         # an index beyond the last client is dropped
@@ -388,6 +398,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
     Adam is new in every round.
     """
+    # no learning-rate schedule: the rate is applied by hand below
     adam = optax.scale_by_adam()
 
     def start(
@@ -410,6 +421,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 
         def loss_of(trainable: Params) -> tuple[Array, Array]:
+            # clients cache a part of them; the server has all
             # the server has the parameters of all tasks, of which clients cache some
             output = learner.forward(frozen, server.params, trainable, batch, task, False)
             logits = output.logits
@@ -417,6 +429,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
         (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(trainable)
         direction, optimiser = adam.update(gradient, optimiser, trainable)
+        # Adam's direction times the rate, without weight decay
         trainable = jax.tree.map(lambda p, d: p - options.tune_lr * d, trainable, direction)
         count = jnp.sum(batch.mask).astype(jnp.float32)
         correct = heads.correct(logits, batch.label, images.classes, batch.mask)
@@ -483,11 +496,13 @@ def restore_plan(
     """
     prompt_tasks = (task,)
     if last and not options.wo_restore_pool:
+        # only in the last round of a task: the pool is large and lies on the host
         prompt_tasks = tuple(range(task + 1))
 
     def matches(image_task: int, prompt_task: int) -> bool:
         if options.exact_task_match:
             return image_task == prompt_task
+        # "1" is a prefix of "10" to "19": the release's file names match that way
         return str(image_task).startswith(str(prompt_task))
 
     return tuple(
@@ -509,8 +524,10 @@ def restored_batch(
     autoencoder = autoencoder_of(learner.network)
     prompt = None
     if pool.prompt is not None:
+        # the prompt of the task that an image belongs to
         prompt = pool.prompt[images.task]
     image = restored(autoencoder, round_context.frozen, images.examples, prompt)
+    # the decoder predicts in its own range of pixels
     if options.recon_denorm:
         image = between(autoencoder, learner.network, image)
     no_index = jnp.zeros_like(images.label) - 1  # they are no examples of the training set
@@ -561,5 +578,6 @@ def reconstruct(
         prompted = pixels(server.params.extra[RECONSTRUCTION])
     original = to_unit(autoencoder, image)
     hidden = mae.hidden_pixels(masking.masked, autoencoder.patch)
+    # grey, as the figure shows hidden patches
     grey = jnp.where(hidden, 0.5, original)
     return Reconstruction(original, grey, unprompted, prompted, hidden)

@@ -62,7 +62,10 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
     Raises:
       InputError: for an optimiser whose steps are not the gradients.
     """
+    # c_i is read off from how far the client moved, which equals K steps of its mean
+    # gradient only under plain descent
     check_plain_descent(run.training.optimiser)
+    # adapters with a learning rate of their own: eta differs between the leaves
     adapter_rate = run.adapter.rate
     if adapter_rate is None:
         adapter_rate = run.training.lr
@@ -78,6 +81,8 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
         return memory._replace(params=variate)
 
     def finalize(end: ClientEnd, _total: tuple) -> Params:
+        # n_i times the change, so that the server's sum stays the weighted sum over all
+        # clients
         return optax.tree.scale(end.context.client.examples, change(end.context, end.trainable))
 
     def init(_params: Params, trainable: Params) -> ServerVariate:
@@ -108,7 +113,10 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
 
 
 def mean_gradient(
-    training: Training, rates: tuple[LearningRate, LearningRate], context: ClientContext, trainable: Params
+    training: Training,
+    rates: tuple[LearningRate, LearningRate],
+    context: ClientContext,
+    trainable: Params,
 ) -> Params:
     """Return (x - y_i) / (K eta), the mean of the corrected gradients of a client's K steps.
 
@@ -120,7 +128,9 @@ def mean_gradient(
     """
     received = without_stats(context.payload.trainable)
     difference = optax.tree.sub(received, without_stats(trainable))
+    # K: the number of batches, the last of which may be padded, in all epochs
     steps = training.epochs * jnp.ceil(context.client.examples / training.batch_size)
+    # a client without examples has K = 0 and has not moved: 0 / 1, not 0 / 0
     adapter_scale, scale = (1 / (rate * jnp.maximum(steps, 1)) for rate in rates)
     adapter = optax.tree.scale(adapter_scale, difference.adapter)
     return optax.tree.scale(scale, difference)._replace(adapter=adapter)
@@ -130,12 +140,14 @@ def correction(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
     """Return <c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
     difference = optax.tree.sub(step.context.payload.sent["scaffold"], memory.params)
     term = jnp.asarray(optax.tree.vdot(difference, without_stats(step.trainable)))
+    # minus its own value: the loss that is reported stays the cross-entropy
     return term - jax.lax.stop_gradient(term)
 
 
 def server_variate(task: Task, state: ServerVariate) -> Params:
     """Return c, which is 0 when a task begins."""
     examples = num_examples(state.seen)
+    # c of an earlier task would correct towards another objective
     same_task = state.seen.task == task.index
     return jax.tree.map(lambda total: jnp.where(same_task, total / examples, 0.0), state.total)
 

@@ -121,6 +121,7 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         # in the first task there is no earlier model, and no image
         has_images = step.context.task.index > 0
+        # `cond`: without images the forward pass of the images is not computed
         return jax.lax.cond(has_images, lambda: distilled(step), lambda: jnp.zeros(()))
 
     return ClientRule("target", loss)
@@ -147,6 +148,7 @@ def synthesise(
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
     """Return images of the classes seen so far, and the mean of the rounds' lowest losses."""
     generator_key, student_key, rounds_key = jax.random.split(round.key, 3)
+    # a new student: it must not know what the teacher knows
     fresh = round.learner.init(student_key, round.frozen)
     student = ImageModel(fresh, round.learner.trainable(fresh, round.task))
     teacher = global_model(round, params)
@@ -159,6 +161,7 @@ def synthesise(
         making, total = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         current_student = student._replace(trainable=making.student.trainable)
+        # the disagreement needs a student that has learned a little
         disputed = r + 1 >= options.synthesis_warmup
         loss = functools.partial(
             synthesis_loss,
@@ -169,6 +172,7 @@ def synthesise(
             disputed,
         )
         seen = round.task.seen
+        # the images of the best step, not those of the last
         best = best_of_round(options, config, loss, making.generator, seen, image_key)
         gradient = _meta_gradient(options, making.generator, best)
         update, optimiser = adam.update(gradient, making.optimiser)

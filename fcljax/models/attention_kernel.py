@@ -122,10 +122,8 @@ def _run_pass(attention_pass: _Pass, results: tuple[Array, ...], *arrays: Array)
 
 
 def _weights(q: Array, k: Array, keys: int | None = None) -> Array:
-    """Return the attention weights of a head [queries, keys], in the type of q.
-
-    With `keys`, only the first so many keys exist; the others pad them.
-    """
+    """Return the attention weights of a head [queries, keys], in the type of q. With
+    `keys`, only the first so many keys exist; the others pad them."""
     score = _product(q, k, 1, 1) * q.shape[-1] ** -0.5
     if keys is not None:
         score = jnp.where(jnp.arange(len(k))[None] < keys, score, -jnp.inf)

@@ -1,8 +1,8 @@
 """Layers, stems and the `Network` of ResNets and DenseNets.
 
-Names and shapes of layers are torchvision's. Running statistics are 0.9 of the old ones plus 0.1 of a
-batch's. A batch's variance is divided by the number of values (torch divides by one less), and padding
-does not influence it.
+Names and shapes of layers are torchvision's. Running statistics are 0.9 of the old ones
+plus 0.1 of a batch's. A batch's variance is divided by the number of values (torch
+divides by one less), and padding does not influence it.
 """
 
 import math
@@ -25,7 +25,14 @@ from fcljax.types import Features, Network
 Colour = tuple[float, float, float]
 
 
-def layer(features: int, size: int, stride: int = 1, *, dtype: Dtype, name: str) -> nn.Conv:
+def layer(
+    features: int,
+    size: int,
+    stride: int = 1,
+    *,
+    dtype: Dtype,
+    name: str,
+) -> nn.Conv:
     """Make a square convolution without bias, padded so that stride 1 keeps the size."""
     precision = None
     if dtype == "tf32":
@@ -44,7 +51,8 @@ def layer(features: int, size: int, stride: int = 1, *, dtype: Dtype, name: str)
 
 
 class Norm(nn.Module):
-    """Batch normalisation in float32 over the examples in the mask, then ReLU if `relu`."""
+    """Batch normalisation in float32 over the examples in the mask, then ReLU if
+    `relu`."""
 
     train: bool
     relu: bool = True
@@ -55,14 +63,16 @@ class Norm(nn.Module):
         if mask is not None:
             mask = mask[:, None, None, None]
         x = norm(x, mask=mask)
-        return nn.relu(x) if self.relu else x
+        if self.relu:
+            return nn.relu(x)
+        return x
 
 
 class StemLayers(nn.Module):
     """The layers before the first stage.
 
-    cifar: a convolution of 3 x 3. imagenet: one of 7 x 7 with stride 2, then the maximum of 3 x 3 with
-    stride 2.
+    cifar: a convolution of 3 x 3. imagenet: one of 7 x 7 with stride 2, then the
+    maximum of 3 x 3 with stride 2.
     """
 
     kind: Stem
@@ -88,7 +98,8 @@ class Variables(NamedTuple):
 
 
 def convnet_shapes(module: nn.Module, image_size: int) -> PyTree:
-    """Return the shapes of all variables as jax.ShapeDtypeStruct, without computing them."""
+    """Return the shapes of all variables as jax.ShapeDtypeStruct, without computing
+    them."""
     image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
     return jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
 
@@ -100,6 +111,7 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
     """
     named, tree = jax.tree.flatten_with_path(convnet_shapes(module, image_size))
     ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
+    # the order of the leaves decides the bits
     # one draw for all: a draw for each kernel takes longer to compile than the network
     noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
     leaves = [
@@ -113,6 +125,7 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
 def _initial_value(name: str, noise: Array) -> Array:
     """Return the initial value of a layer's parameter from standard normal noise."""
     if name == "kernel":
+        # variance 2 / fan-out: the signal keeps its size backwards
         fan_out = noise[..., 0, :].size
         return noise * math.sqrt(2 / fan_out)
     if name in ("scale", "var"):
@@ -121,7 +134,10 @@ def _initial_value(name: str, noise: Array) -> Array:
 
 
 def convnet_network(
-    module: Callable[..., nn.Module], config: Any, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3
+    module: Callable[..., nn.Module],
+    config: Any,
+    mean: Colour = (0.0,) * 3,
+    std: Colour = (1.0,) * 3,
 ) -> Network:
     """Make the `Network` of a convolutional module.
 
@@ -141,8 +157,12 @@ def convnet_network(
         if injection is not None:
             raise InputError("injection: a convolutional network has no attention")
         variables = {"params": params.weights, "batch_stats": params.stats}
-        mutable = ["batch_stats"] if train else []
+        # statistics move in training alone
+        mutable = []
+        if train:
+            mutable = ["batch_stats"]
         (feature, taps), updated = module(config, train).apply(variables, image, mask, mutable=mutable)
+        # weights are the caller's; only statistics change here
         if train:
             params = params._replace(stats=updated["batch_stats"])
         return Features(feature, None, taps), params
@@ -157,6 +177,8 @@ def convnet_network(
     return Network(init, apply, config.width, 0, (size, size, 3), mean, std, split=split, join=Variables)
 
 
-def pooled(x: Float[Array, "batch height width channels"]) -> Float[Array, "batch channels"]:
+def pooled(
+    x: Float[Array, "batch height width channels"],
+) -> Float[Array, "batch channels"]:
     """Return the mean over all positions, float32."""
     return jnp.mean(x.astype(jnp.float32), axis=(1, 2))

@@ -1,7 +1,7 @@
 """ConvNeXts (Liu et al. 2022, arXiv 2201.03545) as in timm and torchvision.
 
-A block is a depthwise 7 x 7 convolution and an MLP, with LayerNorms and scaled layers. No layer depends on
-other examples.
+A block is a depthwise 7 x 7 convolution and an MLP, with LayerNorms and scaled layers.
+No layer depends on other examples.
 """
 
 import itertools
@@ -38,8 +38,8 @@ class Depthwise(nn.Module):
         height = x.shape[1]
         width = x.shape[2]
         reach = KERNEL // 2
-        # A sum of shifted images. With a kernel for each client, a grouped convolution would have clients
-        # times channels groups.
+        # A sum of shifted images. With a kernel for each client, a grouped convolution
+        # would have clients times channels groups.
         padded = jnp.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
         result = bias + jnp.zeros_like(x)
         for i, j in itertools.product(range(KERNEL), repeat=2):
@@ -57,6 +57,7 @@ class ConvNeXtBlock(nn.Module):
         width = x.shape[-1]
         number_format = NumberFormat(self.dtype)
         y = _norm("norm")(Depthwise(name="depthwise")(x))
+        # the exact GELU, as in timm
         y = nn.gelu(dense(4 * width, number_format, "fc1")(y), approximate=False)
         y = dense(width, number_format, "fc2")(y)
         return x + y * self.param("scale", nn.initializers.constant(1e-6), (width,))
@@ -72,13 +73,15 @@ def squares(x: Float[Array, "batch height width channels"], side: int) -> Array:
 
 
 class ConvNeXt(nn.Module):
-    """The whole network; it returns features (the normed mean of the last stage) and all stages by name."""
+    """The whole network; it returns features (the normed mean of the last stage) and all
+    stages by name."""
 
     config: ConvNeXtConfig
 
     @nn.compact
     def __call__(self, image: Array) -> tuple[Array, dict[str, Array]]:
         c = self.config
+        # the stem is a convolution whose stride is its size: squares, then a product
         number_format = NumberFormat(c.dtype)
         x = _norm("stem_norm")(dense(c.widths[0], number_format, "stem")(squares(image, c.patch)))
         taps = {}
@@ -89,6 +92,7 @@ class ConvNeXt(nn.Module):
             for i in range(depth):
                 x = ConvNeXtBlock(c.dtype, name=f"stage_{stage}_block_{i}")(x)
             taps[f"stage_{stage}"] = x
+        # the mean first, then the norm, as in timm's head
         return _norm("norm")(pooled(x)), taps
 
 
@@ -98,7 +102,11 @@ def init_convnext(key: PRNGKeyArray, config: ConvNeXtConfig) -> PyTree:
     return jax.jit(lambda key, image: ConvNeXt(config).init(key, image)["params"])(key, image)
 
 
-def convnext_network(config: ConvNeXtConfig, mean: Colour = (0.0,) * 3, std: Colour = (1.0,) * 3) -> Network:
+def convnext_network(
+    config: ConvNeXtConfig,
+    mean: Colour = (0.0,) * 3,
+    std: Colour = (1.0,) * 3,
+) -> Network:
     """Make the `Network` of a ConvNeXt."""
 
     def init(key: PRNGKeyArray) -> PyTree:

@@ -1,10 +1,12 @@
-"""Convolutions and max-pooling that are fast inside loops on a CPU, forwards and backwards.
+"""Convolutions and max-pooling that are fast inside loops on a CPU, forwards and
+backwards.
 
-XLA's CPU backend has a fast convolution for one layout: images [batch, height, width, channels] and
-kernels [height, width, in, out]. The gradients that jax derives are convolutions in other layouts. XLA
-rewrites them to the fast layout, but not inside a loop, and the engine runs its steps in a loop: there
-the kernel's gradient takes 40 times as long (jax issue 12868). Here both gradients are convolutions of
-the fast layout.
+XLA's CPU backend has a fast convolution for one layout: images [batch, height, width,
+channels] and kernels [height, width, in, out]. The gradients that jax derives are
+convolutions in other layouts. XLA rewrites them to the fast layout, but not inside a
+loop, and the engine runs its steps in a loop: there the kernel's gradient takes 40
+times as long (jax issue 12868). Here both gradients are convolutions of the fast
+layout.
 """
 
 import functools
@@ -39,7 +41,8 @@ def conv(
     kernel: Float[Array, "rows columns inputs outputs"],
     precision: lax.Precision | None = None,
 ) -> Float[Array, "batch height_out width_out outputs"]:
-    """Convolve as `jax.lax.conv_general_dilated`, with gradients that are fast inside loops.
+    """Convolve as `jax.lax.conv_general_dilated`, with gradients that are fast inside
+    loops.
 
     Args:
       window: static.
@@ -83,7 +86,11 @@ conv.defvjp(_forward, _backward)
 
 
 def image_gradient(
-    window: Window, size: Pair, kernel: Array, gradient: Array, precision: lax.Precision | None = None
+    window: Window,
+    size: Pair,
+    kernel: Array,
+    gradient: Array,
+    precision: lax.Precision | None = None,
 ) -> Float[Array, "batch height width inputs"]:
     """Convolve the outputs' gradient, spread by the stride, with the reversed kernel."""
     pads = []
@@ -97,7 +104,11 @@ def image_gradient(
 
 
 def kernel_gradient(
-    window: Window, x: Array, kernel: Array, gradient: Array, precision: lax.Precision | None = None
+    window: Window,
+    x: Array,
+    kernel: Array,
+    gradient: Array,
+    precision: lax.Precision | None = None,
 ) -> Float[Array, "rows columns inputs outputs"]:
     """Convolve the images with the outputs' gradient, and sum over the batch."""
     if window.stride == (1, 1) and kernel.shape[2] <= FEW_INPUTS:
@@ -114,7 +125,12 @@ def kernel_gradient(
     return out.transpose(1, 2, 0, 3)
 
 
-def _kernel_gradient_by_patches(window: Window, x: Array, kernel: Array, gradient: Array) -> Array:
+def _kernel_gradient_by_patches(
+    window: Window,
+    x: Array,
+    kernel: Array,
+    gradient: Array,
+) -> Array:
     """Compute `kernel_gradient` with stride 1 as one matrix product.
 
     The pixels of few input channels are copied faster than the gradient is transposed.
@@ -131,11 +147,17 @@ def _kernel_gradient_by_patches(window: Window, x: Array, kernel: Array, gradien
 
 
 def conv_general_dilated(
-    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: str | Sequence[Pair], **options: Any
+    lhs: Array,
+    rhs: Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[Pair],
+    **options: Any,
 ) -> Array:
-    """Call `conv` with the arguments of jax's function, for `flax.linen.Conv(conv_general_dilated=...)`.
+    """Call `conv` with the arguments of jax's function, for
+    `flax.linen.Conv(conv_general_dilated=...)`.
 
-    jax's function computes the cases that `conv` lacks: other than two spatial axes, dilations, groups.
+    jax's function computes the cases that `conv` lacks: other than two spatial axes,
+    dilations, groups.
     """
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get("dimension_numbers"))
     usual = lhs.ndim == 4 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
@@ -162,8 +184,8 @@ def max_pool(
 ) -> Float[Array, "batch height_out width_out channels"]:
     """Return the largest value of each channel in windows; padding never is the largest.
 
-    The gradient goes to the first of a window's largest values, as in `flax.linen.max_pool`, for which
-    XLA takes up to 13 times as long on a CPU.
+    The gradient goes to the first of a window's largest values, as in
+    `flax.linen.max_pool`, for which XLA takes up to 13 times as long on a CPU.
 
     Args:
       size: (rows, columns) of a window; static.
@@ -179,7 +201,11 @@ def _largest(size: Pair, window: Window, x: Array) -> Array:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, *size, 1), strides, pads)
 
 
-def _pool_forward(size: Pair, window: Window, x: Array) -> tuple[Array, tuple[Array, Array]]:
+def _pool_forward(
+    size: Pair,
+    window: Window,
+    x: Array,
+) -> tuple[Array, tuple[Array, Array]]:
     largest = _largest(size, window, x)
     return largest, (x, largest)
 
@@ -200,12 +226,19 @@ def _pool_gradient_of_xla(size: Pair, window: Window, x: Array, _maxima: Array, 
     return pullback(gradient)[0]
 
 
-def _pool_gradient_by_pixels(size: Pair, window: Window, x: Array, largest: Array, gradient: Array) -> Array:
-    """Give each pixel the gradients of those of its windows in which it is the first largest value."""
+def _pool_gradient_by_pixels(
+    size: Pair,
+    window: Window,
+    x: Array,
+    largest: Array,
+    gradient: Array,
+) -> Array:
+    """Give each pixel the gradients of those of its windows in which it is the first
+    largest value."""
     argmax = _first_maximum(size, window, x, largest)
     total = jnp.zeros_like(x)
-    # Along an axis a pixel stands in at most ceil(size / stride) windows: in the last one that begins
-    # at the pixel or before it, in the one before that, and so on.
+    # Along an axis a pixel stands in at most ceil(size / stride) windows: in the last
+    # one that begins at the pixel or before it, in the one before that, and so on.
     windows_per_pixel = (-(-length // stride) for length, stride in zip(size, window.stride, strict=True))
     for steps_back in np.ndindex(*windows_per_pixel):
         (window_row, row), (window_column, column) = map(
@@ -220,7 +253,8 @@ def _pool_gradient_by_pixels(size: Pair, window: Window, x: Array, largest: Arra
 
 
 def _first_maximum(size: Pair, window: Window, x: Array, largest: Array) -> Array:
-    """Return the position in its window, counted row by row, where each largest value is first."""
+    """Return the position in its window, counted row by row, where each largest value is
+    first."""
     padded = jnp.pad(x, ((0, 0), *window.pads, (0, 0)), constant_values=-jnp.inf)
     argmax = jnp.zeros(largest.shape, jnp.int32)
     # backwards, so that the first position is written last
@@ -236,10 +270,12 @@ def _first_maximum(size: Pair, window: Window, x: Array, largest: Array) -> Arra
 def _windows_of_pixels(
     size: int, stride: int, pads: Pair, pixels: int, windows: int, steps_back: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, along one axis, a window of each pixel and the pixel's position in that window.
+    """Return, along one axis, a window of each pixel and the pixel's position in that
+    window.
 
-    The window is `steps_back` before the last one that begins at the pixel or before it. Where there is
-    none, or it ends before the pixel, the window is 0 and the position -1.
+    The window is `steps_back` before the last one that begins at the pixel or before
+    it. Where there is none, or it ends before the pixel, the window is 0 and the
+    position -1.
     """
     offset = np.arange(pixels) + pads[0]
     window = offset // stride - steps_back

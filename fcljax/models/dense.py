@@ -1,4 +1,5 @@
-"""Networks of tables and series, with random values: `mlp`, `conv1d`, and none at all (`identity`)."""
+"""Networks of tables and series, with random values: `mlp`, `conv1d`, and none at all
+(`identity`)."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,11 @@ class _MLP(nn.Module):
 
 
 class _Conv1D(nn.Module):
-    """Convolutions over time with ReLU, each layer at half the steps of the one before, and their mean.
+    """Convolutions over time with ReLU, each layer at half the steps of the one before,
+    and their mean.
 
-    A convolution is a matrix product of windows: convolutions inside loops fall off XLA's fast path.
+    A convolution is a matrix product of windows: convolutions inside loops fall off
+    XLA's fast path.
     """
 
     config: ArrayNetConfig
@@ -42,7 +45,8 @@ class _Conv1D(nn.Module):
 
 
 def _windows(x: Float[Array, "B steps channels"], size: int, stride: int) -> Float[Array, "B out window"]:
-    """Return the windows of `size` steps around every `stride`-th step; zeros are beyond both ends."""
+    """Return the windows of `size` steps around every `stride`-th step; zeros are beyond
+    both ends."""
     steps = x.shape[1]
     padded = jnp.pad(x, [(0, 0), (size // 2, size // 2), (0, 0)])
     shifted = [padded[:, i : i + steps : stride] for i in range(size)]
@@ -62,7 +66,11 @@ class _Identity(nn.Module):
 _MODULES = {"mlp": _MLP, "conv1d": _Conv1D, "identity": _Identity}
 
 
-def array_net_config(name: str, shape: tuple[int, ...], dtype: Dtype = "float32") -> ArrayNetConfig:
+def array_net_config(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: Dtype = "float32",
+) -> ArrayNetConfig:
     """Return the static shape of a network for examples of this shape.
 
     Raises:

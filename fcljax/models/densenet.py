@@ -20,6 +20,7 @@ class DenseLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, mask: Array | None) -> Array:
         y = Norm(self.train, name="norm1")(x, mask)
+        # a bottleneck of 4 x growth channels before the larger kernel
         y = layer(4 * self.growth, 1, dtype=self.dtype, name="conv1")(y)
         y = Norm(self.train, name="norm2")(y, mask)
         y = layer(self.growth, 3, dtype=self.dtype, name="conv2")(y)
@@ -40,21 +41,28 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """The whole network; it returns features (the mean over all positions) and all blocks by name."""
+    """The whole network; it returns features (the mean over all positions) and all blocks
+    by name."""
 
     config: DenseNetConfig
     train: bool = False
 
     @nn.compact
-    def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    def __call__(
+        self,
+        image: Array,
+        mask: Array | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
         c = self.config
         x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
         taps = {}
         for block, layers in enumerate(c.blocks):
             for i in range(layers):
+                # every layer reads all features before it
                 x = DenseLayer(c.growth, c.dtype, self.train, name=f"block_{block}_layer_{i:02d}")(x, mask)
             taps[f"block_{block}"] = x
             if block < len(c.blocks) - 1:
+                # no transition after the last block
                 x = Transition(c.dtype, self.train, name=f"transition_{block}")(x, mask)
         x = Norm(self.train, name="norm")(x, mask)
         return pooled(x), taps

@@ -44,16 +44,15 @@ def apply_head(
     feature: Float[Array, "batch width"],
 ) -> Float[Array, "batch classes"]:
     """Return the logits of all classes."""
+    # exact: bfloat16 logits of many classes tie
     return exact_matmul(feature, head.kernel) + head.bias
 
 
 def mask_logits(
     logits: Float[Array, "*batch classes"], allowed: Bool[Array, "*allowed"]
 ) -> Float[Array, "*batch classes"]:
-    """Set the logits of classes that are not allowed to the lowest finite value.
-
-    They never win and get a gradient of exactly 0.
-    """
+    """Set the logits of classes that are not allowed to the lowest finite value. They
+    never win and get a gradient of exactly 0."""
     # -inf would do the same, but turns into nan where no class is allowed
     return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
@@ -92,6 +91,7 @@ def cross_entropy(
 
     Other classes get no gradient.
     """
+    # padding has a label too, whose loss is finite and masked
     loss = optax.softmax_cross_entropy_with_integer_labels(mask_logits(logits, allowed), label)
     return reduce_rows(loss, mask, jnp.sum(mask), reduction)
 
@@ -120,8 +120,11 @@ def distillation(
     softmax(teacher / T) and softmax(student / T), without the factor T^2 (LwF as in
     TARGET's release). 0 if no class or example is left.
     """
+    # the teacher is a constant also where student and teacher share parameters
     target = jax.nn.softmax(mask_logits(jax.lax.stop_gradient(teacher) / temperature, allowed))
     log_probability = jax.nn.log_softmax(mask_logits(student / temperature, allowed))
+    # excluded classes: 0 times the lowest finite number
+    # would be fine, but its gradient is not
     loss = -jnp.sum(jnp.where(allowed, target * log_probability, 0.0), axis=-1)
     return reduce_rows(loss, mask, jnp.sum(mask), "mean")
 
@@ -135,6 +138,8 @@ def kl(
     broadcast."""
 
     def log_probability(logits: Array) -> Array:
+        # 0 after the softmax, so that differences of
+        # excluded classes are 0 and not inf - inf
         return jnp.where(allowed, jax.nn.log_softmax(mask_logits(logits, allowed)), 0.0)
 
     log_p = log_probability(p)

@@ -1,8 +1,10 @@
-"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its loss.
+"""A masked autoencoder around the ViT: random masking, the lightweight decoder and its
+loss.
 
-After He et al. 2022 and pMAE (arXiv 2411.01916). The encoder is `apply_vit(config, params, image,
-Injection(keep=masking.keep), full=True)`; its tokens are the latent that `decode` takes. The decoder
-predicts all patches. Its predictions of visible patches are not replaced by the known pixels.
+After He et al. 2022 and pMAE (arXiv 2411.01916). The encoder is `apply_vit(config,
+params, image, Injection(keep=masking.keep), full=True)`; its tokens are the latent that
+`decode` takes. The decoder predicts all patches. Its predictions of visible patches are
+not replaced by the known pixels.
 """
 
 import dataclasses
@@ -53,7 +55,12 @@ class Masking(NamedTuple):
     masked: Bool[Array, "batch patches"]  # whether a patch is hidden
 
 
-def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) -> Masking:
+def random_mask(
+    key: Key[Array, "..."],
+    batch: int,
+    patches: int,
+    ratio: float,
+) -> Masking:
     """Hide a random share of the patches, a new one for every sample (MAE, section 3).
 
     Args:
@@ -67,6 +74,7 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
       InputError: for a ratio outside [0, 1].
     """
     keys = key
+    # by sample, so that a mask does not depend on the batch
     if not key.ndim:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     noise = jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
@@ -74,15 +82,18 @@ def random_mask(key: Key[Array, "..."], batch: int, patches: int, ratio: float) 
 
 
 def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking:
-    """Show the patches with the least noise, in order of their noise, and hide the others.
+    """Show the patches with the least noise, in order of their noise, and hide the
+    others.
 
     Raises:
       InputError: for a ratio outside [0, 1].
     """
     if not 0 <= ratio <= 1:
         raise InputError(f"mask_ratio: {ratio} is not in [0, 1]; nearest: {min(max(ratio, 0), 1)}")
+    # rounded down, as in MAE
     visible = int(noise.shape[1] * (1 - ratio))
     shuffle = jnp.argsort(noise, axis=1)
+    # the inverse permutation puts patches back in place
     restore = jnp.argsort(shuffle, axis=1)
     return Masking(shuffle[:, :visible], restore, restore >= visible)
 
@@ -90,8 +101,8 @@ def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking
 def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
     """Return fixed position embeddings [1 + grid * grid, width] of patches row by row.
 
-    That of the class token is 0. The first half of the others encodes the column p, the second half the
-    row p, as [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
+    That of the class token is 0. The first half of the others encodes the column p, the
+    second half the row p, as [sin(p w), cos(p w)] with w_i = 10000^(-i / (width / 4)).
 
     Raises:
       InputError: if width is not a multiple of 4.
@@ -100,6 +111,7 @@ def sincos_positions(grid: int, width: int) -> Float[Array, "tokens width"]:
         raise InputError(
             f"decoder width: {width} is not a multiple of 4; nearest: {max(4, round(width / 4) * 4)}"
         )
+    # w_i = 10000^(-i / (width / 4))
     frequency = 10000.0 ** (-np.arange(width // 4) / (width // 4))
     row, column = np.divmod(np.arange(grid * grid), grid)
     angles = [np.outer(index, frequency) for index in (column, row)]
@@ -115,18 +127,22 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, latent, restore, prompt=None):
         c = self.config
+        # fixed: MAE does not train the decoder's positions
         position = jax.lax.stop_gradient(self.param("pos", nn.initializers.zeros, (1 + c.grid**2, c.width)))
         mask = self.param("mask", nn.initializers.zeros, (c.width,))
         x = dense(c.width, NumberFormat(c.dtype), "embed")(latent)
-        # mask tokens stand in for the hidden patches, and all patches go back to their order in the image
+        # mask tokens stand in for the hidden patches, and all patches go back to their
+        # order in the image
         hidden = jnp.broadcast_to(mask, (x.shape[0], 1 + c.grid**2 - x.shape[1], c.width))
         shuffled = jnp.concatenate([x[:, 1:], hidden], axis=1)
         patches = jnp.take_along_axis(shuffled, restore[..., None], axis=1)
         x = (jnp.concatenate([x[:, :1], patches], axis=1) + position).astype(array_type(c.dtype))
         for i in range(c.depth):
+            # the prompt joins the first block only (pMAE)
             joins = Joins(prompt if i == 0 else None)
             x = run_block(self, _block_config(c), f"block_{i:02d}", x, joins)
         x = LayerNorm(c.epsilon, name="norm")(x)
+        # the class token predicts no patch
         return dense(3 * c.patch**2, NumberFormat(c.dtype), "predict")(x[:, 1:])
 
 
@@ -142,7 +158,8 @@ def decode(
     restore: Int[Array, "batch patches"],
     prompt: Float[Array, "..."] | None = None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Predict the pixels of all patches, visible ones included, in the range that the decoder learned.
+    """Predict the pixels of all patches, visible ones included, in the range that the
+    decoder learned.
 
     Args:
       config: the static shape.
@@ -173,7 +190,11 @@ def autoencoder(
       mean, std: constants by which the decoder's training images were normalised.
     """
 
-    def encode(params: PyTree, image: Array, keep: Array) -> Float[Array, "batch tokens width"]:
+    def encode(
+        params: PyTree,
+        image: Array,
+        keep: Array,
+    ) -> Float[Array, "batch tokens width"]:
         tokens = apply_vit(encoder, params, image, Injection(keep=keep), full=True).tokens
         assert tokens is not None  # full
         return tokens
@@ -186,7 +207,8 @@ def autoencoder(
 def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
     """Draw the parameters, float32: {embed, mask, pos, block_00.., norm, predict}.
 
-    As in MAE: xavier-uniform kernels, zero biases, a mask token from N(0, 0.02^2), sin-cos positions.
+    As in MAE: xavier-uniform kernels, zero biases, a mask token from N(0, 0.02^2),
+    sin-cos positions.
     """
     shapes, structure = jax.tree_util.tree_flatten_with_path(decoder_shapes(config))
     keys = jax.random.split(key, len(shapes))
@@ -195,8 +217,14 @@ def init_decoder(key: PRNGKeyArray, config: DecoderConfig) -> PyTree:
     )
 
 
-def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderConfig) -> Array:
+def _draw(
+    key: PRNGKeyArray,
+    name: str,
+    shape: tuple[int, ...],
+    config: DecoderConfig,
+) -> Array:
     if name == "pos":
+        # the positions are computed, not drawn
         return sincos_positions(config.grid, config.width)
     initialisers = {
         "kernel": nn.initializers.xavier_uniform(),
@@ -209,7 +237,8 @@ def _draw(key: PRNGKeyArray, name: str, shape: tuple[int, ...], config: DecoderC
 
 @functools.lru_cache(maxsize=64)
 def decoder_shapes(config: DecoderConfig) -> PyTree:
-    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
+    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing
+    them."""
     latent = jax.ShapeDtypeStruct((1, 1 + config.grid**2, config.encoder_width), jnp.float32)
     restore = jax.ShapeDtypeStruct((1, config.grid**2), jnp.int32)
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
@@ -223,7 +252,10 @@ def unpatchify(
     return rearrange(patches, "b (h w) (p q c) -> b (h p) (w q) c", h=side, p=patch, q=patch, c=3)
 
 
-def hidden_pixels(masked: Bool[Array, "batch patches"], patch: int) -> Bool[Array, "batch height width_px 3"]:
+def hidden_pixels(
+    masked: Bool[Array, "batch patches"],
+    patch: int,
+) -> Bool[Array, "batch height width_px 3"]:
     """Mark the pixels of hidden patches in images as from `unpatchify`."""
     pixels = jnp.broadcast_to(masked[..., None], (*masked.shape, 3 * patch**2))
     return unpatchify(pixels.astype(jnp.float32), patch) > 0
@@ -235,10 +267,11 @@ def reconstruction_loss(
     masked: Bool[Array, "batch patches"],
     mask: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Return the mean squared error over the hidden patches of the batch; 0 if none is hidden.
+    """Return the mean squared error over the hidden patches of the batch; 0 if none is
+    hidden.
 
-    It is sum(masked * error) / sum(masked), with error the mean over a patch's pixels (MAE, section 3,
-    without per-patch normalisation of the pixels).
+    It is sum(masked * error) / sum(masked), with error the mean over a patch's pixels
+    (MAE, section 3, without per-patch normalisation of the pixels).
 
     Args:
       prediction: from `decode`.
@@ -248,6 +281,7 @@ def reconstruction_loss(
     """
     counted = masked
     if mask is not None:
+        # padding takes no part, whatever it contains
         counted = masked & mask[:, None]
     target = patchify(image, image.shape[1] // math.isqrt(prediction.shape[1]))
     # masked before the square: then padding that is not finite has no gradient either

@@ -1,8 +1,10 @@
-"""Networks that compute a batch in pieces: in turn, to save memory, or on several devices at once.
+"""Networks that compute a batch in pieces: in turn, to save memory, or on several
+devices at once.
 
-The loss still sees the whole batch: only the network's work is divided. So losses, client rules and
-random draws of a step are those of the undivided batch, and the gradient is the same up to rounding. If
-pieces are computed in turn, the backward pass recomputes each: one more forward pass.
+The loss still sees the whole batch: only the network's work is divided. So losses,
+client rules and random draws of a step are those of the undivided batch, and the
+gradient is the same up to rounding. If pieces are computed in turn, the backward pass
+recomputes each: one more forward pass.
 """
 
 import functools
@@ -19,7 +21,8 @@ from fcljax.mesh import BATCH, sharing_batch
 from fcljax.models.vit import merge_injection, split_injection
 from fcljax.types import Autoencoder, Features, Network, PyTree
 
-# divide(function, shared, batch) -> function(shared, batch) of leaves [n, ...], computed in pieces of n
+# divide(function, shared, batch) -> function(shared, batch) of leaves [n, ...],
+# computed in pieces of n
 Divide = Callable[[Callable[[PyTree, PyTree], PyTree], PyTree, PyTree], Any]
 
 
@@ -34,34 +37,54 @@ def in_microbatches(network: Network, size: int) -> Network:
             )
         return _batch_size(inputs) <= size
 
-    def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
+    def divide(
+        function: Callable[[PyTree, PyTree], PyTree],
+        shared: PyTree,
+        batch: PyTree,
+    ) -> PyTree:
         return in_pieces(lambda piece: function(shared, piece), batch, size)
 
     return _divided_network(network, divide, is_whole)
 
 
 def on_batch_devices(network: Network) -> Network:
-    """Return the network, dividing images evenly among the devices that share a client's batch.
+    """Return the network, dividing images evenly among the devices that share a
+    client's batch.
 
-    Every device gets the features of all images and the gradients of all parameters, and does the rest of
-    a step by itself. A network that trains on the statistics of its batch computes all of it on each.
+    Every device gets the features of all images and the gradients of all parameters,
+    and does the rest of a step by itself. A network that trains on the statistics of
+    its batch computes all of it on each.
     """
 
     def is_whole(inputs: PyTree, train: bool) -> bool:
         devices = sharing_batch()
         return _batch_size(inputs) < devices or devices == 1 or bool(network.split and train)
 
-    def divide(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
-        return function(shared, batch) if sharing_batch() == 1 else _on_devices(function, shared, batch)
+    def divide(
+        function: Callable[[PyTree, PyTree], PyTree],
+        shared: PyTree,
+        batch: PyTree,
+    ) -> PyTree:
+        if sharing_batch() == 1:
+            return function(shared, batch)
+        return _on_devices(function, shared, batch)
 
     return _divided_network(network, divide, is_whole)
 
 
-def _divided_network(network: Network, divide: Divide, is_whole: Callable[[PyTree, bool], bool]) -> Network:
+def _divided_network(
+    network: Network,
+    divide: Divide,
+    is_whole: Callable[[PyTree, bool], bool],
+) -> Network:
     """Return the network, whose inputs are divided unless is_whole(inputs, train)."""
 
     def apply(
-        params: PyTree, inputs: PyTree, injection: PyTree, train: bool, mask: Array | None = None
+        params: PyTree,
+        inputs: PyTree,
+        injection: PyTree,
+        train: bool,
+        mask: Array | None = None,
     ) -> tuple[Features, PyTree]:
         if is_whole(inputs, train):
             return network.apply(params, inputs, injection, train, mask)
@@ -84,7 +107,12 @@ def _divided_autoencoder(pair: Autoencoder, divide: Divide) -> Autoencoder:
     def encode(params: PyTree, image: Array, keep: Array) -> Array:
         return divide(lambda params, batch: pair.encode(params, *batch), params, (image, keep))
 
-    def decode(decoder: PyTree, latent: Array, restore: Array, prompt: Array | None = None) -> Array:
+    def decode(
+        decoder: PyTree,
+        latent: Array,
+        restore: Array,
+        prompt: Array | None = None,
+    ) -> Array:
         if prompt is not None and prompt.ndim == 3:  # a prompt for each image
             batch = (latent, restore, prompt)
             return divide(lambda decoder, batch: pair.decode(decoder, *batch), decoder, batch)
@@ -118,7 +146,8 @@ def in_pieces(function: Callable[[PyTree], PyTree], batch: PyTree, size: int) ->
     def divide(x: Array) -> Array:
         return _pad_first_axis(x, pieces * piece_size).reshape(pieces, piece_size, *x.shape[1:])
 
-    # the checkpoint makes the backward pass recompute a piece, so that memory holds one at a time
+    # the checkpoint makes the backward pass recompute a
+    # piece, so that memory holds one at a time
     results = jax.lax.map(jax.checkpoint(function), jax.tree.map(divide, batch))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], results)
 
@@ -131,8 +160,13 @@ def _pad_first_axis(x: Array, length: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _on_devices(function: Callable[[PyTree, PyTree], PyTree], shared: PyTree, batch: PyTree) -> PyTree:
-    """Compute function(shared, batch) of leaves [n, ...], with each device taking its part of n."""
+def _on_devices(
+    function: Callable[[PyTree, PyTree], PyTree],
+    shared: PyTree,
+    batch: PyTree,
+) -> PyTree:
+    """Compute function(shared, batch) of leaves [n, ...], with each device taking its
+    part of n."""
     return _gather(function(shared, _part_of_device(batch)), _batch_size(batch))
 
 
@@ -143,10 +177,15 @@ def _on_devices_forward(
     return _gather(results, _batch_size(batch)), (pullback, batch)
 
 
-def _on_devices_backward(_function: Callable, saved: tuple, gradient: PyTree) -> tuple[PyTree, PyTree]:
+def _on_devices_backward(
+    _function: Callable,
+    saved: tuple,
+    gradient: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Return the gradients of shared and batch.
 
-    Every device has the gradient of all results; its part of it gives its part of both gradients.
+    Every device has the gradient of all results; its part of it gives its part of both
+    gradients.
     """
     pullback, batch = saved
     grad_shared, grad_part = pullback(_part_of_device(gradient))

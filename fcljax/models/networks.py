@@ -76,7 +76,8 @@ def reads_images(config: NetworkConfig) -> bool:
 
 
 def network_name(config: NetworkConfig) -> str:
-    """Return the name of networks of this shape, for example vit_b16, or else describe the shape.
+    """Return the name of networks of this shape, for example vit_b16, or else describe
+    the shape.
 
     Image size and compute type are no part of it.
     """
@@ -106,7 +107,9 @@ def _description(config: ViTConfig | ConvNetConfig) -> str:
             f"vit of width {config.width}, depth {config.depth}, {config.heads} heads, patch {config.patch}"
         )
     if isinstance(config, ResNetConfig):
-        blocks = "bottlenecks" if config.bottleneck else "blocks"
+        blocks = "blocks"
+        if config.bottleneck:
+            blocks = "bottlenecks"
         return f"resnet of {_dashed(config.stages)} {blocks}, {config.channels} channels"
     if isinstance(config, ConvNeXtConfig):
         return f"convnext of {_dashed(config.depths)} blocks, {_dashed(config.widths)} channels"

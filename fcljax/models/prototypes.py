@@ -58,6 +58,7 @@ def dce_loss(
     It takes the allowed classes and the examples in the mask; other prototypes get no
     gradient.
     """
+    # prototypes that are not allowed get the lowest logit, and so no gradient
     return cross_entropy(-hardness * distance, label, allowed, mask, reduction)
 
 

@@ -25,7 +25,9 @@ class BasicBlock(nn.Module):
         y = layer(self.features, 3, self.stride, dtype=self.dtype, name="conv1")(x)
         y = Norm(self.train, name="norm1")(y, mask)
         y = layer(self.features, 3, dtype=self.dtype, name="conv2")(y)
+        # without ReLU: the sum below has it
         y = Norm(self.train, False, name="norm2")(y, mask)
+        # the shortcut needs a projection where the shape changes
         if self.stride != 1 or x.shape[-1] != self.features:
             x = layer(self.features, 1, self.stride, dtype=self.dtype, name="down")(x)
             x = Norm(self.train, False, name="down_norm")(x, mask)
@@ -59,21 +61,31 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The whole network; it returns features (the mean of the last stage) and all stages by name."""
+    """The whole network; it returns features (the mean of the last stage) and all stages
+    by name."""
 
     config: ResNetConfig
     train: bool = False
 
     @nn.compact
-    def __call__(self, image: Array, mask: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    def __call__(
+        self,
+        image: Array,
+        mask: Array | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
         c = self.config
         x = StemLayers(c.stem, c.channels, c.dtype, self.train, name="stem")(image, mask)
         taps = {}
-        block = Bottleneck if c.bottleneck else BasicBlock
+        block = BasicBlock
+        if c.bottleneck:
+            block = Bottleneck
         for stage, blocks in enumerate(c.stages):
             channels = c.channels * 2**stage
             for i in range(blocks):
-                stride = 2 if stage and i == 0 else 1
+                stride = 1
+                if stage and i == 0:
+                    # the first block of a stage halves the side
+                    stride = 2
                 x = block(channels, stride, c.dtype, self.train, name=f"stage_{stage}_block_{i}")(x, mask)
             taps[f"stage_{stage}"] = x
         return pooled(x), taps

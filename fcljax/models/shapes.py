@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 from fcljax.settings import Stem
 
 ChipKind = Literal["none", "tpu", "gpu"]
-# of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP); gelu_tanh: the approximation by tanh (big_vision)
+# of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP);
+# gelu_tanh: the approximation by tanh (big_vision)
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 OF_A_RUN = ("dtype", "kernel")  # fields that say how a run computes a network of that shape
 Dtype = Literal["float32", "tf32", "bfloat16"]
@@ -19,7 +20,8 @@ class NumberFormat(NamedTuple):
     dtype: Dtype = "float32"
     """What products round their factors to, as of `--dtype`."""
     rounds_results: bool = False
-    """Whether products return bfloat16 too, before a bias or the residual stream is added."""
+    """Whether products return bfloat16 too, before a bias or the residual stream is
+    added."""
 
     @property
     def array(self) -> str:
@@ -28,8 +30,11 @@ class NumberFormat(NamedTuple):
 
 
 def array_type(dtype: str) -> str:
-    """Return the type in which arrays of a format are stored; tf32 is a format of factors alone."""
-    return "float32" if dtype == "tf32" else dtype
+    """Return the type in which arrays of a format are stored; tf32 is a format of factors
+    alone."""
+    if dtype == "tf32":
+        return "float32"
+    return dtype
 
 
 class AttentionKernel(NamedTuple):
@@ -38,8 +43,8 @@ class AttentionKernel(NamedTuple):
     chip: ChipKind = "none"
     """The chip that the kernel is written for."""
     single_device: bool = False
-    """Use it only in programs that one device runs by itself (`mesh.on_each`): XLA cannot divide it over
-    several devices."""
+    """Use it only in programs that one device runs by itself (`mesh.on_each`): XLA
+    cannot divide it over several devices."""
 
 
 NO_KERNEL = AttentionKernel()
@@ -49,8 +54,9 @@ NO_KERNEL = AttentionKernel()
 class ViTConfig:
     """Static shape of a ViT.
 
-    `dtype` is the format of the factors of matrix products, a `Dtype`; all else is float32. Without
-    `final_norm` the features are the last block's output, and the parameters have no `norm`.
+    `dtype` is the format of the factors of matrix products, a `Dtype`; all else is
+    float32. Without `final_norm` the features are the last block's output, and the
+    parameters have no `norm`.
     """
 
     image_size: int = 224
@@ -74,8 +80,9 @@ class ViTConfig:
     def number_format(self) -> NumberFormat:
         """Return what the network's products round on the chip of its attention kernel.
 
-        A GPU's library of products adds bias and residual stream itself, in float32, where all three are
-        bfloat16; and a float32 result takes twice the bytes. XLA for TPUs rounds inside a product anyway.
+        A GPU's library of products adds bias and residual stream itself, in float32,
+        where all three are bfloat16; and a float32 result takes twice the bytes. XLA
+        for TPUs rounds inside a product anyway.
         """
         return NumberFormat(self.dtype, self.dtype == "bfloat16" and self.kernel.chip == "gpu")
 
@@ -95,13 +102,16 @@ VITS: dict[str, ViTConfig] = {
 
 def reduction(stem: Stem, stages: int) -> int:
     """Return how many pixels of a side become one position of the last stage."""
-    stem_stride = 4 if stem == "imagenet" else 1
+    stem_stride = 1
+    if stem == "imagenet":
+        stem_stride = 4
     return stem_stride * 2 ** (stages - 1)  # each stage after the first halves the side
 
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """Static shape of a ResNet. Each stage after the first doubles the channels and halves the side.
+    """Static shape of a ResNet. Each stage after the first doubles the channels and
+    halves the side.
 
     `dtype` is the type of the factors of convolutions.
     """
@@ -121,7 +131,9 @@ class ResNetConfig:
     @property
     def width(self) -> int:
         """Channels of the last stage, which are the features."""
-        expansion = 4 if self.bottleneck else 1
+        expansion = 1
+        if self.bottleneck:
+            expansion = 4
         return self.channels * 2 ** (len(self.stages) - 1) * expansion
 
 
@@ -135,7 +147,9 @@ RESNETS: dict[str, ResNetConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class DenseNetConfig:
-    """Static shape of a DenseNet. Layers add `growth` channels; between blocks channels and side halve."""
+    """Static shape of a DenseNet.
+
+    Layers add `growth` channels; between blocks channels and side halve."""
 
     image_size: int = 224
     blocks: tuple[int, ...] = (6, 12, 24, 16)  # layers of each
@@ -216,7 +230,8 @@ class ArrayNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Static shape of a text encoder: embeddings of tokens, a class token before them, and a ViT's blocks."""
+    """Static shape of a text encoder: embeddings of tokens, a class token before them,
+    and a ViT's blocks."""
 
     vocabulary: int = 4096
     length: int = 64  # most tokens of a text

@@ -1,7 +1,8 @@
-"""A text encoder whose blocks are the ViT's, so that adapters act inside its attention as in a ViT's.
+"""A text encoder whose blocks are the ViT's, so that adapters act inside its attention
+as in a ViT's.
 
-A token is an embedding of its id plus that of its position; the class token, before all others, is the
-feature. Padding is read by nothing.
+A token is an embedding of its id plus that of its position; the class token, before all
+others, is the feature. Padding is read by nothing.
 """
 
 from typing import Any
@@ -48,7 +49,8 @@ class TextEncoder(nn.Module):
 
 
 def example_of_text(config: TextConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and types of one text: its ids, and a mask that is False for padding."""
+    """Return the shapes and types of one text: its ids, and a mask that is False for
+    padding."""
     return {
         "ids": jax.ShapeDtypeStruct((config.length,), jnp.int32),
         "mask": jax.ShapeDtypeStruct((config.length,), jnp.bool_),

@@ -1,4 +1,5 @@
-"""A pre-norm Vision Transformer in Flax with named intermediates, into which adapters inject.
+"""A pre-norm Vision Transformer in Flax with named intermediates, into which adapters
+inject.
 
 The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings,
 class token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. DINOv2 (Oquab et al. 2024)
@@ -25,7 +26,8 @@ from fcljax.types import Autoencoder, Features, Network
 
 
 class Lora(NamedTuple):
-    """Unscaled low-rank updates of one block: q += B_q A_q x, v += B_v A_v x, x the output of norm1."""
+    """Unscaled low-rank updates of one block: q += B_q A_q x, v += B_v A_v x, x the
+    output of norm1."""
 
     a_q: Float[Array, "rank width"]
     b_q: Float[Array, "width rank"]
@@ -34,7 +36,8 @@ class Lora(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Extra keys and values of one block, the heads' side by side (DualPrompt, CODA-Prompt, HePCo).
+    """Extra keys and values of one block, the heads' side by side (DualPrompt,
+    CODA-Prompt, HePCo).
 
     They bypass norm1 and the qkv projection.
     """
@@ -46,28 +49,34 @@ class Prefix(NamedTuple):
 class Injection(NamedTuple):
     """What an adapter adds to the frozen network; mappings are keyed by block index."""
 
-    # Tokens that join the block's input, [batch, length, width], or [length, width] for all images.
-    # Their outputs would be dropped after the block, so they enter only as extra keys and values:
-    # the same class token at a lower cost (FPPL's release). It equals prefix-tuning with
-    # K = W_k norm1(p) + b_k, and V likewise.
+    # Tokens that join the block's input, [batch, length, width], or [length, width] for
+    # all images. Their outputs would be dropped after the block, so they enter only as
+    # extra keys and values: the same class token at a lower cost (FPPL's release). It
+    # equals prefix-tuning with K = W_k norm1(p) + b_k, and V likewise.
     prompt: Mapping[int, Float[Array, "..."]] = {}
     prefix: Mapping[int, Prefix] = {}
     lora: Mapping[int, Lora] = {}
     keep: Int[Array, "batch kept"] | None = None  # visible patches (masked autoencoding); None: all
-    # Tokens between the class token and the patches in all blocks, [batch, length, width] or
-    # [length, width]. They get the class token's position embedding (L2P) and leave the network as
-    # `Features.prompts`.
+    # Tokens between the class token and the patches in all blocks, [batch, length,
+    # width] or [length, width]. They get the class token's position embedding (L2P) and
+    # leave the network as `Features.prompts`.
     tokens: Float[Array, "..."] | None = None
 
 
-def split_injection(injection: Injection | None) -> tuple[Injection | None, Injection | None]:
-    """Split an injection into its leaves of single images, [batch, ...], and those that images share.
+def split_injection(
+    injection: Injection | None,
+) -> tuple[Injection | None, Injection | None]:
+    """Split an injection into its leaves of single images, [batch, ...], and those that
+    images share.
 
     In each half, None stands for the leaves of the other one.
     """
 
-    def belongs_to_images(leaf: Array) -> bool:
-        # prompts, prefixes and tokens have three axes; the first is 1 or missing if images share them
+    def belongs_to_images(
+        leaf: Array,
+    ) -> bool:
+        # prompts, prefixes and tokens have three axes; the first is 1 or missing if
+        # images share them
         return (injection is not None and leaf is injection.keep) or (leaf.ndim == 3 and len(leaf) > 1)
 
     of_images = jax.tree.map(lambda leaf: leaf if belongs_to_images(leaf) else None, injection)
@@ -76,7 +85,8 @@ def split_injection(injection: Injection | None) -> tuple[Injection | None, Inje
 
 
 def merge_injection(of_images: Injection | None, shared: Injection | None) -> Injection | None:
-    """Merge the two halves of `split_injection`, the first of which may be of some images only."""
+    """Merge the two halves of `split_injection`, the first of which may be of some images
+    only."""
 
     def present(image_leaf: Array | None, shared_leaf: Array | None) -> Array | None:
         return shared_leaf if image_leaf is None else image_leaf
@@ -85,7 +95,9 @@ def merge_injection(of_images: Injection | None, shared: Injection | None) -> In
 
 
 class LayerNorm(nn.Module):
-    """A layer of `layer_norm` with its parameters. It computes in float32 and returns type `result`."""
+    """A layer of `layer_norm` with its parameters.
+
+    It computes in float32 and returns type `result`."""
 
     epsilon: float
     result: str = "float32"
@@ -99,10 +111,13 @@ class LayerNorm(nn.Module):
 
 
 def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
-    """Make a norm of the network. Under bfloat16 the backward pass recomputes it from its input."""
+    """Make a norm of the network.
+
+    Under bfloat16 the backward pass recomputes it from its input."""
     layer = LayerNorm
     if c.dtype == "bfloat16":
-        # until the backward pass recomputes the norm, only its rounded input and gradient are stored
+        # until the backward pass recomputes the norm, only its rounded input and
+        # gradient are stored
         layer = nn.remat(LayerNorm)
     return layer(c.epsilon, result, name=name)
 
@@ -130,10 +145,15 @@ def _standardise(x: Array, epsilon: float) -> tuple[Array, Array]:
 
 
 @layer_norm.defjvp
-def _layer_norm_jvp(epsilon: float, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _layer_norm_jvp(
+    epsilon: float,
+    primals: tuple,
+    tangents: tuple,
+) -> tuple[Array, Array]:
     """Return the value and its tangent.
 
-    With z the standardised x, dz = (dx - mean(dx) - z mean(z dx)) / sqrt(variance + epsilon).
+    With z the standardised x, dz = (dx - mean(dx) - z mean(z dx)) / sqrt(variance +
+    epsilon).
     """
     x, scale, bias = primals
     dx, dscale, dbias = tangents
@@ -146,11 +166,12 @@ def _layer_norm_jvp(epsilon: float, primals: tuple, tangents: tuple) -> tuple[Ar
 
 
 def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
-    """Return the angles by which DINOv3 rotates the channels of a head's queries and keys.
+    """Return the angles by which DINOv3 rotates the channels of a head's queries and
+    keys.
 
-    Patches are row by row. A quarter of the channels turns with the patch's row, the next with its
-    column, channel i at a period of base^(i / (head / 4)) half images. The second half of the
-    channels repeats the angles of the first.
+    Patches are row by row. A quarter of the channels turns with the patch's row, the
+    next with its column, channel i at a period of base^(i / (head / 4)) half images.
+    The second half of the channels repeats the angles of the first.
     """
     quarter = c.width // c.heads // 4
     period = c.rotary_base ** (jnp.arange(quarter) / quarter)
@@ -174,8 +195,8 @@ def rotate(
 class Attention(nn.Module):
     """Multi-head attention of the first `queries` tokens of x over x, prompts and prefix.
 
-    `angle` has the rotary positions of x's tokens; prompts and prefixes have none. `mask` [batch, tokens] is
-    False for tokens of x that nothing reads.
+    `angle` has the rotary positions of x's tokens; prompts and prefixes have none.
+    `mask` [batch, tokens] is False for tokens of x that nothing reads.
     """
 
     config: ViTConfig
@@ -185,7 +206,8 @@ class Attention(nn.Module):
         c = self.config
         number_format = c.number_format
         dtype = number_format.array
-        # The projection is sliced because q, k and v are not computed for the same tokens.
+        # The projection is sliced because q, k and v are
+        # not computed for the same tokens.
         kernel, bias = self._parameters(dense(3 * c.width, number_format, "qkv"), x)
         q = self._project(x[:, :queries], kernel[:, : c.width], bias[: c.width])
         kv_kernel = kernel[:, c.width :]
@@ -231,19 +253,25 @@ class Attention(nn.Module):
         return result + bias.astype(result.dtype)
 
     def _by_head(self, x: Array) -> Array:
-        """Put heads before tokens: two plain batched products, a third faster on a CPU."""
+        """Put heads before tokens: two plain batched products, a third faster on a
+        CPU."""
         return rearrange(x, "b n (h d) -> b h n d", h=self.config.heads)
 
     def _parameters(self, layer: nn.Dense, x: Array) -> tuple[Array, Array]:
-        """Return the layer's kernel, in the compute type, and bias; create them if need be."""
+        """Return the layer's kernel, in the compute type, and bias; create them if need
+        be."""
         if self.is_initializing():
             layer(x)
         parameters = layer.variables["params"]
         return parameters["kernel"].astype(self.config.number_format.array), parameters["bias"]
 
 
-def for_each_image(tokens: Float[Array, "..."], batch: int) -> Float[Array, "batch length width"]:
-    """Repeat tokens [length, width] for all images; leave [batch, length, width] as they are."""
+def for_each_image(
+    tokens: Float[Array, "..."],
+    batch: int,
+) -> Float[Array, "batch length width"]:
+    """Repeat tokens [length, width] for all images; leave [batch, length, width] as they
+    are."""
     return jnp.broadcast_to(tokens, (batch, *tokens.shape[-2:]))
 
 
@@ -315,7 +343,8 @@ class Scale(nn.Module):
 
 
 class Joins(NamedTuple):
-    """What joins one block: its part of an injection, rotary positions of the tokens, which are read."""
+    """What joins one block: its part of an injection, rotary positions of the tokens,
+    which are read."""
 
     prompt: Float[Array, "..."] | None = None
     prefix: Prefix | None = None
@@ -387,7 +416,13 @@ def run_block(
 
 # Inlined: with calls of functions, XLA for TPUs moves 5 % more bytes in PILoRA's step.
 @functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
-def _apply_block(config: ViTConfig, params: PyTree, x: Array, joins: Joins, queries: int | None) -> Array:
+def _apply_block(
+    config: ViTConfig,
+    params: PyTree,
+    x: Array,
+    joins: Joins,
+    queries: int | None,
+) -> Array:
     # pyrefly: ignore[bad-return]  # a pair only where variables may change
     return Block(config).apply({"params": params}, x, joins, queries)
 
@@ -395,10 +430,9 @@ def _apply_block(config: ViTConfig, params: PyTree, x: Array, joins: Joins, quer
 def patchify(
     image: Float[Array, "batch height width_px 3"], patch: int
 ) -> Float[Array, "batch patches pixels"]:
-    """Cut images into patches, row by row; a patch's pixels are in order row, column, channel.
-
-    With a matrix product this is the patch embedding: convolutions inside loops fall off XLA's fast path.
-    """
+    """Cut images into patches, row by row; a patch's pixels are in order row, column,
+    channel. With a matrix product this is the patch embedding: convolutions inside loops
+    fall off XLA's fast path."""
     return rearrange(image, "b (h p) (w q) c -> b (h w) (p q c)", p=patch, q=patch)
 
 
@@ -477,7 +511,8 @@ def run_blocks(
 
 
 def _token_angles(c: ViTConfig, injection: Injection, tokens: int) -> Float[Array, "*images tokens head"]:
-    """Return the angles of visible patches behind zeros for the tokens without a position."""
+    """Return the angles of visible patches behind zeros for the tokens without a
+    position."""
     angle = patch_angles(c)
     if injection.keep is not None:
         angle = angle[injection.keep]
@@ -520,7 +555,8 @@ def apply_vit(
 def attention_inputs(
     params: PyTree, features: Features, blocks: int
 ) -> Float[Array, "blocks batch tokens width"]:
-    """Return the inputs of the qkv projections of the first blocks: norm1 of each block's input.
+    """Return the inputs of the qkv projections of the first blocks: norm1 of each
+    block's input.
 
     Args:
       params: of the ViT.
@@ -573,5 +609,6 @@ def check_blocks(field: str, blocks: int, network: Network) -> None:
 
 @functools.lru_cache(maxsize=64)
 def parameter_shapes(config: ViTConfig) -> PyTree:
-    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing them."""
+    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing
+    them."""
     return jax.eval_shape(lambda: init_vit(jax.random.key(0), config))

@@ -30,7 +30,7 @@ def checked_client_rule(rule: ClientRule) -> ClientRule:
         rule,
         loss=rule.loss and _scalar(part, rule.loss),
         on_start=_readable(part, rule.on_start),
-        passes=tuple(_checked_pass(part, each) for each in rule.passes),
+        passes=tuple(_checked_pass(part, client_pass) for client_pass in rule.passes),
         on_end=_like_argument(part, rule.on_end, 3),
         project=rule.project and _like_argument(part, rule.project, 1),
     )
@@ -94,10 +94,10 @@ def _readable(part: str, function: Callable) -> Callable:
     of what was sent."""
 
     @functools.wraps(function)
-    def checked(first: ClientContext | ClientStep, *others: Any) -> Any:
-        context = first.context if isinstance(first, ClientStep) else first
+    def checked(argument: ClientContext | ClientStep, *arguments: Any) -> Any:
+        context = argument.context if isinstance(argument, ClientStep) else argument
         with reading(part, function, context.payload.sent, _NOT_SENT):
-            return function(first, *others)
+            return function(argument, *arguments)
 
     return checked
 

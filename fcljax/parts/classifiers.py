@@ -189,15 +189,10 @@ def empty_sums(classes: int, width: int) -> Sums:
     return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
 
 
-def add_batch(
-    sums: Sums,
-    feature: Float[Array, "batch width"],
-    batch: Batch,
-    task: Task,
-) -> Sums:
+def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
     """Return a client's sums of the task's classes with the examples of a batch."""
-    more, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
-    return Sums(sums.feature + more, sums.examples + examples)
+    of_batch, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
+    return Sums(sums.feature + of_batch, sums.examples + examples)
 
 
 def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:

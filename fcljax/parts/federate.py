@@ -143,6 +143,7 @@ def federate(
     Raises:
       InputError: for parts that do not fit together, naming them.
     """
+    # checks wrap here once, so that nothing below needs to check what a rule returns
     rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
     server_rules = tuple(map(checked_server_rule, server_rules))
     check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
@@ -150,9 +151,11 @@ def federate(
     parts = _Parts(
         run,
         learner,
+        # the loss decides whether there is a training phase at all
         run.training._replace(factor=learning_rate or run.training.factor, loss=loss),
         rules,
         each_round=tuple(rule for rule in server_rules if rule.when == "round"),
+        # all other rules have a round of their own, at a task's start or end
         per_task=tuple(rule for rule in server_rules if rule.when != "round"),
         personal=personal,
         server_replay=server_replay,
@@ -234,9 +237,12 @@ def _check_rules(
     if repeated:
         raise InputError(f"client_rules: two of them have the name {repeated[0]!r}")
     if sum(rule.replay is not None for rule in rules) > 1:
+        # one replay buffer: the batch is extended once, and its place in the data is
+        # one index
         raise InputError("client_rules: only one of them can replay past examples")
     check_aggregation(server_rules, run.aggregation)
     for rule in server_rules:
+        # personal parts are () in uploads: no server rule can read them
         missing = sorted({*merged_by_rules((rule,))} & {*personal})
         if sees_each_client((rule,)):
             missing += personal
@@ -249,6 +255,7 @@ def _check_rules(
 
 def _first_task(sizes: Sizes) -> Task:
     """Return the first task of the stream, from which states get their shapes."""
+    # only shapes matter here, so any task with the right number of classes would do
     ids = np.arange(sizes.classes, dtype=np.int32)
     current = ids < sizes.task_classes
     return Task.of_numpy(np.int32(0), ids[: sizes.task_classes], current, current)
@@ -256,6 +263,7 @@ def _first_task(sizes: Sizes) -> Task:
 
 def _trainable(parts: _Parts, params: Params, task: Task) -> Params:
     """Return what trains in a task and travels, of the learner and of the rules."""
+    # the learner knows nothing of rules' own parameters
     return parts.learner.trainable(params, task)._replace(extra=params.extra)
 
 
@@ -263,6 +271,7 @@ def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
     """Return the parameters of all tasks with the merged ones in their place. What server rules merge, or
     clients keep to themselves, stays as it was."""
     trainable = _trainable(parts, params, task)
+    # they are () or the broadcast's own value in `mean`, and would overwrite the model
     unmerged = {name: getattr(trainable, name) for name in (*parts.merged_by_rules, *parts.personal)}
     mean = mean._replace(**unmerged)
     return parts.learner.merge(params, task, mean)._replace(extra=mean.extra)
@@ -299,6 +308,7 @@ class SentParams(NamedTuple):
     def unpack(cls, parts: _Parts, mean: Params | tuple, gather: dict[str, PyTree]) -> SentParams:
         """Return what `pack` has put into the channels of an upload."""
         if parts.whole:
+            # gathered parameters of each client hold both kinds
             return cls.of(parts, gather["trainable"])
         if parts.run.aggregation.reduce:
             mean = gather["mean"]
@@ -321,7 +331,9 @@ class SentParams(NamedTuple):
 
 def _personal_params(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
     """Return the parameters that a client keeps to itself, by name. They stand behind its rules' states."""
-    return state[-1] if parts.personal else {}
+    if parts.personal:
+        return state[-1]
+    return {}
 
 
 def _personal_after(
@@ -332,6 +344,8 @@ def _personal_after(
         return ()
     params = {name: getattr(trainable, name) for name in parts.personal}
     # a client keeps the parameters of all tasks, of which it has trained this task's
+    # the state also has the parameters of other tasks, which this training did not
+    # touch
     before = _personal_params(parts, state)
     for name, part in _parts_over_tasks(parts, params):
         params[name] = part.merge(before[name], task, params[name])
@@ -365,6 +379,8 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     extra = {}
     for i, rule in enumerate(parts.rules):
         if rule.parameters:
+            # a key per rule, so that one more rule leaves the others' initial values as
+            # they were
             extra[rule.name] = rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
     params = params._replace(extra=extra)
     trainable = _trainable(parts, params, _first_task(parts.run.sizes))
@@ -372,6 +388,7 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
         params,
         rules=tuple(rule.init(params, trainable) for rule in (*parts.each_round, *parts.per_task)),
         aggregation=parts.run.aggregation.init(_averaged(parts, trainable)),
+        # evaluated beside the model that the server trains from it
         provisional=trainable if parts.trains_on else (),
     )
 
@@ -387,6 +404,7 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
             "adapter: clients keep their own over tasks, and this adapter trains other parameters in each; "
             "nearest: --adapter lora --lora-pairs one"
         )
+    # the server's initial values: all clients start from the same model
     return (*states, {name: getattr(server.params, name) for name in parts.personal})
 
 
@@ -402,6 +420,7 @@ def _begin_task(
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
     """Return the trainable parameters and what server rules send, and what clients cache of earlier tasks."""
+    # this order is that of `_init`
     states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
     trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
@@ -437,6 +456,7 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
         logits = learner.predict(round_context.frozen, server.params, batch, round_context.task)
         if predicts == "all":
             return logits
+        # the lowest finite number, not -inf: a softmax over no seen class would be NaN
         return jnp.where(round_context.task.seen, logits, jnp.finfo(logits.dtype).min)
 
     def predict_provisional(round_context: RoundContext, server: ServerState, batch: Batch) -> Array:
@@ -459,15 +479,19 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
 
         # the same draws for all batches
         keys = jax.random.split(jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation)
+        # the mean of probabilities, not of logits; 1e-30 keeps the logarithm of 0
+        # finite
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
     draws = sampling is not None and sampling.evaluation > 0
-    return {
-        "predict": predict,
-        "predict_client": predict_client if parts.personal else None,
-        "predict_drawn": predict_drawn if draws else None,
-        "predict_provisional": predict_provisional if parts.trains_on else None,
-    }
+    functions: dict[str, Any] = {"predict": predict}
+    if parts.personal:
+        functions["predict_client"] = predict_client
+    if draws:
+        functions["predict_drawn"] = predict_drawn
+    if parts.trains_on:
+        functions["predict_provisional"] = predict_provisional
+    return functions
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------
@@ -480,6 +504,7 @@ def _rounds(parts: _Parts) -> tuple[Round, ...]:
         rounds += (Round(_program(parts), functools.partial(_serve, parts)),)
     if any(rule.pass_at("task_end", 0) for rule in parts.rules):
         rounds += (_task_end_round(parts),)
+    # in this order: clients choose exemplars before reports at the end of a task
     return rounds + tuple(_report_round(parts, number) for number in range(len(parts.per_task)))
 
 
@@ -494,6 +519,7 @@ def _task_end_round(parts: _Parts) -> Round:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "task_end", context, local, state)
         personal = _personal_after(parts, context.task, local.trainable, state)
+        # nothing is sent: the weight alone says who took part
         return Upload(weight=context.client.examples), (*rule_states, *personal)
 
     phases = client.passes_at_task_end(parts.work(parts.rules, ()))
@@ -504,6 +530,8 @@ def _report_round(parts: _Parts, number: int) -> Round:
     """Return a round of once per task: every client with examples reports under the current model."""
     rule = parts.per_task[number]
     position = len(parts.each_round) + number
+    # in the order of the data and as in evaluation: what is reported is a statistic, no
+    # training
     usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
     reports = tuple(
         dataclasses.replace(report, view=report.view or usual)
@@ -519,6 +547,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         finalized = client.finalized(reports, ClientEnd(context, local.trainable, {}), local.totals)
         summed = _merged_as("sum", finalized)
         gathered = _merged_as("gather", finalized)
+        # clients' states stay: a report has no effect on its client
         return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
 
     def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
@@ -554,6 +583,7 @@ def _program(parts: _Parts) -> Program:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "round", context, local, state)
         memories = {rule.name: memory for rule, memory in zip(parts.rules, local.memory, strict=True)}
+        # reports may read what a rule has in memory at the end of training
         end = ClientEnd(context, local.trainable, memories)
         finalized = client.finalized(reports, end, local.totals)
         sent = local.trainable
@@ -564,12 +594,14 @@ def _program(parts: _Parts) -> Program:
 
     view, choose, stored = _replay(parts)
     terms = client.term_names(work)
+    # the share of a single term is 1
+    if len(terms) == 1:
+        terms = ()
     train = Phase(
         view,
         functools.partial(client.train_step, work),
         choose,
-        # the share of a single term is 1
-        terms=terms if len(terms) > 1 else (),
+        terms=terms,
     )
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     return Program(start, phases, finish, _receive(parts), stored, _claims(parts, reports, view))
@@ -582,6 +614,7 @@ def _replay(parts: _Parts) -> tuple[View, ChooseReplay | None, Callable[[tuple],
     replaying = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
     if not replaying:
         return View(training.epochs, training.batch_size), None, None
+    # `_check_rules` lets only one rule replay
     ((index, replay),) = replaying
 
     def choose(context: ClientContext, local: Local, key: PRNGKeyArray) -> Array:
@@ -608,6 +641,7 @@ def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Cla
             # the server knows how many examples a client has, and so how many a pass reads
             examples = phase_examples(context.client.examples, report.view or view)
             info = context.client._replace(examples=jnp.asarray(examples))
+            # reports are either gathered or summed, and names are unique over both
             sent = {**upload.gather, **upload.sum}[report.name]
             return report.possible(context._replace(client=info), sent)
 
@@ -640,6 +674,7 @@ def _receive(parts: _Parts) -> ReceiveUpload | None:
         return None
 
     def receive(context: ClientContext, upload: Upload) -> Upload:
+        # clipping is relative to what the client started from, not to 0
         reference = _averaged(parts, context.payload.trainable)
         weight = jnp.asarray(upload.weight, jnp.float32)
         sent = SentParams.unpack(parts, upload.mean, upload.gather)
@@ -659,14 +694,21 @@ def _serve(
     """Merge the uploads, then apply the server rules in their order."""
     mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
     params = _merged(parts, state.params, round_context.task, mean)
-    provisional = _trainable(parts, params, round_context.task) if parts.trains_on else ()
+    provisional = ()
+    if parts.trains_on:
+        # the merged model is evaluated beside the one that the server trains from it
+        provisional = _trainable(parts, params, round_context.task)
     sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
     reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
     states = list(state.rules)
     metrics: Metrics = {}
     for i, rule in enumerate(parts.each_round):
         # the first rule has the server's own key
-        rule_key = key if i == 0 else jax.random.fold_in(key, i)
+        # folded only from the second rule on, so that golden values of methods with one
+        # rule stay
+        rule_key = key
+        if i > 0:
+            rule_key = jax.random.fold_in(key, i)
         server_round = _server_round(parts, round_context, aggregate, reports, rule_key)
         params, states[i], rule_metrics = _updated(rule, server_round, params, states[i])
         metrics |= rule_metrics

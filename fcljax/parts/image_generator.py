@@ -38,11 +38,12 @@ def conv_of_doubled(
     columns, with 4/9 of the products. Even and odd rows and columns have a convolution
     each; one for all is slower (docs/results/speed.md).
     """
-    sides = ((1, 0), (0, 1))  # of even outputs the pixel before counts, of odd ones that after
+    # even outputs read the pixel before theirs too, odd ones the pixel after
+    sides = ((1, 0), (0, 1))
     rows = []
     for above, half in zip(sides, _halves(kernel, 0), strict=True):
         both = zip(sides, _halves(half, 1), strict=True)
-        rows.append(jnp.stack([conv(Window(pads=(above, left)), x, each) for left, each in both], 3))
+        rows.append(jnp.stack([conv(Window(pads=(above, left)), x, quarter) for left, quarter in both], 3))
     batch, h, w, _ = x.shape
     return jnp.stack(rows, 2).reshape(batch, 2 * h, 2 * w, -1)
 
@@ -50,9 +51,9 @@ def conv_of_doubled(
 def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
     """Return two of three rows (columns) for even outputs, the second of which is the
     sum of those that read one pixel, and two for odd outputs."""
-    before, here, after = jnp.split(kernel, 3, axis)
-    even = (before, here + after)
-    odd = (before + here, after)
+    previous, centre, following = jnp.split(kernel, 3, axis)
+    even = (previous, centre + following)
+    odd = (previous + centre, following)
     return jnp.concatenate(even, axis), jnp.concatenate(odd, axis)
 
 
@@ -68,7 +69,9 @@ class _Conv(nn.Module):
         kernel = self.param("kernel", init, (3, 3, x.shape[-1], self.features))
         bias = self.param("bias", init, (self.features,))
         plain = Window(pads=((1, 1), (1, 1)))
-        return (conv_of_doubled(x, kernel) if self.doubled else conv(plain, x, kernel)) + bias
+        if self.doubled:
+            return conv_of_doubled(x, kernel) + bias
+        return conv(plain, x, kernel) + bias
 
 
 class _ImageGenerator(nn.Module):
@@ -77,6 +80,7 @@ class _ImageGenerator(nn.Module):
     @nn.compact
     def __call__(self, noise: Float[Array, "batch noise"]) -> Float[Array, "batch h w 3"]:
         c = self.config
+        # rounded up: sides that 4 does not divide are cut after the last layer
         h = -(-c.height // 4)
         w = -(-c.width // 4)
         wide = 2 * c.channels

@@ -301,8 +301,11 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
     """Return those of trainable parameters that are in `lasting`, a result of
     `Learner.lasting` on others."""
 
-    def pick(part: PyTree, whole: PyTree) -> PyTree:
-        return () if _left_out(part) else whole
+    def pick(lasting_part: PyTree, leaf: PyTree) -> PyTree:
+        # () marks parameters of one task, which have no counterpart
+        if _left_out(lasting_part):
+            return ()
+        return leaf
 
     return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
 
@@ -311,8 +314,8 @@ def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
     """Return trainable parameters with those of `lasting`, a result of
     `Learner.lasting` on others, in their place."""
 
-    def pick(part: PyTree, whole: PyTree) -> PyTree:
-        return whole if _left_out(part) else part
+    def pick(lasting_part: PyTree, leaf: PyTree) -> PyTree:
+        return leaf if _left_out(lasting_part) else lasting_part
 
     return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
 
@@ -380,16 +383,16 @@ def learner(
         return feature, query, stats
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
-        first, second = keys(key)
+        adapter_key, classifier_key = keys(key)
         stats = network.split(frozen.network)[1] if network.split and adapter.network else ()
-        return Params(adapter.init(first, frozen), classifier.init(second), stats=stats)
+        return Params(adapter.init(adapter_key, frozen), classifier.init(classifier_key), stats=stats)
 
     def open_task(params: Params, task: Task) -> Params:
         return params._replace(adapter=adapter.open_task(params.adapter, task))
 
     def trainable_of(params: Params, task: Task) -> Params:
-        own = adapter.trainable(params.adapter, task), classifier.trainable(params.classifier, task)
-        return Params(*own, stats=params.stats)
+        selected = adapter.trainable(params.adapter, task), classifier.trainable(params.classifier, task)
+        return Params(*selected, stats=params.stats)
 
     def merge(params: Params, task: Task, trainable: Params) -> Params:
         new = adapter.merge(params.adapter, task, trainable.adapter)
@@ -468,22 +471,30 @@ def _features(
 ) -> tuple[Feature, Feature | None, PyTree]:
     """Return the adapted network's features, the query (cached where the batch has it;
     else computed if `queries`), and the running statistics after the batch."""
+    # cached where the input is deterministic
     query = batch.query
     if query is None and queries:
         query = network.apply(frozen.network, batch.input, None, False, batch.mask)[0].cls
+    # nothing inside the network: the query is the feature
     if adapter.plain and query is not None:
         return query, query, ()
     params = frozen.network
-    own = trainable.adapter
+    trained = trainable.adapter
     if adapter.network:
-        weights = adapter.network(own)
-        params = network.join(weights, trainable.stats) if network.join else weights
-    injection = (
-        adapter.inject(cached.adapter, own, query, task, train, batch.mask) if adapter.inject else None
-    )
-    seen, after = network.apply(params, batch.input, injection, train, batch.mask)
-    stats = network.split(after)[1] if network.split and adapter.network else ()
-    return adapter.feature(seen), query, stats
+        weights = adapter.network(trained)
+        params = weights
+        # statistics that train and weights that do not, as one tree
+        if network.join:
+            params = network.join(weights, trainable.stats)
+    injection = None
+    if adapter.inject:
+        injection = adapter.inject(cached.adapter, trained, query, task, train, batch.mask)
+    features, new_params = network.apply(params, batch.input, injection, train, batch.mask)
+    stats = ()
+    # only a network that trains moves its statistics
+    if network.split and adapter.network:
+        stats = network.split(new_params)[1]
+    return adapter.feature(features), query, stats
 
 
 # ---- the clients' own loss ---------------------------------------------------------------------------------
@@ -494,6 +505,7 @@ Classes = Literal["current", "seen", "all"]
 def competing(classes: Classes, task: Task) -> Bool[Array, " C"]:
     """Return the classes that compete: those of the task, those seen so far, or all of
     the stream."""
+    # `| True` makes all classes compete at a fixed shape
     return {"current": task.current, "seen": task.seen, "all": task.seen | True}[classes]
 
 
@@ -522,7 +534,9 @@ def cross_entropy_loss(
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
         allowed = competing(classes, task)
         loss = cross_entropy(output.logits, batch.label, allowed, batch.mask, reduction)
-        return loss if weight == 1 else weight * loss
+        if weight == 1:
+            return loss
+        return weight * loss
 
     return Loss(value, classes, reduction)
 
@@ -541,7 +555,9 @@ def correct_examples(
 ) -> Float[Array, ""]:
     """Return how many examples of a batch get their label, among the task's classes or
     those seen so far."""
-    allowed = task.seen if loss.classes == "seen" else task.current
+    allowed = task.current
+    if loss.classes == "seen":
+        allowed = task.seen
     return correct(output.logits, batch.label, allowed, batch.mask)
 
 
@@ -549,6 +565,7 @@ def total_cross_entropy(loss: Loss, output: Output, batch: Batch, task: Task) ->
     """Return softmax cross-entropy among the classes that compete, over the examples
     whose label is one of them, whatever the clients' own loss is."""
     allowed = competing(loss.classes, task)
+    # labels of classes that do not compete have no probability
     mask = batch.mask & allowed[batch.label]
     total = cross_entropy(output.logits, batch.label, allowed, mask, "sum")
     return Weighted(total, jnp.sum(mask).astype(jnp.float32))

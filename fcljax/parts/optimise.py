@@ -42,6 +42,7 @@ def optimise(
 
     start = (params, optimiser.init(params), jnp.zeros(()))
     params, _, total = jax.lax.fori_loop(0, steps, step, start)
+    # a mean over the steps, which adds up over hosts and rounds as (sum, count)
     return params, Weighted(total, jnp.asarray(steps).astype(jnp.float32))
 
 
@@ -56,14 +57,13 @@ def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: PyTree) -> PyTree:
         return inner.init(joined(jax.tree.leaves(params)))
 
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-    ) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         leaves = jax.tree.leaves(updates)
-        now = None if params is None else joined(jax.tree.leaves(params))
-        found, state = inner.update(joined(leaves), state, now)
-        return jax.tree.unflatten(jax.tree.structure(updates), parted(jax.tree.leaves(found), leaves)), state
+        vector = None
+        if params is not None:
+            vector = joined(jax.tree.leaves(params))
+        step, state = inner.update(joined(leaves), state, vector)
+        leaf_steps = parted(jax.tree.leaves(step), leaves)
+        return jax.tree.unflatten(jax.tree.structure(updates), leaf_steps), state
 
     return optax.GradientTransformation(init, update)

@@ -18,6 +18,8 @@ class Adam:
 
     def build(self) -> optax.GradientTransformation:
         """Return the direction of a step from the gradient."""
+        # the decay passes through Adam's scaling, as in
+        # torch.optim.Adam; AdamW's does not
         return _decayed(joined_steps(optax.scale_by_adam()), self.weight_decay)
 
 
@@ -32,7 +34,11 @@ class SGD:
 
     def build(self) -> optax.GradientTransformation:
         """Return the direction of a step from the gradient."""
-        direction = joined_steps(optax.trace(self.momentum)) if self.momentum else optax.identity()
+        # without momentum the state is empty, which
+        # saves a copy of what trains per client
+        direction = optax.identity()
+        if self.momentum:
+            direction = joined_steps(optax.trace(self.momentum))
         return _decayed(direction, self.weight_decay)
 
 
@@ -49,10 +55,9 @@ class AdamW:
         return optax.chain(joined_steps(optax.scale_by_adam()), optax.add_decayed_weights(self.weight_decay))
 
 
-def _decayed(
-    direction: optax.GradientTransformation,
-    weight: float,
-) -> optax.GradientTransformation:
+def _decayed(direction: optax.GradientTransformation, weight: float) -> optax.GradientTransformation:
     """Return the optimiser that adds `weight` times the parameters to the gradient
     first."""
-    return optax.chain(optax.add_decayed_weights(weight), direction) if weight else direction
+    if not weight:
+        return direction
+    return optax.chain(optax.add_decayed_weights(weight), direction)

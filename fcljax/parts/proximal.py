@@ -20,6 +20,8 @@ def prox(weight: float) -> ClientRule:
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Array:
+        # the gradient of ||.||^2 is finite at 0, where that of
+        # ||.|| is not: w = w_t at the first step
         return weight / 2 * optax.tree.norm(_change(step.context, step.trainable), squared=True)
 
     return ClientRule("prox", loss)
@@ -38,11 +40,16 @@ def norm_bound(radius: float) -> ClientRule:
 
     def project(context: ClientContext, trainable: Params) -> Params:
         change = _change(context, trainable)
+        # the denominator is at least radius / 2, so that no change is no division by 0;
+        # inside of the ball the scale is 1
         scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
         start = _sent(context, context.payload.trainable)
         bounded = jax.tree.map(lambda start, change: start + scale * change, start, change)
+        # a classifier that clients keep for themselves
+        # has no broadcast value to stay near
         if not _sends_classifier(context):
             bounded = bounded._replace(classifier=trainable.classifier)
+        # running statistics move by the forward pass and have no ball
         return bounded._replace(stats=trainable.stats)
 
     return ClientRule("norm_bound", project=project)

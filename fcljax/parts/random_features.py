@@ -46,21 +46,25 @@ def on_projection(
     """
 
     def first(key: PRNGKeyArray, inner_params: PyTree) -> Projected:
-        drawn = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
-        return Projected(inner_params, drawn, jnp.zeros((width, classes)), statistics)
+        # from the key of the initial parameters: sums over
+        # clients need one projection for all
+        projection = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
+        return Projected(inner_params, projection, jnp.zeros((width, classes)), statistics)
 
     def predict(params: Projected, feature: Array, _task: Task) -> Array:
         return exact_matmul(project(feature, params.projection), params.weights)
 
-    made = computed(classes, first, predict, inner)
+    classifier = computed(classes, first, predict, inner)
 
     def cached(params: Projected) -> Projected:
-        return params._replace(inner=made.cached(params), weights=(), statistics=())
+        # without weights and statistics, of M C and more
+        # parameters, which clients never read
+        return params._replace(inner=classifier.cached(params), weights=(), statistics=())
 
     def logits(cached: Projected, trainable: PyTree, feature: Array, task: Task) -> Array:
-        return made.logits(cached.inner, trainable, feature, task)
+        return classifier.logits(cached.inner, trainable, feature, task)
 
-    return made._replace(cached=cached, logits=logits)
+    return classifier._replace(cached=cached, logits=logits)
 
 
 def project(
@@ -80,6 +84,7 @@ def chosen_by_index(
     the choice does not depend on the partition."""
 
     def chosen(number: Array) -> Bool[Array, ""]:
+        # an example keeps its draw in every round and for every client that holds it
         return jax.random.bernoulli(jax.random.fold_in(key, number), share)
 
     return jax.vmap(chosen)(index)

@@ -43,11 +43,14 @@ def draw_exemplars(
     """Draw `count` exemplars of old classes uniformly with repetition: their indices, or
     -1 without any."""
     usable = _usable(exemplars, old)
+    # without usable exemplars all logits are -inf: the
+    # draw is then arbitrary, and dropped below
     chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
     return jnp.where(jnp.any(usable), chosen, -1)
 
 
 def _usable(exemplars: Exemplars, old: Bool[Array, " C"]) -> Bool[Array, " M"]:
+    # an example counts once its class is old; the task's own are in the training set
     return (exemplars.index >= 0) & old[exemplars.label]
 
 
@@ -75,6 +78,7 @@ def replay(size: int, batch_size: int) -> ClientRule:
     """
 
     def init(key: PRNGKeyArray, _trainable: Params) -> Memory:
+        # key data, not a key: client state is stored as plain arrays in checkpoints
         return Memory(no_exemplars(size), jax.random.key_data(key))
 
     def offer(step: ClientStep, memory: Memory) -> Memory:
@@ -114,11 +118,14 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
     def uniform(index: Int[Array, ""]) -> Float[Array, ""]:
         return jax.random.uniform(jax.random.fold_in(key, index))
 
+    # padding has index -1; its priority is replaced below
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
+    # a task that comes again offers the same examples: each is stored at most once
     stored = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
     # below the priority of an empty place, so that it is never chosen
     offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~stored, priority, -2.0))
     candidates = _concatenate(exemplars, offered)
+    # stable: of equal priorities the stored one stays, so that the result has one order
     best = jnp.argsort(-candidates.priority, stable=True)[: exemplars.index.shape[0]]
     return jax.tree.map(lambda leaf: leaf[best], candidates)
 
@@ -177,7 +184,9 @@ class Budget(NamedTuple):
 
     def share(self, learned: Bool[Array, " C"]) -> Int[Array, ""]:
         """Return the number of examples of each learned class."""
-        classes = jnp.maximum(jnp.sum(learned), 1) if self.per == "client" else 1
+        classes = 1
+        if self.per == "client":
+            classes = jnp.maximum(jnp.sum(learned), 1)
         return jnp.int32(self.examples) // classes
 
 
@@ -256,6 +265,8 @@ def gather(step: ClientStep, gathered: Gathered) -> Gathered:
     """
     batch = step.batch
     feature = step.forward(step.trainable, train=False).feature
+    # consecutive places from the first free one;
+    # padding goes to a place that does not exist
     place = gathered.count + jnp.cumsum(batch.mask) - 1
     place = jnp.where(batch.mask, place, gathered.index.shape[0])
 
@@ -282,9 +293,12 @@ def renew(
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
+    # order of choice as priority: a later cut to a smaller
+    # share keeps the first ones, as iCaRL does
     priority = jnp.broadcast_to(-jnp.arange(most, dtype=jnp.float32), chosen.shape)
     label = jnp.broadcast_to(jnp.maximum(task.classes, 0)[:, None], chosen.shape)
     new = Exemplars(*(leaf.reshape(-1) for leaf in (label, index, priority)))
+    # `max`, since places of padding share a label with real ones and must not undo them
     fresh = jnp.zeros_like(memory.learned).at[new.label].max(new.index >= 0)
     old = memory.exemplars
     # a class that comes again keeps its new examples only
@@ -297,9 +311,10 @@ def renew(
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
     """Return the first `share` exemplars of every class, in `size` places."""
     stays = (exemplars.index >= 0) & (-exemplars.priority < share)
+    # stable: exemplars of a class stay in their order of choice
     first = jnp.argsort(~stays, stable=True)
-    kept = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
-    return jax.tree.map(functools.partial(jnp.where, stays[first[:size]]), kept, no_exemplars(size))
+    exemplars_left = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
+    return jax.tree.map(functools.partial(jnp.where, stays[first[:size]]), exemplars_left, no_exemplars(size))
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
@@ -331,6 +346,7 @@ def herd(
       Indices of the chosen examples of each group in their order; -1 where a group has no more.
     """
     members = group == jnp.arange(groups)[:, None]
+    # normalised first, as iCaRL does: the mean is of directions
     vector = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
     size = jnp.maximum(jnp.sum(members, axis=1), 1)
     mean = exact_matmul(members.astype(jnp.float32), vector) / size[:, None]
@@ -340,10 +356,12 @@ def herd(
     def choose(carry: tuple, number: Array) -> tuple:
         total, free = carry
         # the least |mean - (total + x) / n| is the most x . (n mean - total) - |x|^2 / 2
+        # n mu - sum of the chosen so far: what the n-th example should add
         missing = number * mean - total
         score = jnp.sum(vector * missing[group_index], axis=1) - half_square
         best = jnp.argmax(jnp.where(free, score, -jnp.inf), axis=1)
         exists = jnp.any(free, axis=1)
+        # a group without free members keeps its sum
         total = total + jnp.where(exists[:, None], vector[best], 0.0)
         used = (jnp.arange(len(group)) == best[:, None]) & (not repeats)
         return (total, free & ~used), jnp.where(exists, best, -1)
@@ -364,6 +382,8 @@ def draw_union(
     exemplars and the client's own `examples` would have on average, and at most as many
     as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
-    wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
+    # in the union, batch_size * count / examples
+    # exemplars come with a batch of own examples
+    count_wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)
-    return jnp.where(jnp.arange(batch_size) < wanted, chosen, -1)
+    return jnp.where(jnp.arange(batch_size) < count_wanted, chosen, -1)

@@ -1,4 +1,5 @@
-"""Reports that several methods share: sums and means of features by class, and what LoRA pairs read."""
+"""Reports that several methods share: sums and means of features by class, and what LoRA
+pairs read."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -30,7 +31,8 @@ class Prototypes(NamedTuple):
 
 
 def class_sums(classes: int, width: int, view: View | None = None) -> Report:
-    """Report sums of features and numbers of examples of the task's classes [Ct], added up over clients.
+    """Report sums of features and numbers of examples of the task's classes [Ct], added
+    up over clients.
 
     Args:
       classes: Ct.
@@ -78,12 +80,15 @@ def moments_of(
 
 
 def possible_moments(context: ClientContext, sent: ClassMoments) -> Bool[Array, ""]:
-    """Check the numbers of examples, and (sum of x)^2 <= n sum of x^2 in each class and channel."""
+    """Check the numbers of examples, and (sum of x)^2 <= n sum of x^2 in each class and
+    channel."""
     most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
     return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
 
 
-def normal_of(total: ClassMoments) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
+def normal_of(
+    total: ClassMoments,
+) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
     """Return means and variances of every class, channel by channel."""
     count = jnp.maximum(total.examples, 1)[:, None]
     mean = total.feature / count
@@ -112,9 +117,13 @@ def class_prototypes(
     return Report(name, init, add_features, finalize, view, follows_rule=follows_rule)
 
 
-def prototype_distance(prototype: Float[Array, "classes width"], means: Prototypes) -> Float[Array, ""]:
-    """Return the mean distance of learned prototypes to the mean features of their classes, over the mean
-    distance between the mean features of two classes; 0 where there are fewer than two.
+def prototype_distance(
+    prototype: Float[Array, "classes width"],
+    means: Prototypes,
+) -> Float[Array, ""]:
+    """Return the mean distance of learned prototypes to the mean features of their
+    classes, over the mean distance between the mean features of two classes; 0 where
+    there are fewer than two.
 
     Args:
       prototype: of each class.
@@ -137,7 +146,8 @@ def add_features(step: ClientStep, total: Sums) -> Sums:
 
 
 def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows width"]:
-    """Return what the LoRA pairs of a ViT's first blocks read, of all tokens of a batch; 0 for padding.
+    """Return what the LoRA pairs of a ViT's first blocks read, of all tokens of a
+    batch; 0 for padding.
 
     Args:
       step: in a pass without training; pairs act as in training.
@@ -151,8 +161,11 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
     task = step.context.task
     injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
 
-    def of_example(example: PyTree) -> Float[Array, "blocks tokens width"]:
-        # a batch of one has taps whatever the microbatch; vmap makes one computation of them
+    def of_example(
+        example: PyTree,
+    ) -> Float[Array, "blocks tokens width"]:
+        # a batch of one has taps whatever the microbatch;
+        # vmap makes one computation of them
         batch_of_one = jax.tree.map(lambda array: array[None], example)
         features, _ = network.apply(frozen.network, batch_of_one, injection, False, None)
         return attention_inputs(frozen.network, features, blocks)[:, 0]
@@ -163,8 +176,8 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
 
 
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
-    """Add the clients' sums of the task's classes [Ct], once per task, to those of a `nearest_mean`
-    classifier; each class belongs to one task.
+    """Add the clients' sums of the task's classes [Ct], once per task, to those of a
+    `nearest_mean` classifier; each class belongs to one task.
 
     Args:
       run: for the sizes.
@@ -186,23 +199,27 @@ class PlaceMeans(Protocol):
     def __call__(
         self, params: Params, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
     ) -> Params:
-        """The server's parameters with the classifier of the task's classes at these means; a class that is
-        not present keeps what it has."""
+        """The server's parameters with the classifier of the task's classes at these
+        means; a class that is not present keeps what it has."""
         ...
 
 
 def weights_at_means(params: Params, task: Task, means: Array, present: Array) -> Params:
-    """Start the task's classes of a linear classifier as in FedNCM: weights are mean features of length 1,
-    without a bias."""
+    """Start the task's classes of a linear classifier as in FedNCM: weights are mean
+    features of length 1, without a bias."""
     head: Head = params.classifier
     column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
     kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
     return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
 
 
-def start_at_class_means(run: Run, place: PlaceMeans, features: Reads = "prompted") -> ServerRule:
-    """Start the classifier at the class means over all clients, whose features are summed once before a
-    task's first round (FedNCM, Legate et al. 2023: HeadTune).
+def start_at_class_means(
+    run: Run,
+    place: PlaceMeans,
+    features: Reads = "prompted",
+) -> ServerRule:
+    """Start the classifier at the class means over all clients, whose features are
+    summed once before a task's first round (FedNCM, Legate et al. 2023: HeadTune).
 
     Args:
       run: for the sizes.

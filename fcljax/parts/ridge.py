@@ -42,10 +42,13 @@ def add_examples(
     mask: Bool[Array, " batch"],
 ) -> Moments:
     """Return the sums with the examples of a batch that the mask counts."""
+    # padding may hold NaN, and 0 times NaN would stay NaN in the sums
     h = jnp.where(mask[:, None], h, 0.0)
     y = jax.nn.one_hot(label, total.products.shape[1])
-    more = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
-    return jax.tree.map(jnp.add, total, more)
+    # exact_matmul: bfloat16 products, the default of accelerators, can make the Gram
+    # matrix indefinite
+    of_batch = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
+    return jax.tree.map(jnp.add, total, of_batch)
 
 
 def moments_report(
@@ -69,27 +72,26 @@ def moments_report(
     return Report("moments", init, add, merge="sum", possible=possible_moments)
 
 
-def possible_moments(context: ClientContext, sent: Moments) -> Bool[Array, ""]:
+def possible_moments(context: ClientContext, reported: Moments) -> Bool[Array, ""]:
     """Return whether these can be the sums of a client with so many examples.
 
     By Cauchy and Schwarz no entry of the Gram matrix is larger than its diagonal
     allows, and no sum over a class than its examples do.
     """
-    square = jnp.diagonal(sent.gram)
-    # up to rounding, which grows with the sums
+    square = jnp.diagonal(reported.gram)
+    # |g_ij| <= sqrt(g_ii g_jj), up to rounding, which grows with the sums
     root = jnp.sqrt(jnp.maximum(square, 0)) * (1 + 1e-3)
-    known = jnp.all(square >= 0) & jnp.all(jnp.abs(sent.gram) <= root[:, None] * root)
-    bound = jnp.all(jnp.abs(sent.products) <= (root * jnp.sqrt(jnp.maximum(sent.examples, 0)))[:, None])
-    return known & bound & possible_counts(sent.examples[None], context.client.examples)
+    gram_fits = jnp.all(square >= 0) & jnp.all(jnp.abs(reported.gram) <= root[:, None] * root)
+    most = root * jnp.sqrt(jnp.maximum(reported.examples, 0))
+    products_fit = jnp.all(jnp.abs(reported.products) <= most[:, None])
+    return gram_fits & products_fit & possible_counts(reported.examples[None], context.client.examples)
 
 
 def solve_ridge(
-    gram: Float[Array, "M M"],
-    products: Float[Array, "M C"],
-    ridge: Float[Array, ""] | float,
+    gram: Float[Array, "M M"], products: Float[Array, "M C"], ridge: Float[Array, ""] | float
 ) -> Float[Array, "M C"]:
-    """Return (gram + ridge I)^-1 products.
-
-    It is not finite where rounding makes the matrix singular."""
+    """Return (gram + ridge I)^-1 products. It is not finite where rounding makes the
+    matrix singular."""
     regularised = gram + ridge * jnp.eye(gram.shape[0])
+    # "pos": Cholesky, half of the work of LU and symmetric in its rounding
     return jax.scipy.linalg.solve(regularised, products, assume_a="pos")

@@ -126,6 +126,7 @@ def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
     """Return what clients report for these rules; rules that ask for the same name share
     it."""
     reports = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
+    # the last of the same name wins: rules that share a report ask for the same one
     return tuple({report.name: report for report in reports}.values())
 
 
@@ -135,6 +136,7 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
     Raises:
       InputError: naming the aggregation rule and the server rule that merges by a formula of its own.
     """
+    # the plain mean: nothing is left that a rule's own formula could ignore
     if aggregation.pre is None and aggregation.reduce is None and aggregation.post is None:
         return
     for rule in rules:
@@ -150,8 +152,8 @@ def _follows(rule: ServerRule, aggregation: Aggregation) -> bool:
     plain mean."""
     whole = sees_each_client((rule,))
     merges = merged_by_rules((rule,))
-    # a rule that merges none of the parameters that it reads leaves their mean to the
-    # aggregation rule
+    # a rule that merges none of the parameters that it reads
+    # leaves their mean to the aggregation rule
     if whole and not merges and aggregation.name == "uniform":
         return True
     # clipping and server optimisers act on what is averaged, so not on what a server

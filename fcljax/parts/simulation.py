@@ -101,6 +101,7 @@ def local_sgd(
     Raises:
       InputError: for a loss that takes other arguments, and for values that are none of these.
     """
+    # a loss that draws has a keyword argument, which positions do not count
     if not _draws(loss):
         check_arguments("local_sgd", loss=(loss, 3))
     check_optimiser(optimiser)
@@ -177,6 +178,7 @@ def fedavg(
     Raises:
       InputError: for options that do not exist or do not fit together.
     """
+    # a typing error here would otherwise fail deep inside of `federate`
     if not isinstance(client, LocalSGD):
         raise InputError(f"client: {type(client).__name__}; nearest: local_sgd(loss, optimiser)")
     check_rules("client_rules", client_rules, ClientRule)
@@ -190,6 +192,7 @@ def fedavg(
     learner = _learner(params, model_of, client.loss)
 
     def build(sizes: Sizes) -> Method:
+        # a client with few examples has one batch, of all of them
         batch_size = largest_batch(client.batch_size, sizes.examples)
         training = Training(client.epochs, batch_size, 1.0, descent)
         run = Run(sizes, learner.network, learner.adapter, training, aggregation, client_rules)
@@ -202,6 +205,7 @@ def fedavg(
 
     def first_loss(x: Any, y: Any) -> float:
         x = jax.tree.map(jnp.asarray, x)
+        # on the host's device and without batches: a thousand examples at most
         return float(jnp.mean(_losses(client.loss, model_of(params), x, jnp.asarray(y), jax.random.key(0))))
 
     return Averaging(build, model_of, first_loss, attack if malicious else "")
@@ -218,6 +222,7 @@ def _draws(loss: Any) -> bool:
 def _losses(loss: Any, model: Any, x: Any, y: Array, key: PRNGKeyArray) -> Array:
     """Return the loss of each example."""
     if _draws(loss):
+        # only then, because a loss without `key` must not get one
         return loss(model, x, y, key=key)
     return loss(model, x, y)
 
@@ -229,6 +234,7 @@ def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
     if not isinstance(model, nnx.Module):
         return jax.tree.map(jnp.asarray, check_model(model)), lambda params: params
     graph, params, rest = nnx.split(model, nnx.Param, ...)
+    # nnx modules change in place
     # a copy, so that layers may update their state while a loss is traced
     return check_model(nnx.to_pure_dict(params)), lambda params: nnx.merge(graph, params, rest, copy=True)
 
@@ -283,9 +289,12 @@ def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> F
     except Exception as error:
         raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
     shape = jnp.shape(losses)
+    # a mean over the batch would count padding
     expected = (len(batch.mask),)
     if shape != expected:
-        hint = "; leave out the mean over examples" if shape == () else ""
+        hint = ""
+        if shape == ():
+            hint = "; leave out the mean over examples"
         raise InputError(
             f"loss: {describe(loss)} returned shape {shape}; expected one loss for each example, "
             f"{expected}{hint}"
@@ -364,16 +373,25 @@ def simulate(
     rounds = check_whole("rounds", rounds, 1)
     seed = check_whole("seed", seed, 0, 2**32 - 1)
     participation = check_participation(participation, len(names))
+    # clients are numbered in the order of their names
     parts = [np.flatnonzero(client == k).astype(np.int32) for k in range(len(names))]
-    counts = count_matrix(y if classes > 1 else np.zeros(len(y), int), parts, classes)
+    # without classes all examples are of one class, so that reports have a shape
+    label = y
+    if classes == 1:
+        label = np.zeros(len(y), int)
+    counts = count_matrix(label, parts, classes)
     partition = ClientPartition(*ClientIndices.of(parts), counts.astype(np.int32))
     sizes = Sizes(classes, 1, classes, len(names), rounds, max(map(len, parts)))
     played = method.build(sizes) if isinstance(method, Averaging) else method
-    attack = method.attack if isinstance(method, Averaging) else ""
+    attack = ""
+    if isinstance(method, Averaging):
+        attack = method.attack
     data = Examined(jax.tree.map(jnp.asarray, x), jnp.asarray(y))
     server, history = _rounds(played, data, partition, Rounds(rounds, participation, seed, attack))
     _warn(method, x, y, history)
-    model = method.model_of(server.params.classifier) if isinstance(method, Averaging) else server
+    model = server
+    if isinstance(method, Averaging):
+        model = method.model_of(server.params.classifier)
     return Simulated(model, history)
 
 
@@ -396,6 +414,7 @@ class Rounds(NamedTuple):
 def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, float]]) -> None:
     """Say on standard error if training went wrong."""
     said = training_warnings(history)
+    # measured only where the loss did not fall: it costs a pass over examples
     if isinstance(method, Averaging) and not said and _loss_stayed(history):
         some = np.linspace(0, len(y) - 1, min(len(y), MOST_COMPARED)).astype(int)
         first = method.first_loss(jax.tree.map(lambda leaf: leaf[some], x), y[some])
@@ -406,6 +425,7 @@ def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[di
 
 def _loss_stayed(history: list[dict[str, float]]) -> bool:
     """Return whether the last round's loss is no lower than the first one's, or is the first one's."""
+    # NaN compares as not smaller
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
@@ -422,13 +442,16 @@ def _rounds(
     (task,) = make_tasks(classes, 1)
     key = jax.random.key(seed)
     # batched clients are slower on a CPU
-    lanes = Lanes(1, "loop") if jax.default_backend() == "cpu" else Lanes(min(8, everyone), "vmap")
+    lanes = Lanes(1, "loop")
+    if jax.default_backend() != "cpu":
+        lanes = Lanes(min(8, everyone), "vmap")
     room = capacities(method, [partition], lanes.count, everyone, participation)
     example = Example((), data, task)
     if attack in CHECKED:
         check_claims({attack}, tuple(each.upload for each in check_method(method, _fetch, example)))
     engine = make_engine(method, _fetch, lanes, room, example)
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())
+    # ids, not names, key the clients' draws
     states = init_clients(method, server, everyone, jax.random.fold_in(key, RunKey.CLIENTS))
     history = []
     for r in range(rounds):

@@ -39,6 +39,7 @@ def check_whole(field: str, value: object, least: int, most: int = MOST_ROUNDS) 
     Raises:
       InputError: naming the field, the value and the nearest valid one.
     """
+    # True is an int in Python
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise InputError(f"{field}: {_shown(value)} is not a whole number; such as {least}")
     if not least <= value <= most:
@@ -53,6 +54,7 @@ def check_participation(value: object, clients: int) -> float:
       InputError: for anything else.
     """
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    # an infinite or huge number would not be a share of anything
     share = float(value) if number and abs(value) < 1e9 else 0.0  # pyrefly: ignore[bad-argument-type]
     if not 0 < share <= max(1, clients) or (share > 1 and share % 1):
         raise InputError(
@@ -68,32 +70,35 @@ def check_optimiser(optimiser: object) -> None:
     Raises:
       InputError: naming what it is.
     """
+    # duck-typed, as optax's own transformations of users are
     if not (callable(getattr(optimiser, "init", None)) and callable(getattr(optimiser, "update", None))):
         raise InputError(f"optimiser: {_shown(optimiser)} is not an optax optimiser; nearest: optax.sgd(0.1)")
 
 
-def merging_options(given: Mapping[str, Any]) -> AggregationOptions:
+def merging_options(chosen_options: Mapping[str, Any]) -> AggregationOptions:
     """Return the options by which the server merges uploads.
 
     Raises:
       InputError: for an unknown one, a value of the wrong type or out of range, or one that nothing reads.
     """
+    # options of the choices beside those that all rules share
     shared = {field.name: field.type for field in dataclasses.fields(AggregationOptions)}
     kinds = options_of(*(name for name in shared if name in CHOICES)) | shared
-    for name, value in given.items():
+    for name, value in chosen_options.items():
         if name not in kinds:
             raise InputError(f"fedavg: unknown option {name!r}; {nearest(name, kinds)}")
         if name not in CHOICES:
             _check_number(name, kinds[name], value)
-    options = with_options(AggregationOptions(), given, given)
-    check_read(options, options, given)
+    options = with_options(AggregationOptions(), chosen_options, chosen_options)
+    check_read(options, options, chosen_options)
     return options
 
 
 def _check_number(name: str, kind: Any, value: object) -> None:
     """Check that a value is a number of the type of its field."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole and (kind is int or not isinstance(value, float)):
+    # a whole number is a valid float, but True is none
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole and (kind is int or not isinstance(value, float)):
         raise InputError(f"{name}: {_shown(value)} is not a {'whole number' if kind is int else 'number'}")
 
 
@@ -103,6 +108,7 @@ def check_rules(field: str, rules: Any, kind: type) -> None:
     Raises:
       InputError: naming the first that is not.
     """
+    # a single rule is an easy mistake
     if not isinstance(rules, list | tuple):
         raise InputError(f"{field}: {_shown(rules)}; expected a tuple of {kind.__name__}")
     for rule in rules:
@@ -126,6 +132,7 @@ def check_model(params: Any) -> Any:
             raise InputError(f"model: parameter {_place(path)} is not an array: {reason(error)}") from None
         if array.dtype.kind not in "biuf" and not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
             raise InputError(f"model: parameter {_place(path)} is {array.dtype}; expected real numbers")
+    # integers and masks may be parameters, but nothing can train
     if not any(jax.numpy.issubdtype(np.asarray(leaf).dtype, jax.numpy.floating) for _, leaf in leaves):
         raise InputError("model: it has no floating-point parameters, so that nothing can train")
     return params
@@ -137,13 +144,14 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     Raises:
       InputError: naming the argument that is no array, or that does not have one value for each example.
     """
-    shapes = [_shape(each) for each in (x, y, owner)]
+    shapes = [_shape(argument) for argument in (x, y, owner)]
+    # shapes first: the usual mistake is one array of another length
     if None not in shapes and len({shape[:1] for shape in shapes if shape is not None}) > 1:
         raise InputError("simulate: x, y and owner have the shapes {}, {} and {}".format(*shapes))
     y = _array("y", y)
     owner = _array("owner", owner, "biuU")
-    whole = isinstance(x, list) or not jax.tree.leaves(x)
-    paths = [((), x)] if whole else jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
+    is_one_array = isinstance(x, list) or not jax.tree.leaves(x)
+    paths = [((), x)] if is_one_array else jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
     leaves = [_array(f"x{_place(path)}", leaf) for path, leaf in paths]
     named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
     if owner.ndim != 1 or not len(owner):
@@ -159,7 +167,7 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
                 f"{name}: shape {list(array.shape)}; owner has {len(owner)} values, so the first axis must "
                 f"have {len(owner)}"
             )
-    if not whole:
+    if not is_one_array:
         structure = jax.tree.structure(x, is_leaf=_is_array_like)
         x = jax.tree.unflatten(structure, leaves)
     else:
@@ -170,7 +178,9 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     """Return the shape of an array, or the length of a list; None for anything else."""
-    return (len(value),) if isinstance(value, list) else getattr(value, "shape", None)
+    if isinstance(value, list):
+        return (len(value),)
+    return getattr(value, "shape", None)
 
 
 def _is_array_like(value: object) -> bool:
@@ -192,16 +202,22 @@ def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
         raise InputError(f"{name}: it is not an array: {reason(error)}") from None
     if is_mixed(value, array):
         raise InputError(f"{name}: mixes text with other values; use one type")
+    # bfloat16 has the kind "V" in numpy
     extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
     if array.dtype.kind not in kinds and not extended:
-        expected = "integers or text" if "U" in kinds else "numbers"
+        expected = "numbers"
+        if "U" in kinds:
+            expected = "integers or text"
         raise InputError(f"{name}: {array.dtype} of shape {list(array.shape)}; expected {expected}")
+    # text has no limit; numbers must fit what devices compute with
     if array.dtype.kind in "iu" and array.dtype.itemsize > 4 and array.size:
         low = int(array.min())
         high = int(array.max())
         if (low < -(2**31) or high >= 2**31) and "U" not in kinds:
-            wide = low if low < -(2**31) else high
-            raise InputError(f"{name}: {wide} needs more than the 32 bits that devices compute with")
+            outlier = high
+            if low < -(2**31):
+                outlier = low
+            raise InputError(f"{name}: {outlier} needs more than the 32 bits that devices compute with")
         if array.dtype.kind == "u" and "U" not in kinds:
             array = array.astype(np.int32)
     return array
@@ -213,6 +229,7 @@ def _classes(y: np.ndarray, clients: int) -> int:
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0:
         return 1
     classes = int(y.max()) + 1
+    # counts of classes by client are a matrix [K, C]
     return classes if classes * clients <= MOST_COUNTED else 1
 
 
@@ -225,4 +242,6 @@ def _shown(value: object) -> str:
         text = repr(value)
     except Exception:  # a number of thousands of digits; a stranger's object
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}..."

@@ -90,9 +90,9 @@ def synthetic_pixels(
     options: SynthesisOptions, images: UInt8[Array, "images h w 3"], step: ClientStep
 ) -> Float[Array, "batch h w 3"]:
     """Draw a batch of the images that the server made, as jittered pixels in [0, 1]."""
-    pick, move = jax.random.split(jax.random.fold_in(step.key, 1))
-    index = jax.random.randint(pick, (options.synthetic_batch,), 0, len(images))
-    return jitter(move, images[index] / 255, options.crop_padding)
+    pick_key, jitter_key = jax.random.split(jax.random.fold_in(step.key, 1))
+    index = jax.random.randint(pick_key, (options.synthetic_batch,), 0, len(images))
+    return jitter(jitter_key, images[index] / 255, options.crop_padding)
 
 
 # ---- server: when images are made --------------------------------------------------------------------------
@@ -102,13 +102,7 @@ def synthetic_pixels(
 class Synthesise(Protocol):
     """Makes what clients are sent anew: images, or a generator of images."""
 
-    def __call__(
-        self,
-        round: ServerRound,
-        params: Params,
-        state: PyTree,
-        /,
-    ) -> tuple[PyTree, Weighted]:
+    def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
         """What replaces the state, and the loss of making it."""
         ...
 
@@ -136,9 +130,13 @@ def synthesis_rule(
         def make(state: PyTree) -> tuple[PyTree, Weighted]:
             return synthesise(round, params, state)
 
-        wanted = round.last & (round.task.index < run.sizes.tasks - 1)
+        # after the last task no client would read them,
+        # and making them is the costly part
+        is_due = round.last & (round.task.index < run.sizes.tasks - 1)
         no_loss = Weighted(jnp.zeros(()), jnp.zeros(()))
-        state, loss = jax.lax.cond(wanted, make, lambda state: (state, no_loss), state)
+        # `cond`, not a Python `if`: one trace plays all
+        # rounds, and only few of them pay
+        state, loss = jax.lax.cond(is_due, make, lambda state: (state, no_loss), state)
         return ServerUpdate(params, state, {"loss": loss})
 
     def sends(_task: Task, state: PyTree) -> PyTree:
@@ -147,11 +145,7 @@ def synthesis_rule(
     return ServerRule(name, update, init, sends)
 
 
-def images_rule(
-    options: SynthesisOptions,
-    run: Run,
-    synthesise: Synthesise,
-) -> ServerRule:
+def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> ServerRule:
     """Return the `synthesis_rule` of a server that makes images: `sent["synthesis"]`,
     [images, h, w, 3]."""
     height, width, _ = run.network.image
@@ -179,10 +173,7 @@ def global_model(round: ServerRound, params: Params) -> ImageModel:
 
 
 def judge(
-    round: ServerRound,
-    model: ImageModel,
-    pixels: Float[Array, "batch h w 3"],
-    train: bool = False,
+    round: ServerRound, model: ImageModel, pixels: Float[Array, "batch h w 3"], train: bool = False
 ) -> Output:
     """Return what a model computes for pixels in [0, 1], with logits over the seen
     classes."""
@@ -199,12 +190,13 @@ def has_statistics(model: ImageModel) -> bool:
 
 def logits_of(round: ServerRound, model: ImageModel) -> Logits:
     """Return a model's logits over the seen classes as a function of pixels in [0, 1]."""
+    # evaluation mode: synthetic images must not move the teacher's running statistics
     return lambda pixels: judge(round, model, pixels).logits
 
 
 def adversarial_loss(
     options: SynthesisOptions,
-    theirs: Float[Array, "batch C"],
+    teacher: Float[Array, "batch C"],
     student: Logits,
     seen: Bool[Array, " C"],
     disputed: Bool[Array, ""],
@@ -214,20 +206,22 @@ def adversarial_loss(
     and the student; it counts once images are `disputed`."""
 
     def loss() -> Float[Array, ""]:
-        return options.adversarial_weight * disagreement(theirs, student(pixels), seen)
+        return options.adversarial_weight * disagreement(teacher, student(pixels), seen)
 
+    # the student's forward pass is skipped while images are not disputed (warm-up)
     return jax.lax.cond(disputed, loss, lambda: jnp.zeros(()))
 
 
 def distillation_at(
     temperature: float,
-    theirs: Float[Array, "batch C"],
+    teacher: Float[Array, "batch C"],
     student: Float[Array, "batch C"],
     seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
     """Return T^2 mean KL(softmax(theirs / T) || softmax(student / T)) over the seen
     classes."""
-    return temperature**2 * jnp.mean(kl(theirs / temperature, student / temperature, seen))
+    # T^2 keeps the gradient's size independent of the temperature (Hinton et al. 2015)
+    return temperature**2 * jnp.mean(kl(teacher / temperature, student / temperature, seen))
 
 
 # ---- server: rounds of a generator -------------------------------------------------------------------------
@@ -267,18 +261,22 @@ def best_images(
     def step(i: Array, best: Best) -> Best:
         (value, image), gradient = jax.value_and_grad(loss, has_aux=True)(best.fast, i)
         update, state = optimiser.update(gradient, best.optimiser, best.fast)
-        moved = jax.tree.map(jnp.add, best.fast, update)
+        params = jax.tree.map(jnp.add, best.fast, update)
         total = optax.tree.add(best.total, gradient)
+        # the last step is not always the best one: adversarial training oscillates
         image = jnp.where(value < best.loss, image, best.image)
-        return Best(moved, state, total, jnp.minimum(value, best.loss), image)
+        return Best(params, state, total, jnp.minimum(value, best.loss), image)
 
-    nothing = optax.tree.zeros_like(fast)
-    start = Best(fast, optimiser.init(fast), nothing, jnp.float32(jnp.inf), jnp.zeros((*shape, 3)))
+    zeros = optax.tree.zeros_like(fast)
+    # infinity, so that the first step's images always replace the zeros
+    start = Best(fast, optimiser.init(fast), zeros, jnp.float32(jnp.inf), jnp.zeros((*shape, 3)))
     return jax.lax.fori_loop(0, steps, step, start)
 
 
 def disagreement(
-    theirs: Float[Array, "batch C"], own: Float[Array, "batch C"], seen: Bool[Array, " C"]
+    teacher: Float[Array, "batch C"],
+    student: Float[Array, "batch C"],
+    seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
     """Return -mean(1[they agree] KL(teacher || student)): low where both see the same
     class and the student is not sure of it.
@@ -287,8 +285,10 @@ def disagreement(
       theirs, own: logits of teacher and student over the seen classes.
       seen: the classes that compete.
     """
-    agree = jnp.argmax(own, -1) == jnp.argmax(theirs, -1)
-    return -jnp.mean(jnp.where(agree, kl(theirs, own, seen), 0.0))
+    # where they already disagree an image is no longer at
+    # the student's boundary, so it counts 0
+    agree = jnp.argmax(student, -1) == jnp.argmax(teacher, -1)
+    return -jnp.mean(jnp.where(agree, kl(teacher, student, seen), 0.0))
 
 
 class BatchStatistics(NamedTuple):
@@ -299,21 +299,26 @@ class BatchStatistics(NamedTuple):
 
 
 def batch_statistics(
-    before: PyTree,
-    after: PyTree,
+    running: PyTree,
+    after_batch: PyTree,
 ) -> list[tuple[BatchStatistics, BatchStatistics]]:
     """Return the running statistics of every layer of batch normalisation, and those of
     a batch, which follow from the running ones after it."""
 
-    def of_layer(layer: dict, moved: dict) -> tuple[BatchStatistics, BatchStatistics]:
-        own = ((moved[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields)
-        return BatchStatistics(layer["mean"], layer["var"]), BatchStatistics(*own)
+    def of_layer(layer: dict, updated: dict) -> tuple[BatchStatistics, BatchStatistics]:
+        # running = MOMENTUM * previous + (1 - MOMENTUM) * batch, solved for the batch:
+        # layers return their running statistics alone
+        batch_values = (
+            (updated[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields
+        )
+        return BatchStatistics(layer["mean"], layer["var"]), BatchStatistics(*batch_values)
 
     def is_layer(tree: PyTree) -> bool:
         return isinstance(tree, dict) and "var" in tree
 
-    layers, moved = (jax.tree.leaves(tree, is_leaf=is_layer) for tree in (before, after))
-    return [of_layer(*each) for each in zip(layers, moved, strict=True)]
+    layers, updated = (jax.tree.leaves(tree, is_leaf=is_layer) for tree in (running, after_batch))
+    # `dict` leaves of one network in the same order, so that layers match by position
+    return [of_layer(*pair) for pair in zip(layers, updated, strict=True)]
 
 
 class Student(NamedTuple):
@@ -330,11 +335,12 @@ class MadeSoFar(NamedTuple):
     filled: Int[Array, ""]
 
 
-def added(made: MadeSoFar, image: Float[Array, "batch h w 3"]) -> MadeSoFar:
+def added(so_far: MadeSoFar, image: Float[Array, "batch h w 3"]) -> MadeSoFar:
     """Add the images of a round, of pixels in [0, 1], in the next places."""
+    # 8 bits, as the data sets have: four times as many images in the same memory
     grey = jnp.round(image * 255).astype(jnp.uint8)
-    images = jax.lax.dynamic_update_slice(made.images, grey, (made.filled, 0, 0, 0))
-    return MadeSoFar(images, made.filled + len(image))
+    images = jax.lax.dynamic_update_slice(so_far.images, grey, (so_far.filled, 0, 0, 0))
+    return MadeSoFar(images, so_far.filled + len(image))
 
 
 def taught(
@@ -342,7 +348,7 @@ def taught(
     loss: Callable[[Params, Float[Array, "batch h w 3"]], Float[Array, ""]],
     optimiser: optax.GradientTransformation,
     student: Student,
-    made: MadeSoFar,
+    so_far: MadeSoFar,
     steps: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Student:
@@ -351,8 +357,8 @@ def taught(
 
     def step(i: Array, now: Student) -> Student:
         pick, move = jax.random.split(jax.random.fold_in(key, i))
-        index = jax.random.randint(pick, (options.synthetic_batch,), 0, made.filled)
-        pixels = jitter(move, made.images[index] / 255, options.crop_padding)
+        index = jax.random.randint(pick, (options.synthetic_batch,), 0, so_far.filled)
+        pixels = jitter(move, so_far.images[index] / 255, options.crop_padding)
         gradient = jax.grad(loss)(now.trainable, pixels)
         update, state = optimiser.update(gradient, now.optimiser, now.trainable)
         return Student(jax.tree.map(jnp.add, now.trainable, update), state)
@@ -366,4 +372,5 @@ def student_optimiser(
 ) -> optax.GradientTransformation:
     """Return gradient descent on gradients of at most norm 1."""
     steps = optax.sgd(options.student_lr, STUDENT_MOMENTUM)
+    # clipped first, so that weight decay is not part of the norm that is bounded
     return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(decay), steps)

@@ -64,14 +64,14 @@ def teacher(context: ClientContext) -> Params:
     return _first(start.task >= 0, start.trainable, context.payload.trainable)
 
 
-def _first(begun: Array, kept: Params, newest: Params) -> Params:
+def _first(begun: Array, start: Params, newest: Params) -> Params:
     """Return the parameters that were kept if the task has begun, else the newest
     ones."""
 
     def pick(old: Array, new: Array) -> Array:
         return jnp.where(begun, old, new)
 
-    return jax.tree.map(pick, kept, newest)
+    return jax.tree.map(pick, start, newest)
 
 
 def distil_task_start(weight: float, temperature: float) -> ClientRule:
@@ -95,8 +95,8 @@ def valid_parameters(round: ServerRound, mean: Params) -> Params:
     """Return the trainable parameters of each client [P, ...]; `mean` stands in for
     clients that are absent or not valid, because 0 times NaN would be NaN."""
 
-    def pick(own: Array, theirs: Array) -> Array:
-        return jnp.where(round.valid.reshape(-1, *[1] * (theirs.ndim - 1)), theirs, own)
+    def pick(mean_leaf: Array, client_leaf: Array) -> Array:
+        return jnp.where(round.valid.reshape(-1, *[1] * (client_leaf.ndim - 1)), client_leaf, mean_leaf)
 
     return jax.tree.map(pick, mean._replace(extra={}), round.reports["trainable"]._replace(extra={}))
 

@@ -62,7 +62,9 @@ def reading(
     try:
         yield
     except KeyError as error:
-        name = error.args[0] if error.args else None
+        name = None
+        if error.args:
+            name = error.args[0]
         if not isinstance(name, str) or name in there:
             raise
         raise InputError(f"{part}: {describe(function)} reads {name!r}, {missing}") from error

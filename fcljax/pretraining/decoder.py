@@ -317,7 +317,9 @@ def _step(
         patches = _reconstruct(plan, encoder, params, view, masking)
         weight = plan.config.visible_weight
         hidden = reconstruction_loss(patches, view, masking.masked)
-        visible = reconstruction_loss(patches, view, ~masking.masked) if weight else 0.0
+        visible = 0.0
+        if weight:
+            visible = reconstruction_loss(patches, view, ~masking.masked)
         return hidden + weight * visible, hidden
 
     params, opt, loss = optimiser_step(_optimiser(plan), objective, state.params, state.opt)
@@ -333,11 +335,7 @@ def _keys(seed: int) -> Key[Array, "2"]:
 # ---- held-out images ---------------------------------------------------------------------------------------
 
 
-def _held_out_views(
-    plan: DecoderPlan,
-    images: StoredImages,
-    start: Array,
-) -> tuple[Array, Masking]:
+def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tuple[Array, Masking]:
     """Return clean views and masks; `start` is the first image's position, on which masks
     depend alone."""
     image, size = images
@@ -348,24 +346,13 @@ def _held_out_views(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(
-    plan: DecoderPlan,
-    encoder: PyTree,
-    params: PyTree,
-    images: StoredImages,
-    start: Array,
-) -> Array:
+def _loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, images: StoredImages, start: Array) -> Array:
     view, masking = _held_out_views(plan, images, start)
     return reconstruction_loss(_reconstruct(plan, encoder, params, view, masking), view, masking.masked)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss_of_constant(
-    plan: DecoderPlan,
-    patches: Array,
-    images: StoredImages,
-    start: Array,
-) -> Array:
+def _loss_of_constant(plan: DecoderPlan, patches: Array, images: StoredImages, start: Array) -> Array:
     view, masking = _held_out_views(plan, images, start)
     prediction = jnp.broadcast_to(patches, (len(images.image), *patches.shape))
     return reconstruction_loss(prediction, view, masking.masked)
@@ -395,12 +382,7 @@ def _mean_over_batches(
     return np.asarray(np.average(means, axis=0, weights=weights))
 
 
-def validation_loss(
-    plan: DecoderPlan,
-    encoder: PyTree,
-    params: PyTree,
-    held_out: StoredImages,
-) -> float:
+def validation_loss(plan: DecoderPlan, encoder: PyTree, params: PyTree, held_out: StoredImages) -> float:
     """Return the mean squared error of normalised pixels over hidden patches, whose
     choice is fixed."""
     loss = functools.partial(_loss, plan, encoder, params)
@@ -435,7 +417,9 @@ def _plan(
     vit = _vit_of(backbone)
     patches = vit.grid**2
     if not 1 <= int(patches * (1 - cfg.mask_ratio)) < patches:
-        nearest = 1 - 1 / patches if cfg.mask_ratio > 0.5 else 1 / patches
+        nearest = 1 / patches
+        if cfg.mask_ratio > 0.5:
+            nearest = 1 - 1 / patches
         raise InputError(
             f"mask_ratio: {cfg.mask_ratio} of {patches} patches leaves none hidden or none visible; nearest: "
             f"{nearest:.4g}"
@@ -453,7 +437,9 @@ def _plan(
     preprocess = input_pipeline(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     preprocess = with_constants(preprocess, cfg, backbone)
     preprocess = dataclasses.replace(preprocess, crop_scale=(cfg.crop_scale, 1.0), flip=0.5)
-    steps = cfg.steps if cfg.epochs is None else cfg.epochs * (images.steps_per_epoch or 0)
+    steps = cfg.steps
+    if cfg.epochs is not None:
+        steps = cfg.epochs * (images.steps_per_epoch or 0)
     # options such as the output file need no new trace
     static = dataclasses.replace(cfg, out=Path(), resume=False, checkpoint_every=1, data_dir=None)
     return DecoderPlan(static, steps, vit, decoder, preprocess, images.crops)
@@ -502,10 +488,7 @@ def _initial_state(plan: DecoderPlan) -> DecoderState:
     return DecoderState(params, _optimiser(plan).init(params), curve)
 
 
-def _start_or_resume(
-    plan: DecoderPlan,
-    manager: CheckpointManager,
-) -> tuple[DecoderState, int]:
+def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[DecoderState, int]:
     """Return the state of the newest checkpoint, or the initial state, and the number of
     steps done."""
     state = _initial_state(plan)
@@ -574,11 +557,7 @@ def _open_folder(
     return folder
 
 
-def _metadata(
-    cfg: PretrainDecoderConfig,
-    plan: DecoderPlan,
-    backbone: Pretrained,
-) -> dict[str, str]:
+def _metadata(cfg: PretrainDecoderConfig, plan: DecoderPlan, backbone: Pretrained) -> dict[str, str]:
     return {
         **decoder_metadata(plan.decoder, plan.preprocess.mean, plan.preprocess.std, backbone.digest),
         "mask_ratio": str(cfg.mask_ratio),
@@ -655,11 +634,15 @@ def pretrain_decoder(
     cfg = config
     if cfg.checkpoint is None:
         # given as a file, a packaged encoder comes without the packaged decoder
-        name = "vit_micro" if cfg.backbone == "auto" else cfg.backbone
+        name = cfg.backbone
+        if name == "auto":
+            name = "vit_micro"
         cfg = dataclasses.replace(cfg, checkpoint=packaged(name))
     backbone = load_network(cfg, cfg.image_size)
     report_notes(backbone, console or Console(stderr=True))
-    make_images = _letters if cfg.dataset == LETTERS else _from_dataset
+    make_images = _from_dataset
+    if cfg.dataset == LETTERS:
+        make_images = _letters
     images = make_images(cfg, backbone.config.image_size)
     plan = _plan(cfg, backbone, images)
     folder = _open_folder(cfg, backbone, images)

@@ -103,6 +103,7 @@ def features(
 ) -> Float[np.ndarray, "n dim"]:
     """Compute the class tokens of grey images, in batches."""
     apply = jax.jit(lambda params, x: apply_vit(config, params, normalise(x)).cls)
+    # whole batches, so that one shape is compiled
     padded = np.concatenate([grey, np.zeros((-len(grey) % batch, *grey.shape[1:]), np.uint8)])
     tokens = [np.asarray(apply(params, padded[i : i + batch])) for i in range(0, len(padded), batch)]
     return np.concatenate(tokens)[: len(grey)]
@@ -118,6 +119,7 @@ def validate(config: ViTConfig, params: PyTree, per_class: int) -> float:
 
 
 def _muon_on_blocks(params: PyTree) -> PyTree:
+    # Muon orthogonalises matrices of blocks; embeddings and norms are no such maps
     def dimensions(path, x):
         if x.ndim == 2 and "block_" in jax.tree_util.keystr(path):
             return optax.contrib.MuonDimensionNumbers()
@@ -157,6 +159,7 @@ def _step(
 
     def objective(params):
         logits = _logits(vit, config.temperature, params, normalise(grey))
+        # a smoothed target keeps logits small, which nearest class means need
         target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), config.smoothing)
         loss = optax.softmax_cross_entropy(logits, target).mean()
         accuracy = (logits.argmax(-1) == label).mean()
@@ -178,6 +181,7 @@ def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
 
 def _initial_state(config: PretrainConfig, vit: ViTConfig) -> EncoderState:
     vit_key, head_key = jax.random.split(jax.random.key(config.seed))
+    # random directions of length 1
     head = jax.random.normal(head_key, (config.classes, vit.width)) * vit.width**-0.5
     params = {"vit": {**init_vit(vit_key, vit), "pos": _positions(vit)}, "head": head}
     return EncoderState(params, _optimiser(config).init(params))
@@ -194,6 +198,7 @@ def eased(style: Style, strength: float) -> Style:
     scaled = ("rotation", "slant", "aspect", "shift", "perspective", "elastic", "noise", "dark_on_light")
 
     def lower_bound(low: float, high: float) -> float:
+        # from 0.4 of the range at strength 0
         return high - (high - low) * (0.4 + 0.6 * strength)
 
     return dataclasses.replace(
@@ -210,10 +215,11 @@ def _batches(
     size: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield a fresh batch for every step, from (seed, step)."""
+    # the fonts are drawn once
     fields = glyph_fields(PRETRAIN[: config.classes])
     for step in range(config.steps):
-        # in tenths, so that the renderer's tables are computed ten times and not at
-        # every step
+        # in tenths, so that the renderer's tables are
+        # computed ten times and not at every step
         strength = min(10, 1 + int(10 * step / max(1, config.ramp * config.steps))) / 10
         style = eased(Style(), strength)
         grey, label = fresh_letters(fields, config.seed, step, config.batch_size, size, style)
@@ -224,6 +230,7 @@ def _train(config: PretrainConfig, vit: ViTConfig) -> tuple[EncoderState, list[f
     """Do all steps; JAX computes a step in the background while the next batch is
     drawn."""
     state = _initial_state(config, vit)
+    # arrays of the device: reading one would wait for its step
     recent = []
     with training_bar("pretrain", config.steps, 0, "loss", "accuracy") as show:
         for step, (grey, label) in enumerate(_batches(config, vit.image_size), 1):
@@ -268,6 +275,7 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     vit = VITS[_BACKBONE]
     # jit specialises on the config, and another file needs no new trace
     state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
+    # measured on what is stored, not on what was trained
     stored = as_stored(state.params["vit"])
     save_native(config.out, stored, _metadata(config, vit), "float16")
     return {

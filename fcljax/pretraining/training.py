@@ -18,8 +18,8 @@ from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
 
-# differs from the seeds of experiments, so that choices made here do not see their data
-# sets
+# differs from the seeds of experiments, so that
+# choices made here do not see their data sets
 VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
@@ -49,11 +49,13 @@ def optimiser_step(
 def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
     """Make a schedule: a linear rise from 0 in this share of the steps, then half a
     cosine to 0."""
+    # at least one step of decay, also in the shortest runs
     return optax.warmup_cosine_decay_schedule(0.0, peak, min(round(steps * share), steps - 1), steps)
 
 
 def as_stored(params: PyTree) -> PyTree:
     """Round parameters to float16, the type of the written files."""
+    # float16 and back: the validation sees what a run will load
     return jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
 
 
@@ -65,6 +67,7 @@ def fresh_letters(
     Returns:
       Grey levels uint8 [batch_size, size, size] and classes int64 [batch_size].
     """
+    # no state between steps: a resumed training draws the same letters
     rng = np.random.default_rng([seed, step])
     label = rng.integers(0, len(fields.number), batch_size)
     return sample_glyphs(fields, label, rng, size, style), label
@@ -89,6 +92,7 @@ def training_bar(
         return dict(zip(metrics, values, strict=True))
 
     def show(step: int, *values: Sequence[Any]) -> None:
+        # reading a metric waits for the device, so only now and then
         if step % _EVERY == 0 or step == steps:
             means = [np.mean(jax.device_get(value), axis=0) for value in values]
             bar.update(task, completed=step, **fields(np.hstack(means).tolist()))
@@ -106,6 +110,7 @@ def check_weights_file(out: Path) -> None:
       InputError: for another suffix, or a folder that does not exist or cannot be written.
     """
     out = Path(out)
+    # the suffix decides how a run reads the file
     if out.suffix != ".safetensors":
         raise InputError(
             f"out: {str(out)!r} must end in .safetensors; nearest: {str(out.with_suffix('.safetensors'))!r}"
@@ -124,13 +129,16 @@ def command_line(command: str, config: object, *without: str) -> str:
       without: options that do not influence the weights.
     """
     words = ["fcljax", command]
+    # only what differs from the defaults needs to be typed
     for field in fields_of(type(config)):
         name = field.name.replace("_", "-")
         value = getattr(config, field.name)
         if field.name in without or value == field.default:
             continue
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            if not value:
+                name = f"no-{name}"
+            words.append(f"--{name}")
         else:
             words.append(f"--{name} {value}")
     return " ".join(words)

@@ -93,12 +93,7 @@ def curves(runs: Series, spread: Series, label: str) -> Markup:
     return inline(figures.accuracy_curve(runs, spread, legend=False), label, titles)
 
 
-def scatter(
-    points: Mapping[str, tuple[Number, Number]],
-    label: str,
-    xlabel: str,
-    ylabel: str,
-) -> Markup:
+def scatter(points: Mapping[str, tuple[Number, Number]], label: str, xlabel: str, ylabel: str) -> Markup:
     """Draw a marker for each name, as `figures.scatter` does."""
     titles = {
         f"point p{i}": [f"{name}: {x:,g}; {y:.2f} %"]

@@ -73,15 +73,14 @@ def compare(
     if pairs.row_count:
         tables.append(pairs)
     if out is None:
+        # matplotlib takes a second to import, and tables do not need it
         return tables, None
     from fcljax.results import figures
 
     return tables, figures.save(out, figures.accuracy_curve(*curves_of(groups)))
 
 
-def curves_of(
-    groups: Sequence[Group],
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def curves_of(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return A_t [T] by name of the group, mean over its seeds, and the population
     standard deviation [T] of groups with several seeds; both are fractions."""
     accuracies = {group.name: np.array([run["A"] for run in group.runs], float) for group in groups}
@@ -105,6 +104,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     caption = "Class-IL accuracy A and forgetting F in %; MB in all; images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
+    # a field that all runs share would be a column of one value
     title = ""
     if summaries:
         title = ", ".join(_file_name(summaries[0][field]) for field in shared)
@@ -122,6 +122,7 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
             if len(row) > 1:
                 style = "bold"
             cells = [label, *setup, *_numbers(row, forgetting)]
+            # the rows of a group end with their mean
             add_row(table, *cells, style=style, end_section=row is rows[-1])
     return table
 
@@ -146,17 +147,18 @@ def differences_table(groups: list[Group]) -> Table:
 def differences(groups: list[Group]) -> list[tuple[str, int, str, str]]:
     """Return the rows of `differences_table`: name of the other group, number of seeds,
     A_avg and A_last."""
-    reference, *others = groups
+    # paired by seed: without the same seeds on both sides there are no pairs
+    reference, *rivals = groups
     seeds = [run["seed"] for run in reference.runs]
     return [
         (
-            other.name,
+            rival.name,
             len(seeds),
-            _difference(reference.runs, other.runs, "A_avg"),
-            _difference(reference.runs, other.runs, "A_last"),
+            _difference(reference.runs, rival.runs, "A_avg"),
+            _difference(reference.runs, rival.runs, "A_last"),
         )
-        for other in others
-        if len(seeds) > 1 and [run["seed"] for run in other.runs] == seeds
+        for rival in rivals
+        if len(seeds) > 1 and [run["seed"] for run in rival.runs] == seeds
     ]
 
 
@@ -191,12 +193,15 @@ def labels_of(summaries: list[Summary]) -> dict[int, str]:
     labels = {}
     for run in summaries:
         settings = _deciding_settings(run)
-        same_method = [_deciding_settings(other) for other in summaries if other["method"] == run["method"]]
-        names = sorted({name for other in same_method for name in other} - set(SETUP))
+        same_method = [
+            _deciding_settings(summary) for summary in summaries if summary["method"] == run["method"]
+        ]
+        names = sorted({name for settings_of_run in same_method for name in settings_of_run} - set(SETUP))
+        # only what differs is named; defaults that all share say nothing
         differing = [
             f"{name} {_file_name(settings.get(name))}"
             for name in names
-            if any(other.get(name) != settings.get(name) for other in same_method)
+            if any(settings_of_run.get(name) != settings.get(name) for settings_of_run in same_method)
         ]
         labels[id(run)] = f"{run['method']} {', '.join(differing)}".strip()
     return labels
@@ -207,6 +212,7 @@ def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:
     and a dash where a value is missing."""
     if any(value is None or np.isnan(value) for value in values):
         return "-"
+    # one seed has no deviation, and ±0.00 would claim one
     mean, deviation = over_seeds(np.array(values, float))
     if len(values) == 1:
         return f"{mean:.{digits}f}"
@@ -218,6 +224,7 @@ def megabytes_text(sizes: Sequence[Number | None]) -> str:
     alone where all are equal, and a dash where a value is missing."""
     valid = [size for size in sizes if size is not None]
     if len(valid) < len(sizes):
+        # all seeds send the same, unless clients are drawn
         return "-"
     mean, deviation = over_seeds(np.array(valid, float))
     if deviation > 0:
@@ -234,11 +241,13 @@ def percent(fraction: Number | None) -> Number | None:
 
 def megabytes(count: Number) -> str:
     """Return bytes in MB (10^6 bytes)."""
+    # two digits below 1 MB, or small uploads would all be 0.00
     if count >= 1e6:
         return f"{count / 1e6:,.2f}"
     return f"{count / 1e6:.2g}"
 
 
+# sections that a run has not reached are None
 def total_seconds(run: Summary) -> Number:
     """Return the seconds that all parts of a run took, compiling included."""
     return sum(seconds or 0 for seconds in run["time"].values())
@@ -257,7 +266,9 @@ def _distinct_names(labels: list[str], grouped: list[list[Summary]]) -> list[str
     names = []
     for label, runs in zip(labels, grouped, strict=True):
         name = " / ".join((label, *(_file_name(runs[0][field]) for field in differing)))
-        names.append(f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name)
+        if len(runs) > 1:
+            name += f" ({len(runs)} seeds)"
+        names.append(name)
     seeds = [f"seed {run['seed']}" for run in samples]
     numbers = [f"run {i + 1}" for i in range(len(samples))]
     # the seed tells most runs apart; the number of the run tells all
@@ -277,7 +288,9 @@ def _file_name(value: object) -> str:
 def _numbers(runs: list[Summary], forgetting: str) -> list[str]:
     """Return the numbers of a row: those of one run, or means over the runs of a
     group."""
-    cells = [f"{len(runs)} seeds" if len(runs) > 1 else str(runs[0]["seed"])]
+    cells = [str(runs[0]["seed"])]
+    if len(runs) > 1:
+        cells = [f"{len(runs)} seeds"]
     for key in ("A_avg", "A_last", f"forgetting.{forgetting}"):
         cells.append(over_seeds_text([percent(value_at(run, key)) for run in runs], 2))
     for key in ("upload_bytes", "download_bytes"):

@@ -25,8 +25,8 @@ from fcljax.errors import InputError, one_line
 from fcljax.files import atomic
 from fcljax.results.run_folder import Number
 
-# Okabe and Ito's, distinct under the common colour blindnesses, without its yellow: too
-# faint on white
+# Okabe and Ito's, distinct under the common colour
+# blindnesses, without its yellow: too faint on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX<>p"
 LINES = ("-", "--", ":", "-.")
@@ -68,7 +68,8 @@ def save(path: str | Path, figure: Figure) -> Path:
     Raises:
       InputError: as `check_format`.
     """
-    path, form = Path(path), check_format(path)
+    path = Path(path)
+    form = check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"svg.hashsalt": "fcljax"}  # or the ids of an SVG are random
     with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(settings):
@@ -160,7 +161,9 @@ def scatter(
       levels: name -> y of a horizontal line, for what has no x.
     """
     # a legend beside the points needs a wider figure, as high as its names
-    size = (9.6, max(3.6, 0.8 + 0.2 * len(points))) if legend else (7.2, 3.6)
+    size = (7.2, 3.6)
+    if legend:
+        size = (9.6, max(3.6, 0.8 + 0.2 * len(points)))
     figure = new_figure(*size)
     axes = figure.add_subplot()
     axes.set(xscale="log", xlabel=xlabel, ylabel=ylabel)
@@ -246,7 +249,9 @@ def class_counts(
       tasks: the class ids of each task, in order; columns follow it and a line
         separates the tasks; negative ids are padding. None: classes in their own order.
     """
-    tasks = [np.asarray(task) for task in (tasks if tasks is not None else [range(counts.shape[1])])]
+    if tasks is None:
+        tasks = [range(counts.shape[1])]
+    tasks = [np.asarray(task) for task in tasks]
     tasks = [task[task >= 0] for task in tasks]
     order = np.concatenate(tasks)
     counts = counts[:, order]
@@ -258,8 +263,15 @@ def class_counts(
     # bubbles compare sizes better than colours do, as long as they have room
     if classes <= MAX_BUBBLE_CLASSES:
         _bubbles(figure, axes, counts)
-        axes.set_xticks(range(classes), order, fontsize=8, rotation=90 if classes > 25 else 0)
-        axes.set_xlabel("Class, in the order of the tasks" if len(tasks) > 1 else "Class")
+        # more names than that overlap unless they stand upright
+        rotation = 0
+        if classes > 25:
+            rotation = 90
+        axes.set_xticks(range(classes), order, fontsize=8, rotation=rotation)
+        label = "Class"
+        if len(tasks) > 1:
+            label = "Class, in the order of the tasks"
+        axes.set_xlabel(label)
     else:
         _cells_map(figure, axes, counts)
         step = math.ceil(len(tasks) / 25)
@@ -335,10 +347,7 @@ def image_rows(strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> Figure:
     return figure
 
 
-def _strips(
-    cells: Sequence[Axes] | np.ndarray,
-    strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]],
-) -> None:
+def _strips(cells: Sequence[Axes] | np.ndarray, strips: Mapping[str, UInt8[np.ndarray, "n H W 3"]]) -> None:
     """Draw a row of images in each of the cells, with its name."""
     gap = [(0, 0), (1, 1), (1, 1), (0, 0)]
     for cell, (name, images) in zip(cells, strips.items(), strict=True):

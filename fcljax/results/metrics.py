@@ -43,6 +43,7 @@ def confusion_matrix(
         wrong = ids[(ids < lowest) | (ids >= num_classes)]
         if wrong.size:
             raise InputError(f"{field}: class {wrong[0]} is outside {lowest}..{num_classes - 1}")
+    # one bincount of (true, predicted) pairs
     # prediction -1 falls into the last column by the remainder
     columns = num_classes + 1
     pair = label.astype(np.int64) * columns + prediction % columns
@@ -50,6 +51,7 @@ def confusion_matrix(
 
 
 def unpredicted(confusion: Integer[np.ndarray, "C columns"]) -> int:
+    # counts of older checkpoints have no column for examples without a prediction
     """Count the examples without a prediction; 0 for [C, C] counts, which older
     checkpoints have."""
     return int(confusion[:, len(confusion) :].sum())
@@ -95,6 +97,7 @@ def task_confusion(
     member = np.zeros((len(tasks), len(confusion)), int)
     for t, classes in enumerate(tasks):
         member[t, np.asarray(classes)[np.asarray(classes) >= 0]] = 1
+    # a class of two tasks would count in both columns
     if (member.sum(0) > 1).any():
         return None
     counts = member @ confusion[:, : len(confusion)] @ member.T
@@ -126,6 +129,7 @@ def client_accuracy(
 def worst(values: Sequence[float | None], share: float = 0.1) -> float | None:
     """Return the mean of the lowest values, a share of all and one at least; None
     without values."""
+    # clients that have learned nothing have no accuracy, and are no worst clients
     ordered = sorted(value for value in values if value is not None)
     lowest = ordered[: max(1, math.ceil(share * len(ordered)))]
     if lowest:
@@ -172,13 +176,17 @@ def calibration(
     has_prediction = ~np.isnan(confidence)
     right = right[has_prediction]
     confidence = confidence[has_prediction]
+    # a bin includes its upper edge, so that a
+    # confidence of 1 is in the last one (Guo et al.)
     bin_of = np.clip(np.ceil(confidence.astype(float) * bins).astype(int) - 1, 0, bins - 1)
     examples = np.bincount(bin_of, minlength=bins)
     mean_confidence, accuracy = (
         _ratio(np.bincount(bin_of, value.astype(float), bins), examples) for value in (confidence, right)
     )
     gap = np.abs(np.nan_to_num(accuracy - mean_confidence))
-    ece = float(np.sum(examples * gap) / len(right)) if len(right) else float("nan")
+    ece = float("nan")
+    if len(right):
+        ece = float(np.sum(examples * gap) / len(right))
     return Calibration(ece, examples, mean_confidence, accuracy)
 
 
@@ -226,6 +234,7 @@ def by_image(matrix: Matrix, images: Sequence[int] | np.ndarray) -> ByImage:
     images = np.asarray(images, float)[: len(a)]
     right = np.nan_to_num(a) * images
     seen = np.tri(len(a)) * images
+    # k = 0: with the task itself; k = -1: the tasks before it
     acc, lastacc = (_ratio(np.tril(right, k).sum(1), np.tril(seen, k).sum(1)) for k in (0, -1))
     return ByImage(acc, np.diagonal(a).copy(), lastacc)
 
@@ -237,6 +246,7 @@ def drop(matrix: Matrix, images: Sequence[int] | np.ndarray) -> float:
     accuracies = by_image(matrix, images)
     if len(accuracies.acc) < 2:
         return 0.0
+    # after a task, minus before it: over the same images
     return _mean(accuracies.acc[:-1] - accuracies.lastacc[1:])
 
 
@@ -266,6 +276,7 @@ def forgetting(matrix: Matrix) -> dict[str, float]:
 def backward_transfer(matrix: Matrix) -> float:
     """Compute 1/(T-1) sum_{i<T} (a[T, i] - a[i, i]) (Lopez-Paz and Ranzato 2017, eq.
     3); 0 for a single task."""
+    # + 0.0 turns -0.0 into 0.0
     return -forgetting(matrix)["diagonal"] + 0.0
 
 
@@ -342,6 +353,7 @@ def _lower(matrix: Matrix) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
+    # tasks without test images are left out, not counted as 0
     valid = values[~np.isnan(values)]
     if valid.size:
         return float(valid.mean())
@@ -349,6 +361,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> np.ndarray:
+    # the maximum avoids a warning where the ratio is NaN anyway
     return np.where(total > 0, part / np.maximum(total, 1), np.nan)
 
 
@@ -362,5 +375,6 @@ def nearest_class_mean(
     training feature of their own class."""
     classes = np.unique(train_label)
     means = np.stack([train[train_label == label].mean(0, dtype=np.float64) for label in classes])
+    # float64: |m|^2 - 2 m.x cancels, and the constant |x|^2 is left out
     distance = (means**2).sum(-1) - 2 * test.astype(np.float64) @ means.T
     return float(np.mean(classes[np.argmin(distance, -1)] == test_label))

@@ -46,11 +46,13 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
         path = Path(run_dirs[0]) / NAME
     else:
         path = Path(run_dirs[0]).parent / NAME
+    # a folder, or a file of another kind, is a typing error rather than a name
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(
             f"out: {str(path)!r} is not a page's name; nearest: {str(path.with_suffix('.html'))!r}"
         )
     folders = [folder for run_dir in run_dirs for folder in run_folders(run_dir)]
+    # all summaries are read before anything is written
     text = render({str(folder): load_summary(folder) for folder in folders}, run_dirs)
     check_folder(path.parent)
     write_text(path, text)
@@ -88,18 +90,20 @@ def render(runs: Mapping[str, Summary], run_dirs: Sequence[str | Path]) -> str:
       runs: folder -> its summary.
       run_dirs: as the user named them, for the command that makes the page.
     """
+    # the page loads nothing: its policy names the hash of its only script
     from fcljax.results.page_parts import sections_of  # imports matplotlib, which takes a second
 
     # style and script stand in the page with their hashes, so a browser runs no other
     style = _asset("page.css")
     script = _asset("page.js")
-    # a user's text is escaped, and what no file in UTF-8 can hold is written with
-    # backslashes
+    # a user's text is escaped, and what no file in
+    # UTF-8 can hold is written with backslashes
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        # text alone: markup that the page made itself stays as it is
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     command = shlex.join(["fcljax", "report", *map(str, run_dirs)])

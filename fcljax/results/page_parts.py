@@ -95,16 +95,21 @@ def sections_of(summaries: Sequence[Summary], page_command: str) -> list[Section
 
 def _derived(run: Summary) -> dict[str, Number | None]:
     """Compute what the tables show and no key of a summary has."""
+    # clients without examples of the seen classes have no accuracy
     accuracies = run.get("client_accuracy") or []
     valid = [value for value in accuracies if value is not None]
+    client_mean = None
+    if valid:
+        client_mean = float(np.mean(valid))
     values = {
         "seconds": total_seconds(run),
-        "client_mean": float(np.mean(valid)) if valid else None,
+        "client_mean": client_mean,
         "client_worst_tenth": worst(accuracies),
         "client_lowest": worst(accuracies, 0.0),
     }
     for key in ("upload_bytes", "download_bytes"):
         once_a_task = run.get("communication_extra")
+        # None if one exchange is unknown: a sum of the others would be too small
         total = None
         if once_a_task is not None:
             total = sum(exchange[key] for exchange in once_a_task.values())
@@ -123,6 +128,7 @@ def percent_cell(fractions: Sequence[Number | None]) -> Cell:
 def number_cell(values: Sequence[Number | None], digits: int = 1) -> Cell:
     """Return mean and standard deviation of numbers; a dash where one is missing."""
     text = over_seeds_text(values, digits)
+    # the dash is decided by the text, so that the cell's value cannot say otherwise
     if text == NONE:
         return Cell(text)
     return Cell(text, float(np.array(values, float).mean()))
@@ -138,6 +144,7 @@ def megabytes_cell(sizes: Sequence[Number | None]) -> Cell:
 
 def count_cell(counts: Sequence[Number | None]) -> Cell:
     """Return an integer with commas between thousands, or the mean where seeds differ."""
+    # seeds that differ have a mean, which is no integer
     if len(set(counts)) > 1 or counts[0] is None:
         return number_cell(counts)
     return Cell(f"{counts[0]:,}", counts[0])
@@ -153,6 +160,7 @@ def heat_cell(value: Number | None, largest: Number) -> Cell:
     empty cell for None."""
     if value is None:
         return Cell("")
+    # one scale for all matrices of a page, so that shades compare
     return Cell(f"{value:.2f}", shade=round(SHADES * min(max(value / largest, 0), 1)))
 
 
@@ -195,6 +203,7 @@ def _named_runs(groups: list[Group]) -> dict[str, Summary]:
         if len(group.runs) == 1:
             runs[group.name] = group.runs[0]
             continue
+        # the name of a group counts its seeds; a run's name has the seed itself
         base = group.name.removesuffix(f" ({len(group.runs)} seeds)")
         runs |= {f"{base}, seed {run['seed']}": run for run in group.runs}
     return runs
@@ -239,6 +248,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
     folded = []
     if len(runs) > len(groups):
         # single runs show the spread behind the means; for that, three columns are enough
+        # the columns that seeds make differ
         columns = {name: columns[name] for name in ("A_avg", "A_last", "Forgetting")}
         by_run = {name: [run] for name, run in runs.items()}
         folded = [_summary_table("Every run, in %", "Run", by_run, columns)]
@@ -261,6 +271,7 @@ def _curves(groups: list[Group]) -> Section:
     for group in groups:
         accuracies = np.array([run["A"] for run in group.runs], float)
         cells = [percent_cell(column.tolist()) for column in accuracies.T]
+        # shorter curves leave the last columns open
         rows.append([group.name, *cells, *[NONE] * (longest - len(cells))])
     label = f"Average accuracy over tasks learned of {len(means)} curves; the table below has the values"
     legend = [(charts.curve_key(i), name) for i, name in enumerate(means)]
@@ -300,6 +311,7 @@ def _forgetting(groups: list[Group]) -> Section:
 
 def _matrix(group: Group) -> PageTable:
     """Return the accuracy matrix [task learned, task tested], mean over seeds."""
+    # mean over seeds before rounding
     accuracies = 100 * np.array([run["accuracy"] for run in group.runs], float).mean(0)
     rows = [
         [f"After task {t + 1}", *(heat_cell(value, 100) for value in row)]

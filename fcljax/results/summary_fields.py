@@ -104,8 +104,8 @@ def is_setting(value: object, depth: int = MAX_DEPTH) -> bool:
     return value is None or isinstance(value, str | bool) or is_number(value)
 
 
-# numbers of a line of metrics.jsonl; losses may be as large as a float, where a client
-# lies about them
+# numbers of a line of metrics.jsonl; losses may be as
+# large as a float, where a client lies about them
 COUNTS = ("rejected", "rejected_besides", "participants", "upload_bytes", "download_bytes", CLASSES)
 LOSSES = ("loss", NOT_FINITE, CROSS_ENTROPY)
 

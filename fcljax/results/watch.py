@@ -47,7 +47,9 @@ def total_rounds(settings: dict[str, Any]) -> int | None:
     say."""
     method = METHODS.get(str(settings.get("method")))
     try:
-        tasks = 1 if method and method.joint else int(settings["tasks"])
+        tasks = 1
+        if not (method and method.joint):
+            tasks = int(settings["tasks"])
         return int(settings["rounds"]) * tasks
     except (KeyError, TypeError, ValueError):
         return None
@@ -111,8 +113,8 @@ def read_status(folder: Path) -> RunStatus:
 def is_locked(path: Path, lock_table: Path = LOCK_TABLE) -> bool | None:
     """Check whether a process of this machine locks a file; None where the system does
     not say."""
-    # taking the lock would tell too, but it would disturb a run that starts at this
-    # moment
+    # taking the lock would tell too, but it would
+    # disturb a run that starts at this moment
     try:
         status = path.stat()
         entries = lock_table.read_text().splitlines()
@@ -198,9 +200,15 @@ def _numbers(lines: Sequence[dict[str, Any]]) -> list[object]:
     if lines:
         latest = lines[-1]
     accuracies = [line["A"] for line in lines if is_number(line.get("A"))]
+    accuracy = "-"
+    if accuracies:
+        accuracy = f"{100 * accuracies[-1]:.2f}"
+    loss = "-"
+    if isinstance(latest.get("loss"), int | float):
+        loss = f"{latest['loss']:.4g}"
     return [
-        f"{latest['loss']:.4g}" if isinstance(latest.get("loss"), int | float) else "-",
-        f"{100 * accuracies[-1]:.2f}" if accuracies else "-",
+        loss,
+        accuracy,
         latest.get("participants", "-"),
         rejected_uploads(lines),
     ]

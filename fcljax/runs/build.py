@@ -109,6 +109,8 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     Raises:
       InputError: for settings or files that cannot work.
     """
+    # the dtype that this machine computes in decides what is cached, so it is a setting
+    # from here on
     settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
     if dataset and settings.holdout:
@@ -117,6 +119,7 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     check_reads(settings, inputs.dataset)
     if supplied.owners is not None:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
+    # a partition file or the data set may decide the number of clients and tasks
     return config.resolve(fit_partition(settings, inputs.dataset)), inputs
 
 
@@ -137,6 +140,7 @@ def check_reads(settings: RunConfig, dataset: Dataset) -> None:
 def examples_of_task(scenario: Scenario) -> float:
     """Return the examples of a task that a client with any has in its first round, on average."""
     counts = np.concatenate([of_task[0].count for of_task in scenario.partitions])
+    # clients without examples never train and would pull the mean to 0
     return float(np.mean(counts[counts > 0]))
 
 
@@ -166,7 +170,9 @@ def assemble(
     if settings.augment is not None:
         inputs = inputs._replace(augments=settings.augment)
     if machine is None:
-        mesh = None if single else device_mesh(settings.devices)
+        mesh = None
+        if not single:
+            mesh = device_mesh(settings.devices)
         machine = Machine(jax.default_backend(), mesh)
     network = network_of(inputs.backbone, inputs.preprocess, settings.remat, kernel_on(machine))
     method = make_method(settings, sizes, network)
@@ -189,6 +195,7 @@ def assemble(
         engine = _single_engine(method, fetch, example, sizes)
     else:
         partitions = [partition for of_task in scenario.partitions for partition in of_task]
+        # capacities must hold the largest round of the run: one compile serves them all
         partitions += scenario.whole
         engine = _engine(settings, method, fetch, example, partitions, inputs.backbone, machine)
     key = jax.random.key(settings.seed)
@@ -207,6 +214,7 @@ def _with_faults(settings: RunConfig, method: Method, fetch: Fetch, example: Exa
         names.add(settings.attack)
     if not shares and not names & CHECKED:
         return method
+    # shapes of uploads decide whether a fault has anything to act on
     uploads = tuple(shapes.upload for shapes in check_method(method, fetch, example))
     check_claims(names, uploads)
     return with_faults(method, shares, settings.seed, uploads)
@@ -236,12 +244,15 @@ def _single_engine(method: Method, fetch: Fetch, example: Example, sizes: Sizes)
     indices = np.zeros(sizes.examples, np.int32)
     class_examples = np.zeros((1, sizes.classes), np.int32)
     largest = ClientPartition(indices, np.array([0, sizes.examples]), class_examples)
+    # slots=1: one client; its shape is that of the largest, which every process
+    # compiles
     alone = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
     return make_engine(sending(method), fetch, Lanes(1, "loop"), alone, example)
 
 
 def sizes_of(scenario: Scenario) -> Sizes:
     """Return the static sizes of a run."""
+    # the shapes of all tasks are equal: classes are padded to the largest task
     first = scenario.tasks[0]
     partitions = scenario.partitions
     counts = [partition.count for of_task in partitions for partition in of_task]
@@ -253,6 +264,7 @@ def sizes_of(scenario: Scenario) -> Sizes:
         clients=len(counts[0]),
         rounds=len(partitions[0]),
         examples=max(int(count.max()) for count in counts),
+        # over all rounds: buffers of exemplars are made once
     )
 
 
@@ -263,6 +275,7 @@ def check_stateless(settings: RunConfig, method: Method, frozen: Frozen) -> None
       InputError: naming the method whose clients have one, which would pass to other clients.
     """
     key = jax.random.key(0)
+    # by shapes alone: nothing is computed
     server = jax.eval_shape(method.init, key, frozen)
     if jax.tree.leaves(jax.eval_shape(method.init_client, key, server)):
         raise InputError(
@@ -314,6 +327,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     if config.has_own_rate(settings):
         adapter = adapter._replace(rate=None)
     for name, divided in (("microbatch", settings.microbatch), ("batch_devices", settings.batch_devices > 1)):
+        # statistics of a part of the batch are not those of the batch
         if divided and network.split and adapter.network:
             raise InputError(
                 f"{name}: {getattr(settings, name)} cannot work in a network that trains on the "
@@ -321,6 +335,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             )
     if settings.microbatch:
         network = in_microbatches(network, settings.microbatch)
+    # after microbatches: a device divides its own part
     network = on_batch_devices(network)
     aggregation = make_aggregation(settings)
     rules = ()
@@ -336,11 +351,13 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     if not isinstance(method, Method):
         kind = type(method).__name__
         raise InputError(f"method: {describe(entry.build)} returned {kind}; expected a Method")
+    # a method that merges by a rule of its own would ignore the user's without a word
     if method.aggregation != aggregation.name:
         raise InputError(
             f"aggregator: {aggregation.name!r} has no effect on {settings.method}, which merges by "
             f"{method.aggregation!r}"
         )
+    # wrapped last, so that a method cannot tell malicious clients from honest ones
     if not settings.malicious:
         return method
     return corrupt(method, settings.attack, settings.malicious)
@@ -365,7 +382,9 @@ def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
     """Return the parameters of a file of weights, none of which train, and the surrogate images."""
-    decoder = backbone.decoder.params if backbone.decoder else ()
+    decoder = ()
+    if backbone.decoder:
+        decoder = backbone.decoder.params
     return Frozen(backbone.params, decoder, jax.tree.map(jnp.asarray, surrogate))
 
 

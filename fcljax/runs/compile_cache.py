@@ -88,7 +88,9 @@ def usual_folders() -> list[Path]:
     """
     data = os.environ.get("FCLJAX_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folders = [*([Path(data)] if data else []), Path(cache) / "fcljax"]
+    folders = [Path(cache) / "fcljax"]
+    if data:
+        folders.insert(0, Path(data))
     return [in_home(folder / "compiled", "compile_cache") for folder in folders]
 
 

@@ -47,15 +47,17 @@ def check_hosts(hosts: HostOptions) -> None:
       InputError: naming the first option that is wrong or missing.
     """
     check_ranges(hosts)
-    given = [name for name in ("processes", "process") if getattr(hosts, name) is not None]
+    # options of several processes are refused without a coordinator, not ignored
+    named = [name for name in ("processes", "process") if getattr(hosts, name) is not None]
     if hosts.coordinator is None:
-        if given or hosts.host_timeout is not None:
-            name = (given or ["host_timeout"])[0]
+        if named or hosts.host_timeout is not None:
+            name = (named or ["host_timeout"])[0]
             raise InputError(f"{name}: it needs a coordinator; give --coordinator HOST:PORT, or leave it out")
         return
     if hosts.coordinator == "auto":
-        if given:
-            raise InputError(f"{given[0]}: coordinator 'auto' finds it; leave out --{given[0]}")
+        # a launcher such as Slurm knows the number of processes
+        if named:
+            raise InputError(f"{named[0]}: coordinator 'auto' finds it; leave out --{named[0]}")
         return
     host, _, port = hosts.coordinator.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
@@ -112,6 +114,7 @@ class Hosts:
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+        # padded to the longest text
         padded[: len(encoded)] = encoded
         texts = np.asarray(multihost_utils.process_allgather(padded))
         return [row[:size].tobytes().decode() for row, size in zip(texts, sizes, strict=True)]
@@ -129,11 +132,15 @@ class Hosts:
         error = ""
         try:
             result = function()
+        # the others wait in `gather`: an exception here would leave them there
         except InputError as raised:
             error = str(raised)
         for process, line in enumerate(self.gather(error)):
             if line:
-                raise Refused(line if process == 0 or error == line else f"{line} (in process {process})")
+                # an error in one process ends all of them with the same line
+                if process > 0 and error != line:
+                    line = f"{line} (in process {process})"
+                raise Refused(line)
         return result  # pyrefly: ignore[bad-return]  # it raised where there is nothing
 
     def from_first(self, function: Callable[[], Value]) -> Value:
@@ -145,6 +152,7 @@ class Hosts:
         if self.count == 1:
             return function()
         result = self.agree(lambda: json.dumps(function()) if self.first else "")
+        # only the first process has a text; the others take it from the gathered list
         return json.loads(self.gather(result)[0])
 
     def broadcast(self, tree: Any) -> Any:
@@ -156,8 +164,9 @@ class Hosts:
 
         def broadcast_leaf(x: Any) -> jax.Array:
             array = np.asarray(x)
-            sent = multihost_utils.broadcast_one_to_all(np.frombuffer(array.tobytes(), np.uint8))
-            received = np.frombuffer(np.asarray(sent).tobytes(), array.dtype)
+            # as bytes: collectives would change the type of int64 and of keys
+            gathered = multihost_utils.broadcast_one_to_all(np.frombuffer(array.tobytes(), np.uint8))
+            received = np.frombuffer(np.asarray(gathered).tobytes(), array.dtype)
             return jax.numpy.asarray(received.reshape(array.shape))
 
         return jax.tree.map(broadcast_leaf, tree)
@@ -171,9 +180,10 @@ class Hosts:
         Raises:
           Refused: naming the first fact in which a process differs from process 0.
         """
-        reference, *others = map(json.loads, self.gather(json.dumps(facts)))
+        # compared as JSON, which all processes write alike
+        reference, *other_processes = map(json.loads, self.gather(json.dumps(facts)))
         names = [(group, name) for group, values in reference.items() for name in values]
-        for process, facts_of_process in enumerate(others, start=1):
+        for process, facts_of_process in enumerate(other_processes, start=1):
             for group, name in names:
                 expected = repr(reference[group].get(name))[:60]
                 value = repr(facts_of_process[group].get(name))[:60]
@@ -189,6 +199,7 @@ class Hosts:
         Raises:
           InputError: if another number was asked for, or the processes do not have equally many.
         """
+        # lanes are divided evenly over devices, and devices over processes
         counts = np.bincount([device.process_index for device in jax.devices()], minlength=self.count)
         if len(set(counts.tolist())) > 1:
             raise InputError(
@@ -208,6 +219,7 @@ class Hosts:
         if self.count == 1:
             return False
 
+        # a file that only the first process makes: whoever sees it shares the folder
         def create_marker() -> str:
             number, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
             os.close(number)
@@ -215,6 +227,7 @@ class Hosts:
 
         path = folder / self.from_first(create_marker)
         seen = self.gather(str(path.exists() and os.access(folder, os.W_OK)))
+        # the marker must not stay in a run's folder
         if self.first:
             path.unlink()
         return set(seen) == {"True"}
@@ -238,7 +251,10 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
     Raises:
       InputError: if `auto` finds nothing.
     """
-    where = None if hosts.coordinator == "auto" else hosts.coordinator
+    # None lets jax look for a launcher
+    where = hosts.coordinator
+    if hosts.coordinator == "auto":
+        where = None
     try:
         jax.distributed.initialize(
             where,
@@ -254,9 +270,11 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
         raise InputError(
             f"coordinator: 'auto' finds no Slurm, Open MPI, Kubernetes or TPU here ({error}); give HOST:PORT"
         ) from None
+    # the parent reads this line: without it the processes have not met
     print(_JOINED, file=log, flush=True)
     try:
         yield
+    # all processes know: nobody waits for anybody
     except Refused:
         jax.distributed.shutdown()
         raise
@@ -283,11 +301,13 @@ def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
     sys.stderr.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    # C++ libraries write to the file descriptors themselves
     os.dup2(log_number, 1)
     os.dup2(log_number, 2)
     try:
         return function(log)
     except Exception as error:
+        # jax has no exception for a lost process, only words in its errors
         if any(sign in str(error) for sign in _SIGNS):
             return LOST
         traceback.print_exc()
@@ -296,6 +316,8 @@ def run_child(function: Callable[[TextIO], int], log_number: int) -> int:
 
 def _end_with_parent() -> None:
     """End this process when its standard input closes."""
+    # standard input is a pipe from the parent; it closes when the parent ends, however
+    # it does
     while os.read(0, 1):
         pass
     os._exit(LOST)
@@ -324,6 +346,7 @@ def supervised(
         number = str(log.fileno())
         child = subprocess.Popen(
             [sys.executable, *(number if part == "LOG" else part for part in command)],
+            # its own session: Ctrl-C reaches the parent alone, which passes it on
             stdin=subprocess.PIPE,
             pass_fds=[log.fileno()],
             start_new_session=True,
@@ -334,20 +357,23 @@ def supervised(
     if code >= 0 and code != LOST:
         return code
     lines = log_text.splitlines()
+    # killed before it joined is no failure to meet
     if _JOINED not in lines and code != -signal.SIGKILL:
-        where = "the others" if hosts.process == 0 else repr(hosts.coordinator)
+        where = "the others"
+        if hosts.process != 0:
+            where = repr(hosts.coordinator)
         raise InputError(
             f"coordinator: process {hosts.process} has not met {where} in {hosts.seconds} s; have all "
             f"{hosts.processes} processes started, and is {hosts.coordinator!r} the address of process 0?"
         )
     out = next((json.loads(line[len(_OUT) :]) for line in lines if line.startswith(_OUT)), None)
     if code == LOST or any(sign in log_text for sign in _SIGNS[2:]):
-        what = "another process of the run has ended"
+        cause = "another process of the run has ended"
         code = LOST
     else:
-        what = f"stopped by {signal.Signals(-code).name}"
+        cause = f"stopped by {signal.Signals(-code).name}"
         code = 128 - code
-    print(f"fcljax: {one_line(f'{what}; {advice(out)}')}", file=sys.stderr)
+    print(f"fcljax: {one_line(f'{cause}; {advice(out)}')}", file=sys.stderr)
     return code
 
 
@@ -366,9 +392,9 @@ def _forwarding(child: subprocess.Popen) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.signal(n, lambda number, frame: child.send_signal(number)) for n in _FORWARDED}
+    handlers = {n: signal.signal(n, lambda number, frame: child.send_signal(number)) for n in _FORWARDED}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -132,11 +132,13 @@ def run(
     """
     observer = observer or Observer()
     hosts = Hosts.connected()
+    # one process speaks, for all of them
     if not hosts.first:
         observer = dataclasses.replace(observer, console=Console(quiet=True))
     session = Session(settings, Path(out), observer, hosts, supplied)
     if resume:
         return _resume(session)
+    # the first process alone touches the folder; an error of it reaches the others too
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
     session = session._replace(settings=exp.settings)  # with what was chosen for device and data
@@ -153,6 +155,7 @@ def _build(session: Session) -> Experiment:
 
     def build_for_devices() -> Experiment:
         exp = build(session.settings, session.supplied)
+        # a batch larger than any client's data would be padding in every step
         if exp.batch_size < exp.settings.batch_size:
             session.observer.say(
                 f"batch size: {exp.batch_size}, not {exp.settings.batch_size}, because no client has more "
@@ -163,6 +166,7 @@ def _build(session: Session) -> Experiment:
 
     exp = session.hosts.agree(build_for_devices)
     origin = resume.origin(exp.settings, exp.inputs)
+    # two processes with other settings or files would wait for each other for ever
     session.hosts.check_same(origin | {"settings": origin["settings"] | dict.fromkeys(resume.FREE)})
     return exp
 
@@ -174,10 +178,12 @@ def _resume(session: Session) -> dict[str, Any]:
     out = session.out
     observer = session.observer
     hosts = session.hosts
+    # rates that a search has chosen are settings of the resumed run
     chosen = hosts.from_first(lambda: resume.chosen_before(out, session.settings))
     settings = dataclasses.replace(session.settings, **chosen)
     session = session._replace(settings=settings)
     finished = hosts.from_first(lambda: resume.finished_summary(out, settings))
+    # a finished run needs nothing but, perhaps, a figure
     if finished and hosts.from_first(lambda: not missing_figures(out, finished)):
         if resume.names_files(settings, session.supplied):
             origin = hosts.from_first(lambda: checkpoint.origin_of(out / CHECKPOINTS))
@@ -191,6 +197,7 @@ def _resume(session: Session) -> dict[str, Any]:
         hosts.from_first(lambda: stack.enter_context(locked(out)))
         folder = out / CHECKPOINTS
         steps = hosts.from_first(lambda: checkpoint.steps(folder))
+        # checkpoints were removed to save space
         if finished and not steps:
             return finished  # there is no checkpoint to draw its figures from
         origin = hosts.from_first(lambda: checkpoint.origin_of(folder))
@@ -202,6 +209,7 @@ def _resume(session: Session) -> dict[str, Any]:
         _say_changed(session)
         if finished:
             return _complete(session, exp, finished)
+        # checkpoints beyond the change were made under the old settings
         later_steps = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_settings(out, exp.settings, later_steps))
         hardware_change = resume.changed_hardware(origin or {}, resume.hardware(exp))
@@ -236,15 +244,18 @@ def _complete(
     if fidelity:
         session.observer.say(fidelity)
     search_seconds = 0.0
+    # before the checkpoints open: the search plays rounds that are none of the run's
     if rate_search.is_due(session.settings) and not finished:
         exp, search_seconds = _search(session, placed(exp))
         session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
     with contextlib.ExitStack() as stack:
+        # compilers keep memory that a run's arrays may need
         stack.enter_context(memory.given_back_by_compilers())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
             if search_seconds:
+                # the time of a search counts as the run's
                 progress.records.seconds["search"] = search_seconds
             if hardware_change:
                 progress.records.hardware_changes.append([progress.step, hardware_change])
@@ -258,6 +269,7 @@ def _complete(
             journal = Journal(manager, origin, following)
             try:
                 exp, state = _play(session, placed(exp), progress, journal)
+            # the device's own message names bytes, not the option that lowers them
             except jax.errors.JaxRuntimeError as error:
                 raise fit.explained(error, exp) from error
             records = progress.records
@@ -266,6 +278,7 @@ def _complete(
                 drawn_calibration = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
             del state  # figures are drawn next, and need not add their memory to that of the last state
+            # asynchronous writes must end before the folder is sealed
             if manager:
                 checkpoint.finish(manager)
         summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn_calibration}
@@ -273,6 +286,7 @@ def _complete(
             summary["restored"] = measure(*rebuilt)
         if (out / SEARCH).exists() and not finished:
             summary["rate_search"] = json.loads(read_text(out / SEARCH, 1 << 20))
+        # the other processes have the same summary, and leave files to the first
         if hosts.first:
             if not finished:
                 write_json(out / "summary.json", summary)
@@ -297,6 +311,7 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
     hosts = session.hosts
 
     def check() -> None:
+        # the signal may have reached any process; all of them have to leave together
         signal = hosts.from_first(lambda: observer.stop() or signals.asked())
         if signal:
             hosts.leave()
@@ -306,6 +321,7 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
     observer.say(choice.line)
     exp = rate_search.with_choice(exp, choice.settings)
     if hosts.first:
+        # both files or none: a rate without its search cannot be explained later
         with signals.unbroken():
             write_json(out / SEARCH, choice.to_json())
             write_text(out / "config.yaml", config.to_yaml(exp.settings))
@@ -313,10 +329,7 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
 
 
 def _write_results(
-    session: Session,
-    exp: Experiment,
-    summary: dict[str, Any],
-    rebuilt: tuple[Rebuilt, Rebuilt] | None,
+    session: Session, exp: Experiment, summary: dict[str, Any], rebuilt: tuple[Rebuilt, Rebuilt] | None
 ) -> None:
     out = session.out
     say_line = session.observer.say
@@ -339,6 +352,7 @@ def final_state(
         origin = checkpoint.origin_of(folder)
     if origin is None:
         raise InputError(f"out: {str(out)!r} has no checkpoint to take the model from")
+    # before the arrays are read: other images or weights make them meaningless
     resume.check_digests(origin, exp.settings, exp.inputs, Path(out))
     with checkpoint.open_checkpoints(folder, settings.keep_checkpoints) as manager:
         snapshot = checkpoint.latest(manager, state_shapes(exp), Observer().say)
@@ -369,6 +383,7 @@ def _begin(
     shapes = state_shapes(exp)
     check = intact_files(session.out / KEPT)
     folder = session.out / CHECKPOINTS
+    # rows of the clients that this process's devices hold
     index = process_rows(engine.mesh, exp.sizes.clients)
     snapshot = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
     if manager:
@@ -376,6 +391,7 @@ def _begin(
     if snapshot is None:
         server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
+    # damaged checkpoints were skipped by all processes alike (`agree`)
     server, clients, key = snapshot.state
     server, key = hosts.broadcast((server, key))
     if snapshot.shards:
@@ -451,7 +467,8 @@ def _play(
 def _after_round(
     observer: Observer, every: int | None, step: int, last_write: checkpoint.Write | None
 ) -> tuple[Any, bool]:
-    """Return the signal to stop, if there is one, and whether a checkpoint is due after `step` rounds."""
+    """Return the signal to stop, if there is one, and whether a checkpoint is due after
+    `step` rounds."""
     signal = observer.stop() or signals.asked()
     return signal, checkpoint.is_due(every, step, last_write, time.monotonic())
 
@@ -486,8 +503,9 @@ def _log_round(out: Path, journal: Journal, records: Records) -> None:
 def _save_checkpoint(
     session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
 ) -> checkpoint.Write | None:
-    """Save a checkpoint; all processes call this together. Afterwards nothing refers to the state's memory
-    but `progress`: the next round could not overwrite it otherwise, and would take as much again.
+    """Save a checkpoint; all processes call this together. Afterwards nothing refers to
+    the state's memory but `progress`: the next round could not overwrite it otherwise,
+    and would take as much again.
 
     Returns:
       What the write took, in the first process.
@@ -500,12 +518,7 @@ def _save_checkpoint(
     return None
 
 
-def _past(
-    exp: Experiment,
-    state: State,
-    folder: Path,
-    sha256: list[str],
-) -> tuple[ReplayBuffer, ...]:
+def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:
     """Read the examples that the server keeps of finished tasks, from files with these
     checksums."""
     if exp.method.server_replay is None:

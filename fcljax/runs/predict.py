@@ -25,8 +25,8 @@ OnProgress = Callable[[int], None]
 class Predicted(NamedTuple):
     """Predictions for n images.
 
-    An image whose logits have no softmax, because one is NaN or +inf, has the class -1 and the confidence
-    NaN.
+    An image whose logits have no softmax, because one is NaN or +inf, has the class -1
+    and the confidence NaN.
     """
 
     label: Int[np.ndarray, " n"]
@@ -66,8 +66,8 @@ class Predictor(NamedTuple):
 
     @property
     def function(self) -> Callable:
-        """Return the compiled function of a call: ((round_context, model, task_of), split, index [N],
-        batches)."""
+        """Return the compiled function of a call: ((round_context, model, task_of),
+        split, index [N], batches)."""
         return self.loops.resident
 
     @property
@@ -77,7 +77,11 @@ class Predictor(NamedTuple):
 
 
 def make_predict(
-    predict: Callable, read: Callable, batch_size: int, capacity: int, mesh: AnyMesh | None = None
+    predict: Callable,
+    read: Callable,
+    batch_size: int,
+    capacity: int,
+    mesh: AnyMesh | None = None,
 ) -> Predictor:
     """Make a loop over images that predicts their classes, compiled once.
 
@@ -89,7 +93,12 @@ def make_predict(
       mesh: the devices that share the steps; None: the first one takes them all.
     """
 
-    def loop(arguments: tuple, split: Split, index: Array, batches: Array) -> tuple[Array, Array, Array]:
+    def loop(
+        arguments: tuple,
+        split: Split,
+        index: Array,
+        batches: Array,
+    ) -> tuple[Array, Array, Array]:
         round_context, model, task_of = arguments
 
         def step(i, results):
@@ -100,6 +109,7 @@ def make_predict(
                 query = split.query[row]
             label = jnp.zeros_like(batch_index)  # a method must not see the labels of test images
             batch = Batch(read(split, row), label, batch_index >= 0, batch_index, query)
+            # float32: a softmax over bfloat16 logits ties classes that differ
             logits = predict(round_context, *model, batch).astype(jnp.float32)
             in_task = task_of == task_of[split.label[row]][:, None]
             confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
@@ -111,6 +121,8 @@ def make_predict(
             def write(all_images: Array, of_batch: Array) -> Array:
                 return jax.lax.dynamic_update_slice(all_images, of_batch, (i * batch_size,))
 
+            # -inf, not a finite mask: a class of another
+            # task never wins, whatever the logits
             label_in_task = jnp.where(in_task, logits, -jnp.inf)
             of_batch = (predicted_label(logits), confidence, predicted_label(label_in_task))
             return jax.tree.map(write, results, of_batch)
@@ -129,7 +141,8 @@ def make_features(
     on_progress: OnProgress = lambda images: None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Float[Array, "n ..."] | np.ndarray]:
-    """Return compute(frozen, split, index) -> features of these images, by default of all.
+    """Return compute(frozen, split, index) -> features of these images, by default of
+    all.
 
     They are features under the clean view, on the device, or in numpy for a `Host`.
 
@@ -155,10 +168,15 @@ def make_features(
 
         return jax.lax.fori_loop(0, batches, step, jnp.zeros((len(index), *shape.shape[1:]), shape.dtype))
 
-    def compute(frozen: PyTree, split: Split | Host, index: np.ndarray | None = None) -> Array | np.ndarray:
+    def compute(
+        frozen: PyTree,
+        split: Split | Host,
+        index: np.ndarray | None = None,
+    ) -> Array | np.ndarray:
         stored = whole(split)
         if index is None:
             index = np.arange(len(stored.label))
+        # bounded by bytes as well: large images need fewer batches in flight
         batches = min(BATCHES_PER_CALL, BYTES_PER_CALL // (batch_size * stored.example_bytes))
         capacity = batches * batch_size * device_count(mesh)
         # windows, as a `Host` has them: one loop serves splits of any size
@@ -172,7 +190,8 @@ def make_features(
 
 
 class _Loops(NamedTuple):
-    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of each device's images.
+    """A compiled loop (arguments, split, index [N], batches) -> results [N, ...] of
+    each device's images.
 
     An index of -1 is padding.
     """
@@ -197,7 +216,8 @@ class _Loops(NamedTuple):
 
     def steps(self, capacity: int) -> int:
         """Return the steps of a call that takes so many images."""
-        # At least two: XLA compiles a loop over one step's images differently, with other roundings.
+        # At least two: XLA compiles a loop over one step's
+        # images differently, with other roundings.
         return max(2, -(-capacity // (device_count(self.mesh) * self.batch_size)))
 
     def over(
@@ -209,10 +229,12 @@ class _Loops(NamedTuple):
         on_progress: OnProgress = lambda images: None,
         windows: bool = False,
     ) -> PyTree:
-        """Return the results of all images, at least one; at most `capacity` of them in a call.
+        """Return the results of all images, at least one; at most `capacity` of them in
+        a call.
 
-        A call has whole batches, of which the devices take turns. Calls of a `Host`, or with `windows` of any
-        split, get a window of the images that each device reads, in order.
+        A call has whole batches, of which the devices take turns. Calls of a `Host`, or
+        with `windows` of any split, get a window of the images that each device reads,
+        in order.
         """
         mesh = self.mesh
         batch_size = self.batch_size
@@ -224,6 +246,7 @@ class _Loops(NamedTuple):
         width = steps * devices * batch_size
         order = by_device(steps, devices, batch_size)
         parts = [index[start : start + width].astype(np.int32) for start in range(0, len(index), width)]
+        # padded to whole batches, so that every call has the same shape
         padded = [np.pad(part, (0, width - len(part)), constant_values=-1)[order] for part in parts]
         place_in_window = np.tile(np.arange(steps * batch_size, dtype=np.int32), devices)
         if mesh is not None:
@@ -231,7 +254,10 @@ class _Loops(NamedTuple):
 
         def step(results: list, i: int, window: Split) -> list:
             batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
+            # waits for the results before: without it, all
+            # windows would be on the device at once
             jax.block_until_ready(results)
+            # the images of a call are done when the next one is dispatched
             if results:
                 on_progress(len(parts[i - 1]))
             function = self.resident
@@ -251,6 +277,7 @@ class _Loops(NamedTuple):
 
         overlap = not isinstance(split, Host) or split.overlap
         results = over_windows(step, [], range(len(parts)), load, overlap)
+        # results come device by device; undo the order in which they were dealt
         original_order = np.argsort(order)
 
         def join(*results: Array) -> np.ndarray:

@@ -67,7 +67,8 @@ class Placement(NamedTuple):
         be a tree."""
 
         def shape(x: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-            x = x if hasattr(x, "dtype") else np.asarray(x)
+            if not hasattr(x, "dtype"):
+                x = np.asarray(x)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         if self.mesh is None:
@@ -94,6 +95,7 @@ def programs_of(
       exp: the experiment; its weights may be shapes. Images on the host count as resident on the device.
       placement: of the arguments; on a mesh it is that of the experiment's programs.
     """
+    # cached queries change the programs' arguments, so their shapes belong to them
     exp = with_query_shapes(exp)
     placement = _on_mesh(exp, placement)
     engine = exp.engine
@@ -103,6 +105,7 @@ def programs_of(
     yield RoundProgram("broadcast", engine.broadcast, (place(context), server))
     for index, player in enumerate(engine.players):
         name = f"{player.round.when} {index}"
+        # one context for all rounds: it is data, so other rounds have the same program
         yield from _of_player(exp, player, name, (broadcast, states), placement)
         if player.server:
             context_after = context._replace(previous=broadcast)
@@ -126,19 +129,26 @@ def evaluations_of(
     task_of = np.zeros(exp.sizes.classes, np.int32)
     test = whole(exp.test)
     client_state = jax.eval_shape(partial(jax.tree.map, lambda x: x[0]), states)
+    evaluated = exp.method.predict
+    if exp.method.personal:
+        evaluated = exp.method.predict_client
     functions = {
-        "evaluation": exp.method.predict_client if exp.method.personal else exp.method.predict,
+        "evaluation": evaluated,
         "provisional evaluation": exp.method.predict_provisional,
     }
     for name, function in functions.items():
         if function:
-            model = (server, client_state) if function is exp.method.predict_client else (server,)
+            model = (server,)
+            # a personal model is evaluated with its client's state, one client at a time
+            if function is exp.method.predict_client:
+                model = (server, client_state)
             predict = predictor(exp, function)
             devices = device_count(exp.engine.mesh)
+            # the number of images is data too, so an index of the right shape is enough
             index = np.zeros(predict.steps * devices * exp.settings.eval_batch_size, np.int32)
             place = placement.of()
-            apart = placement.of(split())
-            arguments = place((context, model, task_of)), place(test), apart(index), place(np.int32(0))
+            place_parts = placement.of(split())
+            arguments = place((context, model, task_of)), place(test), place_parts(index), place(np.int32(0))
             yield RoundProgram(name, predict.function, arguments, predict.steps)
 
 
@@ -146,12 +156,12 @@ def _of_player(
     exp: Experiment,
     player: Player,
     name: str,
-    given: tuple[PyTree, PyTree],
+    received: tuple[PyTree, PyTree],
     placement: Placement,
 ) -> Iterator[RoundProgram]:
     """Yield the clients' programs of one of the method's rounds, in order; `given`:
     broadcast and states."""
-    broadcast, states = given
+    broadcast, states = received
     place = placement.of()
     accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
     yield RoundProgram(f"{name} indices", player.indices, (chunk, place(exp.key)))
@@ -160,6 +170,7 @@ def _of_player(
         yield RoundProgram(f"{name} replay indices", player.replay_indices, (carry, chunk))
     data = place(whole(exp.train))
     frozen, task, key = place((exp.frozen, exp.scenario.tasks[0], exp.key))
+    # unguarded, as a run begins; the guard is data of the same program
     call = Call(frozen, place(broadcast), chunk, task, key, place(np.bool_(False)))
     replay = ReplayData(data, may_replay, may_replay)
     for i, (run, phase_indices, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
@@ -187,17 +198,18 @@ def _of_chunk(
     states: PyTree,
     placement: Placement,
 ) -> _OfChunk:
-    first, steps = _first_chunk(exp, player)
-    apart = placement.of(split())
-    chunk = placement.of(CHUNK_SPECS)(first)
+    first_chunk, steps = _first_chunk(exp, player)
+    place_parts = placement.of(split())
+    chunk = placement.of(CHUNK_SPECS)(first_chunk)
     accumulator = placement.of(ACCUMULATOR_SPECS)(jax.eval_shape(player.empty))
-    states = apart(states)
-    carry = apart(jax.eval_shape(player.open, accumulator, states, chunk))
+    states = place_parts(states)
+    # what `open` returns stays where it is: slots are divided over the devices
+    carry = place_parts(jax.eval_shape(player.open, accumulator, states, chunk))
     indices = placement.of(split(1))(jax.eval_shape(player.indices, chunk, exp.key))
     may_replay = np.zeros((len(chunk.id), 0), np.int32)
     if player.replay_indices:
         may_replay = jax.eval_shape(player.replay_indices, carry, chunk)
-    return _OfChunk(accumulator, states, chunk, carry, indices, apart(may_replay), steps)
+    return _OfChunk(accumulator, states, chunk, carry, indices, place_parts(may_replay), steps)
 
 
 def _on_mesh(exp: Experiment, placement: Placement) -> Placement:
@@ -249,9 +261,11 @@ def engine_state(exp: Experiment) -> EngineState:
     placement = _on_mesh(exp, DEFAULT)
     server, states, _, broadcast = _round_of(exp)
     server = placement.of(server_specs(server, exp.engine.mesh))(server)
+    # before and after: the server's new state is written beside the old one
     of_server = server, placement.of()((broadcast, broadcast))
     chunks = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
     sizes = [(share((chunk.carry,)), share((chunk.chunk, chunk.indices))) for chunk in chunks]
+    # slots and tables belong to the same round, so their sum decides
     slots, order = max(sizes, key=sum)
     uploads = max(share(chunk.accumulator) for chunk in chunks)
     clients = share(placement.of(split())(states))
@@ -262,7 +276,9 @@ def share(tree: PyTree) -> int:
     """Return the bytes of shapes on each device that has a part of them."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        shape = x.shape
+        if x.sharding is not None:
+            shape = x.sharding.shard_shape(x.shape)
         return math.prod(shape) * x.dtype.itemsize
 
     return sum(map(size, jax.tree.leaves(tree)))

@@ -221,13 +221,13 @@ def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
     return {name: getattr(settings, name) for name in names}
 
 
-def candidates_of(settings: RunConfig, every: int = 1) -> list[Candidate]:
+def candidates_of(settings: RunConfig, step: int = 1) -> list[Candidate]:
     """Return the settings' rates times each `every`-th factor, and mini's rates unless
     rates were given.
 
     A factor that gives mini's rates is left out.
     """
-    multiples = [Candidate("paper", factor) for factor in FACTORS[::every]]
+    multiples = [Candidate("paper", factor) for factor in FACTORS[::step]]
     if not _is_usual(settings):
         return multiples
     mini = Candidate("mini", 1.0)
@@ -253,7 +253,9 @@ def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
         whose = "mini's"
     else:
         rates = {}
-        whose = "the paper's" if _is_usual(settings) else "those given"
+        whose = "those given"
+        if _is_usual(settings):
+            whose = "the paper's"
     return replaced(settings, **rates, rate_factor=1.0), f"learning rates: {whose}, because {why}"
 
 
@@ -270,7 +272,9 @@ def _whose(settings: RunConfig, chosen: Candidate) -> str:
     factors = [candidate.factor for candidate in multiples if _same_rates(candidate, chosen, settings)]
     if not factors:
         return "mini's"
-    reference = "the paper's" if _is_usual(settings) else "those given"
+    reference = "those given"
+    if _is_usual(settings):
+        reference = "the paper's"
     return f"{factors[0]:g} x {reference}"
 
 
@@ -313,8 +317,11 @@ def steps_of(
 ) -> int:
     """Return the training steps of some clients, or of all, in a round; with at most
     `most` examples each."""
-    count = partition.count if clients is None else partition.count[clients]
-    count = count if most is None else np.minimum(count, most)
+    count = partition.count
+    if clients is not None:
+        count = partition.count[clients]
+    if most is not None:
+        count = np.minimum(count, most)
     epochs = exp.settings.epochs
     size = exp.settings.batch_size
     return int(np.sum(epochs * -(-count // size)))
@@ -366,7 +373,9 @@ def range_examples(settings: RunConfig) -> int:
 
 def _playing(begin: int, task: int) -> int:
     """Return how many candidates play a task."""
-    return begin if task == 0 else min(begin, 2)
+    if task == 0:
+        return begin
+    return min(begin, 2)
 
 
 def _trials_within(
@@ -374,10 +383,10 @@ def _trials_within(
 ) -> tuple[int, int, np.ndarray]:
     """Return how many candidates play how many tasks, and with which clients, within a
     number of steps."""
-    last = len(exp.scenario.tasks)
+    num_tasks = len(exp.scenario.tasks)
     for begin, tasks, share in DESIGNS:
         begin = min(begin, candidates)
-        tasks = min(tasks, last)
+        tasks = min(tasks, num_tasks)
         for n in range(len(order), max(1, math.ceil(share * len(order))) - 1, -1):
             if sum(_playing(begin, t) * task_steps(exp, t, order[:n]) for t in range(tasks)) <= budget:
                 return begin, tasks, order[:n]
@@ -562,8 +571,9 @@ class _Stage:
         exp = self.exp._replace(frozen=self.exp.frozen._replace(rates=self.exp.engine.place(as_data(rates))))
         state, past, diverged = played
         for r in range(exp.settings.rounds):
-            state, kept, report, _ = self.play(exp, state, past, t, r)
-            past += () if kept is None else (kept,)
+            state, buffer, report, _ = self.play(exp, state, past, t, r)
+            if buffer is not None:
+                past += (buffer,)
             on_round()
         classes_seen = int(np.sum(exp.scenario.tasks[t].seen))
         last_line = {**report.metrics, health.CLASSES: classes_seen}
@@ -575,7 +585,9 @@ class _Stage:
         if after.diverged and stage == "tasks":
             return Tried(candidate, stage, t + 1, None, int(np.sum(self.exp.scenario.tests_seen(t))))
         shares = np.array(self.evaluate(self.exp.train, after.state, t, Records()).accuracy, float)
-        accuracy = float(np.nanmean(shares)) if np.isfinite(shares).any() else None
+        accuracy = None
+        if np.isfinite(shares).any():
+            accuracy = float(np.nanmean(shares))
         images = int(np.sum(self.exp.scenario.tests_seen(t)))
         return Tried(candidate, stage, t + 1, accuracy, images)
 
@@ -626,7 +638,9 @@ def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Ca
 def _size(candidate: Candidate) -> float:
     """Return what orders candidates with equal accuracy: mini's rates first, then smaller
     factors."""
-    return 0.0 if candidate.scale == "mini" else candidate.factor
+    if candidate.scale == "mini":
+        return 0.0
+    return candidate.factor
 
 
 def _compared(trials: Sequence[Tried]) -> list[Tried]:
@@ -655,7 +669,9 @@ def _chosen(trials: Sequence[Tried]) -> Candidate | None:
     assert p is not None  # the winner's is finite
     mean = (p + q) / 2
     error = math.sqrt(2 * mean * (1 - mean) / trials[-1].images)
-    return winner if p - q > LEAD * error else mini
+    if p - q > LEAD * error:
+        return winner
+    return mini
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
@@ -681,13 +697,17 @@ def _images_of(exp: Experiment, design: Design, trials: Sequence[Tried]) -> str:
         np.concatenate([partition.indices for of_task in partitions for partition in of_task])
     )
     share = trials[-1].images / len(examples)
-    whose = f"{_first(design)}'s" if design.tasks <= 1 else f"{_first(design)}'"
+    whose = f"{_first(design)}'"
+    if design.tasks <= 1:
+        whose += "s"
     return f"{100 * share:.0f} % of the {whose} training images"
 
 
 def _first(design: Design) -> str:
     """Return the tasks of the trials in words."""
-    return "first task" if design.tasks <= 1 else f"first {design.tasks} tasks"
+    if design.tasks <= 1:
+        return "first task"
+    return f"first {design.tasks} tasks"
 
 
 def _estimate(exp: Experiment, design: Design, total: int) -> str:

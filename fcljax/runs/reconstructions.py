@@ -39,6 +39,7 @@ def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] 
     replay = exp.method.server_replay
     if replay is None or replay.reconstruct is None:
         return None
+    # compiled once: the last batch is filled up to the same shape
     reconstruct = jax.jit(replay.reconstruct)
     return (
         _of_split(exp, server, reconstruct, exp.train, exp.scenario.train_label),
@@ -54,26 +55,24 @@ def _of_split(
     label: np.ndarray,
 ) -> Rebuilt:
     task = exp.scenario.tasks[-1]
+    # labels of other tasks may be -1, which no class has
     index = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
     round_context = RoundContext.on_host(exp.frozen, task, exp.sizes.rounds - 1, True)
     key = jax.random.fold_in(exp.key, RunKey.RECONSTRUCTION)
     read = jax.jit(exp.read)
-    found = []
-    for first in range(0, len(index), BATCH):
-        some = np.resize(index[first : first + BATCH], BATCH)
-        image = _read(read, split, some, exp.engine.mesh)
-        batch_key = jax.random.fold_in(key, first)
-        found.append(jax.device_get(reconstruct(round_context, server, image, batch_key)))
-    whole = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(index)], *found)
-    return Rebuilt(whole, label[index])
+    batches = []
+    for start in range(0, len(index), BATCH):
+        # repeated images fill the last batch; their results are cut off below
+        batch_index = np.resize(index[start : start + BATCH], BATCH)
+        image = _read(read, split, batch_index, exp.engine.mesh)
+        # a key per batch: masks must not repeat over the images
+        batch_key = jax.random.fold_in(key, start)
+        batches.append(jax.device_get(reconstruct(round_context, server, image, batch_key)))
+    images = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(index)], *batches)
+    return Rebuilt(images, label[index])
 
 
-def _read(
-    read: Callable,
-    split: Split | Host,
-    index: np.ndarray,
-    mesh: AnyMesh | None,
-) -> jax.Array:
+def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: AnyMesh | None) -> jax.Array:
     """These images as the network's input."""
     index = index.astype(np.int32)
     if isinstance(split, Host):
@@ -101,6 +100,7 @@ def closeness(images: Reconstruction, label: np.ndarray) -> dict[str, Any]:
     original, unprompted, restored = map(np.asarray, (images.original, images.unprompted, images.restored))
 
     def hidden_error(pixels: np.ndarray) -> float:
+        # over hidden pixels alone: visible ones are given, and would flatter the error
         return float(np.mean((np.clip(pixels, 0, 1) - original)[np.asarray(images.hidden)] ** 2))
 
     identified, chance = identification(restored, original, label)
@@ -121,6 +121,7 @@ def psnr(
 ) -> float:
     """Mean over images of 10 log10(1 / MSE) of pixels clipped to [0, 1], in dB."""
     error = ((np.clip(pixels, 0, 1) - original) ** 2).reshape(len(original), -1).mean(axis=1)
+    # 1e-12 bounds the PSNR of an exact copy at 120 dB
     return float(np.mean(-10 * np.log10(np.maximum(error, 1e-12))))
 
 
@@ -133,16 +134,19 @@ def identification(
     is their own, and the share that guessing would identify."""
 
     def flat(x: np.ndarray) -> np.ndarray:
+        # float64: differences of squares cancel
         return np.clip(x, 0, 1).reshape(len(x), -1).astype(np.float64)
 
-    right = 0
+    num_identified = 0
     classes = np.unique(label)
     for c in classes:
         a = flat(pixels[label == c])
         b = flat(original[label == c])
-        apart = (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)
-        right += int(np.sum(np.argmin(apart, axis=1) == np.arange(len(a))))
-    return right / len(label), len(classes) / len(label)  # each of a class's n images is guessed with 1 / n
+        # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, without an array of all pairs of pixels
+        distance = (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)
+        num_identified += int(np.sum(np.argmin(distance, axis=1) == np.arange(len(a))))
+    # a guess is right for 1 of a class's n images, so for one image of each class
+    return num_identified / len(label), len(classes) / len(label)
 
 
 def draw_restored(path: Path, images: Reconstruction, label: np.ndarray) -> None:
@@ -152,8 +156,9 @@ def draw_restored(path: Path, images: Reconstruction, label: np.ndarray) -> None
     def pick(x: Array) -> np.ndarray:
         return np.round(255 * np.clip(np.asarray(x)[chosen], 0, 1)).astype(np.uint8)
 
-    first = np.unique(label, return_index=True)[1]
-    chosen = np.concatenate([first, np.setdiff1d(np.arange(len(label)), first)])[:SHOWN]
+    # one image of each class first, then the rest in order
+    of_classes = np.unique(label, return_index=True)[1]
+    chosen = np.concatenate([of_classes, np.setdiff1d(np.arange(len(label)), of_classes)])[:SHOWN]
     strips = {
         "masked": pick(images.masked),
         "without prompt": pick(images.unprompted),

@@ -65,8 +65,8 @@ class Records:
     uploads: list[int] = dataclasses.field(default_factory=list)
     # sha256 of each finished task's file of examples that the server replays
     kept: list[str] = dataclasses.field(default_factory=list)
-    # [finished rounds, what changed] for each time that the run was resumed on other
-    # hardware
+    # [finished rounds, what changed] for each time that
+    # the run was resumed on other hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
 
     def add(self, **counts: float | int) -> None:
@@ -76,14 +76,16 @@ class Records:
 
     def keep(self, evaluated: Evaluated) -> None:
         """Add the accuracies after a task."""
+        # a value that was not measured leaves its list as long as before
         for name, values in evaluated._asdict().items():
             if values is not None:
                 getattr(self, name).append(values)
 
     def count(self, report: RoundReport) -> None:
         """Add a round's numbers to the totals."""
-        before = self.uploads or [0] * len(report.uploads)
-        self.uploads = [a + b for a, b in zip(before, report.uploads, strict=True)]
+        # a resumed run may have counted in another process
+        counts_before = self.uploads or [0] * len(report.uploads)
+        self.uploads = [a + b for a, b in zip(counts_before, report.uploads, strict=True)]
         self.add(
             rejected=report.rejected,
             **{f"impossible {name}": times for name, times in report.impossible.items()},
@@ -127,14 +129,16 @@ class Records:
             "upload_bytes": sent.upload_bytes,
             "download_bytes": sent.download_bytes,
         }
-        rejected_besides = sum(other.rejected for other in besides)
+        rejected_besides = sum(exchange.rejected for exchange in besides)
         if rejected_besides:
             line["rejected_besides"] = rejected_besides
+        # claims of the round and of the exchanges around it, under one name each
         lies = sum((Counter(exchange.impossible) for exchange in (report, *besides)), Counter())
         if lies:
             line["impossible"] = dict(lies)
         if evaluated.accuracy is not None:
             line["accuracy"] = [_finite(value) for value in evaluated.accuracy]
+            # nanmean: a task without test images has no accuracy
             line["A"] = float(np.nanmean(evaluated.accuracy))
         if evaluated.provisional is not None:
             line["A_provisional"] = float(np.mean(evaluated.provisional))
@@ -155,8 +159,12 @@ def _metrics(report: RoundReport, besides: Sequence[RoundReport]) -> dict[str, f
     values: dict[str, float] = {}
     for exchange in besides:
         for name, value in exchange.metrics.items():
-            values[f"besides_{name}" if name in report.metrics else name] = value
+            # the round's own metric of this name keeps it
+            if name in report.metrics:
+                name = f"besides_{name}"
+            values[name] = value
     values |= report.metrics
+    # nearly always 0, and a line is read by people
     return {name: value for name, value in values.items() if name != NOT_FINITE or value > 0}
 
 
@@ -182,6 +190,7 @@ class Clock:
         self.compiling = 0.0
 
     def __enter__(self) -> "Clock":
+        # jax reports compile times by events, wherever they happen
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
@@ -198,6 +207,7 @@ class Clock:
         compiled = self.compiling
         yield
         compiled = self.compiling - compiled
+        # a section that compiled in another thread could be negative
         spent = max(0.0, time.perf_counter() - start - compiled)
         self.seconds[section] = self.seconds.get(section, 0.0) + spent
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled
@@ -214,11 +224,20 @@ def rounds_bar(console: Console) -> Any:
 
 def last_round(records: Records) -> dict[str, Any]:
     """Return the fields that the progress bar shows of the last round."""
-    last = records.rounds[-1] if records.rounds else {}
+    line = {}
+    if records.rounds:
+        line = records.rounds[-1]
+    # rounds between evaluations have no accuracy: the newest one is shown
     accuracy = next((line["A"] for line in reversed(records.rounds) if "A" in line), None)
+    loss = "-"
+    if line.get("loss") is not None:
+        loss = f"{line['loss']:.4g}"
+    percent = "-"
+    if accuracy is not None:
+        percent = f"{100 * accuracy:.1f}%"
     return {
-        "t": str(last.get("task", 0) + 1),
-        "r": str(last.get("round", -1) + 1),
-        "loss": f"{last['loss']:.4g}" if last.get("loss") is not None else "-",
-        "accuracy": f"{100 * accuracy:.1f}%" if accuracy is not None else "-",
+        "t": str(line.get("task", 0) + 1),
+        "r": str(line.get("round", -1) + 1),
+        "loss": loss,
+        "accuracy": percent,
     }

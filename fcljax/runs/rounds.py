@@ -40,10 +40,7 @@ def first_server(exp: Experiment) -> PyTree:
 
 def first_state(exp: Experiment, server: PyTree | None = None) -> State:
     """Return the state of server and clients before the first round, where the engine
-    works.
-
-    `server` is the server's state, if it is made already.
-    """
+    works. `server` is the server's state, if it is made already."""
     if server is None:
         server = put_server(first_server(exp), exp.engine.mesh)
     key = fold(exp.key, RunKey.CLIENTS)
@@ -118,7 +115,9 @@ def make_play_round(
                 records.keep(evaluated)
         uploads = np.sum([part.uploads for part in (*other_reports, report)], axis=0, dtype=int).tolist()
         # clients get the rest of a finished task when the next one begins
-        handovers = 1 if r == 0 and t > 0 else 0
+        handovers = 0
+        if r == 0 and t > 0:
+            handovers = 1
         traffic = counted.total(uploads, handovers)
         classes_seen = int(np.sum(exp.scenario.tasks[t].seen))
         line = records.record(t, r, report, evaluated, traffic, other_reports, classes_seen)

@@ -33,7 +33,9 @@ class Stopped(KeyboardInterrupt):
 
 def number_of(stop: KeyboardInterrupt) -> int:
     """The signal that stopped the program."""
-    return stop.number if isinstance(stop, Stopped) else int(signal.SIGINT)
+    if isinstance(stop, Stopped):
+        return stop.number
+    return int(signal.SIGINT)
 
 
 def last_line(number: int, advice: str) -> str:
@@ -60,38 +62,49 @@ class _Flag:
     ) -> None:
         # `came.set()` would wait for ever for a lock that the interrupted line has:
         # that is left to `watch`
+        # the first signal says how the program ends; a second one ends it at once
         self.number = self.number or number
 
     def watch(self, pipe: int) -> None:
         """Read the signals from a pipe, in a thread: the main one may be inside of
         compiled code for long."""
-        first = True
+        is_first = True
         deadline = float("inf")
         while True:
-            left = None if first else max(0.0, deadline - time.monotonic())
+            left = None
+            # before the first signal there is no deadline
+            if not is_first:
+                left = max(0.0, deadline - time.monotonic())
             if not select.select([pipe], [], [], left)[0]:
+                # a checkpoint is being written: it gets another grace period
                 if not self.unbroken:
                     return self.end(self.number)
                 deadline = time.monotonic() + GRACE
                 continue
             numbers = os.read(pipe, 64)
+            # the pipe is closed when the block ends
             if not numbers:
                 return os.close(pipe)
             for number in numbers:
+                # a handler of somebody else has taken the signal over
                 if signal.getsignal(number) is not self:
                     continue  # another one's
-                if not first:
+                if not is_first:
                     return self.end(number)
                 self.number = self.number or number
                 self.came.set()
-                first = False
+                is_first = False
                 deadline = time.monotonic() + GRACE
 
     def end(self, number: int | None) -> None:
         """End the process, whatever it does."""
         number = number or int(signal.SIGTERM)
+        # `_exit`: other threads may hold locks that an ordinary exit would wait for
         try:
-            line = last_line(number, self.advice[-1]() if self.advice else "")
+            advice = ""
+            if self.advice:
+                advice = self.advice[-1]()
+            line = last_line(number, advice)
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
             os.write(sys.stderr.fileno(), f"{shown}{line}\n".encode(errors="replace"))
         finally:
@@ -111,19 +124,22 @@ def terminable() -> Iterator[None]:
         return
     flag = _Flag()
     reading, writing = os.pipe()
+    # the handler's write must never block the main thread
     os.set_blocking(writing, False)
     thread = threading.Thread(target=flag.watch, args=(reading,), daemon=True)
     thread.start()
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         with contextlib.ExitStack() as stack:
             for number in ENDING:
+                # such a process is not meant to be interrupted
                 # ignored, as SIGINT is for what a shell starts with &
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     stack.enter_context(_handled(number, flag))
             yield
     finally:
-        signal.set_wakeup_fd(before)
+        # whoever had the signals before gets them back
+        signal.set_wakeup_fd(previous_fd)
         os.close(writing)
         thread.join()
 
@@ -131,7 +147,9 @@ def terminable() -> Iterator[None]:
 def asked() -> int | None:
     """The signal that has asked the program to end; None: none has."""
     flag = _flag()
-    return flag.number if flag else None
+    if not flag:
+        return None
+    return flag.number
 
 
 def check() -> None:
@@ -152,6 +170,7 @@ def pause(seconds: float | int) -> None:
     flag = _flag()
     if flag is None:
         time.sleep(seconds)
+    # `came` wakes the wait at once, where `sleep` would go on
     elif flag.number or flag.came.wait(seconds):
         raise Stopped(flag.number or signal.SIGTERM)
 
@@ -166,6 +185,7 @@ def advised(advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
+        # the inner block's advice is nearer to what the user did
         raise Stopped(number_of(stop), getattr(stop, "advice", "") or advice()) from None
     finally:
         if flag:
@@ -200,11 +220,14 @@ def unbroken() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Callable[[int, object], object]) -> Iterator[None]:
+    # only the main thread may set handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, handler)
+    previous = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(number, signal.SIG_DFL if before is None else before)
+        if previous is None:
+            previous = signal.SIG_DFL
+        signal.signal(number, previous)

@@ -67,6 +67,7 @@ def summarize(
     payloads = payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts = records.counts
+    # of the last evaluation: rows are true classes
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
@@ -127,6 +128,7 @@ def _class_names(exp: Experiment) -> list[str]:
     """Return the names of the classes, in the class order of the run."""
     dataset = exp.inputs.dataset
     order = np.zeros(exp.sizes.classes, int)
+    # both splits, since a class may be missing in one of them
     order[exp.scenario.test_label] = dataset.y_test
     order[exp.scenario.train_label] = dataset.y_train
     return [str(dataset.class_names[label]) for label in order]
@@ -138,6 +140,7 @@ def _holdings(exp: Experiment) -> np.ndarray:
     total = exp.scenario.holdings
     if exp.settings.population == "static":
         return total
+    # over all rounds the same example counts several times
     return total / exp.sizes.rounds
 
 
@@ -151,6 +154,7 @@ def _personal(records: Records) -> dict[str, Any] | None:
     """
     if not records.clients:
         return None
+    # per client first: a client with many tasks counts once
     means = [_means_of_clients(accuracies) for accuracies in records.clients]
     statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_task_il} | {
@@ -173,6 +177,7 @@ def _by_image(exp: Experiment, records: Records) -> dict[str, Any]:
     They are accuracies over images, those of the merged model before the server changes
     it (predisacc), and F_N (drop).
     """
+    # tasks may have test images in common where clients draw from a pool
     num_images = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
     by_name = metrics.by_image(records.accuracy, num_images)._asdict()
     values = {name: metrics.without_nan(accuracies) for name, accuracies in by_name.items()}
@@ -201,11 +206,13 @@ def _server_replay(
     if exp.method.server_replay is None:
         return None
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)
+    # by shapes: nothing is computed
     buffer = jax.eval_shape(exp.method.server_replay.buffer, round_context, payloads.server)
     capacity = len(buffer.label)
     example_bytes = communication.num_bytes(buffer.examples) // capacity
     count = int(records.counts["replay_examples"])
     side = exp.inputs.backbone.config.image_size
+    # the images that clients have sent, all rounds together
     uploaded = sum(line.get("restore_images") or 0 for line in records.rounds)
     return {
         "examples": count,
@@ -233,6 +240,7 @@ def _communication(
     usual = NO_TRAFFIC
     extra: dict[str, Any] = {}
     for round_, traffic in zip(exp.method.rounds, by_round, strict=True):
+        # what every round costs; task starts and ends are listed by name
         if round_.when == "round":
             usual = Traffic(*map(sum, zip(usual, traffic, strict=True)))
         else:
@@ -259,6 +267,7 @@ def _privacy(exp: Experiment) -> dict[str, Any] | None:
     rounds = len(exp.scenario.tasks) * exp.sizes.rounds
     participation = _largest_share(exp)
     spent = privacy.epsilon(noise, participation, rounds, delta)
+    # the curve's points need not be every round: the accountant is slow
     points = np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)
     points = np.unique(points).tolist()
     curve = privacy.by_round(noise, participation, points, delta)
@@ -273,6 +282,7 @@ def _privacy(exp: Experiment) -> dict[str, Any] | None:
 def _largest_share(exp: Experiment) -> float:
     """Return the largest share of the clients that took part in a round."""
     participation = exp.settings.participation
+    # a number of clients is the largest share where the fewest take part
     if participation <= 1:
         return participation
     fewest = min(int(np.sum(of_task[0].count > 0)) for of_task in exp.scenario.partitions)
@@ -288,6 +298,7 @@ def _without_upload(records: Records) -> list[list[int]]:
 
 def learned_nothing(summary: dict[str, Any]) -> bool:
     """Return whether no round of a run had a valid upload."""
+    # tasks that were played, which may be fewer than planned
     rounds = summary["config"]["rounds"] * len(summary["A"])
     return len(summary["rounds_without_upload"]) >= rounds > 0
 
@@ -307,6 +318,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
             f"warning: the server rejected {counts['rejected']} uploads in {rounds} of "
             f"{len(records.rounds)} rounds: they had NaN, an infinity or an impossible claim"
         )
+    # a claim that cannot be true is a lie or a mistake of the method
     lies = {name: times for name, times in counts.items() if name.startswith("impossible ")}
     if lies:
         counted = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
@@ -314,7 +326,9 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
     lines += health.training_warnings(records.rounds)
     if counts["refused"]:
         line = next((line for line in records.rounds if line["refused"]), None)
-        where = f", first in task {line['task'] + 1}, round {line['round'] + 1}" if line else ""
+        where = ""
+        if line:
+            where = f", first in task {line['task'] + 1}, round {line['round'] + 1}"
         lines.append(
             f"warning: the result of a round was not finite {counts['refused']} times, and the server kept "
             f"the previous model{where}"
@@ -333,9 +347,11 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 def _idle_terms(records: Records) -> list[str]:
     """Return a line for each further term of the clients' loss that hardly moved the
     model."""
+    # the cross-entropy itself is no further term
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
     for name in sorted(names):
+        # the largest over all rounds: a term may act in some tasks only
         largest = max((line.get(name) or 0.0 for line in records.rounds), default=0.0)
         term = name.removeprefix(SHARE)
         if largest == 0:
@@ -361,6 +377,7 @@ def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
     with_loss = {name.removesuffix("_loss") for name in names if name.endswith("_loss")}
     at_server = sorted(name for name in with_loss if f"{name}_accuracy" in names)
     lines = []
+    # the median task: the first one usually converges
     if late := _still_falls(records, "loss", "train_accuracy"):
         lines.append(
             f"warning: training has not converged: in the last round of a task the loss still fell by "
@@ -391,6 +408,7 @@ def _still_falls(
     right = []
     for task in sorted({line["task"] for line in records.rounds}):
         of_task = [line for line in records.rounds if line["task"] == task and line.get(loss) is not None]
+        # the loss of a task's only round cannot fall
         if len(of_task) < 2 or not of_task[-2][loss] > 0:
             continue
         falls.append(1 - of_task[-1][loss] / of_task[-2][loss])
@@ -399,7 +417,9 @@ def _still_falls(
         return None
     fall = float(np.median(falls))
     share = float(np.median(right))
-    return (fall, share) if fall > STEEP and share < ARRIVED else None
+    if not (fall > STEEP and share < ARRIVED):
+        return None
+    return (fall, share)
 
 
 def _of_server(settings: RunConfig) -> str:
@@ -420,8 +440,11 @@ def _far_prototypes(records: Records) -> list[str]:
         for line in last_rounds.values()
         for name, value in line.items()
         if name.endswith(PROTOTYPE_DISTANCE) and value is not None
+        # distances of tasks without prototypes are None
     ]
-    distance = float(np.median(distances)) if distances else 0.0
+    distance = 0.0
+    if distances:
+        distance = float(np.median(distances))
     if not distance > FAR:
         return []
     return [
@@ -434,12 +457,16 @@ def _far_prototypes(records: Records) -> list[str]:
 def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
     """Return a line if clients take few steps in a task and the method has a preset for
     such schedules."""
+    # clients that took part, counted once per round
     visits = sum(line["participants"] for line in records.rounds)  # of clients, over all rounds
     trained = records.counts.get("trained_images", 0)
     if not visits or not trained:
         return []
     steps = settings.rounds * trained / visits / settings.batch_size
-    changes = improvement(settings) if steps < FEW_STEPS else {}
+    changes = {}
+    # long schedules were not tried with the preset
+    if steps < FEW_STEPS:
+        changes = improvement(settings)
     if not changes:
         return []
     what = " ".join(command({"method": settings.method} | changes, None)[3:])
@@ -499,6 +526,7 @@ def draw_figures(
     if rebuilt:
         figures[RESTORED] = partial(draw_restored, images=rebuilt[0].images, label=rebuilt[0].label)
     for name, draw in figures.items():
+        # figures are made last, and a run without them is complete
         path = folder / name
         try:
             draw(path)

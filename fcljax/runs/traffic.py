@@ -31,13 +31,13 @@ def payload_shapes(exp: Experiment) -> Payloads:
     info = ClientInfo.example(exp.sizes.classes)
 
     def upload(
-        each: Round,
+        entry: Round,
         context: ClientContext,
         state: PyTree,
         key: jax.Array,
     ) -> Upload:
-        local = each.program.start(context, state, key)
-        return each.program.finish(context, local, state)[0]
+        local = entry.program.start(context, state, key)
+        return entry.program.finish(context, local, state)[0]
 
     def everything(key, frozen, task, info):
         server = method.init(key, frozen)
@@ -45,9 +45,11 @@ def payload_shapes(exp: Experiment) -> Payloads:
         broadcast = method.broadcast(round_context, server)
         state = method.init_client(key, server)
         context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
-        uploads = tuple(upload(each, context, state, key) for each in method.rounds)
+        uploads = tuple(upload(entry, context, state, key) for entry in method.rounds)
         named = method.trainable(round_context, server) if method.trainable else {"upload": uploads[0].mean}
-        handover = method.handover(round_context, server) if method.handover else ()
+        handover = ()
+        if method.handover:
+            handover = method.handover(round_context, server)
         return Payloads(uploads, broadcast, handover, state, server, named)
 
     return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
@@ -58,7 +60,7 @@ def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
     nothing in a round without aggregation."""
     pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
     return [
-        communication.traffic(upload if each.server else None, payloads.broadcast) for each, upload in pairs
+        communication.traffic(upload if entry.server else None, payloads.broadcast) for entry, upload in pairs
     ]
 
 
@@ -92,5 +94,5 @@ class Counted(NamedTuple):
           handovers: how often another task began.
         """
         pairs = [*zip(self.by_round, uploads, strict=True), (self.handover, self.clients * handovers)]
-        sums = sum((np.multiply(each, times) for each, times in pairs), np.zeros(len(Traffic._fields), int))
+        sums = sum((np.multiply(entry, times) for entry, times in pairs), np.zeros(len(Traffic._fields), int))
         return Traffic(*sums.tolist())

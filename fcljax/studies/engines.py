@@ -86,6 +86,7 @@ def _local(job: Job) -> ClusterTask:
 @contextlib.contextmanager
 def _ray(options: RayOptions) -> Iterator[Start]:
     ray = extra("ray", "ray")
+    # a user's own cluster stays open
     must_start = not ray.is_initialized()
     if must_start:
         handler = signal.getsignal(signal.SIGTERM)
@@ -99,6 +100,7 @@ def _ray(options: RayOptions) -> Iterator[Start]:
         running = remote.remote(job)
 
         def code() -> int | None:
+            # without waiting: the sweep polls all runs
             if not ray.wait([running], timeout=0)[0]:
                 return None
             return _code(lambda: ray.get(running), job)
@@ -125,9 +127,11 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
     except RuntimeError as error:  # there is no Slurm
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
     # submitit renames its parameters for each cluster
+    # parameters without a value are the cluster's defaults
     executor.update_parameters(**slurm_parameters(options))
 
     def start(job: Job) -> ClusterTask:
+        # `Again` is queued once more when Slurm's time is over
         submitted = executor.submit(jobs.Again(), job)
         return ClusterTask(
             lambda: _code(submitted.result, job) if submitted.done() else None,
@@ -156,6 +160,7 @@ def _code(result: Callable[[], int], job: Job) -> int:
     """Return the exit code of a run that has ended. If the engine lost it, the log gets
     the reason."""
     try:
+        # an engine may lose a run in ways of its own; the log must say so
         return result()
     except Exception as error:
         with open(job.log, "a", encoding="utf-8") as log:

@@ -96,14 +96,17 @@ def plan(path: str | Path, code: bool = False) -> list[Planned]:
 
 def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[Planned]:
     """Plan as `plan` does, from a file's content; `where` is its name for messages."""
+    # `key:` without a value is null in YAML, and means the default
     entries = {key: value for key, value in values.items() if value is not None}
     file = typed.read_typed(SweepFile, entries, where)
     try:
         _check_places(file)
         seeds = _seeds(file)
         methods = _methods(file)
-        for name in () if code else {*methods, *(run.get("method", "") for run in file.runs)}:
-            check_no_code(name, "method", "if you trust it, add --allow-code")
+        # a program outside the package is code: it runs only with the user's word
+        if not code:
+            for name in {*methods, *(run.get("method", "") for run in file.runs)}:
+                check_no_code(name, "method", "if you trust it, add --allow-code")
         # counted before they are made: a typing error may ask for billions
         count = max(1, len(file.runs)) * max(1, len(methods)) * len(seeds)
         if count * math.prod(map(len, file.grid.values())) > MAX_RUNS:
@@ -128,6 +131,7 @@ def _check_places(file: SweepFile) -> None:
         if not isinstance(run.get("method", ""), str):
             raise InputError(f"runs[{i}].method: {run['method']!r} is not text")
     names = [str(run["name"]) for run in file.runs]
+    # names of variants become folders
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"runs: {twice!r} is the name of two runs")
@@ -135,6 +139,7 @@ def _check_places(file: SweepFile) -> None:
     for place, options in [("base", file.base), *variants]:
         both = next((name for name in options if name in file.grid), None)
         if both:
+            # a value in two places would be decided by the order of the layers
             raise InputError(f"grid.{both}: {place} sets it too; keep one of them")
     for place, options in [("base", file.base), ("grid", file.grid), *variants]:
         if "seed" in options and place != "base":
@@ -148,7 +153,9 @@ def _check_places(file: SweepFile) -> None:
 
 def _methods(file: SweepFile) -> list[str]:
     """Return the methods of all variants that name none."""
-    methods = [file.method] if isinstance(file.method, str) else file.method
+    methods = file.method
+    if isinstance(methods, str):
+        methods = [methods]
     all_named = bool(file.runs) and all("method" in run for run in file.runs)
     if not methods and not all_named:
         raise InputError("method: none given; give one, such as method: fppl")
@@ -166,6 +173,7 @@ def _seeds(file: SweepFile) -> list[int | None]:
         if base_seed is None:
             base_seed = RunConfig.seed
         start: int = config.typed_value("base.seed", int, base_seed)
+        # as text, so that both forms have the same errors
         return [*parse_seeds(str(file.seeds), start)]
     if base_seed is not None:
         raise InputError(f"base.seed: {base_seed!r} has no effect, because seeds lists all seeds")
@@ -183,9 +191,12 @@ def _points(
         if run:
             variant = str(run["name"])
         options = {name: value for name, value in run.items() if name not in ("name", "method")}
-        run_methods = [run["method"]] if "method" in run else methods
+        run_methods = methods
+        if "method" in run:
+            run_methods = [run["method"]]
         combinations = itertools.product(*file.grid.values())
         for method, values, seed in itertools.product(run_methods, combinations, seeds):
+            # the order is the rank: later layers win
             layers = {
                 "base": file.base,
                 f"runs[{variant}]": options,
@@ -202,6 +213,7 @@ def _planned(point: Point, grid: list[str]) -> Planned:
     except InputError as error:
         message = str(error).removeprefix("options: ")
         raise InputError(f"{_blamed(point, message)}: {message}") from None
+    # read back from the settings, so that equal values have equal names
     options = {option: getattr(cfg, option) for option in options}  # 1e-3 is text in YAML
     values = [(option, options[option]) for option in grid]
     return Planned(folder_name(point.method, point.variant, values, cfg.seed), options, cfg)
@@ -211,6 +223,7 @@ def _blamed(point: Point, message: str) -> str:
     """Return the place in the file that has the option of a message; without one, the
     run."""
     # later places win, so the last one that has the option decided
+    # the option may stand in several places
     for place, options in reversed(point.layers.items()):
         for name in options:
             spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank

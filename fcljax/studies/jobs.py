@@ -48,6 +48,7 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
 
 def command(job: Job) -> list[str]:
     """Return the command line that starts or resumes a run."""
+    # a run that has begun is resumed
     if (Path(job.out) / "config.yaml").exists():
         files = ["--resume", job.out]
     else:
@@ -67,10 +68,14 @@ class Adopted:
         """Return 0 if it has finished the run, 1 if it has ended otherwise; None while
         it runs."""
         if self._code is None:
+            # the lock is free when the process has ended, also where it was killed
             handle = _lock(self._job)
             if handle is not None:
                 os.close(handle)
-                self._code = 0 if (Path(self._job.out) / "summary.json").exists() else 1
+                # without a summary it did not finish
+                self._code = 1
+                if (Path(self._job.out) / "summary.json").exists():
+                    self._code = 0
         return self._code
 
     def send_signal(self, number: int, /) -> None:
@@ -96,6 +101,7 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
     """Start a run in a session of its own: it gets signals from the caller, not from
     the terminal. If a sweep that was killed has left a process that is still at work on
     the run, it is that one."""
+    # a second process on the same run would destroy its files
     handle = _lock(job)
     if handle is None:
         return Adopted(job)
@@ -108,9 +114,11 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
                 stderr=subprocess.STDOUT,
                 cwd=job.folder,
                 env=os.environ | dict(job.environment),
+                # Ctrl-C goes to the sweep, which passes it on
                 start_new_session=True,
                 pass_fds=[handle],  # so the lock lasts as long as the process, also without this one
             )
+        # the number of the process, for a later sweep that adopts it
         os.ftruncate(handle, 0)
         os.write(handle, _identity(process.pid).encode())
     finally:
@@ -172,6 +180,7 @@ def run_job(job: Job) -> int:
     """Make a run, from start to end, and return its exit code. Whatever ends this
     process also ends the run, and so does a signal whose number is in the file of
     `stop_file`."""
+    # a stop that came before the run has started
     stop = stop_file(job)
     if stop.exists():
         return 128 + signal.SIGTERM
@@ -182,8 +191,12 @@ def run_job(job: Job) -> int:
             if stop.exists():
                 process.send_signal(int(stop.read_text()))
                 process.wait()
+    # whatever ends this process: no run may go on alone
     except BaseException as end:
-        process.send_signal(number_of(end) if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
+        number = int(signal.SIGTERM)
+        if isinstance(end, KeyboardInterrupt):
+            number = number_of(end)
+        process.send_signal(number)
         process.wait()
         raise
     return process.wait()

@@ -59,6 +59,7 @@ FIGURE = "leaderboard.png"
 SEARCH = "search"
 PICTURE = "Each method's accuracy after the last task over the MB that a client exchanges in the run"
 RATES = ("lr", "full_lr", "lora_lr")  # of clients
+# a closed-form method without training still sends numbers of examples
 NOTHING_SENT = 1e-3  # MB of a client whose uploads are the numbers of its examples alone
 # what is tuned of methods that train nothing; FedRanPAC chooses its ridge itself
 TUNED: Mapping[str, Sequence[str]] = {
@@ -166,6 +167,7 @@ def plan(
     values = config.load_yaml(path)
     entries = {key: value for key, value in values.items() if value is not None}
     file = typed.read_typed(LeaderboardFile, entries, str(path))
+    # the command line's options win over the file's
     file = dataclasses.replace(file, base={**file.base, **base})
     methods = file.methods or dict.fromkeys(METHODS, {})
     _check(file, methods, str(path), code)
@@ -186,10 +188,12 @@ def _check(
     Raises:
       InputError: naming the place in the file.
     """
-    for name in () if code else methods:
-        check_no_code(name, where, "if you trust it, add --allow-code")
+    if not code:
+        for name in methods:
+            check_no_code(name, where, "if you trust it, add --allow-code")
     if not file.search.get("holdout"):
         raise InputError(f"{where}: search.holdout: trials must not see test images; nearest: holdout: 0.25")
+    # a factor twice would be two equal trials
     if not 0 < len(set(file.factors)) == len(file.factors) <= MOST_FACTORS or min(file.factors) <= 0:
         raise InputError(
             f"{where}: factors: {file.factors} must be distinct positive numbers, such as [1, 0.3]"
@@ -222,9 +226,11 @@ def _entry(
         options = {1.0: shared}
     trials = {}
     runs = {}
+    # each factor's runs are planned, and only the best one's are made
     for factor, base in options.items():
         runs[factor] = grid.plan_of({"method": method, "base": base, "seeds": file.seeds}, where, True)
         if len(options) > 1:
+            # a trial is one run: its first seed, on held-out examples
             trial = grid.plan_of({"method": method, "base": base | file.search}, where, True)[0]
             trials[factor] = trial._replace(name=f"x{factor:g}")
     return Contender(method, trials, runs)
@@ -232,6 +238,7 @@ def _entry(
 
 def _tuned(file: LeaderboardFile, method: str, settings: RunConfig) -> Sequence[str]:
     """Return the options that a method's trials multiply."""
+    # None: not in the table; (): nothing to tune
     names = file.tuned.get(method, TUNED.get(method))
     if names is None:
         names = [name for name in RATES if getattr(settings, name, None)]
@@ -279,7 +286,9 @@ def run(
       KeyboardInterrupt: after all running processes have ended, with checkpoints to
         resume from.
     """
-    check = (lambda: _check_folder(out)) if resume else None
+    check = None
+    if resume:
+        check = lambda: _check_folder(out)
     rows: list[Standing] = []
     with folder_of_runs(out, check):
         write_text(out / PLAN, yaml.safe_dump({"methods": [entry.name for entry in entries]}))
@@ -304,6 +313,7 @@ def _row(entry: Contender, out: Path, make: Make) -> Standing:
     if entry.trials:
         outcomes = make(list(entry.trials.values()), out / SEARCH / entry.name)
         trials = {factor: _a_last(outcomes[run.name]) for factor, run in entry.trials.items()}
+        # the best trial decides; test images have decided nothing
         best = chosen(trials)
         if best is None:
             planned = len(next(iter(entry.runs.values())))
@@ -362,6 +372,7 @@ def ranked(rows: Iterable[Standing]) -> list[Standing]:
 def cells(row: Standing) -> list[str]:
     """Return a row of the table, in the order of HEAD."""
     mark = ""
+    # clients' own models see fewer classes, so their accuracy is another quantity
     if any(run.get("personal") for run in row.summaries):
         mark = PERSONAL
     trials = ", ".join(
@@ -384,6 +395,7 @@ def with_interval(values: Sequence[float]) -> str:
     percents = [100 * value for value in values]
     if len(percents) < 2:
         return f"{percents[0]:.2f}"
+    # paired with 0: the interval of the mean itself
     mean, low, _ = paired_difference(percents, [0.0] * len(percents))
     return f"{mean:.2f}±{mean - low:.2f}"
 
@@ -413,6 +425,8 @@ def write(
     levels = {}
     for row in ranked(rows):
         percent = 100 * float(np.mean(row.values("A_last")))
+        # a bound such as local training sends nothing, and has no place on an axis of
+        # MB
         if _communicates(row):
             points[row.method] = (row.megabytes, percent)
         else:

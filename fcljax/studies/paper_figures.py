@@ -48,6 +48,7 @@ def curve_of(
         return tuple(percent(line.get("A")) for line in read_lines(run / "metrics.jsonl"))
     if figure.learned:
         matrix = summary["accuracy"]
+        # task by task, one curve after the other; `_over_time` takes them apart
         return tuple(percent(row[task - 1]) for task in figure.learned for row in matrix)
     return tuple(map(percent, summary["A"]))
 
@@ -69,6 +70,7 @@ def _over_time(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, L
     by_name = {}
     for result in results:
         mean = _mean(result.curves)
+        # the paper may print more or fewer steps than we have played
         paper = result.row.curve
         size = len(mean) // len(suffixes)  # curve_of puts the curves of the learned tasks one after the other
         for i, suffix in enumerate(suffixes):
@@ -97,6 +99,7 @@ def _over_option(option: str, results: Sequence[RowResult]) -> dict[str, Line]:
     points: dict[str, list[tuple[float, float | None, float | None]]] = {}
     for result in results:
         x = _value(result.column, result.row, option)
+        # rows without a number on this axis have no point
         if x is not None:
             number = next(iter(result.compared().values()))
             paper = None
@@ -122,6 +125,7 @@ def _name(column: Column, row: Row, option: str) -> str:
     if column.name:
         varied = column.entry.columns[column.name].settings
     settings = {**varied, **row.options}
+    # what varies along the axis is no part of the name
     settings.pop(option, None)
     return " ".join([row.method, *words_of(settings)])
 
@@ -136,7 +140,9 @@ def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | N
     if not by_name:
         return None
     metric = results[0].column.metrics[0]
-    ylabel = "Accuracy (%)" if figure.x in OVER else f"{metric} ({unit_of_metric(metric)})"
+    ylabel = "Accuracy (%)"
+    if figure.x not in OVER:
+        ylabel = f"{metric} ({unit_of_metric(metric)})"
     drawing = figures.new_figure(9.6, max(4.4, 0.8 + 0.22 * len(by_name)))
     axes = drawing.add_subplot()
     axes.set(xlabel=f"{figure.x} (dashed: the paper)", ylabel=ylabel)

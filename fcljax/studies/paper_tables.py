@@ -150,7 +150,9 @@ def status_of(
     """Return the status of a column after runs at the paper's scale; None: too few
     runs, or no numbers."""
     column = results[0].column
-    min_seeds = 1 if len(column.seeds) == 1 else MIN_SEEDS
+    min_seeds = MIN_SEEDS
+    if len(column.seeds) == 1:
+        min_seeds = 1
     has_numbers = any(number is not None for row in column.rows for number in row.numbers)
     complete = len(results) == len(column.rows) and all(result.seeds >= min_seeds for result in results)
     if not has_numbers or not complete:

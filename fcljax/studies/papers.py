@@ -170,7 +170,9 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         if isinstance(value, bool):
-            words.append(flag(name if value else f"no_{name}"))
+            if not value:
+                name = f"no_{name}"
+            words.append(flag(name))
         else:
             words += [flag(name), str(value)]
     return words
@@ -191,6 +193,7 @@ def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
         raise InputError(
             f"experiments: no folder {str(folder)!r}; without the option, the package's own files are read"
         )
+    # other YAML files may lie in the folder
     papers = {path.stem: path for path in sorted(folder.glob("*.yaml")) if MARK in _text(path)}
     if not papers:
         raise InputError(f"experiments: no file in {str(folder)!r} has a paper's tables, 'tables: ...'")
@@ -212,11 +215,13 @@ def parse_paper(path: str, values: Mapping[str, Any]) -> Paper:
     paper = typed.read_typed(Paper, values, path)
     if not paper.seeds:
         raise InputError(f"{path}: seeds: none given; give the paper's, such as [2023, 2024, 2025]")
+    # what a program writes must not move what people wrote
     if list(values)[-1] != "verified":
         raise InputError(f"{path}: verified: it must be the last key, because a program writes it")
     rows = [row.method for table in paper.tables.values() for row in table.rows]
     for name in (paper.method, *rows):
         check_no_code(name, path, "a paper's table names methods of the package")
+    # verified columns must exist
     keys = [column.key for name in paper.tables for column in columns(path, paper, name)]
     for key in paper.verified:
         choose(f"{path}: verified", key, keys)
@@ -235,9 +240,11 @@ def columns(path: str, paper: Paper, table: str) -> list[Column]:
         rows = tuple(
             _row(row, entry, name, f"{path}: tables.{table}.rows[{i}]") for i, row in enumerate(entry.rows)
         )
+        # two equal rows would be one run with two numbers
         if len({row.words() for row in rows}) < len(rows):
             raise InputError(f"{path}: tables.{table}.rows: two rows have the same method and options")
         seeds = tuple(column.seeds or paper.seeds)
+        # later settings win: base, table, column
         settings = {**paper.base, **entry.settings, **column.settings, "seed": seeds[0]}
         system = Path(path).stem
         table_columns.append(Column(path, system, table, name, paper, entry, rows, seeds, settings))
@@ -252,6 +259,7 @@ def _complete(path: str, paper: Paper, table: str) -> TableEntry:
     """
     entry = paper.tables[table]
     if entry.of is None:
+        # a figure of the same runs repeats nothing
         if not (entry.rows and entry.metrics and entry.upload):
             raise InputError(
                 f"{path}: tables.{table}: give rows, metrics and upload, or inherit them with of: TABLE"
@@ -259,6 +267,7 @@ def _complete(path: str, paper: Paper, table: str) -> TableEntry:
         return entry
     other = paper.tables[choose(f"{path}: tables.{table}.of", entry.of, paper.tables)]
     repeated = [name for name in ("rows", "columns", "metrics", "upload") if getattr(entry, name)]
+    # an inherited table has no parts of its own
     if repeated or other.of:
         raise InputError(
             f"{path}: tables.{table}.{(*repeated, 'of')[0]}: inherited from {entry.of!r}; remove it"
@@ -278,6 +287,7 @@ def _row(entry: RowEntry, table: TableEntry, column: str, where: str) -> Row:
     numbers = _of_column(entry.numbers, table, column, f"{where}.numbers")
     curve = _of_column(entry.curve, table, column, f"{where}.curve")
     if numbers is None:
+        # a row without the paper's numbers is ours alone
         numbers = [None] * len(table.metrics)
     place = ".".join(filter(None, [f"{where}.numbers", column]))
     if not isinstance(numbers, list) or len(numbers) != len(table.metrics):
@@ -300,6 +310,7 @@ def _of_column(values: Any, table: TableEntry, column: str, where: str) -> Any:
 def _number(value: object, where: str) -> Number | None:
     if value is None:
         return None
+    # a mean without a deviation
     if not isinstance(value, list) or len(value) != 2:
         value = [value, None]
     mean, deviation = value

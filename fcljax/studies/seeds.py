@@ -91,7 +91,9 @@ def run_seeds(
     """
     out = Path(out)
     summaries = []
-    check = (lambda: check_file(out, cfg, ROUNDING)) if resume else None
+    check = None
+    if resume:
+        check = lambda: check_file(out, cfg, ROUNDING)
     with folder_of_runs(out, check):
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
         write_text(out / "config.yaml", config.to_yaml(cfg))

@@ -93,10 +93,13 @@ def sweep(
       KeyboardInterrupt: after all running processes have ended, with checkpoints to
         resume from.
     """
-    check = (lambda: _check_same(runs, out)) if resume else None
+    check = None
+    if resume:
+        check = lambda: _check_same(runs, out)
     with folder_of_runs(out, check):
         _write_plan(runs, out)
         codes: dict[str, int] = {}
+        # a finished run has a summary; a failed one is made again
         todo = [run for run in runs if outcome(run, out, None).summary is None]
         try:
             with (
@@ -104,6 +107,7 @@ def sweep(
                 _watched(runs, out, console) as watch,
             ):
                 run_all([job_of(run, out, ways.options) for run in todo], start, ways.slots, codes, watch)
+        # also after Ctrl-C: what is finished by then is in the result
         finally:
             outcomes = {run.name: outcome(run, out, codes.get(run.name)) for run in runs}
             write_json(out / RESULT, result(runs, outcomes))
@@ -144,6 +148,7 @@ def _check_same(runs: Sequence[Planned], out: Path) -> None:
         raise InputError(f"resume: {str(out)!r} is not a sweep folder: it has no {PLAN}")
     planned = {run.name: run for run in runs}
     for name in config.load_yaml(out / PLAN):
+        # a run that has not started may still change
         if not (out / str(name) / "config.yaml").exists():
             continue
         if name not in planned:
@@ -180,6 +185,7 @@ def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
         summary = load_summary(out / run.name)
     except InputError:
         summary = None
+    # a summary of an earlier process does not excuse this one's failure
     if summary and not code:
         if learned_nothing(summary):
             return Outcome("failed", code, "no upload was valid", summary)
@@ -211,6 +217,7 @@ def failure(outcomes: Mapping[str, Outcome]) -> str:
 def last_line_of(log: Path) -> str:
     """Return the last line of a process's output."""
     with log.open("rb") as file:
+        # logs of long runs are large, and the last line is enough
         file.seek(max(0, log.stat().st_size - 10_000))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     return one_line(next((line for line in reversed(lines) if line), "no output"))
@@ -254,18 +261,26 @@ def run_all(
         while waiting or running:
             while waiting and free:
                 job = waiting.popleft()
+                # the first free device, so that a single run uses the first
                 slot = free.pop(0)
                 running[job.name] = (start(on_device(job, slot)), slot)
             for name, code in _ended(running).items():
                 codes[name] = code
                 free.append(running.pop(name)[1])
+            # after the exit codes: the bar counts what has ended
             watch(codes, list(running))
             # a signal is noticed here; without running processes nothing is waited for
-            pause(SECONDS if running else 0)
+            if running:
+                pause(SECONDS)
+            else:
+                pause(0)
     except BaseException as stop:
         # a second Ctrl-C must not leave processes behind
         with unbroken():
-            _end(running, number_of(stop) if isinstance(stop, KeyboardInterrupt) else 15)
+            number = 15
+            if isinstance(stop, KeyboardInterrupt):
+                number = number_of(stop)
+            _end(running, number)
         raise
 
 
@@ -285,6 +300,7 @@ def _end(running: Mapping[str, tuple[ClusterTask, str | None]], number: int) -> 
     """Send a signal to all runs, and wait until they have ended."""
     for task, _ in running.values():
         task.stop(number)
+    # each process writes its checkpoint first
     while len(_ended(running)) < len(running):
         time.sleep(SECONDS)
 
@@ -304,6 +320,7 @@ def _watched(
         TextColumn("{task.fields[now]}"),
     ]
     rounds = {run.name: run.cfg.tasks * run.cfg.rounds for run in runs}
+    # finished in an earlier call
     ended = {run.name for run in runs if outcome(run, out, None).summary}
     # rounds of large runs take minutes, so the speed is measured over an hour
     with Progress(*columns, console=console, speed_estimate_period=3600) as progress:

@@ -32,6 +32,7 @@ from fcljax.terminal import add_row, new_table
 STUDY = "tune.yaml"  # the request
 JOURNAL = "trials.log"  # written by Optuna
 BEST = "best.yaml"
+# why an option cannot be tuned: it decides what is compared
 NEVER = {
     "method": "compare methods with a sweep",
     "adapter": "it decides which options there are; tune each adapter by itself",
@@ -106,6 +107,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
       InputError: naming the option, the text and what would be valid.
     """
     name = name.replace("-", "_")
+    # the adapter decides which options there are
     adapter = given.get("adapter") or find_method(method).adapter
     config.check_known(method, adapter, [name], "options")
     groups = config.option_groups(method, adapter).values()
@@ -116,7 +118,11 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
         raise InputError(f"{name}: it cannot be tuned: {NEVER[name]}")
     if name in given:
         raise InputError(f"{name}: it has both a range and a value; leave one out")
-    scale, _, ends = text.rpartition(":") if text.startswith("log:") else ("", "", text)
+    # "log:" belongs to an interval alone
+    scale = ""
+    ends = text
+    if text.startswith("log:"):
+        scale, _, ends = text.rpartition(":")
     if ".." in ends:
         parsed = _interval(name, fields[name], ends, scale)
     elif scale or "," not in text:
@@ -126,6 +132,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
         values = [config.typed_value(name, fields[name].type, word.strip()) for word in text.split(",")]
         parsed = Range(tuple(dict.fromkeys(values)), "choice")
     for value in parsed.values:
+        # an invalid end would fail in the middle of the study
         config.from_mapping(method, {**given, name: value}, "options")  # each end must be valid
     return parsed
 
@@ -208,6 +215,8 @@ def tune(
             optuna.storages.journal.JournalFileBackend(str(out / JOURNAL))
         )
         pruner = None
+        # half of the trials are stopped early; without
+        # pruning each is played to the end
         if request.prune:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=WARM_UP)
         study = optuna.create_study(
@@ -230,10 +239,12 @@ def _missing(study: Any, request: StudyRequest) -> Iterator[Any]:
     import optuna
 
     running = optuna.trial.TrialState.RUNNING
+    # a trial that was running when the process stopped is still marked so
     for frozen in study.get_trials(states=(running,)):
         yield optuna.trial.Trial(study, frozen._trial_id)
     seed = request.settings({}).seed
     space = {name: _distribution(values) for name, values in request.ranges.items()}
+    # counted in the journal, not in memory: a resumed study goes on there
     while (number := len(study.get_trials(deepcopy=False))) < request.trials:
         # of the seed and the trial's number alone, so that a resumed study draws the same
         entropy = np.random.SeedSequence((seed, number)).generate_state(1)[0]
@@ -266,6 +277,7 @@ def _play(
             step = line["task"] * settings.rounds + line["round"]
             if step not in study.trials[trial.number].intermediate_values:
                 trial.report(line["A"], step)
+            # asked at every round, also of a resumed trial
             if request.prune and trial.should_prune():
                 raise _Pruned
 
@@ -283,6 +295,7 @@ def _play(
         else:
             study.tell(trial, state=states.FAIL)
     except _Pruned:
+        # pruned is a result: the study learns from it
         study.tell(trial, state=states.PRUNED)
     except InputError as error:
         observer.say(f"trial {trial.number}: {error}")
@@ -315,6 +328,7 @@ def _write_results(request: StudyRequest, trials: Sequence[Trial], out: Path) ->
     if best is None:
         raise InputError(f"tune: no trial ended with a finite {request.metric}; see {str(out)!r}")
     # best.yaml is for runs on all training images, so it leaves out the holdout
+    # runs with the best values train on all images
     settings = {name: value for name, value in request.given.items() if name != "holdout"}
     text = config.to_yaml(config.from_mapping(request.method, settings | best.values, "options"))
     accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training images"

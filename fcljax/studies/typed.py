@@ -53,7 +53,9 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _filled(kind, value, where, ".")
     if isinstance(value, list):
-        item_kind = typing.get_args(kind)[0] if typing.get_args(kind) else Any
+        item_kind = Any
+        if typing.get_args(kind):
+            item_kind = typing.get_args(kind)[0]
         return [converted(item_kind, item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
         item_kind = typing.get_args(kind)[1]

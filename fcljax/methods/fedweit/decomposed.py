@@ -1,4 +1,5 @@
-"""A learner whose network is composed anew for each task of a client (FedWeIT, Yoon et al. 2021).
+"""A learner whose network is composed anew for each task of a client (FedWeIT, Yoon et
+al. 2021).
 
 Network, adapter and classifier do not know of it. For task t a client computes with
 
@@ -96,7 +97,8 @@ class SparseBase(NamedTuple):
 
 
 def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learner:
-    """Return a learner whose base travels, and whose other parameters stay with the client.
+    """Return a learner whose base travels, and whose other parameters stay with the
+    client.
 
     Args:
       inner: computes with composed parameters; its adapter trains the same parameters in
@@ -305,7 +307,8 @@ def runs(shapes: Shapes) -> list[tuple[Shapes, int]]:
 
 
 def _longest_run(shapes: Shapes, start: int) -> tuple[int, int]:
-    """Return (width, repetitions) of the pattern from `start` that covers the most shapes.
+    """Return (width, repetitions) of the pattern from `start` that covers the most
+    shapes.
 
     Among equal ones the pattern with more repetitions wins; (1, 1) if none repeats.
     """
@@ -330,7 +333,8 @@ def _repetitions(shapes: Shapes, start: int, width: int) -> int:
 
 
 def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
-    """Return the arrays that the inner learner's adapter trains, without computing anything.
+    """Return the arrays that the inner learner's adapter trains, without computing
+    anything.
 
     Raises:
       InputError: for an adapter that has parameters for each task.
@@ -349,9 +353,13 @@ def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
 
 
 def compose(
-    arrays: Arrays, base: Float[Array, " N"], client: ClientParams, received: Float[Array, "R N"]
+    arrays: Arrays,
+    base: Float[Array, " N"],
+    client: ClientParams,
+    received: Float[Array, "R N"],
 ) -> Float[Array, " N"]:
-    """Return theta = B * sigmoid(mask) + A + sum_r alpha_r A^r (eq. 1; release: the sigmoid).
+    """Return theta = B * sigmoid(mask) + A + sum_r alpha_r A^r (eq. 1; release: the
+    sigmoid).
 
     Args:
       arrays: of the network.
@@ -432,9 +440,13 @@ def _predict(
 
 
 def sparse(
-    arrays: Arrays, base: Float[Array, " N"], mask: Float[Array, " M"], client_sparsity: float
+    arrays: Arrays,
+    base: Float[Array, " N"],
+    mask: Float[Array, " M"],
+    client_sparsity: float,
 ) -> SparseBase:
-    """Return a base without a share of each array's outputs, those with the smallest masks.
+    """Return a base without a share of each array's outputs, those with the smallest
+    masks.
 
     The release compares the absolute values of masks before the sigmoid, so that the most
     negative count as the largest; here those are left out that let the least of the base
@@ -451,6 +463,7 @@ def sparse(
 
 
 def filled(arrays: Arrays, mean: SparseBase, old: Float[Array, " N"]) -> Float[Array, " N"]:
-    """Return the merged base: means over the clients that sent a value, else the old value."""
+    """Return the merged base: means over the clients that sent a value, else the old
+    value."""
     share = arrays.of_outputs(mean.is_sent)  # of the clients that sent it
     return jnp.where(share > 0, mean.base / jnp.where(share > 0, share, 1.0), old)

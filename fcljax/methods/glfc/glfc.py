@@ -156,12 +156,14 @@ def rate_factor(
     """Return the factor on the learning rate in an epoch of a round."""
     if schedule == "constant":
         return jnp.ones(())
+    # in epochs of a task, over all of its rounds
     milestones = [jnp.int32(round(share * epochs * rounds)) for share in MILESTONES]
     milestone = jnp.stack(milestones)
     is_passed = epochs * round_ + epoch >= milestone
     if schedule == "steps":
         return DIVISOR ** -jnp.sum(is_passed).astype(jnp.float32)
     # release: each round begins at the full rate, and only the steps of the round are taken
+    # milestone // epochs is the round in which it lies
     in_round = is_passed & (milestone // epochs == round_)
     power = jnp.max(jnp.where(in_round, jnp.arange(1, len(MILESTONES) + 1), 0))
     return DIVISOR ** -power.astype(jnp.float32)
@@ -260,6 +262,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         task = context.task
         changed = task_changed(options, local, task)
         exemplars = adopt_exemplars(local.memory, changed).current.exemplars
+        # the union of exemplars and the client's examples, as one data set (GLFC, B5)
         examples = context.client.examples
         index = herding.draw_union(exemplars, task.old, batch_size, examples, key)
         # `stored` has the buffer of the upcoming exemplars behind that of the current ones
@@ -342,6 +345,7 @@ def mean_entropy(options: GLFCOptions, local: LocalState, task: Task) -> Float[A
     mean = local.entropy / jnp.maximum(local.examples, 1)
     if options.entropy_unit == "nats":
         return mean
+    # log of the number of classes: the entropy of a uniform guess
     return mean / jnp.log(jnp.maximum(jnp.sum(task.seen), 2))
 
 
@@ -379,12 +383,14 @@ def weighted_loss(
     batch = step.batch
     logits = step.output.logits
     one_hot = jax.nn.one_hot(batch.label, logits.shape[-1])
+    # gaps of old and new classes are weighed apart, by `weigh`
     weight = weights.weigh(gap_of(logits, batch.label), batch, memory, context.task)
     seen = context.task.seen
     binary_loss = functools.partial(weighted_binary_loss, logits, seen=seen, mask=batch.mask)
 
     def old_outputs() -> Float[Array, "B C"]:
         output = step.learner.forward(context.frozen, context.cached, old.trainable, batch, old.task, False)
+        # classes that the old model does not know have their labels as targets
         return jnp.where(old.task.seen, jax.nn.sigmoid(output.logits), one_hot)
 
     has_old = old.task.index >= 0
@@ -393,6 +399,7 @@ def weighted_loss(
     old_weight = jnp.ones_like(weight)
     if weights.weighs_old:
         old_weight = weight
+    # without an old model the labels alone, at full weight
     label_factor = jnp.where(has_old, weights.current, weights.alone)
     old_factor = jnp.where(has_old, weights.old, 0.0)
     label_loss = label_factor * binary_loss(one_hot, weight)
@@ -401,6 +408,7 @@ def weighted_loss(
 
 def gap_of(logits: Float[Array, "B C"], label: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return |sigmoid(z_y) - 1|, the gap of each example to its label, without a gradient."""
+    # stop_gradient: the gap is a weight, not a term of the loss
     z_y = jnp.take_along_axis(jax.lax.stop_gradient(logits), label[:, None], axis=-1)[:, 0]
     return jnp.abs(jax.nn.sigmoid(z_y) - 1)
 
@@ -414,6 +422,7 @@ def weighted_binary_loss(
 ) -> Float[Array, ""]:
     """Return the mean weighted binary cross-entropy over examples and seen classes."""
     loss = jnp.where(seen, optax.sigmoid_binary_cross_entropy(logits, target), 0.0)
+    # over examples and seen classes, as torch's mean over the matrix
     count = jnp.sum(mask) * jnp.sum(seen)
     return heads.reduce_rows(weight * jnp.sum(loss, axis=-1), mask, count, "mean")
 
@@ -427,12 +436,14 @@ def by_group(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, _task:
     is_old = learned[batch.label]
     old_weight = over_mean(gap, is_old & batch.mask)
     new_weight = over_mean(gap, ~is_old & batch.mask)
+    # without old classes there is nothing to compensate
     return jnp.where(jnp.any(learned), jnp.where(is_old, old_weight, new_weight), 1.0)
 
 
 def over_mean(gap: Float[Array, " B"], group: Bool[Array, " B"]) -> Float[Array, " B"]:
     """Return gaps divided by the mean gap of a group."""
     mean = jnp.sum(jnp.where(group, gap, 0.0)) / jnp.maximum(jnp.sum(group), 1)
+    # tiny: a group without examples has no mean
     return gap / jnp.maximum(mean, jnp.finfo(gap.dtype).tiny)
 
 
@@ -458,6 +469,7 @@ def add_statistics(step: ClientStep, local: LocalState) -> LocalState:
 def find_nearest(step: ClientStep, local: LocalState) -> LocalState:
     """Keep, for each class, the image whose features are nearest to the class mean so far."""
     batch = step.batch
+    # the mean of directions, as in herding
     mean = local.sums.unit / jnp.maximum(local.sums.examples, 1)[:, None]
     feature = step.forward(step.trainable, train=False).feature
     distance = jnp.sum((heads.unit(feature) - mean[:, None]) ** 2, axis=-1)
@@ -478,6 +490,7 @@ def prototype_gradients(options: GLFCOptions, learner: Learner) -> Report:
         local: LocalState = end.memories[NAME]
         changed = task_changed(options, local, context.task)
         encode = functools.partial(encoded_prototypes, options, learner, context, end.trainable)
+        # shapes of the gradient, for clients whose task has not changed
         shapes = jax.eval_shape(encode, local)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         gradient = jax.lax.cond(changed, encode, lambda _local: zeros, local)
@@ -542,6 +555,7 @@ def spread_of(sums: FeatureSums) -> Float[Array, ""]:
     examples = jnp.maximum(sums.examples, 1)
     present = sums.examples > 0
     mean = sums.feature / examples[:, None]
+    # |f|^2 summed over entries: their mean variance follows
     variance = sums.square / examples - jnp.sum(mean**2, axis=-1)  # over all entries together
     mean_variance = jnp.sum(jnp.where(present, variance, 0.0)) / jnp.maximum(jnp.sum(present), 1)
     return jnp.maximum(mean_variance, 0.0) / sums.feature.shape[-1]

@@ -145,11 +145,7 @@ def encode(
     return jax.vmap(gradient_of, (None, 0, 0))(params, small, jax.nn.one_hot(label, classes))
 
 
-def resize(
-    pixels: Float[Array, "n h w 3"],
-    height: int,
-    width: int,
-) -> Float[Array, "n h2 w2 3"]:
+def resize(pixels: Float[Array, "n h w 3"], height: int, width: int) -> Float[Array, "n h2 w2 3"]:
     """Resize images bilinearly; images of this size are returned as they are."""
     if pixels.shape[1:3] == (height, width):
         return pixels

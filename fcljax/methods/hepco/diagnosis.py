@@ -107,10 +107,7 @@ def compare(
     }
 
 
-def _nearest_class(
-    latent: Float[Array, "latents width"],
-    truth: Spread,
-) -> Int[Array, " latents"]:
+def _nearest_class(latent: Float[Array, "latents width"], truth: Spread) -> Int[Array, " latents"]:
     """Return the class whose mean m is nearest to x."""
     # |x - m|^2 without |x|^2, which is the same for all classes
     mean_square = exact_einsum("cw,cw->c", truth.mean, truth.mean)

@@ -107,7 +107,9 @@ def generate(
     """
     network = _LatentGenerator(config)
     variables = {"params": generator.params, "batch_stats": generator.stats}
-    mutable = ["batch_stats"] if train else []
+    mutable = []
+    if train:
+        mutable = ["batch_stats"]
     latent, updated = network.apply(variables, noise, label, train, mutable=mutable)
     if train and config.norm:
         generator = generator._replace(stats=updated["batch_stats"])

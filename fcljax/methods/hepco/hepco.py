@@ -136,6 +136,7 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
       InputError: for an ablation of what the generators do not see anyway, or generators
         of two features.
     """
+    # each check names an option that nothing would read
     if options.features == "both" and options.latents != "gaussian":
         raise InputError(
             "features: generators produce one kind of feature, not both; nearest: --latents gaussian"
@@ -216,6 +217,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
     It learns from the clients' models on latents of the task's classes, and from the
     model before the task on latents of older classes.
     """
+    # latents live in the space of the classifier's input
     width = feature_width(run, options.features)
     shape = GeneratorConfig(
         run.sizes.classes,
@@ -224,6 +226,8 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         options.label_width,
         options.generator_norm,
     )
+    # sums of features are an upload of their own, so they are sent only if something
+    # reads them
     needs_features = options.diagnose or options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> History:
@@ -235,12 +239,17 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
 
     def update(round: ServerRound, params: Params, history: History) -> ServerUpdate:
         task = round.task
+        # one key each: generator of new classes, of older ones, distillation
         keys = jax.random.split(round.key, 3)
+        # examples weigh the teachers, so an upload that is not valid weighs 0
         client_examples = valid_examples(round)
         class_examples = client_examples.sum(0)
+        # before the generators train: they draw the classes of this round too
         history = updated_history(history, round, class_examples)
 
         model = LatentModel(options, round.learner, params, task)
+        # teachers are constants of the round: parameters of the clients, not of the
+        # averaged model
         clients = client_teachers(options, round, params, client_examples)
         previous = previous_teacher(params, history, task)
         generators, generator_loss = train_generators(
@@ -249,6 +258,8 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, class_examples, history, task, generators)
         trainable, metrics = distil(model, clients, previous, draw, keys[2], jnp.any(round.valid))
         if options.diagnose:
+            # apart from the keys above: a run with diagnosis must end with the same
+            # model
             key = jax.random.fold_in(round.key, 3)
             metrics |= diagnosis(model, shape, generators, class_examples, history, key)
         merged = round.learner.merge(params, task, trainable)
@@ -282,6 +293,7 @@ def valid_examples(round: ServerRound) -> Float[Array, "clients C"]:
 
 def updated_history(history: History, round: ServerRound, class_examples: Float[Array, " C"]) -> History:
     """Return the history with the reports of a round, `class_examples` summed over clients."""
+    # None stays None: one structure for the whole run
     features = history.features
     if features is not None:
         features = jax.tree.map(jnp.add, features, round.reports["features"])
@@ -298,12 +310,15 @@ def client_teachers(
     """Return the clients' models as teachers of the task's classes."""
     mean = round.learner.trainable(params, round.task)
     weight = class_weights(examples, round.valid, options.loss_weights)
+    # clients that are not valid have the mean's parameters, which are finite, and
+    # weight 0
     return Teachers(params, task_start.valid_parameters(round, mean), weight)
 
 
 def previous_teacher(params: Params, history: History, task: Task) -> Teachers:
     """Return the model that the task began with as the one teacher of older classes."""
     start = history.start.trainable._replace(extra={})
+    # [1, ...]: one teacher, in the same form as J clients
     trainable = jax.tree.map(lambda leaf: leaf[None], start)
     return Teachers(params, trainable, task.old.astype(jnp.float32)[None])
 
@@ -333,6 +348,7 @@ class LatentModel(NamedTuple):
         self, teachers: Teachers, latent: Float[Array, "batch width"]
     ) -> Float[Array, "J batch C"]:
         """Return the logits of each teacher."""
+        # teachers share what is cached, so only the trainable parameters have an axis J
         logits_of_teacher = functools.partial(self.logits, teachers.cached, latent=latent)
         return jax.vmap(logits_of_teacher)(teachers.trainable)
 
@@ -357,6 +373,7 @@ def class_weights(
     """
     class_total = examples.sum(0)
     if kind == "uniform":
+        # the paper writes no weights (eq. 2 to 4b): each client counts once
         return jnp.broadcast_to(valid[:, None], examples.shape).astype(jnp.float32)
     if kind == "per_class":
         return examples / jnp.maximum(class_total, 1)
@@ -365,6 +382,7 @@ def class_weights(
 
 def log_frequencies(examples: Float[Array, " C"]) -> Float[Array, " C"]:
     """Return log-probabilities of classes, up to a constant, from their numbers of examples."""
+    # the inner maximum keeps the gradient of the logarithm finite where examples are 0
     return jnp.where(examples > 0, jnp.log(jnp.maximum(examples, 1e-12)), -jnp.inf)
 
 
@@ -397,14 +415,17 @@ def train_generators(
       The generators, and the mean loss of that of the task's classes.
     """
     options = model.options
+    # moments need no training, and `Weighted` of 0 says that there was no step
     if options.latents == "gaussian":
         return Generators(), Weighted(jnp.zeros(()), jnp.zeros(()))
+    # without a client there is no teacher: 0 steps keep one trace
     steps = jnp.where(any_client, options.generator_steps, 0)
     frequencies = log_frequencies(class_examples)
     current, loss = train_generator(model, shape, clients, keys[0], steps, frequencies)
     if options.wo_previous:
         return Generators(current), loss
     old_steps = steps_of_older(options, steps, model.task.index)
+    # classes of earlier tasks alone; those of the current one have the other generator
     old_frequencies = log_frequencies(history.class_examples * model.task.old)
     old, _ = train_generator(model, shape, previous, keys[1], old_steps, old_frequencies)
     return Generators(current, old), loss
@@ -416,6 +437,7 @@ def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array
     They grow with every task. There are none in the first task, or where no client takes
     part (`steps` is 0).
     """
+    # in the first task there is no older class to draw
     return jnp.where((steps > 0) & (task > 0), steps + options.generator_growth * task, 0)
 
 
@@ -438,12 +460,15 @@ def train_generator(
       frequencies: log-probabilities of the classes that latents are drawn for.
     """
     options = model.options
+    # made once: the products of the teachers' bases do not change while the generator
+    # trains
     gaps = prompt_gaps(model, teachers)
     adam = optax.adam(options.generator_lr)
     generator = init_generator(shape, jax.random.fold_in(key, 0))
 
     def step(i: Array, carry: tuple) -> tuple:
         generator, optimiser, total = carry
+        # key 0 drew the first values
         step_key = jax.random.fold_in(key, i + 1)
         noise, label = _conditions(step_key, options.latent_batch, shape, frequencies)
 
@@ -564,8 +589,10 @@ def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
         student_weight = mixed(student, latent).weight
 
         def gap(teacher: Params, product: Float[Array, "groups rows rows"]) -> Float[Array, " batch"]:
+            # the rows of [P_j; P_s - P_j] have the coefficients w_s - w_j and w_s
             difference = student_weight - mixed(teacher, latent).weight
             weight = jnp.concatenate([difference, student_weight], axis=-1)
+            # |w P|^2 = w (P P^T) w^T: no prompt is made
             return exact_einsum("bgm,gmk,bgk->b", weight, product, weight)
 
         return jax.vmap(gap)(teachers.trainable, teacher_products)
@@ -623,6 +650,7 @@ def diagnosis(
     metrics: Metrics = {}
     label = jnp.repeat(jnp.arange(shape.classes), diagnostics.PER_CLASS)
     for i, (name, (generator, examples)) in enumerate(examples_by_generator.items()):
+        # a generator that was not trained has nothing to compare
         if not generator.params:
             continue
         noise = jax.random.normal(jax.random.fold_in(key, i), (len(label), shape.noise))
@@ -649,6 +677,7 @@ def draw_latents(
 ) -> Composite:
     """Draw a batch: latents of the task's classes, and floor(ratio * batch) of older ones."""
     batch = options.latent_batch
+    # rounded down, as in the release
     replay = int(batch * options.replay_ratio)
     if options.wo_previous:
         replay = 0

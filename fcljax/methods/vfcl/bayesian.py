@@ -44,6 +44,8 @@ def bayesian(
         return _posteriors(inner.open_task(means(params), task), _rhos(params))
 
     def trainable_of(params: Params, task: Task) -> Params:
+        # means and rhos have the same structure, so the
+        # inner learner selects both alike
         mean = inner.trainable(means(params), task)
         return _posteriors(mean, inner.trainable(_rhos(params), task))
 
@@ -99,12 +101,14 @@ def mean_over_draws(
     """Return the mean of a function over parameters drawn from their posteriors: an
     estimate of the expectation in eq. 6."""
     # keyed by the first example: whoever holds the examples gets the same parameters
-    batch_key = key if batch.keys is None else batch.keys[0]
+    batch_key = key
+    if batch.keys is not None:
+        batch_key = batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(batch_key, StepKey.DRAWN_PARAMS), draws)
     if draws == 1:
         return function(draw_parameters(keys[0], trainable))
-    # one after the other: side by side, every convolution would have its own kernels
-    # for each draw
+    # one after the other: side by side, every convolution
+    # would have its own kernels for each draw
     values = jax.lax.map(lambda key: function(draw_parameters(key, trainable)), keys)
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from fcljax.federated.sums import widen
 from fcljax.types import PyTree
 
-# keeps the precisions of repeatedly conflated posteriors, and their sums, far from
-# float32's limit
+# keeps the precisions of repeatedly conflated
+# posteriors, and their sums, far from float32's limit
 SIGMA_MIN = 1e-6
 
 

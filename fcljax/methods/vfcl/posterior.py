@@ -54,6 +54,7 @@ class Flat:
         """Return the pytree."""
         if not self.shapes:
             return jax.tree.unflatten(self.tree, [])
+        # where each leaf ends in the vector
         ends = list(itertools.accumulate(math.prod(shape.shape) for shape in self.shapes))
         parts = jnp.split(self.vector, ends[:-1])
         leaves = [part.reshape(shape.shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -79,6 +80,7 @@ def init_posterior(params: PyTree, sigma: float = 0.02) -> Posterior:
       params: floating-point leaves.
       sigma: sigma_0, positive; the paper does not state it.
     """
+    # the same rho everywhere: no parameter is known better at first
     rho = softplus_inverse(jnp.float32(sigma))
     return Posterior(params, jax.tree.map(lambda leaf: jnp.full(leaf.shape, rho), params))
 
@@ -96,8 +98,8 @@ def flat(posterior: Posterior) -> Posterior:
 def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     """Draw parameters mean + sigma * eps, eps ~ N(0, 1); gradients reach both mean and
     rho."""
-    # one draw for all leaves: one each takes minutes to compile for a network of a
-    # hundred
+    # one draw for all leaves: one each takes minutes
+    # to compile for a network of a hundred
     mean, unflatten = ravel_pytree(posterior.mean)
     rho, _ = ravel_pytree(posterior.rho)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
@@ -165,6 +167,7 @@ def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
     blocks = -(-count // size)
 
     def divide(vector: Array) -> Array:
+        # zeros fill up the last block; softplus and logs are finite there
         return jnp.pad(vector, (0, blocks * size - count)).reshape(blocks, size)
 
     results = jax.lax.map(function, tuple(divide(vector) for vector in vectors))
@@ -197,13 +200,14 @@ def sum_all(tree: PyTree) -> Float[Array, ""]:
 
 
 def _log_normal(x: Array, mean: Array, sigma: Array) -> Array:
+    # log sigma, not sigma squared: small deviations underflow in the square
     return -0.5 * jnp.square((x - mean) / sigma) - jnp.log(sigma) - _HALF_LOG_TAU
 
 
 def _log_mixed(weight: Array, x: Array, *components: Array) -> Array:
     mean_1, sigma_1, mean_2, sigma_2 = components
     log_normals = jnp.stack([_log_normal(x, mean_1, sigma_1), _log_normal(x, mean_2, sigma_2)])
-    # weights as factors of logsumexp, which leaves out those of 0: log(0) has a
-    # gradient of NaN
+    # weights as factors of logsumexp, which leaves out
+    # those of 0: log(0) has a gradient of NaN
     weights = jnp.stack([weight, 1 - weight]).reshape(2, *[1] * x.ndim)
     return jax.scipy.special.logsumexp(log_normals, axis=0, b=weights)

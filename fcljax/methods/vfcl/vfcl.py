@@ -139,6 +139,7 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
 
     def loss(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
         # in a client's first task there is the global prior alone
+        # a client without a previous task has only the global prior
         global_weight = jnp.where(prior.task < 0, 1.0, options.global_share)
         global_posterior: Posterior = step.context.payload.trainable.adapter
         adapter = of_this_task(run.adapter, global_posterior, prior.adapter)
@@ -228,9 +229,11 @@ def classifier_ratio(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
         return jnp.where(prior.seen, mean, 0.0)
 
     def rho_or_one(rho: Array) -> Array:
+        # N(0, 1) for classes that did not exist
         return jnp.where(prior.seen, rho, _RHO_OF_ONE)
 
     def of_seen_classes(log_q: Array, log_p: Array) -> Array:
+        # the posterior of a class that the client has not seen is still its prior
         return jnp.where(step.context.task.seen, log_q - log_p, 0)
 
     p = Posterior(
@@ -271,6 +274,7 @@ def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""
 
     def possible(sigma: Array, received: Array) -> Array:
         float32 = jnp.finfo(jnp.float32)
+        # 0 would be a precision of infinity
         least = jnp.maximum(received / MOST_SHARPER, float32.tiny)
         return within(sigma, least, float32.max)
 
@@ -300,11 +304,14 @@ def bounded_certainty(
     def information(sigma: Array, received: Array) -> Array:
         return jnp.maximum(jnp.log(received / sigma), 0)
 
+    # parameters that became less certain bring no information
     gains = jax.tree.map(information, client.sigma, received.sigma)
     total = posterior.sum_all(gains)
+    # one factor for all of them: who learned more keeps more
     share = nats / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
     def bound(sigma: Array, received: Array, gain: Array) -> Array:
+        # with share >= 1 the bits stay, so that honest clients are untouched
         is_bounded = (share < 1) & (gain > 0)
         return jnp.where(is_bounded, received * jnp.exp(-share * gain), sigma)
 
@@ -322,6 +329,7 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
     Raises:
       InputError: for another rule than the mean where conflation is chosen.
     """
+    # the claim is checked before conflation, on what the client sent
     rule = rule._replace(possible=Claim("precision", possible_precision))
     if options.merge == "average":
         return rule
@@ -337,11 +345,14 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         # the two terms travel in the places of mean and rho, so that the upload keeps
         # its shape
         terms = Posterior(precision_mean, precision)
+        # a client without examples adds nothing; all others count once, by their
+        # precision
         return trainable._replace(adapter=terms), jnp.where(weight > 0, 1.0, 0.0)
 
     def post(
         merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray
     ) -> tuple[Params, tuple]:
+        # the mean of the terms: as certain as one client, not as all together
         factor = 1.0  # tempered: the mean of the clients' terms
         if options.merge == "conflation":  # their sum
             factor = count

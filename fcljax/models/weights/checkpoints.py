@@ -39,8 +39,8 @@ from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tens
 
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
 SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
-# Files of weights in a folder or a repository of the hub; the first one that exists is
-# read.
+# Files of weights in a folder or a repository of the
+# hub; the first one that exists is read.
 USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
 INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)  # of a network in several files
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
@@ -65,8 +65,8 @@ _TYPES = {
     "BOOL": np.bool_,
 }
 
-# Names in the pickles of state dicts, optimisers and numpy scalars; none has an effect
-# outside.
+# Names in the pickles of state dicts, optimisers and
+# numpy scalars; none has an effect outside.
 _HARMLESS = re.compile(
     r"collections\.(OrderedDict|Counter)|argparse\.Namespace|_codecs\.encode"
     r"|numpy\.(dtype|_?core\.multiarray\.scalar|dtypes\.\w+DType)"
@@ -157,14 +157,16 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
       ValueError: if the stream is no pickle.
     """
     names: list[str] = []
-    # what opcodes have pushed so far, None for anything but text: STACK_GLOBAL takes
-    # the last two
+    # what opcodes have pushed so far, None for anything
+    # but text: STACK_GLOBAL takes the last two
     stack: list[str | None] = []
     memo: dict[int, str | None] = {}
     # pyrefly: ignore[bad-argument-type]  # a stream of bytes will do
     for opcode, argument, _ in pickletools.genops(stream):
         code = opcode.name
-        top = stack[-1] if stack else None
+        top = None
+        if stack:
+            top = stack[-1]
         if code in ("GLOBAL", "INST"):
             names.append(str(argument).replace(" ", "."))
         elif code == "STACK_GLOBAL":
@@ -202,7 +204,9 @@ def _kind(path: Path) -> str:
             names = archive.namelist()
         if any(name.endswith(".pkl") for name in names):
             return ".pth"
-        return ".npz" if any(name.endswith(".npy") for name in names) else ".pth"
+        if any(name.endswith(".npy") for name in names):
+            return ".npz"
+        return ".pth"
     if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
         return ".pth"
     if start[257:262] == b"ustar":
@@ -272,7 +276,9 @@ def _index_of(path: Path) -> Path | None:
     if shard is None:
         return None
     index = path.with_name(f"{shard[1]}{shard[2]}.index.json")
-    return index if index.is_file() else None
+    if not index.is_file():
+        return None
+    return index
 
 
 def _read_shards(index: Path) -> tuple[dict[str, np.ndarray], dict[str, str], str]:
@@ -356,14 +362,19 @@ def _read_msgpack(path: Path) -> dict[str, np.ndarray]:
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
     zipped = zipfile.is_zipfile(path)
-    for name in _zip_imports(path) if zipped else _legacy_imports(path):
+    imports_of = _legacy_imports
+    if zipped:
+        imports_of = _zip_imports
+    for name in imports_of(path):
         if not _HARMLESS.fullmatch(name):
             raise InputError(
                 f"checkpoint: {str(path)!r} would run {name} when unpickled, so it is not loaded; "
                 "save its state dict alone"
             )
     try:
-        return read_torch_zip(path) if zipped else _read_legacy(path)
+        if zipped:
+            return read_torch_zip(path)
+        return _read_legacy(path)
     except pickle.UnpicklingError as error:
         why = " ".join(str(error).split())
         why = (why.partition("WeightsUnpickler error: ")[2] or why)[:160]
@@ -390,8 +401,8 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
 def _zip_imports(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         check_members(archive, ZIP_LIMIT)
-        # a bomb that unpacks to a thousand times its size would take a thousand times
-        # as long to check
+        # a bomb that unpacks to a thousand times its size
+        # would take a thousand times as long to check
         check_unpacked(archive, path.stat().st_size)
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         if not any(PurePosixPath(name).name == "data.pkl" for name in pickles):
@@ -465,7 +476,10 @@ def _read_hub(spec: str) -> Checkpoint:
             f"checkpoint: {spec!r} has suffix {PurePosixPath(name).suffix!r}; valid: {', '.join(SUFFIXES)}"
         )
     # a repository of the hub is a folder: the first usual file counts
-    for candidate in (name,) if name else WEIGHT_FILES:
+    candidates = WEIGHT_FILES
+    if name:
+        candidates = (name,)
+    for candidate in candidates:
         path = _fetch(spec, repository, revision, candidate)
         if path is not None:
             break
@@ -478,7 +492,9 @@ def _read_hub(spec: str) -> Checkpoint:
     # the library puts files of one revision into one folder, where `_read` finds them
     for sidecar in SIDECARS:
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
-    version = f"@{revision}" if revision else ""
+    version = ""
+    if revision:
+        version = f"@{revision}"
     return _read(path, f"hf:{repository}{version}:{candidate}")
 
 
@@ -516,7 +532,9 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
         raise InputError(
             f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {reason(error)}"
         ) from None
-    blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
+    blob = path
+    if path.is_symlink():
+        blob = Path(os.path.abspath(path.parent / os.readlink(path)))
     if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(path) != blob.name:
         _remove(_cached_paths(cache, repository) - paths_before | {path, blob})
         raise InputError(

@@ -68,10 +68,12 @@ def convert(
     Raises:
       InputError: as `load_backbone`, and if the target cannot be written or exists.
     """
+    # checked before a large file is read
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
     network = find_network(file, options.part)
     if network.family.reader != "vit":
+        # the same errors as in a run, for a file that is broken as well
         load_convnet(file, network, None, None, "float32", "auto")  # raises if a run would
         raise InputError(
             f"checkpoint: {source!r} holds a convolutional network, which is read as it is: "
@@ -94,6 +96,7 @@ def convert(
 def _target(source: str, target: str | None) -> Path:
     """Return the file to write, which is checked before the network is read."""
     if target is None:
+        # the name of the source, in the current folder
         name = Path(source).stem
         if source.startswith("hf:"):  # hf:OWNER/NAME@REVISION:FILE
             name = source.removeprefix("hf:").partition(":")[0].partition("@")[0]
@@ -101,6 +104,7 @@ def _target(source: str, target: str | None) -> Path:
     path = Path(target)
     if path.suffix != ".safetensors":
         raise InputError(f"target: {str(path)!r} must end in .safetensors")
+    # never replaced: the file may be the only copy
     if path.exists() or path.is_symlink():
         raise InputError(f"target: {str(path)!r} exists; give another name")
     if not path.parent.is_dir():
@@ -112,6 +116,7 @@ def _target(source: str, target: str | None) -> Path:
 def _metadata(loaded: LoadedViT) -> dict[str, str]:
     file = loaded.source
     network = loaded.network
+    # the provenance of the weights travels with them
     metadata = {
         "format": FORMAT,
         "source": file.source,

@@ -82,7 +82,9 @@ def _rename(tensors: Tensors) -> Tensors:
         if spellings is _TORCHVISION and (match := re.match(r"features\.([1-9])\.(\d+)\.", name)):
             # stages have odd numbers, downsampling before the next stage even ones
             number = int(match[1])
-            module = "blocks" if number % 2 else "downsample"
+            module = "downsample"
+            if number % 2:
+                module = "blocks"
             name = f"stages.{number // 2}.{module}.{match[2]}.{name[match.end() :]}"
         for pattern, replacement in spellings:
             name = re.sub(pattern, replacement, name)
@@ -111,7 +113,10 @@ def _timm_name(path: tuple[str, ...]) -> str:
     module = ".".join(modules)
     outside = {"stem": "stem.0", "stem_norm": "stem.1", "norm": "head.norm"}
     if match := re.fullmatch(r"down_(\d)(_norm)?", module):
-        name = f"stages.{match[1]}.downsample.{0 if match[2] else 1}"
+        number = 1
+        if match[2]:
+            number = 0
+        name = f"stages.{match[1]}.downsample.{number}"
     elif match := re.fullmatch(r"stage_(\d)_block_(\d+)", module):
         return f"stages.{match[1]}.blocks.{match[2]}.gamma"
     elif match := re.fullmatch(r"stage_(\d)_block_(\d+)\.(\w+)", module):
@@ -137,11 +142,7 @@ def _timm_shape(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...
     return shape[::-1]
 
 
-def _to_our_layout(
-    path: tuple[str, ...],
-    x: np.ndarray,
-    shape: tuple[int, ...],
-) -> np.ndarray:
+def _to_our_layout(path: tuple[str, ...], x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if path[-1] != "kernel":
         return x
     if len(shape) == 3:  # depthwise

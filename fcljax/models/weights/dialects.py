@@ -153,7 +153,8 @@ def from_flax(tensors: Tensors) -> Tensors:
         # flax has [in, out] and [row, column, in, out]
         if leaf == "kernel":
             x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
-        leaf = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
+        if leaf in ("kernel", "scale", "embedding"):
+            leaf = "weight"
         renamed[f"{module}/{leaf}".replace("/", ".")] = x
     return renamed
 

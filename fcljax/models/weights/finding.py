@@ -220,7 +220,9 @@ def _choose_prefix(prefixes: list[str], part: str) -> str:
         return candidates[0]
     shared = set.intersection(*(set(components(prefix)) for prefix in candidates))
     parts = sorted(_all_components(candidates) - shared)
-    advice = f"choose one with --part {' or '.join(parts)}, as of fcljax convert, " if parts else ""
+    advice = ""
+    if parts:
+        advice = f"choose one with --part {' or '.join(parts)}, as of fcljax convert, "
     raise InputError(
         f"checkpoint: it holds several networks, under {listed([repr(prefix) for prefix in prefixes])}; "
         f"{advice}or give a file of one network"
@@ -305,5 +307,7 @@ def left_out_notes(names: Iterable[str]) -> list[str]:
     labels += sorted(label for label in counts if label not in _OTHER_CONTENT)
     parts = [f"{label} ({counts[label]})" for label in labels[:MOST_LABELS]]
     remaining = sum(counts[label] for label in labels[MOST_LABELS:])
-    more = f" and {remaining} others" if remaining else ""
+    more = ""
+    if remaining:
+        more = f" and {remaining} others"
     return [f"left out, being no part of the backbone: {', '.join(parts)}{more}"]

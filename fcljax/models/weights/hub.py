@@ -43,7 +43,9 @@ def is_hub_name(name: str) -> bool:
 
 def repository(name: str) -> str:
     """Return the hub's repository of a network; the owner of timm's networks is timm."""
-    return name if "/" in name else f"timm/{name}"
+    if "/" in name:
+        return name
+    return f"timm/{name}"
 
 
 def find_weights(name: str, data_dir: str | Path | None = None) -> Path:
@@ -56,6 +58,7 @@ def find_weights(name: str, data_dir: str | Path | None = None) -> Path:
     Raises:
       InputError: if no cache has it, with the command that downloads it.
     """
+    # fcljax's own cache first, then that of the hub's libraries
     for folder in (_cache_folder(name, data_dir), _hub_snapshot(name)):
         for file in FILES:
             if folder is not None and (folder / file).is_file():
@@ -70,6 +73,7 @@ def _cache_folder(name: str, data_dir: str | Path | None) -> Path:
 def _hub_snapshot(name: str) -> Path | None:
     """Return the newest snapshot in the cache of huggingface_hub, which timm and
     transformers use."""
+    # the variables of huggingface_hub
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     root = cache / f"models--{repository(name).replace('/', '--')}"
@@ -104,6 +108,7 @@ def get_weights(
             f"weights: {name!r} is not a name on the hub; expected ARCHITECTURE.TAG, as timm has them, or "
             "OWNER/NAME"
         )
+    # a cache that has the file needs no network
     # find_weights raises if no cache has the file
     with contextlib.suppress(InputError):
         cached = find_weights(name, data_dir)
@@ -112,6 +117,7 @@ def get_weights(
     check_folder(folder, "data_dir")
     base = f"{os.environ.get('HF_ENDPOINT') or HUB}/{repository(name)}/resolve/main"
     archive = next((archive for file in FILES if (archive := _archive(f"{base}/{file}", name))), None)
+    # safetensors first: a torch file is read without its code, but is larger
     if archive is None:
         raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,14 +132,15 @@ def get_weights(
 
 
 def _archive(url: str, name: str) -> Archive | None:
+    # HEAD: the hub answers with the checksum before a redirection to its store
     """Ask the hub for the size and the checksum of a file; None if it has no such
     file."""
     with _open(urllib.request.Request(url, method="HEAD"), name) as answer:
         if answer is None:
             return None
         headers = answer.headers
-        # of large files the linked ETag is the sha256; the ETag is that of the
-        # redirection
+        # of large files the linked ETag is the sha256;
+        # the ETag is that of the redirection
         tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('W/"')
         size = whole_number(headers.get("X-Linked-Size") or headers.get("Content-Length") or "")
         if not re.fullmatch("[0-9a-f]{64}", tag) or size is None:
@@ -144,7 +151,9 @@ def _archive(url: str, name: str) -> Archive | None:
 def _download_json(url: str, name: str) -> bytes | None:
     """Download a small JSON file; None if the hub has none."""
     with _open(urllib.request.Request(url), name, redirect=True) as answer:
-        content = None if answer is None else answer.read(SIDECAR_BYTES)
+        content = None
+        if answer is not None:
+            content = answer.read(SIDECAR_BYTES)
     if content:
         try:
             json.loads(content)
@@ -168,7 +177,10 @@ def _open(
     redirect: bool = False,
 ) -> Iterator[Any]:
     """Open the hub's answer; None if it has no such file."""
-    handlers = [] if redirect else [_NoRedirect]
+    handlers = []
+    # the answer before the redirection has the checksum
+    if not redirect:
+        handlers = [_NoRedirect]
     opener = urllib.request.build_opener(*handlers)
     try:
         answer = opener.open(request, timeout=TIMEOUT)
@@ -181,6 +193,7 @@ def _open(
                 f"weights: the hub refuses {name!r} (HTTP status {error.code}); if it is gated, log in and "
                 "fetch it with the hub's own program, whose cache is read too"
             ) from error
+        # `urllib` calls it an error, because it was told not to follow
         answer = error  # a redirection, whose headers have the checksum
     except (OSError, HTTPException) as error:
         cause = getattr(error, "reason", None)

@@ -106,6 +106,7 @@ def _modules(
     fc2: str,
 ) -> dict[str, tuple[str, ...]]:
     in_file = {"norm1": norm1, "attn.qkv": qkv, "attn.proj": proj, "norm2": norm2, "fc1": fc1, "fc2": fc2}
+    # families with them have other names, which are translated first
     optional = {name: (name,) for name in OPTIONAL_MODULES}  # `dialects` has renamed them
     return {name: tuple(modules.split()) for name, modules in in_file.items()} | optional
 
@@ -192,6 +193,7 @@ def name_tensors(network: finding.NetworkInFile) -> NamedViT:
     translated = translate(network.tensors, family)
     mapping = {"transformers": "huggingface", "big_vision": "google"}.get(family, family)
     if mapping not in {naming.mapping for naming in ENCODERS}:
+        # a file of our own has our layouts and nothing to rename
         mapping = "timm"  # `translate` has renamed all other families
     naming = _best_naming(ENCODERS, mapping, translated.tensors)
     dialect = translated.dialect
@@ -199,6 +201,7 @@ def name_tensors(network: finding.NetworkInFile) -> NamedViT:
         dialect = dialect._replace(pixels="imagenet")
     if naming.layout == "ours":
         return NamedViT(naming, translated.tensors, network.prefix, dialect, network.left_out)
+    # wrappers of pMAE's decoder stand before MAE's own names
     tensors = _without_wrapper(translated.tensors)
     _refuse_other_networks(naming, tensors)
     tensors, other_content = finding.split_content(tensors, _is_of_network(naming, tensors))
@@ -249,6 +252,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
         if not facts.activation:
             assumptions.append(_assumed_activation(dialect))
     # shapes of one block; `_recipes` repeats it
+    # one block, since all blocks have equal shapes
     shapes = _shapes(parameter_shapes(dataclasses.replace(config, depth=1)))
     outputs = _outputs(naming, tensors)
     if outputs is not None:
@@ -257,8 +261,12 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
 
     # encoder and decoder are checked together: a tensor of neither is unexpected
     file_shapes = _file_shapes(recipes)
-    decoder_parts = _decoder(network, config, facts) if _has_decoder(tensors) else None
+    decoder_parts = None
+    if _has_decoder(tensors):
+        decoder_parts = _decoder(network, config, facts)
     if decoder_parts:
+        # a tensor that belongs to neither is an error: it would change what the network
+        # computes
         file_shapes |= _file_shapes(decoder_parts[2])
     check_tensors(tensors, file_shapes, name or _describe(config))
     params = _build(tensors, recipes)
@@ -271,6 +279,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
 
     wrappers = finding.components(network.prefix)
     content = any(finding.is_left_out(network.left_out, label) for label in _TRAINING_CONTENT)
+    # files of training runs hold more than a network
     training = bool(decoder or content or _TRAINING_WRAPPERS.intersection(wrappers))
     return Interpreted(
         config,
@@ -288,7 +297,9 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
 
 def _assumed_activation(dialect: Dialect) -> str:
     note = f"the activation {dialect.activation} of its kind is assumed"
-    return f"{note}: {dialect.doubt}" if dialect.doubt else note
+    if dialect.doubt:
+        return f"{note}: {dialect.doubt}"
+    return note
 
 
 def is_decoder(tensors: Tensors) -> bool:
@@ -311,9 +322,11 @@ def interpret_decoder(
       InputError: if tensors are missing, unexpected, misshaped or not finite.
     """
     naming = DECODERS[0]
+    # pixels = 3 patch^2
     patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
     width = _length(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
     # the encoder, as far as its decoder shows it
+    # heads, MLP and depth of the encoder do not matter here
     encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)
     network = NamedViT(ENCODERS[0], tensors, "", Dialect(), ())
     config, assumptions, recipes = _decoder(network, encoder, facts)
@@ -358,6 +371,7 @@ def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
     # a head behind pre_logits does not read the class token
     pre_logits = any(name.startswith(("pre_logits.", "pre_logits/")) for name in tensors)
     of_network: set[str] = set()
+    # both leaves or none: a bias alone belongs to something else
     if head <= set(tensors) and not pre_logits:
         of_network |= head
     if _has_decoder(tensors):
@@ -368,6 +382,7 @@ def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
 def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
     """Add zeros for the biases of queries, keys and values if no block has any
     (qkv_bias=False)."""
+    # block numbers are part of the names
     block = re.sub("%(02)?d", r"\\d{1,9}", re.escape(naming.block))
     modules = "|".join(map(re.escape, naming.modules["attn.qkv"]))
     kernel = re.compile(f"({block}(?:{modules})){re.escape(_leaf(naming, '', 'kernel'))}")
@@ -376,6 +391,8 @@ def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
         for name, x in tensors.items()
         if (match := kernel.fullmatch(name))
     }
+    # any bias present: the file has them all, or is broken, which the check of shapes
+    # says
     if not biases.keys().isdisjoint(tensors):
         return tensors
     return tensors | {name: np.zeros(shape, np.float32) for name, shape in biases.items()}
@@ -398,6 +415,7 @@ def _has_decoder(tensors: Tensors) -> bool:
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
     """Refuse networks whose tensors would load, or nearly, and that compute something
     else."""
+    # a distilled network's class token alone computes something else
     distilled = r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier"
     if any(re.match(distilled, key) for key in tensors):
         raise InputError(
@@ -433,6 +451,7 @@ def _architecture(
     block = naming.block % 0
     pre_norm = _leaf(naming, NORM_PRE, "scale") in tensors
     epsilon = ViTConfig.epsilon
+    # the epsilon is in no tensor; these two families have another one
     if pre_norm or facts.rotary_base:
         epsilon = 1e-5  # CLIP's and DINOv3's
     config = ViTConfig(
@@ -453,6 +472,7 @@ def _architecture(
     )
     heads = _heads(network, facts)
     if name is not None:
+        # a name fixes the number of heads
         if heads not in (None, VITS[name].heads):
             raise InputError(
                 f"checkpoint: does not fit {name}: it has {heads} heads, needs {VITS[name].heads}"
@@ -483,6 +503,7 @@ def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]
     """Assume the usual number of heads, which leave no trace in fused or split
     matrices."""
     if network.naming.layout == "ours":
+        # our own shapes with the same tensors differ in heads alone
         for vit in VITS.values():
             if dataclasses.replace(vit, heads=1) == config:
                 return vit.heads, []
@@ -514,12 +535,15 @@ def _usual_heads(config: ViTConfig, prefix: str) -> int | None:
 
 
 def _registers(naming: Naming) -> str:
-    return "registers" if naming.layout == "ours" else "reg_token"
+    if naming.layout == "ours":
+        return "registers"
+    return "reg_token"
 
 
 def _patches(naming: Naming, tensors: Tensors) -> tuple[int, int]:
     """Return the side of the patches and the width, from the patch embedding."""
     shape = tensors[_leaf(naming, naming.embed, "kernel")].shape
+    # 0 x 0 until the layout is known: the comparison below then fails
     side = width = 0
     if naming.layout == "ours" and len(shape) == 2:
         width = shape[1]
@@ -559,6 +583,7 @@ def _depth(naming: Naming, tensors: Tensors) -> int:
     tensors."""
     pattern = re.compile(re.sub("%(02)?d", r"(\\d{1,9})", re.escape(naming.block)))
     indices = [int(match[1]) for key in tensors if (match := pattern.match(key))]
+    # a huge block number in a broken file must not allocate anything
     return min(max(indices, default=0) + 1, len(tensors))
 
 
@@ -569,7 +594,9 @@ def _mlp(naming: Naming, tensors: Tensors, width: int) -> int:
 
 
 def _outputs(naming: Naming, tensors: Tensors) -> int | None:
-    axis = 0 if naming.layout == "torch" else -1
+    axis = -1
+    if naming.layout == "torch":
+        axis = 0
     kernel = _length(tensors, _leaf(naming, naming.out, "kernel"), axis, None)
     return _length(tensors, _leaf(naming, naming.out, "bias"), 0, None) or kernel
 
@@ -577,8 +604,12 @@ def _outputs(naming: Naming, tensors: Tensors) -> int | None:
 def _length(tensors: Tensors, name: str, axis: int, default):
     """Return the length of an axis, or the default if it is missing: the check of all
     shapes reports that."""
-    shape = tensors[name].shape if name in tensors else ()
-    return shape[axis] if -len(shape) <= axis < len(shape) else default
+    shape = ()
+    if name in tensors:
+        shape = tensors[name].shape
+    if -len(shape) <= axis < len(shape):
+        return shape[axis]
+    return default
 
 
 def _decoder(
@@ -619,7 +650,9 @@ def _leaf(naming: Naming, module: str, leaf: str) -> str:
     modules."""
     if naming.layout == "torch" and leaf != "bias":
         leaf = "weight"
-    return f"{module}/{leaf}" if naming.layout == "google" else f"{module}.{leaf}"
+    if naming.layout == "google":
+        return f"{module}/{leaf}"
+    return f"{module}.{leaf}"
 
 
 def _shapes(tree: PyTree) -> Shapes:
@@ -642,9 +675,12 @@ def _recipes(
     arrays = {ours.token: in_file.token, ours.pos: in_file.pos, "registers": _registers(in_file)}
     outside = {ours.embed: in_file.embed, ours.norm: in_file.norm, ours.out: in_file.out, NORM_PRE: NORM_PRE}
     for name, shape in shapes.items():
+        # arrays without a module
         if name in arrays:
             # torch and Google store tokens and positions as [1, tokens, width]
-            leading = () if in_file.layout == "ours" else (1,) * (3 - len(shape))
+            leading = ()
+            if in_file.layout != "ours":
+                leading = (1,) * (3 - len(shape))
             recipes[name] = _Recipe((arrays[name],), (*leading, *shape), shape, False)
             continue
         module, _, leaf = name.rpartition(".")
@@ -653,6 +689,7 @@ def _recipes(
         if module in outside:
             copies = [(module, [outside[module]])]
         if inner != module:
+            # the recipe of block 0 holds for all blocks
             copies = [
                 (ours.block % i + inner, [in_file.block % i + part for part in in_file.modules[inner]])
                 for i in range(config.depth)
@@ -661,6 +698,7 @@ def _recipes(
             our_shape = (*shape[:-1], shape[-1] // len(file_modules))
             names = tuple(_leaf(in_file, file_module, leaf) for file_module in file_modules)
             file_shape = _file_shape(in_file.layout, inner, our_shape, config)
+            # torch's [out, in, ...] is [..., in, out] reversed
             reverse_axes = in_file.layout == "torch"
             recipes[f"{our_module}.{leaf}"] = _Recipe(names, file_shape, our_shape, reverse_axes)
     return dict(sorted(recipes.items()))
@@ -676,10 +714,13 @@ def _file_shape(
     if layout == "ours":
         return shape
     if module == _OUR_ENCODER.embed and len(shape) == 2:
-        return (width, 3, patch, patch) if layout == "torch" else (patch, patch, 3, width)
+        if layout == "torch":
+            return (width, 3, patch, patch)
+        return (patch, patch, 3, width)
     if layout == "torch":
         return shape[::-1]
     if module == "attn.qkv":
+        # Google splits q, k and v by heads
         return (*shape[:-1], heads, width // heads)
     if module == "attn.proj" and len(shape) == 2:
         return (heads, width // heads, width)

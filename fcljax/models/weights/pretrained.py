@@ -137,8 +137,11 @@ def load_backbone(
         choose("backbone", name, (*VITS, *CONVNETS))
     if name in VITS:
         _check_size(image_size, VITS[name], name)
-    file = None if checkpoint is None else checkpoints.read_checkpoint(checkpoint)
-    network = None if file is None else find_network(file, options.part)
+    file = None
+    network = None
+    if checkpoint is not None:
+        file = checkpoints.read_checkpoint(checkpoint)
+        network = find_network(file, options.part)
     if name in CONVNETS or (network and network.family.reader != "vit"):
         for option in ("heads", "decoder"):
             if getattr(options, option) is not None:
@@ -157,6 +160,7 @@ def load_backbone(
         )
     decoder_source = options.decoder
     if decoder_source is None and checkpoint is None:
+        # only the packaged encoder has a packaged decoder, made from its own features
         decoder_source = _packaged_decoder(name, image_size)
     if file is None or network is None:
         file = checkpoints.read_checkpoint(packaged(name))
@@ -167,6 +171,7 @@ def load_backbone(
     decoder = _decoder_in_file(loaded)
     notes = []
     if decoder_source is not None:
+        # a decoder from another file replaces the one in this file
         decoder, notes = _load_decoder(loaded, decoder_source, options.decoder_heads)
     if decoder:
         config = dataclasses.replace(decoder.config, dtype=dtype)
@@ -211,7 +216,10 @@ def load_convnet(
         raise InputError(
             f"checkpoint: does not fit {name}: it contains a Vision Transformer ({network.family.name})"
         )
-    reader = convnext if network.family.reader == "convnext" else torchvision
+    # families of convolutional networks name their tensors in one of two ways
+    reader = torchvision
+    if network.family.reader == "convnext":
+        reader = convnext
     convnet = reader.interpret(network.tensors, name)
     file_stem = getattr(convnet.config, "stem", None)
     if stem not in ("auto", file_stem):
@@ -220,7 +228,9 @@ def load_convnet(
         )
     config = _at_size(convnet.config, image_size, dtype)
     facts = sidecars.read_facts(file, None, convnet.config.width)
-    notes = [] if convnet.head is None else [naming.head_note(convnet.head)]
+    notes = []
+    if convnet.head is not None:
+        notes.append(naming.head_note(convnet.head))
     notes += finding.role_notes(network.prefix)
     notes += finding.left_out_notes((*network.left_out, *convnet.left_out))
     notes += facts.notes
@@ -244,7 +254,10 @@ def _random_convnet(name: str, image_size: int | None, dtype: Dtype, options: We
     elif options.stem != "auto":
         config = dataclasses.replace(config, stem=options.stem)
     elif image_size is not None:
-        config = dataclasses.replace(config, stem="cifar" if image_size < 64 else "imagenet")
+        stem = "imagenet"
+        if image_size < 64:
+            stem = "cifar"
+        config = dataclasses.replace(config, stem=stem)
     config = _at_size(config, image_size, dtype)
     mean, std = NORMALISE["half"]
     params = make_network(config, mean, std).init(jax.random.key(seed))
@@ -254,7 +267,9 @@ def _random_convnet(name: str, image_size: int | None, dtype: Dtype, options: We
 
 def _at_size(config: ConvNetConfig, image_size: int | None, dtype: Dtype) -> ConvNetConfig:
     """Change the image size, which must leave a position in the last stage."""
-    size = config.image_size if image_size is None else image_size
+    size = config.image_size
+    if image_size is not None:
+        size = image_size
     if size < config.reduction:
         raise InputError(
             f"image_size: {size} is less than the {config.reduction} pixels that become one position of the "

@@ -75,7 +75,9 @@ def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkF
     # a folder can contain the configs of another checkpoint
     config, notes = _if_of_network("config.json", _vision(file.config), file.config, expected)
     # a preprocessor beside the config of another network belongs to that network
-    preprocessor = file.preprocessor if config or not file.config else {}
+    preprocessor = {}
+    if config or not file.config:
+        preprocessor = file.preprocessor
     clip, clip_notes = _if_of_network(
         "open_clip_config.json", _vision_tower(file.open_clip), file.open_clip, expected
     )
@@ -134,18 +136,24 @@ def _if_of_network(
 def _vision(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json, or its part on the visual tower (CLIP)."""
     vision = config.get("vision_config")
-    return vision if isinstance(vision, dict) else config
+    if isinstance(vision, dict):
+        return vision
+    return config
 
 
 def _model(open_clip: dict[str, Any]) -> dict[str, Any]:
     model = open_clip.get("model_cfg", open_clip)
-    return model if isinstance(model, dict) else {}
+    if isinstance(model, dict):
+        return model
+    return {}
 
 
 def _vision_tower(open_clip: dict[str, Any]) -> dict[str, Any]:
     """Return open_clip's part on the visual tower."""
     vision = _model(open_clip).get("vision_cfg")
-    return vision if isinstance(vision, dict) else {}
+    if isinstance(vision, dict):
+        return vision
+    return {}
 
 
 def _heads_of_tower(open_clip: dict[str, Any]) -> int | None:
@@ -179,7 +187,9 @@ def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation
         return "gelu"
     name = _vision(config).get("hidden_act")
     if name is None and tower:
-        return "quick_gelu" if _model(open_clip).get("quick_gelu") else "gelu"
+        if _model(open_clip).get("quick_gelu"):
+            return "quick_gelu"
+        return "gelu"
     if name is None:
         return None
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -261,6 +271,7 @@ def _colour(file: Checkpoint, what: str, value: object) -> Colour:
     Raises:
       InputError: for other values, or a standard deviation of zero.
     """
+    # one number stands for all three
     values = value if isinstance(value, list) else [value] * 3
     numbers = all(isinstance(x, int | float) and abs(x) <= MOST_COLOUR for x in values)
     if len(values) != 3 or not numbers or ("std" in what and min(values) <= 0):

@@ -46,7 +46,9 @@ def check_tensors(tensors: Tensors, shapes: Shapes, network: str) -> None:
 
 def listed(names: list[str]) -> str:
     """Return the first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    more = ""
+    if len(names) > 3:
+        more = f" and {len(names) - 3} more"
     return ", ".join(names[:3]) + more
 
 
@@ -68,4 +70,6 @@ def float32(name: str, x: np.ndarray) -> np.ndarray:
 def reverse(x: np.ndarray) -> np.ndarray:
     """Turn torch's layout [out, in] or [out, in, row, column] into [in, out] or [row,
     column, in, out]."""
-    return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
+    if x.ndim == 4:
+        return x.transpose(2, 3, 1, 0)
+    return x.T

@@ -98,7 +98,9 @@ def _torchvision_name(
 
 
 def _torchvision_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[3], shape[2], shape[0], shape[1]) if len(shape) == 4 else shape
+    if len(shape) == 4:
+        return (shape[3], shape[2], shape[0], shape[1])
+    return shape
 
 
 def _rename(tensors: Tensors) -> Tensors:
@@ -120,14 +122,18 @@ def _architecture(tensors: Tensors) -> ResNetConfig | DenseNetConfig:
         raise InputError("checkpoint: its first convolution is missing, or neither 7 x 7 nor 3 x 3")
     stem = _STEMS[kernel.shape[2]]
     channels = kernel.shape[0]
-    size = 224 if stem == "imagenet" else 32
+    size = 32
+    if stem == "imagenet":
+        size = 224
     if not dense:
         bottleneck = "layer1.0.conv3.weight" in tensors
         stages = _count_blocks(tensors, r"layer(\d+)\.(\d+)\.")
         return ResNetConfig(size, stages, channels, stem, bottleneck=bottleneck)
     layers = _count_blocks(tensors, r"features\.denseblock(\d+)\.denselayer(\d+)\.")
     last_kernel = tensors.get("features.denseblock1.denselayer1.conv2.weight")
-    growth = 32 if last_kernel is None else last_kernel.shape[0]
+    growth = 32
+    if last_kernel is not None:
+        growth = last_kernel.shape[0]
     return DenseNetConfig(size, layers, growth, channels, stem)
 
 
