@@ -286,9 +286,7 @@ def run(
       KeyboardInterrupt: after all running processes have ended, with checkpoints to
         resume from.
     """
-    check = None
-    if resume:
-        check = lambda: _check_folder(out)
+    check = (lambda: _check_folder(out)) if resume else None
     rows: list[Standing] = []
     with folder_of_runs(out, check):
         write_text(out / PLAN, yaml.safe_dump({"methods": [entry.name for entry in entries]}))

@@ -91,9 +91,7 @@ def run_seeds(
     """
     out = Path(out)
     summaries = []
-    check = None
-    if resume:
-        check = lambda: check_file(out, cfg, ROUNDING)
+    check = (lambda: check_file(out, cfg, ROUNDING)) if resume else None
     with folder_of_runs(out, check):
         write_text(out / LIST, yaml.safe_dump({"seeds": list(seeds)}))
         write_text(out / "config.yaml", config.to_yaml(cfg))

@@ -93,9 +93,7 @@ def sweep(
       KeyboardInterrupt: after all running processes have ended, with checkpoints to
         resume from.
     """
-    check = None
-    if resume:
-        check = lambda: _check_same(runs, out)
+    check = (lambda: _check_same(runs, out)) if resume else None
     with folder_of_runs(out, check):
         _write_plan(runs, out)
         codes: dict[str, int] = {}
