@@ -1,12 +1,14 @@
 """Runs on data that are no images: tables, series, pytrees; what cannot work is refused in one line."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_runs import assert_same_run
 
 import fcljax
 from fcljax.commands.running import Paths
@@ -311,7 +313,13 @@ def test_a_run_on_a_table_resumes_predicts_and_is_saved(tmp_path):
     dataset = load_dataset("wine")
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
     options = SHORT | {"tasks": 3, "rounds": 2, "backbone": "mlp"}
-    result = fcljax.run("ewc", arrays, **options)
+    result = fcljax.run("ewc", arrays, out=tmp_path / "whole", **options)
+    cut = tmp_path / "cut"
+    shutil.copytree(result.folder, cut)
+    (cut / "summary.json").unlink()
+    shutil.rmtree(cut / "checkpoints" / "6")  # of six rounds
+    fcljax.run("ewc", arrays, out=cut, resume=True, **options)
+    assert_same_run(cut, result.folder)
     predicted = result.predict(dataset.x_test)
     np.testing.assert_allclose(np.mean(predicted == dataset.y_test), result.metrics["A_last"], atol=0.2)
     again = fcljax.Model.load(result.save(tmp_path / "model.npz"))
