@@ -2,8 +2,8 @@
 
     python experiments/write_types.py
 
-Writes fcljax/run_options.py, the keyword options of `fcljax.run`, and prints the block of imports that
-fcljax/__init__.py has for type checkers. tests/test_types.py fails when either is not up to date.
+Writes fcljax/run_options.py, the keyword options of `fcljax.run` and `fcljax.fedavg`, and prints the block of
+imports that fcljax/__init__.py has for type checkers. tests/test_types.py fails when one is not up to date.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from fcljax import config
 from fcljax.adapters import ADAPTERS
 from fcljax.choices import CHOICES, options_of
 from fcljax.methods import METHODS
+from fcljax.settings import AggregationOptions
 
 FILE = Path(fcljax.__file__).parent / "run_options.py"
 # arguments of `fcljax.run` that have names there
@@ -30,12 +31,13 @@ LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int
 # objects that Python takes for a choice
 OBJECTS = {
     "aggregator": ("MergingRule",),
+    "lr_schedule": ("LearningRateSchedule",),
     "optimiser": ("ClientOptimiser", "OptaxOptimiser"),
     "server_optimiser": ("ServerOptimiser", "OptaxOptimiser"),
     "task_pool": ("TaskPool",),
 }
 
-HEAD = '''"""The keyword options of `fcljax.run`, for editors: those of every method and adapter.
+HEAD = '''"""The keyword options of `fcljax.run` and `fcljax.fedavg`, for editors.
 
 Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run METHOD --help`.
 """
@@ -43,13 +45,25 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
-from fcljax.types import ClientOptimiser, MergingRule, OptaxOptimiser, ServerOptimiser, TaskPool
+from fcljax.types import (
+    ClientOptimiser,
+    LearningRateSchedule,
+    MergingRule,
+    OptaxOptimiser,
+    ServerOptimiser,
+    TaskPool,
+)
 
 
-class RunOptions(TypedDict, total=False):
+class MergingOptions(TypedDict, total=False):
+    """How the server merges uploads."""
+
+{merging}
+
+class RunOptions(MergingOptions, total=False):
     """Options of `fcljax run METHOD`, under the names that they have there."""
 
-'''
+{run}'''
 
 
 def run_options() -> dict[str, str]:
@@ -64,6 +78,12 @@ def run_options() -> dict[str, str]:
     options = {name: _union([kind]) for name, kind in options_of(*CHOICES).items() if name not in CHOICES}
     choices = {name: _choice(name) for name in CHOICES if name not in NAMED}
     return dict(sorted((options | written | choices | LISTS).items()))
+
+
+def merging_names() -> set[str]:
+    """Return the options by which the server merges uploads, those of its choices included."""
+    names = {field.name for field in dataclasses.fields(AggregationOptions)}
+    return names | options_of(*names & CHOICES.keys()).keys()
 
 
 def _choice(name: str) -> str:
@@ -97,7 +117,6 @@ def _union(kinds: list[Any]) -> str:
 def import_block() -> str:
     """The imports of fcljax/__init__.py for type checkers."""
     lines = ["if TYPE_CHECKING:  # isort: off"]
-    lines += [f"    from fcljax import {name} as {name}" for name in fcljax._SUBMODULES]
     for module, names in fcljax._MODULES.items():
         aliases = [f"{name} as {name}" for name in names]
         line = f"    from {module} import {', '.join(aliases)}"
@@ -105,14 +124,24 @@ def import_block() -> str:
             lines.append(line)
         else:
             lines += [f"    from {module} import (", *(f"        {alias}," for alias in aliases), "    )"]
+    lines += [f"    from fcljax import {name} as {name}" for name in fcljax._SUBMODULES]
     return "\n".join(lines) + "\n"
+
+
+def _fields(options: dict[str, str]) -> str:
+    """Return the lines of a TypedDict."""
+    # the formatter breaks a long type only between parentheses
+    return "".join(f"    {name}: ({kind})\n" for name, kind in options.items())
 
 
 def main() -> None:
     """Write the options, and print the imports."""
-    # the formatter breaks a long type only between parentheses
-    fields = "".join(f"    {name}: ({kind})\n" for name, kind in run_options().items())
-    FILE.write_text(HEAD + fields, encoding="utf-8")
+    merging = merging_names()
+    options = run_options()
+    of_merging = {name: kind for name, kind in options.items() if name in merging}
+    of_run = {name: kind for name, kind in options.items() if name not in merging}
+    text = HEAD.format(merging=_fields(of_merging), run=_fields(of_run))
+    FILE.write_text(text, encoding="utf-8")
     subprocess.run(["ruff", "format", "--quiet", str(FILE)], check=False)
     print(import_block())
 

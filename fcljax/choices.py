@@ -84,6 +84,20 @@ OPTIMISERS = {
     "adamw": ChoiceEntry("Adam with decoupled weight decay", "parts.optimisers:AdamW"),
 }
 
+LR_SCHEDULES = {
+    "constant": ChoiceEntry("the same rate in all rounds", "parts.schedules:Constant"),
+    "cosine": ChoiceEntry("half a cosine over the rounds of a task (PILoRA)", "parts.schedules:Cosine"),
+    "step": ChoiceEntry("steps downward at milestones of a task (GLFC)", "parts.schedules:Step"),
+    "cosine_lag": ChoiceEntry("cosine, a round late (PILoRA's release)", "parts.schedules:CosineLag"),
+    "epoch_cosine": ChoiceEntry("a cosine over the epochs of a round (HePCo)", "parts.schedules:EpochCosine"),
+    "epoch_cosine_lag": ChoiceEntry(
+        "epoch_cosine, an epoch late (HePCo's release)", "parts.schedules:EpochCosineLag"
+    ),
+    "step_in_round": ChoiceEntry(
+        "step, each for its round alone (GLFC's release)", "parts.schedules:StepInRound"
+    ),
+}
+
 CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
     "partition": PARTITIONS,
     "tasks_by": TASK_SOURCES,
@@ -91,6 +105,7 @@ CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
     "aggregator": AGGREGATORS,
     "server_optimiser": SERVER_OPTIMISERS,
     "optimiser": OPTIMISERS,
+    "lr_schedule": LR_SCHEDULES,
 }
 """Option -> its table."""
 
@@ -175,6 +190,7 @@ def chosen(name: str, settings: object) -> Any:
 ARGUMENTS = {
     "partition": ("labels", "clients", "rng"),
     "aggregator": ("stacked", "reference", "weight", "valid", "key"),
+    "lr_schedule": ("progress",),
 }
 
 

@@ -1,4 +1,4 @@
-"""The keyword options of `fcljax.run`, for editors: those of every method and adapter.
+"""The keyword options of `fcljax.run` and `fcljax.fedavg`, for editors.
 
 Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run METHOD --help`.
 """
@@ -6,16 +6,19 @@ Written by experiments/write_types.py. What a method reads, and its defaults: `f
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
-from fcljax.types import ClientOptimiser, MergingRule, OptaxOptimiser, ServerOptimiser, TaskPool
+from fcljax.types import (
+    ClientOptimiser,
+    LearningRateSchedule,
+    MergingRule,
+    OptaxOptimiser,
+    ServerOptimiser,
+    TaskPool,
+)
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of `fcljax run METHOD`, under the names that they have there."""
+class MergingOptions(TypedDict, total=False):
+    """How the server merges uploads."""
 
-    adapter: str
-    adaptive_start: float
-    adversarial_weight: float
-    affinity_temperature: float
     aggregator: (
         Literal[
             "mean",
@@ -29,6 +32,24 @@ class RunOptions(TypedDict, total=False):
         ]
         | MergingRule
     )
+    clip_norm: float
+    clip_radius: float
+    malicious_bound: int
+    noise_multiplier: float
+    server_adaptivity: float
+    server_momentum: float
+    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser | OptaxOptimiser
+    server_step: float
+    trim: float
+
+
+class RunOptions(MergingOptions, total=False):
+    """Options of `fcljax run METHOD`, under the names that they have there."""
+
+    adapter: str
+    adaptive_start: float
+    adversarial_weight: float
+    affinity_temperature: float
     align_decay: float
     align_epochs: int
     align_lr: float
@@ -52,8 +73,6 @@ class RunOptions(TypedDict, total=False):
     classifier: Literal["linear", "nearest"]
     client_sparsity: float
     clients: int
-    clip_norm: float
-    clip_radius: float
     coda_blocks: int
     coda_components: int
     coda_gram_schmidt: bool
@@ -97,7 +116,6 @@ class RunOptions(TypedDict, total=False):
     entropy_rise: float
     entropy_unit: Literal["share", "nats"]
     entropy_weight: float
-    epoch_schedule: Literal["cosine", "cosine_lag", "constant"]
     epochs: int
     eval_batch_size: int
     eval_every_round: bool
@@ -170,9 +188,15 @@ class RunOptions(TypedDict, total=False):
     loss_weight: float
     loss_weights: Literal["over_total", "per_class", "uniform"]
     lr: float
-    lr_schedule: Literal["constant", "steps", "released"]
+    lr_divisor: float
+    lr_milestones: str
+    lr_schedule: (
+        Literal[
+            "constant", "cosine", "step", "cosine_lag", "epoch_cosine", "epoch_cosine_lag", "step_in_round"
+        ]
+        | LearningRateSchedule
+    )
     malicious: int
-    malicious_bound: int
     mask_ratio: float
     mask_start: float
     mask_weight: float
@@ -197,7 +221,6 @@ class RunOptions(TypedDict, total=False):
     negatives: Literal["seen", "all"]
     new_clients: int
     noise_lr: float
-    noise_multiplier: float
     noise_width: int
     norm_bound: float
     normalise: Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
@@ -253,17 +276,12 @@ class RunOptions(TypedDict, total=False):
     ridge_choice: Literal["all", "task", "fixed"]
     rounds: int
     scale: Literal["auto", "paper", "mini", "fit"]
-    schedule: Literal["cosine", "cosine_lag", "constant"]
     seed: int
-    server_adaptivity: float
     server_batch: int
     server_batch_size: int | None
     server_epochs: int
     server_lr: float | None
-    server_momentum: float
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser | OptaxOptimiser
     server_rank: int
-    server_step: float
     server_steps: int
     skip_corrupt: bool
     smooth_weight: float
@@ -290,7 +308,6 @@ class RunOptions(TypedDict, total=False):
     tasks_by: str
     temperature: float
     train_share: float
-    trim: float
     tune_batch: int
     tune_epochs: int
     tune_lr: float
@@ -299,6 +316,7 @@ class RunOptions(TypedDict, total=False):
     verify: bool
     vpt_blocks: int
     vpt_length: int
+    warmup_rounds: int
     weight_decay: float
     wo_classifier_distillation: bool
     wo_cpa: bool

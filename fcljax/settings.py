@@ -186,6 +186,9 @@ class TrainConfig:
     """Randomly crop and flip training images."""
     lr: float = option(1e-3, positive=True, learning_rate=True)
     """Client learning rate."""
+    lr_schedule: Chosen = "constant"
+    """Learning-rate schedule of clients over the rounds of each task, or over the epochs of
+    each round."""
     optimiser: Chosen = "adam"
     """Client optimiser; its state is reset in every round."""
     prox_weight: float = 0.0
@@ -239,8 +242,8 @@ class EngineConfig:
     """Number of devices that share each client batch; the update is unchanged up to
     rounding."""
     microbatch: int = option(0, least=0, unset="the whole batch; on accelerators as many as fit")
-    """Split each batch into microbatches of at most N images; the update is unchanged up
-    to rounding."""
+    """Gradient accumulation: split each batch into microbatches of at most N images; the
+    update is unchanged up to rounding."""
     remat: bool = False
     """Save memory: recompute the blocks of a ViT in the backward pass."""
     eval_every_round: bool = False
@@ -315,6 +318,9 @@ class Preset(NamedTuple):
     adapters: tuple = ()
     """Options of adapters, at most one instance of each adapter's dataclass. Adapters that are not among them
     have their own preset."""
+    mini: Mapping[str, Any] = {}
+    """Option -> value at the scale mini, for micro networks and a few dozen steps: learning rates and
+    training of the server. Options of adapters that a run does not have are left out."""
 
 
 Presets = Mapping[str, Preset]  # fidelity -> preset; a fidelity that is missing is the intended one
@@ -323,6 +329,17 @@ Presets = Mapping[str, Preset]  # fidelity -> preset; a fidelity that is missing
 def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
     """Presets with other options of adapters, and other values of the run's fields."""
     return {
-        name: Preset(preset.options, dataclasses.replace(preset.run, **run), adapters or preset.adapters)
+        name: preset._replace(
+            run=dataclasses.replace(preset.run, **run), adapters=adapters or preset.adapters
+        )
         for name, preset in presets.items()
     }
+
+
+def with_mini(presets: Presets, **values: Any) -> Presets:
+    """Presets with these values at the scale mini.
+
+    They were chosen on held-out training images of digits, glyphs and, where a comment says so, with a real
+    network, never on test images; docs/results/embedded.md has the accuracies.
+    """
+    return {name: preset._replace(mini=values) for name, preset in presets.items()}

@@ -106,6 +106,26 @@ class ClientOptimiser(Protocol):
         ...
 
 
+class Progress(NamedTuple):
+    """Where a client is in its training on a task."""
+
+    round: Int[Array, ""]
+    """The round, from 0 in every task."""
+    rounds: int
+    """Rounds of a task."""
+    epoch: Int[Array, ""]
+    """The epoch of the round, from 0."""
+    epochs: int
+    """Epochs of a round."""
+
+
+@runtime_checkable
+class LearningRateSchedule(Protocol):
+    """Returns the factor on all learning rates of a client."""
+
+    def __call__(self, progress: Progress, /) -> Float[Array, ""]: ...
+
+
 @runtime_checkable
 class ServerOptimiser(Protocol):
     """Makes the optimiser of the server, which steps along what clients started from, minus their mean."""

@@ -64,7 +64,6 @@ PILORA = PiloraOptions(
     distance="sqrt_scaled",
     negatives="all",
     predict_classes="seen",
-    schedule="constant",
     mean_features="clean",
     reweight_distance="l2",
     reweight_mode="divide",

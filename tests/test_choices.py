@@ -5,9 +5,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import micro
 import numpy as np
 import optax
 import pytest
+from toys import same
 
 import fcljax
 from fcljax import choices, cli, config
@@ -18,7 +20,9 @@ from fcljax.errors import InputError
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
 from fcljax.federated.aggregators import Krum
 from fcljax.parts.optimisers import AdamW
+from fcljax.parts.schedules import Constant, Cosine, Step
 from fcljax.scenario import make_scenario
+from fcljax.types import Progress
 
 TINY = dict(tasks=2, clients=2, rounds=1, epochs=1, batch_size=64, image_size=8)
 
@@ -181,6 +185,51 @@ def test_an_optimiser_of_optax_trains_as_the_option_of_the_same_numbers(tmp_path
     )
     assert same < 1e-6 < different
     assert (mine.settings.optimiser, mine.metrics["config"]["optimiser"]) != ("sgd", "sgd")
+
+
+def test_learning_rates_rise_in_the_warm_up_and_follow_their_schedule_from_there():
+    factors = lambda schedule, rounds: [
+        float(schedule(Progress(jnp.int32(r), rounds, jnp.int32(0), 1))) for r in range(rounds)
+    ]
+    np.testing.assert_allclose(factors(Constant(3), 5), [0.25, 0.5, 0.75, 1, 1])
+    expected = [0.5, 1, 0.5 * (1 + np.cos(np.pi / 4)), 0.5, 0.5 * (1 + np.cos(3 * np.pi / 4))]
+    np.testing.assert_allclose(factors(Cosine(1), 5), expected, rtol=1e-6)
+    step = Step(lr_divisor=10.0, lr_milestones="0.5,0.75")
+    np.testing.assert_allclose(factors(step, 8), [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lr_schedule": "cosine", "warmup_rounds": 3}, "warmup_rounds: 3 of a task's 3 rounds; nearest: 2"),
+        ({"lr_schedule": "step", "lr_milestones": "half"}, "lr_milestones: 'half' are not fractions"),
+        ({"lr_schedule": "cosine", "lr_divisor": 2.0}, "lr_divisor: only step reads it"),
+        ({"lr_schedule": 3}, "lr_schedule: 3 cannot be called with (progress)"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_one_line(given, says):
+    with pytest.raises(InputError) as error:
+        config.from_mapping("linear", {"rounds": 3, **given}, "test")
+    assert says in str(error.value)
+
+
+def test_a_schedule_scales_the_steps_of_a_client():
+    """A factor of 0 leaves every client where it started; one of 1 changes nothing."""
+    sizes = micro.SIZES
+    after = lambda **values: (
+        micro.by_hand(
+            micro.method_of(
+                "fedavg", network=micro.FORMULA, adapter="linear", optimiser="sgd", lr=0.1, **values
+            )
+        ).params
+    )
+    start = micro.compiled(micro.method_of("fedavg", network=micro.FORMULA, adapter="linear").init)(
+        micro.KEY, micro.SCALE
+    ).params
+    same(after(lr_schedule=lambda progress: jnp.float32(progress.round >= sizes.rounds)), start)
+    constant = after()
+    same(constant, after(lr_schedule=lambda _progress: jnp.float32(1)))
+    assert not np.array_equal(constant.classifier.kernel, start.classifier.kernel)
 
 
 def test_adamw_adds_the_decay_to_adam_s_direction():

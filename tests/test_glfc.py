@@ -34,7 +34,8 @@ from fcljax.parts.client import ClientStep, Local, Report
 from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.parts.replay import Exemplars, Gathered, Herded
-from fcljax.types import Aggregate, Batch, ClientContext
+from fcljax.parts.schedules import Constant, Step, StepInRound
+from fcljax.types import Aggregate, Batch, ClientContext, Progress
 
 FIRST, SECOND = TASKS
 GAP = jnp.array([0.2, 0.6, 0.5])
@@ -279,13 +280,13 @@ def test_the_release_s_rate_is_back_at_the_top_after_every_round():
     """Twenty epochs in each of ten rounds: a fifth in round 5, a fifth of that from the middle of round 7 on,
     and again in round 9; rounds 6 and 8 as if nothing had been."""
     rate = lambda schedule, round_, epoch: float(
-        G.rate_factor(schedule, 20, jnp.int32(round_), 10, jnp.int32(epoch))
+        schedule(Progress(jnp.int32(round_), 10, jnp.int32(epoch), 20))
     )
     rounds = lambda schedule, epoch: [round(1 / rate(schedule, r, epoch)) for r in range(10)]
-    assert rounds("released", 19) == [1, 1, 1, 1, 1, 5, 1, 25, 1, 125]
-    assert rounds("released", 9) == [1, 1, 1, 1, 1, 5, 1, 1, 1, 125]
-    assert rounds("steps", 19) == [1, 1, 1, 1, 1, 5, 5, 25, 25, 125]
-    assert rounds("constant", 19) == [1] * 10
+    assert rounds(StepInRound(), 19) == [1, 1, 1, 1, 1, 5, 1, 25, 1, 125]
+    assert rounds(StepInRound(), 9) == [1, 1, 1, 1, 1, 5, 1, 1, 1, 125]
+    assert rounds(Step(), 19) == [1, 1, 1, 1, 1, 5, 5, 25, 25, 125]
+    assert rounds(Constant(), 19) == [1] * 10
 
 
 # ---- prototypes and gradients ------------------------------------------------------------------------------
@@ -555,7 +556,7 @@ def test_released_values_are_those_of_the_release():
     assert (found.memory_size, found.entropy_rise, found.entropy_unit) == (2000, 1.2, "nats")
     assert (found.match_steps, found.monitor_images, found.reset_best) == (5000, 20, "never")
     assert find_method("lga").presets["released"].options.reset_best == "second"
-    assert found.lr_schedule == "released" and found.memory_repeats
+    assert find_method("glfc").presets["released"].run.lr_schedule == "step_in_round" and found.memory_repeats
 
 
 def test_a_run_that_does_not_know_the_rows_is_refused():

@@ -34,7 +34,6 @@ from fcljax.errors import InputError
 from fcljax.methods.hepco import diagnosis as D
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.hepco.generator import GeneratorConfig, generate, init_generator
-from fcljax.methods.prompted import epoch_factor
 from fcljax.models.heads import Head, cross_entropy, init_head
 from fcljax.models.initialisers import uniform_by_inputs
 from fcljax.models.shapes import VITS
@@ -43,9 +42,10 @@ from fcljax.parts.classifiers import linear
 from fcljax.parts.federate import Payload, Run, Training, linear_learner
 from fcljax.parts.learner import Params, learner
 from fcljax.parts.reports import moments_of, no_moments, normal_of
+from fcljax.parts.schedules import Constant, EpochCosine, EpochCosineLag
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
-from fcljax.types import Aggregate, Batch, Broadcast, Sizes
+from fcljax.types import Aggregate, Batch, Broadcast, Progress, Sizes
 
 SMALL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 FEW = {
@@ -163,12 +163,13 @@ def test_so_many_classes_are_active():
 
 def test_the_learning_rate_falls_over_the_epochs_of_a_round():
     """O3."""
-    lag = [float(epoch_factor("cosine_lag", epoch, 10)) for epoch in range(10)]
+    factor = lambda schedule, epoch, epochs: schedule(Progress(jnp.int32(0), 1, jnp.int32(epoch), epochs))
+    lag = [float(factor(EpochCosineLag(), epoch, 10)) for epoch in range(10)]
     expected = [1, 1, 0.985109, 0.940881, 0.868632, 0.770513, 0.649448, 0.509041, 0.353475, 0.187381]
     np.testing.assert_allclose(lag, expected, atol=1e-6)
     np.testing.assert_allclose(5e-3 * lag[9], 9.369e-4, rtol=1e-4)
-    np.testing.assert_allclose(epoch_factor("cosine", 9, 10), 0.015707, atol=1e-6)
-    assert float(epoch_factor("constant", 9, 10)) == 1 and float(epoch_factor("cosine", 0, 1)) == 1
+    np.testing.assert_allclose(factor(EpochCosine(), 9, 10), 0.015707, atol=1e-6)
+    assert float(factor(Constant(), 9, 10)) == 1 and float(factor(EpochCosine(), 0, 1)) == 1
 
 
 # ---- weights and losses ------------------------------------------------------------------------------------

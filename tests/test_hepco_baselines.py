@@ -105,7 +105,7 @@ def test_without_their_weight_they_are_fedavg_prompt(name, values):
 
 def test_binary_problems_are_all_that_fedlwf_mc_learns():
     """A step of the client is one on the binary loss alone, in both tasks."""
-    made = method("fedlwf-mc", optimiser="sgd", lr=0.1, full_lr=0.1, epoch_schedule="constant")
+    made = method("fedlwf-mc", optimiser="sgd", lr=0.1, full_lr=0.1, lr_schedule="constant")
     server = by_hand(made)
     task, batch = TASKS[1], rows_of([int(TASKS[1].classes[0])] * 3)
     server = server._replace(params=jax.tree.map(lambda x: x + 0.05, server.params))

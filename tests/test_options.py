@@ -15,7 +15,6 @@ from fcljax.choices import label_of
 from fcljax.commands import running
 from fcljax.errors import InputError
 from fcljax.methods import METHODS, find_method
-from fcljax.methods.mini import MINI
 from fcljax.options import check_ranges, check_read, fields_of, help_of, option
 from fcljax.pretraining.decoder import PretrainDecoderConfig
 from fcljax.pretraining.encoder import PretrainConfig
@@ -404,9 +403,9 @@ def test_an_adapter_that_cannot_work_is_refused_with_the_reason():
 # ---- scale -------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_mini_scale_has_every_method_and_only_options_that_it_has():
-    assert set(MINI) == set(METHODS)
-    for method, values in MINI.items():
+def test_what_presets_have_for_mini_scale_are_options_of_the_method():
+    for method in METHODS:
+        values = find_method(method).presets["intended"].mini
         adapters = set(ADAPTERS) - set(find_method(method).excludes)
         known = [field.name for each in adapters for field in fields_of(config.run_class(method, each))]
         assert set(values) <= set(known), method
@@ -439,7 +438,7 @@ def test_the_rates_of_mini_scale_are_those_that_were_taken_on_held_out_images():
 )
 def test_the_scale_is_that_of_the_network_unless_it_is_given(values, scale, why):
     cfg = config.from_mapping("hepco", values, "test")
-    rates = {"paper": (1e-3, 1e-4), "mini": (MINI["hepco"]["lr"], MINI["hepco"]["generator_lr"])}
+    rates = {"paper": (1e-3, 1e-4), "mini": (1e-2, 1e-3)}
     assert (cfg.scale, cfg.lr, cfg.generator_lr) == (scale, *rates[scale])
     said = config.explain_scale(cfg)
     assert said.startswith(f"scale: {scale}, ") and why in said
@@ -459,6 +458,6 @@ def test_a_file_with_the_scale_s_values_refuses_another_scale_and_one_without_ta
     file.write_text(config.to_yaml(config.preset("hepco")))
     with pytest.raises(InputError, match=r"^scale: '.*config.yaml' has its own lr, generator_lr; leave out"):
         running.settings("hepco", {"scale": "paper"}, paths)
-    assert running.settings("hepco", {"scale": "mini"}, paths).lr == MINI["hepco"]["lr"]
+    assert running.settings("hepco", {"scale": "mini"}, paths).lr == 1e-2
     file.write_text("tasks: 3")
     assert running.settings("hepco", {"scale": "paper"}, paths).lr == 1e-3

@@ -25,12 +25,13 @@ from fcljax.federated.communication import count_scalars, extra_storage, traffic
 from fcljax.federated.engine import Lanes, RoundInputs, run_round
 from fcljax.federated.reference import epoch_order
 from fcljax.federated.rules import weighted_mean
-from fcljax.methods.pilora import PRESETS, l1, learning_rate_factor, orthogonality, pl_loss
+from fcljax.methods.pilora import PRESETS, l1, orthogonality, pl_loss
 from fcljax.models.prototypes import dce_loss, distances
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
-from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes
+from fcljax.parts.schedules import Constant, Cosine, CosineLag
+from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Progress, Sizes
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
 SIZES = Sizes(classes=6, tasks=3, task_classes=2, clients=3, rounds=30)
@@ -283,14 +284,15 @@ def test_lora_blocks_that_the_network_does_not_have_are_refused(blocks, said):
 @pytest.mark.parametrize(
     ("schedule", "factors"),
     [
-        ("cosine_lag", (1, 1, 0.997261, 0.989074, 0.552264, 0.5, 0.010926)),  # O8
-        ("cosine", (1, 0.997261, 0.989074, 0.975528, 0.5, 0.447736, 0.002739)),
-        ("constant", (1,) * 7),
+        (CosineLag(), (1, 1, 0.997261, 0.989074, 0.552264, 0.5, 0.010926)),  # O8
+        (Cosine(), (1, 0.997261, 0.989074, 0.975528, 0.5, 0.447736, 0.002739)),
+        (Constant(), (1,) * 7),
     ],
 )
 def test_learning_rates_follow_the_round_of_the_task(schedule, factors):
     rounds = jnp.array([0, 1, 2, 3, 15, 16, 29])
-    np.testing.assert_allclose([learning_rate_factor(schedule, r, 30) for r in rounds], factors, atol=1e-6)
+    found = [schedule(Progress(round_, 30, jnp.int32(0), 1)) for round_ in rounds]
+    np.testing.assert_allclose(found, factors, atol=1e-6)
 
 
 @pytest.mark.parametrize("round_", [0, 15])
@@ -691,7 +693,7 @@ VARIANTS = {
     "paper": ("paper", {}),
     "released": ("released", {}),
     "products": ("intended", dict(local_lora="products", global_lora="products")),
-    "w/o PR": ("intended", dict(wo_reweight=True, schedule="constant")),
+    "w/o PR": ("intended", dict(wo_reweight=True, lr_schedule="constant")),
     "w/o l_ort": ("intended", dict(wo_orthogonality=True, negatives="seen", lora_blocks=2)),
     "frozen": ("intended", dict(adapter="linear")),
     "fine-tuned": ("intended", dict(adapter="full")),

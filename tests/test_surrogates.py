@@ -59,7 +59,7 @@ PLAIN = {
     "lr": 0.1,
     "batch_size": 4,
     "epochs": 1,
-    "epoch_schedule": "constant",
+    "lr_schedule": "constant",
     "adapter": "linear",
 }
 OLD, NEW = TASKS

@@ -13,7 +13,7 @@ import small_runs
 
 import fcljax
 from fcljax.choices import CHOICES, options_of
-from fcljax.parts.simulation import MergingOptions
+from fcljax.run_options import MergingOptions
 from fcljax.settings import AggregationOptions
 
 PACKAGE = Path(fcljax.__file__).parent
@@ -38,13 +38,9 @@ def test_type_checkers_import_the_names_that_are_loaded_lazily(written):
 
 
 def test_the_keyword_options_of_a_run_are_those_of_the_command_line(written):
-    (options,) = (
-        node
-        for node in ast.parse((PACKAGE / "run_options.py").read_text()).body
-        if type(node) is ast.ClassDef
-    )
+    tree = ast.parse((PACKAGE / "run_options.py").read_text())
     fields = {
-        node.target.id: ast.unparse(node.annotation) for node in options.body if type(node) is ast.AnnAssign
+        node.target.id: ast.unparse(node.annotation) for node in ast.walk(tree) if type(node) is ast.AnnAssign
     }
     assert fields == written.run_options(), "python experiments/write_types.py"
     assert {"lr", "rounds", "ewc_weight", "lora_rank"} <= fields.keys()
@@ -55,6 +51,7 @@ def test_the_keyword_options_of_fedavg_are_those_of_the_aggregation():
     expected = {field.name: field.type for field in AggregationOptions.__dataclass_fields__.values()}
     expected |= options_of(*choices)
     found = typing.get_type_hints(MergingOptions)
+    assert found.keys() == expected.keys()
     assert {name: found[name] for name in found.keys() - choices} == {
         name: expected[name] for name in expected.keys() - choices
     }

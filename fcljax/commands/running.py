@@ -23,7 +23,6 @@ from fcljax.commands.arguments import (
 )
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
-from fcljax.methods.mini import MINI
 from fcljax.options import fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
@@ -288,7 +287,8 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
             f"{'resume' if paths.resume else 'config'}: {source!r} has settings of method {name!r}, "
             f"not of {method!r}"
         )
-    fixed = [option for option in MINI.get(method, {}) if option in values]
+    of_mini = find_method(method).presets["intended"].mini
+    fixed = [option for option in of_mini if option in values]
     if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):
         raise InputError(f"scale: {source!r} has its own {', '.join(fixed)}; leave out --scale")
     made = config.from_mapping(method, values | given, source or "options")

@@ -80,7 +80,7 @@ METHODS: dict[str, MethodEntry] = {
         "prompts",
     ),
     "linear": MethodEntry(
-        "FedAvg of a classifier on frozen features", "fedavg:NoOptions", "fedavg:plain", "linear"
+        "FedAvg of a classifier on frozen features", "fedavg:PLAIN", "fedavg:plain", "linear"
     ),
     "pilora": MethodEntry(
         "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
@@ -259,7 +259,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "fedlwf-mc": MethodEntry(
         "FedAvg of the whole network, old classes distilled one by one (FedLwF.MC)",
-        "prompted:WHOLE",
+        "fedlwf_mc:PRESETS",
         "fedlwf_mc:fedlwf_mc",
         "full",
     ),
@@ -334,12 +334,12 @@ METHODS: dict[str, MethodEntry] = {
         "pool",
         one_client=True,
     ),
-    "l2p": MethodEntry("FedAvg of L2P's pool of prompts (FedL2P)", "fedavg:NoOptions", "fedavg:plain", "l2p"),
+    "l2p": MethodEntry("FedAvg of L2P's pool of prompts (FedL2P)", "fedavg:PLAIN", "fedavg:plain", "l2p"),
     "dualprompt": MethodEntry(
-        "FedAvg of DualPrompt's prefixes (FedDualP)", "fedavg:NoOptions", "fedavg:plain", "dualprompt"
+        "FedAvg of DualPrompt's prefixes (FedDualP)", "fedavg:PLAIN", "fedavg:plain", "dualprompt"
     ),
     "coda-prompt": MethodEntry(
-        "FedAvg of CODA-Prompt's components (FedCODA-P)", "fedavg:NoOptions", "fedavg:plain", "coda"
+        "FedAvg of CODA-Prompt's components (FedCODA-P)", "fedavg:PLAIN", "fedavg:plain", "coda"
     ),
     "pmae": MethodEntry(
         "the server trains on images that a masked autoencoder reconstructs (pMAE)",

@@ -40,7 +40,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Loss, Params, cross_entropy_loss
 from fcljax.parts.reports import ClassMoments
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import ClientContext, Method, Task, View
 
 MOMENTS = "moments"
@@ -75,7 +75,7 @@ class C2PromptOptions:
 
 
 _CODA = CodaOptions(coda_components=80, coda_length=10)
-PRESETS = {"intended": Preset(C2PromptOptions(), RunConfig(lr=1e-2), adapters=(_CODA,))}
+PRESETS = with_mini({"intended": Preset(C2PromptOptions(), RunConfig(lr=1e-2), adapters=(_CODA,))}, lr=1e-2)
 
 
 def c2prompt(options: C2PromptOptions, run: Run) -> Method:

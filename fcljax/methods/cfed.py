@@ -23,7 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from fcljax.errors import InputError
-from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import WHOLE
 from fcljax.models.heads import distillation
 from fcljax.options import SurrogateOptions, option
 from fcljax.parts import task_start
@@ -36,7 +36,7 @@ from fcljax.types import Frozen, LearningRate, Method, Task, Weighted
 
 
 @dataclasses.dataclass(frozen=True)
-class CFeDOptions(SurrogateOptions, PromptedOptions):
+class CFeDOptions(SurrogateOptions):
     """Options of CFeD; the values are those of its release."""
 
     reviewer_share: float = option(0.4, most=1.0)
@@ -56,10 +56,7 @@ class CFeDOptions(SurrogateOptions, PromptedOptions):
     """Learning rate of the server's Adam."""
 
 
-PRESETS = {
-    name: preset._replace(options=CFeDOptions(epoch_schedule=preset.options.epoch_schedule))
-    for name, preset in WHOLE.items()
-}
+PRESETS = {name: preset._replace(options=CFeDOptions()) for name, preset in WHOLE.items()}
 
 
 def cfed(options: CFeDOptions, run: Run) -> Method:
@@ -76,7 +73,6 @@ def cfed(options: CFeDOptions, run: Run) -> Method:
         loss=replaced_loss(),
         client_rules=(learn_or_review(options, run.sizes.clients),),
         server_rules=tuple(server_rules),
-        learning_rate=epoch_schedule(options, run),
     )
 
 

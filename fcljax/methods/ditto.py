@@ -16,15 +16,16 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
 from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Training
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Adapter, Loss, Params, all_last, cross_entropy_loss
-from fcljax.settings import Preset
+from fcljax.settings import Preset, with_mini
 from fcljax.types import Batch, ClientContext, Method, RoundContext, View
 
 
@@ -36,7 +37,9 @@ class DittoOptions:
     """Weight lambda that keeps a client's personal model close to the global one."""
 
 
-PRESETS = {"intended": Preset(DittoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
+PRESETS = with_mini(
+    {"intended": Preset(DittoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lr=1e-2, lora_lr=1e-3
+)
 
 
 class Personal(NamedTuple):
@@ -45,6 +48,8 @@ class Personal(NamedTuple):
     model: Params
     """The personal model v."""
     optimiser: PyTree
+    steps: Int[Array, ""]
+    """Steps that it took in this round."""
 
 
 def ditto(options: DittoOptions, run: Run) -> Method:
@@ -89,7 +94,7 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
     def start(_context: ClientContext, model: Params, _key: PRNGKeyArray) -> Personal:
         # a new optimiser in every round, as for the global model: momentum does not
         # outlive a round
-        return Personal(model, training.optimiser.init(model))
+        return Personal(model, training.optimiser.init(model), jnp.int32(0))
 
     def end(_context: ClientContext, memory: Personal, _trainable: Params, _state: Params) -> Params:
         return memory.model
@@ -100,14 +105,16 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         gradient = jax.grad(loss_of)(model)
         # the global model's optimiser and learning rates: the paper trains both alike
         direction, optimiser = training.optimiser.update(gradient, memory.optimiser, model)
-        update: Params = optax.tree.scale(-training.lr, direction)
+        epoch = training.epoch_of(step.context, memory.steps)
+        factor = training.rate_factor(step.context, epoch)
+        update: Params = optax.tree.scale(-training.lr * factor, direction)
         if adapter.rate is not None:  # the adapter has a learning rate of its own
             scaled = optax.tree.scale(adapter.rate / training.lr, update.adapter)
             update = update._replace(adapter=scaled)
         updated: Params = optax.tree.add(model, update)
         # running statistics move by the forward pass, not by a gradient
         stats = step.forward(model).stats
-        return Personal(updated._replace(stats=stats), optimiser)
+        return Personal(updated._replace(stats=stats), optimiser, memory.steps + 1)
 
     view = View(training.epochs, training.batch_size)
     personal_pass = ClientPass("after_training", view, step, trains=True)

@@ -26,10 +26,14 @@ from fcljax.parts.client import ClientRule, OfEachClient
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Adapter, Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import NoOptions, Preset
+from fcljax.settings import NoOptions, Preset, with_mini
 from fcljax.types import ClientContext, Method, Task
 
-PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))}
+PRESETS = with_mini(
+    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
+    lr=1e-2,
+    lora_lr=1e-3,
+)
 
 
 class Residual(NamedTuple):

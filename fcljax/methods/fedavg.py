@@ -15,7 +15,7 @@ from fcljax.adapters.prompts import PromptOptions
 from fcljax.methods.fppl import fppl_keys
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss, one_key, two_keys
-from fcljax.settings import NoOptions, Preset, RunConfig
+from fcljax.settings import NoOptions, Preset, with_changes, with_mini
 from fcljax.types import Method
 
 
@@ -30,16 +30,22 @@ class FedAvgOptions:
 
 
 _PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)
-PRESETS = {
-    "intended": Preset(FedAvgOptions(), adapters=_PROMPTS),
-    "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
-    "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
-}
-_ONE_PAIR = (LoraOptions(lora_pairs="one"),)
-JOINT = {"intended": Preset(NoOptions(), RunConfig(rounds=15), _ONE_PAIR)}
+PRESETS = with_mini(
+    {
+        "intended": Preset(FedAvgOptions(), adapters=_PROMPTS),
+        "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
+        "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
+    },
+    lr=3e-3,
+)
+PLAIN = with_mini({"intended": Preset(NoOptions())}, lr=1e-2)
+_WITH_LORA = with_mini(
+    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
+)
+JOINT = with_changes(_WITH_LORA, rounds=15)
 # one client has all examples: of all classes at once, or of task after task
-CENTRALISED = {"intended": Preset(NoOptions(), RunConfig(clients=1, partition="iid", rounds=15), _ONE_PAIR)}
-SEQUENTIAL = {"intended": Preset(NoOptions(), RunConfig(clients=1, partition="iid"), _ONE_PAIR)}
+SEQUENTIAL = with_changes(_WITH_LORA, clients=1, partition="iid")
+CENTRALISED = with_changes(SEQUENTIAL, rounds=15)
 
 
 def fedavg_of_fppl(options: FedAvgOptions, run: Run) -> Method:

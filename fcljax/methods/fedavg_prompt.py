@@ -4,17 +4,16 @@ With one client that has everything it is the centralised prompting of HePCo's t
 with `prox_weight` it is FedProx on prompts.
 """
 
-from fcljax.methods.prompted import CLIENT, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import CLIENT
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
-from fcljax.settings import with_changes
+from fcljax.settings import NoOptions, with_changes
 from fcljax.types import Method
 
 FEDPROX = with_changes(CLIENT, prox_weight=0.01)
 CENTRALIZED = with_changes(CLIENT, partition="iid", aggregator="mean", clients=1, rounds=1, epochs=20)
 
 
-def fedavg_prompt(options: PromptedOptions, run: Run) -> Method:
+def fedavg_prompt(_options: NoOptions, run: Run) -> Method:
     """Compose FedAvg-Prompt."""
-    schedule = epoch_schedule(options, run)
-    return federate(run, linear_learner(run), loss=cross_entropy_loss(), learning_rate=schedule)
+    return federate(run, linear_learner(run), loss=cross_entropy_loss())

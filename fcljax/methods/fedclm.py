@@ -18,7 +18,7 @@ from fcljax.parts.classifiers import linear, nearest_mean
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import cross_entropy_loss, learner
 from fcljax.parts.reports import class_mean_rule
-from fcljax.settings import Preset
+from fcljax.settings import Preset, with_mini
 from fcljax.types import Method
 
 
@@ -31,7 +31,10 @@ class FedCLMOptions:
     FedNCM does)."""
 
 
-PRESETS = {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
+# at a rate of 1e-3 LoRA spoils the features of a real network, of which there are means
+PRESETS = with_mini(
+    {"intended": Preset(FedCLMOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-4
+)
 
 
 def fedclm(options: FedCLMOptions, run: Run) -> Method:

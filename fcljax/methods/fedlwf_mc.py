@@ -12,16 +12,21 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.methods.prompted import PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import WHOLE
 from fcljax.models.heads import reduce_rows
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import replaced_loss
 from fcljax.parts.task_start import send_start_of_task, teacher
+from fcljax.settings import NoOptions, with_mini
 from fcljax.types import Method
 
+# one sigmoid a class: a label is one number among those of all seen classes, so the
+# classifier needs a larger rate
+PRESETS = with_mini(WHOLE, lr=0.1, full_lr=1e-4)
 
-def fedlwf_mc(options: PromptedOptions, run: Run) -> Method:
+
+def fedlwf_mc(_options: NoOptions, run: Run) -> Method:
     """Compose FedLwF.MC."""
     return federate(
         run,
@@ -29,7 +34,6 @@ def fedlwf_mc(options: PromptedOptions, run: Run) -> Method:
         loss=replaced_loss("seen"),
         client_rules=(binary_problems(),),
         server_rules=(send_start_of_task(),),
-        learning_rate=epoch_schedule(options, run),
     )
 
 

@@ -38,7 +38,7 @@ from fcljax.parts.learner import Params, Reads, cross_entropy_loss, learner
 from fcljax.parts.optimise import optimise
 from fcljax.parts.reports import Prototypes, class_prototypes
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset
+from fcljax.settings import Preset, with_mini
 from fcljax.types import LearningRate, Method, Metrics, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
@@ -84,12 +84,17 @@ class FPPLOptions:
     them also the features without prompts, which the gate reads (both)."""
 
 
-PRESETS = {
-    "intended": Preset(FPPLOptions()),
-    "improved": Preset(FPPLOptions(prototype_view="clean", features="both")),
-    "paper": Preset(FPPLOptions(local_classes="all", reduction="sum", unified_average="batch")),
-    "released": Preset(FPPLOptions(prototype_download="seen")),
-}
+# the paper's 5 server epochs are a few dozen steps, each of which moves a logit by at most
+# lr * sum |feature|
+PRESETS = with_mini(
+    {
+        "intended": Preset(FPPLOptions()),
+        "improved": Preset(FPPLOptions(prototype_view="clean", features="both")),
+        "paper": Preset(FPPLOptions(local_classes="all", reduction="sum", unified_average="batch")),
+        "released": Preset(FPPLOptions(prototype_download="seen")),
+    },
+    server_epochs=30,
+)
 
 
 def fppl(options: FPPLOptions, run: Run) -> Method:

@@ -62,7 +62,7 @@ from fcljax.parts.synthesis import (
 )
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.pixels import jitter
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Task, Weighted
 
 ANCHORS = 3  # the key of their draw
@@ -109,11 +109,20 @@ _RELEASED = LanderOptions(
 )
 _RUN = RunConfig(lr=5e-5)
 _WHOLE = (FullOptions(full_lr=5e-5),)
-PRESETS = {
-    "intended": Preset(LanderOptions(), _RUN, _WHOLE),
-    "paper": Preset(_RELEASED, _RUN, _WHOLE),
-    "released": Preset(_RELEASED, _RUN, _WHOLE),
-}
+# with a quarter to a fifth of the synthesis, which takes most of a run
+PRESETS = with_mini(
+    {
+        "intended": Preset(LanderOptions(), _RUN, _WHOLE),
+        "paper": Preset(_RELEASED, _RUN, _WHOLE),
+        "released": Preset(_RELEASED, _RUN, _WHOLE),
+    },
+    lr=5e-3,
+    full_lr=5e-4,
+    synthesis_rounds=10,
+    synthesis_warmup=2,
+    generator_steps=20,
+    student_steps=20,
+)
 
 
 def lander(options: LanderOptions, run: Run) -> Method:

@@ -9,10 +9,12 @@ Clients are evaluated as themselves, and their accuracies are averaged.
 from fcljax.adapters.lora import LoraOptions
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
-from fcljax.settings import NoOptions, Preset
+from fcljax.settings import NoOptions, Preset, with_mini
 from fcljax.types import Method
 
-PRESETS = {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}
+PRESETS = with_mini(
+    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lr=1e-2, lora_lr=1e-3
+)
 
 
 def local(_options: NoOptions, run: Run) -> Method:

@@ -42,7 +42,7 @@ from fcljax.parts.synthesis import (
     synthesis_rule,
 )
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Weighted
 
 SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
@@ -85,11 +85,15 @@ _RELEASED = MFCLOptions(
 )
 _RUN = RunConfig(lr=5e-5)
 _WHOLE = (FullOptions(full_lr=5e-5),)
-PRESETS = {
-    "intended": Preset(MFCLOptions(), _RUN, _WHOLE),
-    "paper": Preset(dataclasses.replace(_RELEASED, label_temperature=1.0), _RUN, _WHOLE),
-    "released": Preset(_RELEASED, _RUN, _WHOLE),
-}
+PRESETS = with_mini(
+    {
+        "intended": Preset(MFCLOptions(), _RUN, _WHOLE),
+        "paper": Preset(dataclasses.replace(_RELEASED, label_temperature=1.0), _RUN, _WHOLE),
+        "released": Preset(_RELEASED, _RUN, _WHOLE),
+    },
+    lr=5e-3,
+    full_lr=1.5e-4,
+)
 
 
 def mfcl(options: MFCLOptions, run: Run) -> Method:

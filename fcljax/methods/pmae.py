@@ -38,7 +38,7 @@ from fcljax.parts.replay import pass_over
 from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
-from fcljax.settings import Preset
+from fcljax.settings import Preset, with_mini
 from fcljax.types import (
     Autoencoder,
     Batch,
@@ -94,12 +94,15 @@ class PmaeOptions:
     """Ablation: reconstruct the current task's images only."""
 
 
-PRESETS = {
-    "intended": Preset(PmaeOptions()),
-    "paper": Preset(PmaeOptions(recon_denorm=False)),
-    "released": Preset(PmaeOptions(recon_denorm=False, exact_task_match=False)),
-    "improved": Preset(PmaeOptions(headtune=True)),
-}
+PRESETS = with_mini(
+    {
+        "intended": Preset(PmaeOptions()),
+        "paper": Preset(PmaeOptions(recon_denorm=False)),
+        "released": Preset(PmaeOptions(recon_denorm=False, exact_task_match=False)),
+        "improved": Preset(PmaeOptions(headtune=True)),
+    },
+    lr=1e-2,
+)
 
 
 def pmae(options: PmaeOptions, run: Run) -> Method:

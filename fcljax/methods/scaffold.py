@@ -30,14 +30,18 @@ from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import ClientContext, LearningRate, Method, Task
 
-PRESETS = {
-    "intended": Preset(
-        NoOptions(), RunConfig(optimiser="sgd", lr=0.1), (LoraOptions(lora_pairs="one", lora_lr=0.1),)
-    )
-}
+# at the classifier's rate LoRA diverges on a real network
+PRESETS = with_mini(
+    {
+        "intended": Preset(
+            NoOptions(), RunConfig(optimiser="sgd", lr=0.1), (LoraOptions(lora_pairs="one", lora_lr=0.1),)
+        )
+    },
+    lora_lr=1e-2,
+)
 
 
 class ServerVariate(NamedTuple):
@@ -121,17 +125,20 @@ def mean_gradient(
     """Return (x - y_i) / (K eta), the mean of the corrected gradients of a client's K steps.
 
     Args:
-      training: epochs and batch size, from which K follows.
+      training: epochs and batch size, from which K follows, and the learning rate's schedule.
       rates: learning rates of the adapter and of all other parameters.
       context: for x and the client's number of examples.
       trainable: y_i.
     """
     received = without_stats(context.payload.trainable)
     difference = optax.tree.sub(received, without_stats(trainable))
-    # K: the number of batches, the last of which may be padded, in all epochs
-    steps = training.epochs * jnp.ceil(context.client.examples / training.batch_size)
+    # K: the number of batches, the last of which may be padded, in all epochs; a step at a
+    # lower learning rate counts by its factor
+    epochs = sum(training.rate_factor(context, epoch) for epoch in range(training.epochs))
+    steps = epochs * jnp.ceil(context.client.examples / training.batch_size)
     # a client without examples has K = 0 and has not moved: 0 / 1, not 0 / 0
-    adapter_scale, scale = (1 / (rate * jnp.maximum(steps, 1)) for rate in rates)
+    steps = jnp.where(steps > 0, steps, 1)
+    adapter_scale, scale = (1 / (rate * steps) for rate in rates)
     adapter = optax.tree.scale(adapter_scale, difference.adapter)
     return optax.tree.scale(scale, difference)._replace(adapter=adapter)
 

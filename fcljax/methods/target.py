@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
-from fcljax.methods.prompted import WHOLE, PromptedOptions, epoch_schedule
+from fcljax.methods.prompted import WHOLE
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
@@ -56,7 +56,7 @@ REPTILE = 67.0  # factor of a generator's change in a round, as its gradient (re
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetOptions(SynthesisOptions, PromptedOptions):
+class TargetOptions(SynthesisOptions):
     """Options of TARGET.
 
     `released` has the release's constants for CIFAR-100, with which the warm-up never ends;
@@ -81,7 +81,6 @@ class TargetOptions(SynthesisOptions, PromptedOptions):
 
 
 _CIFAR = TargetOptions(
-    epoch_schedule="cosine_lag",
     synthesis_batch=256,
     generator_steps=10,
     student_steps=400,
@@ -104,7 +103,6 @@ def target(options: TargetOptions, run: Run) -> Method:
         loss=cross_entropy_loss(options.local_classes),
         client_rules=(distil_synthetic(options),),
         server_rules=(send_start_of_task(), images_rule(options, run, make)),
-        learning_rate=epoch_schedule(options, run),
     )
 
 

@@ -28,18 +28,21 @@ from fcljax.parts.learner import (
     total_cross_entropy,
 )
 from fcljax.parts.user_code import check_arguments
-from fcljax.types import Batch, ClientContext, LearningRate, Metrics, Phase, View, Weighted
+from fcljax.types import (
+    Batch,
+    ClientContext,
+    LearningRate,
+    LearningRateSchedule,
+    Metrics,
+    Phase,
+    Progress,
+    View,
+    Weighted,
+)
 
 # Terms of the loss: the clients' own, and the adapter's
 OWN = "own"
 ADAPTER = "adapter"
-
-
-@runtime_checkable
-class LearningRateFactor(Protocol):
-    """Returns the factor on all learning rates in an epoch of a round; a task has `rounds` of them."""
-
-    def __call__(self, round: Int[Array, ""], rounds: int, epoch: Int[Array, ""], /) -> Float[Array, ""]: ...
 
 
 class Training(NamedTuple):
@@ -53,10 +56,24 @@ class Training(NamedTuple):
     """Learning rate of all parameters but those of an adapter with a rate of its own (`Adapter.rate`)."""
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
     """Gives the direction of a step; the learning rate is applied afterwards."""
-    factor: LearningRateFactor | None = None
+    schedule: LearningRateSchedule | None = None
     """Learning-rate schedule; None: constant."""
+    rounds: int = 1
+    """Rounds of a task, for the schedule."""
     loss: Loss | None = None
     """The clients' own loss; None: they never train."""
+
+    def rate_factor(self, context: ClientContext, epoch: Int[Array, ""] | int) -> Array | float:
+        """Return the factor on all learning rates in an epoch of the client's round."""
+        if self.schedule is None:
+            return 1.0
+        progress = Progress(context.client.round, self.rounds, jnp.asarray(epoch), self.epochs)
+        return self.schedule(progress)
+
+    def epoch_of(self, context: ClientContext, steps: Int[Array, ""]) -> Int[Array, ""]:
+        """Return the epoch of a client that has taken so many steps in this round."""
+        steps_per_epoch = jnp.maximum(-(-context.client.examples // self.batch_size), 1)
+        return steps // steps_per_epoch
 
 
 class ClientStep(NamedTuple):
@@ -301,8 +318,6 @@ class ClientWork(NamedTuple):
     training: Training
     rules: tuple[ClientRule, ...]
     reports: tuple[Report, ...]
-    rounds: int
-    """Rounds of a task, for the learning-rate schedule."""
 
 
 class Local(NamedTuple):
@@ -388,10 +403,7 @@ def descend(work: ClientWork, context: ClientContext, local: Local, direction: P
     training = work.training
     adapter_rate = work.learner.adapter.rate
     rates = (training.lr if adapter_rate is None else adapter_rate, training.lr, training.lr)
-    factor: Array | float = 1.0
-    if training.factor:
-        steps_per_epoch = jnp.maximum(-(-context.client.examples // training.batch_size), 1)
-        factor = training.factor(context.client.round, work.rounds, local.steps // steps_per_epoch)
+    factor = training.rate_factor(context, training.epoch_of(context, local.steps))
 
     def moved(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
         return jax.tree.map(lambda x, step: x - rate * factor * step, params, direction)

@@ -120,7 +120,6 @@ def federate(
     loss: Loss | None = None,
     client_rules: tuple[ClientRule, ...] = (),
     server_rules: tuple[ServerRule, ...] = (),
-    learning_rate: client.LearningRateFactor | None = None,
     predicts: Literal["seen", "all"] = "seen",
     personal: tuple[Personal, ...] = (),
     server_replay: ServerReplay | None = None,
@@ -133,7 +132,6 @@ def federate(
       loss: the clients' own; None: clients never train, they only report.
       client_rules: what clients do besides, in this order; the run's own rules follow.
       server_rules: what the server does after merging, in this order.
-      learning_rate: a schedule; None: the run's, which is constant.
       predicts: "seen": classes that were not seen yet never win; "all": they compete.
       personal: what clients keep to themselves, for all tasks. It is part of a client's state and never sent;
         rules find () in its place in the payload, and clients are evaluated as themselves.
@@ -146,13 +144,13 @@ def federate(
     # checks wrap here once, so that nothing below needs to check what a rule returns
     rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
     server_rules = tuple(map(checked_server_rule, server_rules))
-    check_arguments("federate", loss=(loss.value if loss else None, 3), learning_rate=(learning_rate, 3))
+    check_arguments("federate", loss=(loss.value if loss else None, 3))
     _check_rules(run, loss, rules, server_rules, personal)
     parts = _Parts(
         run,
         learner,
         # the loss decides whether there is a training phase at all
-        run.training._replace(factor=learning_rate or run.training.factor, loss=loss),
+        run.training._replace(loss=loss),
         rules,
         each_round=tuple(rule for rule in server_rules if rule.when == "round"),
         # all other rules have a round of their own, at a task's start or end
@@ -218,7 +216,7 @@ class _Parts(NamedTuple):
 
     def work(self, rules: tuple[ClientRule, ...], reports: tuple[Report, ...]) -> ClientWork:
         """Return the static side of clients' work."""
-        return ClientWork(self.learner, self.training, rules, reports, self.run.sizes.rounds)
+        return ClientWork(self.learner, self.training, rules, reports)
 
 
 def _check_rules(

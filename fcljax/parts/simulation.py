@@ -7,7 +7,7 @@ attacks and differential privacy are those of runs.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,10 @@ from fcljax.parts.simulation_inputs import (
     merging_options,
 )
 from fcljax.parts.user_code import check_arguments
+from fcljax.run_options import MergingOptions
 from fcljax.settings import ATTACKS
 from fcljax.terminal import say
-from fcljax.types import Batch, MergingRule, Method, Network, ServerOptimiser, Sizes, Task
+from fcljax.types import Batch, Method, Network, Sizes, Task
 
 MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
 
@@ -108,34 +109,6 @@ def local_sgd(
     epochs = check_whole("epochs", epochs, 1)
     batch_size = check_whole("batch_size", batch_size, 1, LARGEST_INT)
     return LocalSGD(loss, optimiser, epochs, batch_size)
-
-
-class MergingOptions(TypedDict, total=False):
-    """How the server merges uploads: the fields of `settings.AggregationOptions`, and the options of its
-    choices."""
-
-    aggregator: (
-        Literal[
-            "mean",
-            "uniform",
-            "median",
-            "trimmed_mean",
-            "geometric_median",
-            "krum",
-            "multi_krum",
-            "centred_clipping",
-        ]
-        | MergingRule
-    )
-    trim: float
-    malicious_bound: int
-    clip_radius: float
-    clip_norm: float
-    noise_multiplier: float
-    server_optimiser: Literal["none", "momentum", "adam", "yogi"] | ServerOptimiser
-    server_step: float
-    server_momentum: float
-    server_adaptivity: float
 
 
 class Averaging(NamedTuple):

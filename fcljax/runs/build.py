@@ -34,6 +34,7 @@ from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
+from fcljax.parts.schedules import Constant
 from fcljax.runs.inputs import (
     Inputs,
     compute_type,
@@ -372,12 +373,19 @@ def _without_attention(entry: MethodEntry) -> str:
 
 def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
     """Return how clients train: their epochs, batches, learning rate and optimiser."""
-    batch_size = largest_batch(cfg.batch_size, sizes.examples)
     optimiser = chosen("optimiser", cfg)
+    lr = cfg.lr
     if config.has_own_rate(cfg):
         # federate subtracts what the optimiser gives, and optax's updates are added
-        return Training(cfg.epochs, batch_size, 1.0, optax.chain(optimiser, optax.scale(-1.0)))
-    return Training(cfg.epochs, batch_size, cfg.lr, optimiser.build())
+        direction = optax.chain(optimiser, optax.scale(-1.0))
+        lr = 1.0
+    else:
+        direction = optimiser.build()
+    schedule = chosen("lr_schedule", cfg)
+    if schedule == Constant():
+        schedule = None
+    batch_size = largest_batch(cfg.batch_size, sizes.examples)
+    return Training(cfg.epochs, batch_size, lr, direction, schedule, sizes.rounds)
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:

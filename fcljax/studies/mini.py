@@ -8,7 +8,7 @@ from typing import Any
 from fcljax import config
 from fcljax.choices import chosen, flat
 from fcljax.config import RunConfig
-from fcljax.methods.mini import MINI
+from fcljax.methods import find_method
 
 CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets with the partition `quantity`
 # Classes of the data set `glyphs`, and the largest number of tasks
@@ -94,9 +94,8 @@ def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
         client partitions: unchanged. But `classes_per_client` keeps its share of the task's labels, of which
         there are 20 here, and a pool of CIFAR-100's superclasses becomes one of neighbours in the class
         order, still five of them.
-      lr and all other learning rates, with their optimiser, and what else methods/mini.py has of the method:
-        the method's defaults at the scale mini, since the paper's are for longer schedules and larger
-        networks.
+      lr and all other learning rates, with their optimiser, and what else `mini` of its presets has: the
+        method's defaults at the scale mini, since the paper's are for longer schedules and larger networks.
       blocks with prompts or LoRA pairs: the same number, at most the network's 6. Their lengths stay.
       exemplars, memory_size: at most 2 per class, and 100 in all.
       mask_ratio: half of the network's 16 patches are visible; a quarter shows too little of a letter.
@@ -127,10 +126,11 @@ def _method_values(settings: RunConfig, unchanged: Collection[str]) -> dict[str,
     if "optimiser" not in unchanged:
         options = flat({"optimiser": chosen("optimiser", small)})
         values |= {name: value for name, value in options.items() if name not in unchanged}
-    for name in (*RATES, *MINI.get(settings.method, {})):
+    of_mini = find_method(settings.method).presets["intended"].mini
+    for name in (*RATES, *of_mini):
         if hasattr(settings, name) and name not in unchanged:
             values[name] = getattr(small, name)
-    for name in MINI.get(settings.method, {}):
+    for name in of_mini:
         if name in unchanged and name in RATES and getattr(paper, name, None):
             # a row that has ten times the method's rate in the paper has ten times its
             # mini rate here

@@ -34,7 +34,6 @@ from fcljax.parts.client import (
     ClientPass,
     ClientRule,
     ClientStep,
-    LearningRateFactor,
     Replay,
     Report,
     StepMemory,
@@ -43,14 +42,10 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, replaced_loss
 from fcljax.parts.task_start import unlabelled
 from fcljax.pixels import to_unit
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Batch, ClientContext, Method, Task
 
-Schedule = Literal["constant", "steps", "released"]
-
 FLOOR = 1e-5  # added to probabilities under the logarithm (release)
-MILESTONES = (0.5, 0.75, 0.9)  # shares of a task's epochs after which the rate is divided
-DIVISOR = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +61,6 @@ class GLFCOptions(proxy.ProxyOptions):
     entropy_unit: Literal["share", "nats"] = "share"
     """Unit of this rise: nats, or the entropy of a uniform guess among the seen classes
     (share)."""
-    lr_schedule: Schedule = "constant"
-    """Learning-rate schedule over a task. steps: divided by 5 after 1/2, 3/4 and 9/10 of
-    its epochs; released: divided only during the round of each step."""
 
 
 # clients are averaged equally, whatever they have
@@ -79,18 +71,20 @@ _RELEASED = GLFCOptions(
     memory_repeats=True,
     entropy_rise=1.2,
     entropy_unit="nats",
-    lr_schedule="released",
     match_steps=5000,
     match_start="normal",
     monitor_images=20,
     reset_best="never",
 )
-_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, lr_schedule="steps", reset_best="arrival")
-PRESETS = {
-    "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
-    "paper": Preset(_PAPER, _RUN, _ADAPTERS),
-    "released": Preset(_RELEASED, _RUN, _ADAPTERS),
-}
+_PAPER = dataclasses.replace(_RELEASED, memory_repeats=False, reset_best="arrival")
+PRESETS = with_mini(
+    {
+        "intended": Preset(GLFCOptions(), _RUN, _ADAPTERS),
+        "paper": Preset(_PAPER, dataclasses.replace(_RUN, lr_schedule="step"), _ADAPTERS),
+        "released": Preset(_RELEASED, dataclasses.replace(_RUN, lr_schedule="step_in_round"), _ADAPTERS),
+    },
+    lr=3e-2,
+)
 
 
 @runtime_checkable
@@ -137,36 +131,7 @@ def compensated(options: GLFCOptions, run: Run, weights: LossWeights, evaluate: 
         loss=replaced_loss("seen"),
         client_rules=(compensate(options, run, weights),),
         server_rules=(proxy.proxy_server(options, run, evaluate, gradients),),
-        learning_rate=task_schedule(options, run),
     )
-
-
-def task_schedule(options: GLFCOptions, run: Run) -> LearningRateFactor:
-    """Return the learning-rate factor over the epochs of a task."""
-
-    def factor(round: Array, rounds: int, epoch: Array) -> Float[Array, ""]:
-        return rate_factor(options.lr_schedule, run.training.epochs, round, rounds, epoch)
-
-    return factor
-
-
-def rate_factor(
-    schedule: Schedule, epochs: int, round_: Int[Array, ""], rounds: int, epoch: Int[Array, ""]
-) -> Float[Array, ""]:
-    """Return the factor on the learning rate in an epoch of a round."""
-    if schedule == "constant":
-        return jnp.ones(())
-    # in epochs of a task, over all of its rounds
-    milestones = [jnp.int32(round(share * epochs * rounds)) for share in MILESTONES]
-    milestone = jnp.stack(milestones)
-    is_passed = epochs * round_ + epoch >= milestone
-    if schedule == "steps":
-        return DIVISOR ** -jnp.sum(is_passed).astype(jnp.float32)
-    # release: each round begins at the full rate, and only the steps of the round are taken
-    # milestone // epochs is the round in which it lies
-    in_round = is_passed & (milestone // epochs == round_)
-    power = jnp.max(jnp.where(in_round, jnp.arange(1, len(MILESTONES) + 1), 0))
-    return DIVISOR ** -power.astype(jnp.float32)
 
 
 # ---- client ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from fcljax.parts.client import ClientEnd, OfEachClient, Report
 from fcljax.parts.federate import Run, feature_width, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, Reads, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset
+from fcljax.settings import Preset, with_mini
 from fcljax.types import ClientContext, LearningRate, Method, Metrics, Task, Weighted
 
 Direction = Literal["server_client", "client_server"]
@@ -54,7 +54,7 @@ TEACHERS_AT_ONCE = 16  # bounds the memory of their prompts on accelerators
 
 
 @dataclasses.dataclass(frozen=True)
-class HepcoOptions(prompted.PromptedOptions):
+class HepcoOptions:
     """Options of HePCo; the values are the release's."""
 
     kl_weight: float = 1.0
@@ -116,17 +116,23 @@ class HepcoOptions(prompted.PromptedOptions):
 
 
 _IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True, features="both")
-PRESETS = {
-    "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
-    # class means are sums over examples, so clients count by their examples everywhere
-    "improved": Preset(_IMPROVED, dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean")),
-    "paper": prompted.CLIENT["paper"]._replace(
-        options=HepcoOptions("cosine_lag", generator_mse="sum", loss_weights="uniform")
-    ),
-    "released": prompted.CLIENT["released"]._replace(
-        options=HepcoOptions("cosine_lag", kl_direction="client_server", distill_phases="sequential")
-    ),
-}
+PRESETS = with_mini(
+    {
+        "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
+        # class means are sums over examples, so clients count by their examples everywhere
+        "improved": Preset(
+            _IMPROVED, dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean")
+        ),
+        "paper": prompted.CLIENT["paper"]._replace(
+            options=HepcoOptions(generator_mse="sum", loss_weights="uniform")
+        ),
+        "released": prompted.CLIENT["released"]._replace(
+            options=HepcoOptions(kl_direction="client_server", distill_phases="sequential")
+        ),
+    },
+    lr=1e-2,
+    generator_lr=1e-3,
+)
 
 
 def hepco(options: HepcoOptions, run: Run) -> Method:
@@ -154,7 +160,6 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         linear_learner(run, features=options.features),
         loss=cross_entropy_loss(),
         server_rules=tuple(server_rules),
-        learning_rate=prompted.epoch_schedule(options, run),
     )
 
 
