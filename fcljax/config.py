@@ -307,12 +307,12 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
     if adapter == "full" and scale == "mini" and not has_attention(values):
-        values = _rates_from_random(called, values) | values
+        values = _rates_from_random(method, values) | values
     usual = preset(method, adapter, fidelity, scale, chosen_by(method, values))
     return resolve(fill(usual, _read_values(usual, values), where))
 
 
-def _rates_from_random(method: str, values: Mapping[str, Any]) -> dict[str, float]:
+def _rates_from_random(method: str | MethodEntry, values: Mapping[str, Any]) -> dict[str, float]:
     """Return the learning rates of networks with random values that the method has none of its own for."""
     if values.get("optimiser", "adam") not in CHOICES["optimiser"]:
         return {}  # an optimiser of the user's own, with its own rate
