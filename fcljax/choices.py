@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fcljax.errors import InputError, Value, choose
-from fcljax.options import check_ranges, fields_of, flag, load
+from fcljax.options import check_ranges, fields_of, flag, load, only_read_by
 from fcljax.user_files import is_program, load_object
 
 
@@ -123,15 +123,21 @@ def find_kind(name: str, value: object) -> type | None:
       value: what was chosen: a name of the table, or an object.
 
     Raises:
-      InputError: for an unknown name, with the nearest known one.
+      InputError: for an unknown name, with the nearest known one; for an object of which only text says what
+        it needs.
     """
     if not isinstance(value, str):
-        return type(value) if name_of(name, value) else None
+        entry = name_of(name, value)
+        if ":" in entry:
+            raise InputError(f"{name}: {type(value).__name__} is written as text, {entry}")
+        return type(value) if entry else None
     if value == OWN:
         return None
     if is_program(value):
-        found = load_object(name, value)
-        return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+        loaded = load_object(name, value)
+        if isinstance(loaded, type) and dataclasses.is_dataclass(loaded):
+            return loaded
+        return None
     table = CHOICES[name]
     kind, colon, rest = value.partition(":")
     form = next((entry for entry in table if entry.startswith(f"{kind}:")), "")
@@ -150,10 +156,8 @@ def name_of(name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     place = f"{type(value).__module__}:{type(value).__name__}".removeprefix("fcljax.")
-    found = next((entry for entry, each in CHOICES[name].items() if each.kind in (place, type(value))), "")
-    if ":" in found:
-        raise InputError(f"{name}: {type(value).__name__} is written as text, {found}")
-    return found
+    entries = (entry for entry, choice in CHOICES[name].items() if choice.kind in (place, type(value)))
+    return next(entries, "")
 
 
 def label_of(name: str, value: object) -> str:
@@ -177,13 +181,13 @@ def chosen(name: str, settings: object) -> Any:
         raise InputError(f"{name}: {value!r} was an object in memory; give it again")
     values = {}
     for field in fields_of(kind):
-        nested = field.name in CHOICES and hasattr(settings, field.name)
-        default = field.default
-        values[field.name] = (
-            chosen(field.name, settings) if nested else getattr(settings, field.name, default)
-        )
+        values[field.name] = getattr(settings, field.name, field.default)
+        if field.name in CHOICES and hasattr(settings, field.name):
+            values[field.name] = chosen(field.name, settings)
     built = kind(**values)
-    return _checked(name, built) if is_program(value) else built
+    if is_program(value):
+        return _checked(name, built)
+    return built
 
 
 # what the object of a choice is called with; the others have a method `build`
@@ -242,10 +246,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in which a choice that was given as an object is its name beside its options."""
     written: dict[str, Any] = {}
     for name, value in values.items():
-        called = name_of(name, value) if name in CHOICES else ""
-        written[name] = called or value
-        if called and not isinstance(value, str):
-            written |= flat({field.name: getattr(value, field.name) for field in fields_of(type(value))})
+        written[name] = value
+        if name not in CHOICES or isinstance(value, str):
+            continue
+        kind = find_kind(name, value)
+        if kind is not None:
+            written[name] = name_of(name, value)
+            written |= flat({field.name: getattr(value, field.name) for field in fields_of(kind)})
     return written
 
 
@@ -297,8 +304,9 @@ def selected(base: type, values: Mapping[str, Any]) -> Selected:
 def _selected(kind: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for field in fields_of(kind):
         if field.name in CHOICES:
-            value = values.get(field.name, field.default)
-            value = field.default if value is None else value
+            value = values.get(field.name)
+            if value is None:
+                value = field.default
             yield field.name, name_of(field.name, value) or OWN
             nested = find_kind(field.name, value)
             if nested is not None:
@@ -335,7 +343,9 @@ def _fields(kind: type, choices: Mapping[str, Any], kinds: list[type]) -> Iterat
     for field in fields_of(kind):
         default = choices.get(field.name, field.default)
         yield field.name, field.type, dataclasses.field(default=default, metadata=field.metadata)
-        nested = find_kind(field.name, default) if field.name in CHOICES else None
+        if field.name not in CHOICES:
+            continue
+        nested = find_kind(field.name, default)
         if nested is not None and fields_of(nested):
             kinds.append(nested)
             yield from _fields(nested, choices, kinds)
@@ -370,17 +380,19 @@ def check_unread(
       InputError: naming the first option that nothing reads, and what would read it.
     """
     for name, value in values.items():
-        reading = () if name in known else readers(name)
-        if not reading or (name not in given and is_usual(name, value)):
+        if name in known or (name not in given and is_usual(name, value)):
+            continue
+        reading = readers(name)
+        if not reading:
             continue
         # of two choices the inner one, whose outer one was made already
         decider = next((choice for choice, _ in reversed(reading) if choice in choices), reading[0][0])
         names = [entry for choice, entry in reading if choice == decider]
-        several = " and ".join(", ".join(names).rsplit(", ", 1))
-        now = label_of(decider, choices[decider]) if decider in choices else "not chosen"
+        now = "not chosen"
+        if decider in choices:
+            now = label_of(decider, choices[decider])
         raise InputError(
-            f"{name}: only {several} {'reads' if len(names) == 1 else 'read'} it, and {decider} is {now!r}; "
-            f"nearest: {flag(decider)} {names[0]}"
+            f"{name}: {only_read_by(names)}, and {decider} is {now!r}; nearest: {flag(decider)} {names[0]}"
         )
 
 

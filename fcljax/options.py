@@ -12,7 +12,7 @@ import importlib
 import inspect
 import math
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fcljax.errors import InputError, Value
@@ -62,15 +62,18 @@ def shown_default(field: dataclasses.Field, value: object) -> str:
     meaning = field.metadata.get("unset", "")
     if value is None or value == "":
         return meaning or "none"
-    explained = meaning not in ("", value) and value == field.metadata["default"]
-    return f"{value}, {meaning}" if explained else str(value)
+    if meaning not in ("", value) and value == field.metadata["default"]:
+        return f"{value}, {meaning}"
+    return str(value)
 
 
 def whole_number(text: str) -> int | None:
     """The number that decimal digits without a sign say, up to 20 of them; None for any other text, such as a
     superscript two, which `str.isdigit` takes and `int` does not."""
     digits = text.strip()
-    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 20 else None
+    if digits.isascii() and digits.isdecimal() and len(digits) <= 20:
+        return int(digits)
+    return None
 
 
 def flag(name: str) -> str:
@@ -136,7 +139,8 @@ def check_read(options: object, usual: object | None = None, given: Collection[s
     Raises:
       InputError: naming the first option that nothing reads, and what would read it.
     """
-    usual = type(options)() if usual is None else usual
+    if usual is None:
+        usual = type(options)()
     for field in fields_of(type(options)):
         changed = getattr(options, field.name) != getattr(usual, field.name)
         if not is_read(field, options) and (changed or field.name in given):
@@ -162,17 +166,23 @@ def _what_reads(field: dataclasses.Field, options: object) -> str:
     """Return which values of other options would make a field read."""
     if needed := field.metadata.get("needs", ""):
         (other,) = (other for other in fields_of(type(options)) if other.name == needed)
-        example = " 1" if other.type is int else " 0.1" if other.type is float else ""
+        example = {int: " 1", float: " 0.1"}.get(other.type, "")  # pyrefly: ignore[no-matching-overload]
         return (
             f"only {flag(needed)} reads it, and {getattr(options, field.name)!r} was given; nearest: "
             f"{flag(needed)}{example}"
         )
     decider, *readers = field.metadata["only"]
-    names = " and ".join(", ".join(readers).rsplit(", ", 1))
     return (
-        f"only {names} {'reads' if len(readers) == 1 else 'read'} it, and {decider} is "
-        f"{getattr(options, decider)!r}; nearest: {flag(decider)} {readers[0]}"
+        f"{only_read_by(readers)}, and {decider} is {getattr(options, decider)!r}; nearest: "
+        f"{flag(decider)} {readers[0]}"
     )
+
+
+def only_read_by(names: Sequence[str]) -> str:
+    """Return that these values of an option, and no others, read another option."""
+    if len(names) == 1:
+        return f"only {names[0]} reads it"
+    return f"only {', '.join(names[:-1])} and {names[-1]} read it"
 
 
 def check_value(field: dataclasses.Field, value: object) -> None:
@@ -186,27 +196,37 @@ def check_value(field: dataclasses.Field, value: object) -> None:
     name = field.name
     rule = field.metadata
     whole = "float" not in str(field.type)
-    least = rule.get("least")
-    below = rule.get("below")
-    least = (1 if whole else 0) if least is None else least
+    # what holds where the field says nothing
+    least: float | int = 0
+    most: float | int = LARGEST_FLOAT
+    if whole:
+        least = 1
+        most = LARGEST_INT
+    if rule.get("least") is not None:
+        least = rule["least"]
+    if rule.get("most") is not None:
+        most = rule["most"]
     if whole and value < least:
         raise InputError(f"{name}: {_shown(value)} is too small; nearest valid value: {least}")
     if not least <= value < math.inf or (rule.get("positive") and not value):
-        wanted = "positive" if rule.get("positive") else f"{least} or more"
-        example = f", such as {field.default}" if field.default else ""
-        raise InputError(f"{name}: {value} must be finite and {wanted}{example}")
-    most = rule.get("most")
-    most = (LARGEST_INT if whole else LARGEST_FLOAT) if most is None else most
+        wanted = f"{least} or more"
+        if rule.get("positive"):
+            wanted = "positive"
+        if field.default:
+            wanted += f", such as {field.default}"
+        raise InputError(f"{name}: {value} must be finite and {wanted}")
     if value > most:
         raise InputError(f"{name}: {_shown(value)} is too large; nearest valid value: {most}")
+    below = rule.get("below")
     if below is not None and value >= below:
         raise InputError(f"{name}: {value} is too large; it must be below {below}")
 
 
 def _shown(value: float | int) -> str:
     """A number, of which Python does not write a whole one of thousands of digits."""
-    small = isinstance(value, float) or abs(value) < 10**40
-    return str(value) if small else f"a number of {value.bit_length()} bits"
+    if isinstance(value, float) or abs(value) < 10**40:
+        return str(value)
+    return f"a number of {value.bit_length()} bits"
 
 
 @dataclasses.dataclass(frozen=True)
