@@ -106,7 +106,7 @@ class ClientOptimiser(Protocol):
         ...
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """Where a client is in its training on a task."""
 
     round: Int[Array, ""]
@@ -123,7 +123,7 @@ class Progress(NamedTuple):
 class LearningRateSchedule(Protocol):
     """Returns the factor on all learning rates of a client."""
 
-    def __call__(self, progress: Progress, /) -> Float[Array, ""]: ...
+    def __call__(self, progress: TrainingProgress, /) -> Float[Array, ""]: ...
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from fcljax.federated.aggregators import Krum
 from fcljax.parts.optimisers import AdamW
 from fcljax.parts.schedules import Constant, Cosine, Step
 from fcljax.scenario import make_scenario
-from fcljax.types import Progress
+from fcljax.types import TrainingProgress
 
 TINY = dict(tasks=2, clients=2, rounds=1, epochs=1, batch_size=64, image_size=8)
 
@@ -191,7 +191,7 @@ def test_an_optimiser_of_optax_trains_as_the_option_of_the_same_numbers(tmp_path
 
 def test_learning_rates_rise_in_the_warm_up_and_follow_their_schedule_from_there():
     factors = lambda schedule, rounds: [
-        float(schedule(Progress(jnp.int32(r), rounds, jnp.int32(0), 1))) for r in range(rounds)
+        float(schedule(TrainingProgress(jnp.int32(r), rounds, jnp.int32(0), 1))) for r in range(rounds)
     ]
     np.testing.assert_allclose(factors(Constant(3), 5), [0.25, 0.5, 0.75, 1, 1])
     expected = [0.5, 1, 0.5 * (1 + np.cos(np.pi / 4)), 0.5, 0.5 * (1 + np.cos(3 * np.pi / 4))]

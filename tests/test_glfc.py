@@ -35,7 +35,7 @@ from fcljax.parts.federate import Run, Training
 from fcljax.parts.learner import Classifier, Learner, Output, Params
 from fcljax.parts.replay import Exemplars, Gathered, Herded
 from fcljax.parts.schedules import Constant, Step, StepInRound
-from fcljax.types import Aggregate, Batch, ClientContext, Progress
+from fcljax.types import Aggregate, Batch, ClientContext, TrainingProgress
 
 FIRST, SECOND = TASKS
 GAP = jnp.array([0.2, 0.6, 0.5])
@@ -280,7 +280,7 @@ def test_the_release_s_rate_is_back_at_the_top_after_every_round():
     """Twenty epochs in each of ten rounds: a fifth in round 5, a fifth of that from the middle of round 7 on,
     and again in round 9; rounds 6 and 8 as if nothing had been."""
     rate = lambda schedule, round_, epoch: float(
-        schedule(Progress(jnp.int32(round_), 10, jnp.int32(epoch), 20))
+        schedule(TrainingProgress(jnp.int32(round_), 10, jnp.int32(epoch), 20))
     )
     rounds = lambda schedule, epoch: [round(1 / rate(schedule, r, epoch)) for r in range(10)]
     assert rounds(StepInRound(), 19) == [1, 1, 1, 1, 1, 5, 1, 25, 1, 125]

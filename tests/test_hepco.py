@@ -45,7 +45,7 @@ from fcljax.parts.reports import moments_of, no_moments, normal_of
 from fcljax.parts.schedules import Constant, EpochCosine, EpochCosineLag
 from fcljax.parts.task_start import Start
 from fcljax.results import metrics
-from fcljax.types import Aggregate, Batch, Broadcast, Progress, Sizes
+from fcljax.types import Aggregate, Batch, Broadcast, Sizes, TrainingProgress
 
 SMALL = {"pool_size": 3, "pool_length": 2, "pool_blocks": 2}
 FEW = {
@@ -163,7 +163,9 @@ def test_so_many_classes_are_active():
 
 def test_the_learning_rate_falls_over_the_epochs_of_a_round():
     """O3."""
-    factor = lambda schedule, epoch, epochs: schedule(Progress(jnp.int32(0), 1, jnp.int32(epoch), epochs))
+    factor = lambda schedule, epoch, epochs: schedule(
+        TrainingProgress(jnp.int32(0), 1, jnp.int32(epoch), epochs)
+    )
     lag = [float(factor(EpochCosineLag(), epoch, 10)) for epoch in range(10)]
     expected = [1, 1, 0.985109, 0.940881, 0.868632, 0.770513, 0.649448, 0.509041, 0.353475, 0.187381]
     np.testing.assert_allclose(lag, expected, atol=1e-6)

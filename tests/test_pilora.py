@@ -31,7 +31,7 @@ from fcljax.models.shapes import VITS
 from fcljax.models.vit import ViTConfig, init_vit, parameter_shapes, vit_network
 from fcljax.parts.reports import Prototypes
 from fcljax.parts.schedules import Constant, Cosine, CosineLag
-from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Progress, Sizes
+from fcljax.types import Aggregate, Batch, ClientContext, Features, Frozen, Network, Sizes, TrainingProgress
 
 WIDTH, LOWEST = 4, np.finfo(np.float32).min
 SIZES = Sizes(classes=6, tasks=3, task_classes=2, clients=3, rounds=30)
@@ -291,7 +291,7 @@ def test_lora_blocks_that_the_network_does_not_have_are_refused(blocks, said):
 )
 def test_learning_rates_follow_the_round_of_the_task(schedule, factors):
     rounds = jnp.array([0, 1, 2, 3, 15, 16, 29])
-    found = [schedule(Progress(round_, 30, jnp.int32(0), 1)) for round_ in rounds]
+    found = [schedule(TrainingProgress(round_, 30, jnp.int32(0), 1)) for round_ in rounds]
     np.testing.assert_allclose(found, factors, atol=1e-6)
 
 

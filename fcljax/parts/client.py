@@ -35,7 +35,7 @@ from fcljax.types import (
     LearningRateSchedule,
     Metrics,
     Phase,
-    Progress,
+    TrainingProgress,
     View,
     Weighted,
 )
@@ -67,7 +67,7 @@ class Training(NamedTuple):
         """Return the factor on all learning rates in an epoch of the client's round."""
         if self.schedule is None:
             return 1.0
-        progress = Progress(context.client.round, self.rounds, jnp.asarray(epoch), self.epochs)
+        progress = TrainingProgress(context.client.round, self.rounds, jnp.asarray(epoch), self.epochs)
         return self.schedule(progress)
 
     def epoch_of(self, context: ClientContext, steps: Int[Array, ""]) -> Int[Array, ""]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from fcljax.errors import InputError
 from fcljax.options import option
-from fcljax.types import Progress
+from fcljax.types import TrainingProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Constant:
     warmup_rounds: int = option(0, least=0, unset="no warm-up")
     """Number of rounds of each task in which the learning rate rises linearly."""
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         return warm_up(self.warmup_rounds, progress)
 
 
@@ -29,7 +29,7 @@ class Constant:
 class Cosine(Constant):
     """Half a cosine over the rounds of a task (PILoRA): (1 + cos(pi r / R)) / 2 in round r of R."""
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         decay_round = jnp.maximum(progress.round - self.warmup_rounds, 0)
         decay_rounds = progress.rounds - self.warmup_rounds
         return warm_up(self.warmup_rounds, progress) * half_cosine(decay_round, decay_rounds)
@@ -39,7 +39,7 @@ class Cosine(Constant):
 class CosineLag:
     """PILoRA's release: `Cosine` one round late, with the full rate in the first two rounds."""
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         return half_cosine(jnp.maximum(progress.round - 1, 0), progress.rounds)
 
 
@@ -47,7 +47,7 @@ class CosineLag:
 class EpochCosine:
     """A cosine over the epochs of each round (HePCo)."""
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         return epoch_cosine(progress.epoch, progress.epochs)
 
 
@@ -55,7 +55,7 @@ class EpochCosine:
 class EpochCosineLag:
     """HePCo's release: `EpochCosine` one epoch late, with the full rate in the first two epochs."""
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         return epoch_cosine(jnp.maximum(progress.epoch - 1, 0), progress.epochs)
 
 
@@ -87,7 +87,7 @@ class Step(Constant):
             )
         return np.array([round(share * epochs) for share in shares], np.int32)
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         is_passed = epochs_before(progress) >= self.milestones(progress.epochs * progress.rounds)
         factor = self.lr_divisor ** -jnp.sum(is_passed).astype(jnp.float32)
         return warm_up(self.warmup_rounds, progress) * factor
@@ -100,7 +100,7 @@ class StepInRound:
     Each of its rounds begins at the full rate and takes only the steps that fall into it.
     """
 
-    def __call__(self, progress: Progress) -> Float[Array, ""]:
+    def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         milestones = Step().milestones(progress.epochs * progress.rounds)
         is_passed = epochs_before(progress) >= milestones
         in_round = is_passed & (milestones // progress.epochs == progress.round)
@@ -108,12 +108,12 @@ class StepInRound:
         return Step().lr_divisor ** -power.astype(jnp.float32)
 
 
-def warm_up(warmup_rounds: int, progress: Progress) -> Float[Array, ""]:
+def warm_up(warmup_rounds: int, progress: TrainingProgress) -> Float[Array, ""]:
     """Return (r + 1) / (W + 1) in round r of W rounds of warm-up, and 1 afterwards."""
     return jnp.minimum((progress.round + 1) / (warmup_rounds + 1), 1.0)
 
 
-def epochs_before(progress: Progress) -> Int[Array, ""]:
+def epochs_before(progress: TrainingProgress) -> Int[Array, ""]:
     """Return how many epochs of the task are over."""
     return progress.epochs * progress.round + progress.epoch
 
