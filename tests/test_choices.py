@@ -10,7 +10,6 @@ import micro
 import numpy as np
 import optax
 import pytest
-from toys import same
 
 import fcljax
 from fcljax import choices, cli, config
@@ -217,7 +216,6 @@ def test_a_schedule_that_cannot_be_is_one_line(given, says):
 
 def test_a_schedule_scales_the_steps_of_a_client():
     """A factor of 0 leaves every client where it started; one of 1 changes nothing."""
-    sizes = micro.SIZES
     after = lambda **values: (
         micro.by_hand(
             micro.method_of(
@@ -228,10 +226,12 @@ def test_a_schedule_scales_the_steps_of_a_client():
     start = micro.compiled(micro.method_of("fedavg", network=micro.FORMULA, adapter="linear").init)(
         micro.KEY, micro.SCALE
     ).params
-    same(after(lr_schedule=lambda progress: jnp.float32(progress.round >= sizes.rounds)), start)
+    of = lambda factor: after(lr_schedule=lambda _progress: jnp.float32(factor))
     constant = after()
-    chex.assert_trees_all_close(constant, after(lr_schedule=lambda _progress: jnp.float32(1)), rtol=1e-5)
-    assert not np.array_equal(constant.classifier.kernel, start.classifier.kernel)
+    # up to the rounding of a mean of equal clients
+    chex.assert_trees_all_close(of(0), start, rtol=1e-5)
+    chex.assert_trees_all_close(of(1), constant, rtol=1e-5)
+    assert not np.allclose(constant.classifier.kernel, start.classifier.kernel, rtol=1e-2)
 
 
 def test_adamw_adds_the_decay_to_adam_s_direction():
