@@ -98,7 +98,8 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
 
 
 def above_guessing(line: Line) -> bool:
-    """Check whether a round's cross-entropy is above that of equal probabilities for all classes seen."""
+    """Check whether a round's cross-entropy is above that of equal probabilities for all
+    classes seen."""
     loss = line.get(CROSS_ENTROPY)
     classes = line.get(CLASSES)
     return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)

@@ -21,12 +21,13 @@ Apply = Callable[[PyTree, PyTree], Float[Array, "B D"]]
 class Backbone:
     """A frozen network of one's own, for `fcljax.run(..., backbone=...)`.
 
-    Adapters that work inside attention refuse it; `linear` trains on its features, and `full` trains all of
-    its parameters.
+    Adapters that work inside attention refuse it; `linear` trains on its features, and
+    `full` trains all of its parameters.
     """
 
     apply: Apply
-    """apply(params, input) -> features [B, D]; images are [B, S, S, 3], other data as they were given."""
+    """apply(params, input) -> features [B, D]; images are [B, S, S, 3], other data as
+    they were given."""
     params: PyTree
     """Arrays that `apply` reads."""
     image_size: int = 0

@@ -108,7 +108,8 @@ def why_not(folder: Path) -> str | None:
         return f"other users may write to {str(folder)!r}"
     for parent in folder.resolve().parents:
         mode = parent.stat().st_mode
-        # who may write to a folder may put another one in the place of what is in it, but for the sticky bit
+        # who may write to a folder may put another one in the place of what is in it,
+        # but for the sticky bit
         if mode & 0o022 and not mode & stat.S_ISVTX:
             return f"other users may write to {str(parent)!r}, above {str(folder)!r}"
     return None

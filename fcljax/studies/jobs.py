@@ -134,7 +134,8 @@ def _identity(pid: int) -> str:
       OSError, ValueError: if there is no such process.
     """
     if sys.platform == "linux":
-        # the name, in brackets, may have spaces; field 22 is the start in ticks after boot
+        # the name, in brackets, may have spaces; field 22 is the start in ticks after
+        # boot
         stat = Path(f"/proc/{pid}/stat").read_text()
         start = stat.rpartition(")")[2].split()[19]
     else:

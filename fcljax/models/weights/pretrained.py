@@ -1,8 +1,9 @@
 """Load pretrained backbones from the usual kinds of files of weights.
 
-`checkpoints` reads files, `finding` finds the network in each, `naming`, `torchvision` and `convnext` know
-the names of tensors, and `sidecars` reads metadata. This module decides image size, compute type and pixel
-constants, and joins a masked autoencoder's decoder to its encoder.
+`checkpoints` reads files, `finding` finds the network in each, `naming`, `torchvision`
+and `convnext` know the names of tensors, and `sidecars` reads metadata. This module
+decides image size, compute type and pixel constants, and joins a masked autoencoder's
+decoder to its encoder.
 """
 
 import dataclasses
@@ -67,12 +68,14 @@ class Pretrained(NamedTuple):
 
     config: NetworkConfig  # at the requested image size
     params: PyTree  # of the network, or of the encoder of an autoencoder
-    # {"kernel": [width, classes], "bias": [classes]} if the file has a classification head of the class token
+    # {"kernel": [width, classes], "bias": [classes]} if the file has a classification
+    # head of the class token
     head: PyTree | None
     decoder: PretrainedDecoder | None  # a masked autoencoder's, from this file or another
     mean: Colour  # subtracted from pixels in [0, 1]
     std: Colour  # by which these pixels are then divided
-    # whose names the file has: fcljax, timm, huggingface, google, mae or torchvision; random: no file
+    # whose names the file has: fcljax, timm, huggingface, google, mae or torchvision;
+    # random: no file
     mapping: str
     digest: str  # the file's sha256
     notes: tuple[str, ...]  # for the user: what was assumed, left out, or changed
@@ -83,16 +86,18 @@ class WeightOptions(NamedTuple):
 
     heads: int | None = None  # attention heads, if the file does not contain them
     decoder_heads: int | None = None  # the same for the decoder of a masked autoencoder
-    # the network to take from a file of several: teacher, student, or another part of the names before one
+    # the network to take from a file of several: teacher, student, or another part of
+    # the names before one
     part: str = "teacher"
     positions: Positions = "antialiased"  # interpolation of position embeddings
     normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else its family's
-    # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one that `fcljax
-    # pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of which only the decoder is taken.
-    # None takes the decoder of the encoder's file; for the packaged vit_micro at its own image size the
-    # packaged one.
+    # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one
+    # that `fcljax pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of
+    # which only the decoder is taken. None takes the decoder of the encoder's file; for
+    # the packaged vit_micro at its own image size the packaged one.
     decoder: str | None = None
-    # of a convolutional network without a file; auto: "cifar" for images under 64 px, else "imagenet"
+    # of a convolutional network without a file; auto: "cifar" for images under 64 px,
+    # else "imagenet"
     stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
     trains: bool = False  # matrix parameters stay float32 in memory, whatever the compute type
@@ -242,7 +247,12 @@ def load_convnet(
     return Pretrained(config, params, head, None, *pixels, "torchvision", file.digest, tuple(notes))
 
 
-def _random_convnet(name: str, image_size: int | None, dtype: Dtype, options: WeightOptions) -> Pretrained:
+def _random_convnet(
+    name: str,
+    image_size: int | None,
+    dtype: Dtype,
+    options: WeightOptions,
+) -> Pretrained:
     """Draw values that depend on the seed alone; pixels are between -1 and 1."""
     config = CONVNETS[name]
     seed = options.seed
@@ -265,7 +275,11 @@ def _random_convnet(name: str, image_size: int | None, dtype: Dtype, options: We
     return Pretrained(config, params, None, None, mean, std, "random", f"random-{name}-{seed}", (note,))
 
 
-def _at_size(config: ConvNetConfig, image_size: int | None, dtype: Dtype) -> ConvNetConfig:
+def _at_size(
+    config: ConvNetConfig,
+    image_size: int | None,
+    dtype: Dtype,
+) -> ConvNetConfig:
     """Change the image size, which must leave a position in the last stage."""
     size = config.image_size
     if image_size is not None:
@@ -300,7 +314,8 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
 
 
 def packaged_text_encoder(name: str, dtype: Dtype, trains: bool = False) -> Pretrained:
-    """Return a text encoder that comes with the package; `experiments/text_encoder.py` trains it.
+    """Return a text encoder that comes with the package; `experiments/text_encoder.py`
+    trains it.
 
     Args:
       name: of TEXT_ENCODERS.
@@ -316,8 +331,14 @@ def packaged_text_encoder(name: str, dtype: Dtype, trains: bool = False) -> Pret
     return Pretrained(config, params, None, None, none, (1.0, 1.0, 1.0), "fcljax", file.digest, ())
 
 
-def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtype: str = "float32") -> None:
-    """Write parameters as safetensors under dotted names, atomically, with provenance in the metadata.
+def save_native(
+    path: str | Path,
+    params: PyTree,
+    metadata: dict[str, str],
+    dtype: str = "float32",
+) -> None:
+    """Write parameters as safetensors under dotted names, atomically, with provenance
+    in the metadata.
 
     The same parameters and metadata give the same bytes.
 
@@ -338,10 +359,15 @@ def save_native(path: str | Path, params: PyTree, metadata: dict[str, str], dtyp
         temporary.write_bytes(_safetensors(flat, metadata, _SAFETENSORS_TYPES[dtype]))
 
 
-def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], dtype: str) -> bytes:
+def _safetensors(
+    flat: dict[str, np.ndarray],
+    metadata: dict[str, str],
+    dtype: str,
+) -> bytes:
     """Return a safetensors file of these tensors in this order.
 
-    The library's writer shuffles the metadata, so the same tensors would give different files.
+    The library's writer shuffles the metadata, so the same tensors would give different
+    files.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
@@ -354,7 +380,12 @@ def _safetensors(flat: dict[str, np.ndarray], metadata: dict[str, str], dtype: s
     return b"".join([len(text).to_bytes(8, "little"), text, *(x.tobytes() for x in flat.values())])
 
 
-def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: str) -> dict[str, str]:
+def decoder_metadata(
+    config: DecoderConfig,
+    mean: Colour,
+    std: Colour,
+    encoder: str,
+) -> dict[str, str]:
     """Return the metadata of a file of a decoder alone, for `load_backbone`.
 
     Args:
@@ -372,7 +403,8 @@ def decoder_metadata(config: DecoderConfig, mean: Colour, std: Colour, encoder: 
 
 
 def shape_text(config: ViTConfig | DecoderConfig) -> str:
-    """Return a static shape as JSON, without fields of VARIANTS that have their default."""
+    """Return a static shape as JSON, without fields of VARIANTS that have their
+    default."""
     defaults = dataclasses.asdict(ViTConfig())
     return json.dumps(
         {
@@ -386,7 +418,8 @@ def shape_text(config: ViTConfig | DecoderConfig) -> str:
 def interpolate_positions(
     position: Float[Array, "tokens width"], grid: int, how: Positions = "antialiased"
 ) -> Float[Array, "tokens2 width"]:
-    """Interpolate position embeddings to grid x grid patches, bicubically; the class token's stays.
+    """Interpolate position embeddings to grid x grid patches, bicubically; the class
+    token's stays.
 
     Args:
       position: the class token's and those of side x side patches, row by row.
@@ -465,7 +498,8 @@ def _check_size(image_size: int | None, vit: ViTConfig, name: str) -> None:
 
 
 def _with_epsilon(network: naming.Interpreted, epsilon: float | None) -> naming.Interpreted:
-    """Set the epsilon of all LayerNorms; None: 1e-12 in Hugging Face's ViTs, else as the config has it."""
+    """Set the epsilon of all LayerNorms; None: 1e-12 in Hugging Face's ViTs, else as the
+    config has it."""
     if epsilon is None:
         epsilon = 1e-12 if network.mapping == "huggingface" else network.config.epsilon
     decoder = network.decoder
@@ -477,7 +511,8 @@ def _with_epsilon(network: naming.Interpreted, epsilon: float | None) -> naming.
 def _merge_facts(
     heads: int | None, decoder_heads: int | None, facts: naming.TensorFacts
 ) -> naming.TensorFacts:
-    """Add the user's numbers of heads to the facts of the file, which must not contradict them."""
+    """Add the user's numbers of heads to the facts of the file, which must not contradict
+    them."""
     for field, option, in_file in (
         ("heads", heads, facts.heads),
         ("decoder_heads", decoder_heads, facts.decoder_heads),
@@ -492,7 +527,8 @@ def _merge_facts(
 def _resize(
     network: naming.Interpreted, image_size: int | None, positions: Positions
 ) -> tuple[naming.Interpreted, list[str]]:
-    """Interpolate the positions to another image size; return the network, and a note if they changed."""
+    """Interpolate the positions to another image size; return the network, and a note if
+    they changed."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
     old = network.config.grid
@@ -510,10 +546,17 @@ def _resize(
     return network._replace(config=config, params=params, decoder=decoder), [note]
 
 
-def _resize_decoder(config: DecoderConfig, params: PyTree, grid: int, positions: Positions) -> PyTree:
-    """Compute positions by the sin-cos formula if the old ones follow it, else interpolate them."""
+def _resize_decoder(
+    config: DecoderConfig,
+    params: PyTree,
+    grid: int,
+    positions: Positions,
+) -> PyTree:
+    """Compute positions by the sin-cos formula if the old ones follow it, else
+    interpolate them."""
     position = params["pos"]
-    # the tolerance is for positions in half precision, which rounds them by up to 2e-3 (bfloat16)
+    # the tolerance is for positions in half precision, which rounds them by up to 2e-3
+    # (bfloat16)
     if config.width % 4 == 0 and np.allclose(
         position, sincos_positions(config.grid, config.width), atol=5e-3
     ):
@@ -529,7 +572,8 @@ def _pixel_constants(
 ) -> tuple[Colour, Colour, list[str]]:
     """Return mean and standard deviation of pixels, with a note if they are assumed.
 
-    The user's choice counts first, then the file's constants, then those of the network's family.
+    The user's choice counts first, then the file's constants, then those of the
+    network's family.
     """
     if normalise is not None:
         return *NORMALISE[choose("normalise", normalise, NORMALISE)], []
@@ -553,7 +597,8 @@ def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
 
 
 def _to_device(tree: PyTree, dtype: str) -> PyTree:
-    """Copy parameters to the device: those of matrix products in this type, all others as float32."""
+    """Copy parameters to the device: those of matrix products in this type, all others as
+    float32."""
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
@@ -567,13 +612,19 @@ def _to_device(tree: PyTree, dtype: str) -> PyTree:
 
 
 def _decoder_in_file(loaded: LoadedViT) -> PretrainedDecoder | None:
-    """Return the decoder in the encoder's file, which shares the file's pixel constants."""
+    """Return the decoder in the encoder's file, which shares the file's pixel
+    constants."""
     decoder = loaded.network.decoder
     return decoder and PretrainedDecoder(*decoder, loaded.mean, loaded.std)
 
 
-def _load_decoder(encoder: LoadedViT, source: str, heads: int | None) -> tuple[PretrainedDecoder, list[str]]:
-    """Load the decoder of another file at the encoder's image size, with notes for the user."""
+def _load_decoder(
+    encoder: LoadedViT,
+    source: str,
+    heads: int | None,
+) -> tuple[PretrainedDecoder, list[str]]:
+    """Load the decoder of another file at the encoder's image size, with notes for the
+    user."""
     try:
         file, decoder, notes = _read_decoder(encoder, source, heads)
     except InputError as error:  # readers of files name the option `checkpoint`
@@ -602,14 +653,16 @@ def _load_decoder(encoder: LoadedViT, source: str, heads: int | None) -> tuple[P
 def _read_decoder(
     encoder: LoadedViT, source: str, heads: int | None
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
-    """Read the decoder of a file, which is that of a decoder alone or of a whole masked autoencoder."""
+    """Read the decoder of a file, which is that of a decoder alone or of a whole masked
+    autoencoder."""
     file = checkpoints.read_checkpoint(source)
     if not naming.is_decoder(file.tensors):
         network = find_network(file, WeightOptions().part)
         try:
             loaded = load_vit(file, network, None, None, WeightOptions(decoder_heads=heads))
         except InputError:
-            # the file's encoder is not used, and its heads change no shape: any number will do
+            # the file's encoder is not used, and its heads change no shape: any number
+            # will do
             any_heads = encoder.network.config.heads
             loaded = load_vit(file, network, None, None, WeightOptions(any_heads, heads))
         decoder = _decoder_in_file(loaded)
