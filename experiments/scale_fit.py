@@ -10,6 +10,7 @@ learning rates, the fidelity `intended`, and the server training that `fit` take
 
 import contextlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,33 @@ SETTINGS = dict(
 )
 
 
+SCALES = ("fit", "mini", "paper")
+
+
+def table(path: Path) -> str:
+    """The rows of the page: A_last in % of every seed and its mean, and what each search chose."""
+    runs: dict[str, dict[str, dict[int, dict]]] = {}
+    for line in path.read_text().splitlines():
+        run = json.loads(line)
+        if "A_last" in run:
+            runs.setdefault(run["method"], {}).setdefault(run["scale"], {})[run["seed"]] = run
+    rows = ["| method | " + " | ".join(SCALES) + " | chosen | seconds |", "|---" * 6 + "|"]
+    for method, of_scale in runs.items():
+        cells = [_accuracies(of_scale.get(scale, {})) for scale in SCALES]
+        searches = [run["search"] for _, run in sorted(of_scale.get("fit", {}).items())]
+        chosen = [re.split(", (?:chosen|because)", search["line"])[0].split(": ")[-1] for search in searches]
+        seconds = [f"{search['seconds']:.0f}" for search in searches]
+        rows.append(f"| {method} | {' | '.join(cells)} | {'; '.join(chosen)} | {', '.join(seconds)} |")
+    return "\n".join(rows)
+
+
+def _accuracies(of_seed: dict[int, dict]) -> str:
+    percent = [100 * run["A_last"] for _, run in sorted(of_seed.items())]
+    if not percent:
+        return "-"
+    return f"{np.mean(percent):.1f} ({', '.join(f'{value:.1f}' for value in percent)})"
+
+
 def main(
     folder: str, results: str, seeds: str = "2023", methods: str = "", scales: str = "fit,mini,paper"
 ) -> None:
@@ -62,6 +90,7 @@ def main(
             wanted = [scale for scale in wanted if method != "fedncm" or scale == "paper"]
             if wanted:
                 _compare(method, wanted, seed, Path(folder), path)
+    print(table(path))
 
 
 def _compare(method: str, scales: list[Any], seed: int, folder: Path, path: Path) -> None:
