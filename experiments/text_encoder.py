@@ -23,7 +23,7 @@ from fcljax.pretraining.training import warmup_cosine
 
 NAME = "text_micro"
 FEWEST = 10  # docstrings of a module that is a class
-STEPS = 500
+STEPS = 400
 BATCH = 64
 PEAK = 2e-3
 DROPPED = 0.15  # of a text's tokens, hidden in a step

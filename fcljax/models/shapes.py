@@ -235,7 +235,7 @@ class TextConfig:
 
     vocabulary: int = 4096
     length: int = 64  # most tokens of a text
-    blocks: ViTConfig = ViTConfig(width=64, depth=4, heads=4, mlp=256)  # without its image and patches
+    blocks: ViTConfig = ViTConfig(width=64, depth=6, heads=4, mlp=256)  # without its image and patches
     image_size: int = 0  # it reads no images
 
     @property
