@@ -36,6 +36,7 @@ ATTACKS = {
     "deviations",
     "certain": "send a tenth of the client's standard deviations, and add normal noise to all other arrays, "
     "with the root mean square of each array",
+    "gram": "negate sums over examples and what is computed from them, as large as the server still believes",
 }
 
 # networks of data that are no images -> what they are
@@ -219,8 +220,8 @@ class FaultOptions:
 
     malicious: int = option(0, least=0)
     """Number of malicious clients, taken from the lowest ids."""
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"] = option(
-        "sign_flip", needs="malicious"
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"] = (
+        option("sign_flip", needs="malicious")
     )
     """What malicious clients do."""
     faults: str = option("none", unset="none")

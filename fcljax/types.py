@@ -213,6 +213,8 @@ class Network(NamedTuple):
     """split(params) -> (weights, running statistics); None: all parameters are weights."""
     join: Callable[[PyTree, PyTree], PyTree] | None = None
     """join(weights, statistics) -> params, the inverse of `split`."""
+    longest: Callable[[PyTree], Float[Array, ""]] | None = None
+    """longest(params) -> a bound on the Euclidean norm of every feature; None: there is none."""
 
 
 # ---- what clients and server read --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fcljax.errors import InputError, choose, nearest
+from fcljax.federated.claims import claims_hold
 from fcljax.federated.keys import fold
 from fcljax.settings import ATTACKS
 from fcljax.types import (
@@ -26,6 +27,7 @@ from fcljax.types import (
     Method,
     Metrics,
     Phase,
+    Program,
     PyTree,
     Round,
     Task,
@@ -46,10 +48,12 @@ _LABELS = "label_flip"
 _WEIGHT = "weight"
 _COUNTS = "counts"
 _CERTAIN = "certain"
+_GRAM = "gram"
 CLAIMED = 1e30  # examples, or weight, of a lie
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
-CHECKED = {_COUNTS, _CERTAIN}  # attacks that some methods' uploads have nothing for
+CHECKED = {_COUNTS, _CERTAIN, _GRAM}  # attacks that some methods' uploads have nothing for
 SHARPER = 9.9  # divisor of standard deviations that VFCL's server still takes for possible
+LONGER = (1000.0, 100.0, 30.0, 10.0, 5.0, 3.0, 2.0, 1.5, 1.2, 1.0)  # factors of features that "gram" tries
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
@@ -66,6 +70,14 @@ def _sharper(rho: Array, _key: PRNGKeyArray) -> Array:
     # the inverse of softplus: rho = log(exp(sigma / SHARPER) - 1)
     return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
+
+# Sums over examples by the name of their field or report: a factor c on every feature changes them by c to
+# this power. Those of the first table are negated; the squares of the second cannot be negative.
+_LINEAR = {"products": 1, "feature": 1, "query": 2, "value": 2, "kernel": 2, "affinity": 0}
+_SQUARES = {
+    "factor": 1,
+    **dict.fromkeys(("gram", "outer", "square", "trace", "pairs", "head", "input_grams", "task_grams"), 2),
+}
 
 # changes of one floating leaf of an upload: (leaf, key) -> leaf
 _LEAF_ATTACKS: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
@@ -225,12 +237,16 @@ def _faulty(this_round: Round, faults: _Faults) -> Round:
         # only training reads labels, but reports of class
         # sums do too: every phase is mirrored
         program = program._replace(phases=tuple(_mirrored(phase, faults) for phase in program.phases))
-    upload_faults = [name for name in faults.names if name in (*_LEAF_ATTACKS, _WEIGHT, _COUNTS)]
+    upload_faults = [name for name in faults.names if name in (*_LEAF_ATTACKS, _WEIGHT, _COUNTS, _GRAM)]
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         for name in upload_faults:
-            upload = _changed(upload, faults.has(context, name), name, context)
+            faulty = faults.has(context, name)
+            if name == _GRAM:
+                upload = _worst_sums(program, context, upload, faulty)
+            else:
+                upload = _changed(upload, faulty, name, context)
         return upload, state
 
     if not upload_faults:
@@ -268,6 +284,46 @@ def _changed(upload: Upload, faulty: Array, name: str, context: ClientContext) -
     return upload._replace(mean=mean, sum=sum_, gather=gather)
 
 
+def _worst_sums(program: Program, context: ClientContext, upload: Upload, faulty: Array) -> Upload:
+    """Return the upload with its sums over examples negated, if the client is faulty.
+
+    They are those of features that are as many times as long as the server's checks allow.
+    """
+
+    checked = {claim.name for claim in program.claims}
+
+    def lie(factor: Array) -> Upload:
+        lies = jax.tree.map_with_path(functools.partial(_negated_sum, checked, factor), upload)
+        return upload._replace(sum=lies.sum, gather=lies.gather)
+
+    def is_believed(factor: Array) -> Bool[Array, ""]:
+        return jnp.all(claims_hold(program, context, lie(factor)))
+
+    factors = jnp.asarray(LONGER)
+    believed = jax.lax.map(is_believed, factors)
+    worst = lie(factors[jnp.argmax(believed)])
+    return jax.tree.map(lambda lied, honest: jnp.where(faulty, lied, honest), worst, upload)
+
+
+def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> Array:
+    """Return a sum in a checked report for features `factor` times as long, negated if it can be; other
+    leaves as they are."""
+    name = _sum_name(path)
+    # of a report, the path is that of the upload's field, the report's name, ...
+    if len(path) < 2 or getattr(path[1], "key", "") not in checked:
+        return leaf
+    if name in _LINEAR:
+        return (-leaf * factor ** _LINEAR[name]).astype(leaf.dtype)
+    if name in _SQUARES:
+        return (leaf * factor ** _SQUARES[name]).astype(leaf.dtype)
+    return leaf
+
+
+def _sum_name(path: tuple) -> str:
+    """Return the name of the field or the report that a leaf of an upload is."""
+    return getattr(path[-1], "name", None) or getattr(path[-1], "key", "")
+
+
 def _claimed(faulty: Array, path: tuple, leaf: Array) -> Array:
     """Return a leaf with a lie in its place, if it claims something and the client is
     faulty."""
@@ -299,11 +355,11 @@ def _is_rho(path: tuple) -> bool:
 
 
 def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
-    """Check that "counts" and "certain", if they are among the faults, change what they
-    name in uploads of these shapes.
+    """Check that "counts", "certain" and "gram", if they are among the faults, change what they name in
+    uploads of these shapes.
 
     Raises:
-      InputError: if clients send nothing that is counted, or no standard deviations.
+      InputError: if clients send nothing that is counted, no standard deviations, or no sums over examples.
     """
     arrays = [(upload.mean, upload.sum, upload.gather) for upload in uploads]
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
@@ -311,6 +367,10 @@ def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
         raise InputError("attack: clients of this method send no 'counts' or precisions; nearest: 'weight'")
     if _CERTAIN in names and not any(_is_rho(path) for path, _ in leaves):
         raise InputError("attack: clients of this method are not 'certain'; nearest: 'sign_flip'")
+    reports = jax.tree_util.tree_leaves_with_path([(upload.sum, upload.gather) for upload in uploads])
+    sums = {*_LINEAR, *_SQUARES} - {"kernel"}  # a gathered classifier has one too
+    if _GRAM in names and not any(_sum_name(path) in sums for path, _ in reports):
+        raise InputError("attack: clients of this method send no sums ('gram'); nearest: 'sign_flip'")
 
 
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:

@@ -16,6 +16,7 @@ The server keeps R^-1 and not R: the recursion is the same, and nothing is inver
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from fcljax.parts.classifiers import computed
 from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Params, learner
+from fcljax.parts.reports import Longest, longest_feature
 from fcljax.parts.ridge import moments_report, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Method, Task
@@ -59,7 +61,8 @@ def afcl(options: AFCLOptions, run: Run) -> Method:
         return Regression(inner, jnp.zeros((width, classes)))
 
     classifier = computed(classes, init, _predict)
-    rule = recursive_least_squares(width, classes, options.ridge)
+    longest = functools.partial(longest_feature, run)
+    rule = recursive_least_squares(width, classes, options.ridge, longest)
     return federate(run, learner(run.network, run.adapter, classifier), server_rules=(rule,))
 
 
@@ -67,13 +70,14 @@ def _predict(params: Regression, feature: Array, _task: Task) -> Array:
     return exact_matmul(feature, params.weights)
 
 
-def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRule:
+def recursive_least_squares(width: int, classes: int, ridge: float, longest: Longest) -> ServerRule:
     """Update W by the moments of each task; the state is R^-1, initially gamma I.
 
     Args:
       width: D.
       classes: C.
       ridge: gamma.
+      longest: bounds the norm of a feature.
     """
 
     def init(_params: Params, _trainable: Params) -> Float[Array, "D D"]:
@@ -85,7 +89,7 @@ def recursive_least_squares(width: int, classes: int, ridge: float) -> ServerRul
         classifier = params.classifier._replace(weights=weights)
         return ServerUpdate(params._replace(classifier=classifier), inverse_r)
 
-    report = moments_report(width, classes, _features)
+    report = moments_report(width, classes, _features, longest)
     return ServerRule("least_squares", update, init, reports=(report,), when="task_start")
 
 

@@ -21,6 +21,7 @@ client, and evaluation needs none.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -135,7 +136,9 @@ def global_moments(run: Run) -> ServerRule:
     ) -> ServerUpdate:
         return ServerUpdate(params, round.reports[MOMENTS])
 
-    report = Report(MOMENTS, init_total, add, merge="sum", possible=reports.possible_moments)
+    longest = functools.partial(reports.longest_feature, run)
+    possible = functools.partial(reports.possible_moments, longest=longest)
+    report = Report(MOMENTS, init_total, add, merge="sum", possible=possible)
     return ServerRule(MOMENTS, update, init, sends, (report,), when="task_start")
 
 

@@ -30,13 +30,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
+from fcljax.federated.claims import is_gram, possible_trace
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
-from fcljax.parts.reports import inputs_of_pairs
+from fcljax.parts.reports import inputs_of_pairs, longest_inputs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
@@ -113,12 +114,11 @@ def input_grams() -> Report:
     return Report("input_grams", init, add, merge="sum", possible=possible_gram)
 
 
-def possible_gram(_context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
-    """Check that no product is larger than the sums of squares allow (Cauchy and
-    Schwarz)."""
-    squares = jnp.diagonal(gram, 0, 1, 2)
-    root = jnp.sqrt(jnp.maximum(squares, 0)) * (1 + 1e-3)  # up to rounding
-    return jnp.all(squares >= 0) & jnp.all(jnp.abs(gram) <= root[:, :, None] * root[:, None, :])
+def possible_gram(context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
+    """Check that these are Gram matrices, of inputs no longer than the blocks' norms allow."""
+    examples = jnp.full(len(gram), context.client.examples)
+    traces = jnp.trace(gram, axis1=1, axis2=2)
+    return possible_trace(traces, examples, longest_inputs(context, len(gram))) & is_gram(gram)
 
 
 def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:

@@ -12,6 +12,7 @@ prototype before its first round is over; until then it adds nothing to the loss
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from fcljax.parts.classifiers import Sums, computed, empty_sums, linear_on
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
-from fcljax.parts.reports import Prototypes, add_features, possible_sums
+from fcljax.parts.reports import Prototypes, add_features, longest_feature, possible_sums
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, with_mini
 from fcljax.types import ClientContext, Method, Task, View
@@ -168,7 +169,9 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
 
     # features of evaluation, after training (eq. 3), not of the model at the start
     view = View(1, run.training.batch_size, shuffle=False, augment=False)
-    return Report("class_sums", init, add_features, finalize, view, "sum", possible=possible_sums)
+    longest = functools.partial(longest_feature, run)
+    possible = functools.partial(possible_sums, longest=longest)
+    return Report("class_sums", init, add_features, finalize, view, "sum", possible=possible)
 
 
 # ---- the server ------------------------------------------------------------------------

@@ -21,13 +21,20 @@ FedRanPAC's with a fixed ridge.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federated.claims import possible_counts
+from fcljax.federated.claims import (
+    ROUNDING,
+    SUMS,
+    norm_by_gram,
+    possible_counts,
+    possible_trace,
+)
 from fcljax.models.heads import cosine
 from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import class_means
@@ -36,8 +43,14 @@ from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Params, learner
-from fcljax.parts.random_features import Projected, chosen_by_index, on_projection, project
-from fcljax.parts.reports import possible_sums
+from fcljax.parts.random_features import (
+    Projected,
+    chosen_by_index,
+    longest_projected,
+    on_projection,
+    project,
+)
+from fcljax.parts.reports import Longest, longest_feature, possible_sums, unbounded
 from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, Method, Task, Weighted
@@ -143,7 +156,11 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
             return summary_of_examples(total, options.rank)
         return summary_of(total, options.rank)
 
-    return Report("summary", init, add, finalize, merge="gather", possible=possible_summary)
+    def longest(context: ClientContext) -> Float[Array, ""]:
+        return longest_projected(longest_feature(run, context), context.cached.classifier.projection)
+
+    possible = functools.partial(possible_summary, longest=longest)
+    return Report("summary", init, add, finalize, merge="gather", possible=possible)
 
 
 class Examples(NamedTuple):
@@ -234,17 +251,30 @@ def largest_directions(gram: Float[Array, "M M"], rank: int) -> Float[Array, "M 
     return jnp.pad(factor, ((0, 0), (0, rank - factor.shape[1])))
 
 
-def possible_summary(context: ClientContext, reported: Summary) -> Bool[Array, ""]:
+def possible_summary(
+    context: ClientContext, reported: Summary, longest: Longest = unbounded
+) -> Bool[Array, ""]:
     """Check whether a client with so many examples can have reported this.
 
-    |F|^2 is at most the trace of the Gram matrix, and by Cauchy and Schwarz |Q|^2 at most
-    the trace times the number of examples.
+    |F|^2 is at most the trace of the Gram matrix G, and tr(Q^T G^+ Q) at most the number of
+    examples. What F leaves out of G has no eigenvalue above the least of F F^T (twice that
+    for F of the subspace iteration), nor above its trace: G <= F F^T + rho I.
     """
-    trace = reported.trace * (1 + 1e-3)  # up to rounding
-    factor_fits = jnp.sum(reported.factor**2) <= trace
-    sums_fit = jnp.sum(reported.products**2) <= trace * jnp.maximum(reported.examples, 0)
+    squares = jnp.sum(reported.factor**2, axis=0)
+    left_out = jnp.maximum(reported.trace - jnp.sum(squares), 0)
+    rho = jnp.minimum(left_out, 2 * jnp.min(squares)) + ROUNDING * reported.trace
+    rho = jnp.maximum(rho, jnp.finfo(jnp.float32).tiny)
+    # F = Z R: the part of Q in the range of Z, and the part outside
+    z, r = jnp.linalg.qr(reported.factor)
+    inside = exact_matmul(z.T, reported.products)
+    outside = reported.products - exact_matmul(z, inside)
+    gram = exact_matmul(r, r.T) + rho * jnp.eye(len(r))
+    explained = norm_by_gram(gram, inside) + jnp.sum(outside**2) / rho
+    factor_fits = jnp.sum(squares) <= reported.trace * (1 + SUMS)
+    sums_fit = explained <= reported.examples * (1 + SUMS)
     examples_fit = possible_counts(reported.examples[None], context.client.examples)
-    return factor_fits & sums_fit & examples_fit
+    trace_fits = possible_trace(reported.trace, reported.examples, longest(context))
+    return factor_fits & sums_fit & examples_fit & trace_fits
 
 
 # ---- the server ------------------------------------------------------------------------
@@ -346,7 +376,9 @@ def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
         classifier = classifier._replace(statistics=sums)
         return ServerUpdate(params._replace(classifier=classifier), state)
 
-    report = Report("labelled_sums", init, add, merge="sum", possible=possible_sums)
+    longest = functools.partial(longest_feature, run)
+    possible = functools.partial(possible_sums, longest=longest)
+    report = Report("labelled_sums", init, add, merge="sum", possible=possible)
     return ServerRule("prototypes", update, reports=(report,), when="task_start")
 
 

@@ -31,7 +31,8 @@ from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Params, cross_entropy_loss, learner
-from fcljax.parts.random_features import chosen_by_index, on_projection, project
+from fcljax.parts.random_features import chosen_by_index, longest_projected, on_projection, project
+from fcljax.parts.reports import longest_feature
 from fcljax.parts.ridge import Moments, add_examples, no_moments, possible_moments, solve_ridge
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
@@ -129,9 +130,12 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         metrics = {"ridge": Weighted(ridge, jnp.float32(1))}
         return ServerUpdate(params._replace(classifier=classifier), total, metrics)
 
+    def longest(context: ClientContext) -> Float[Array, ""]:
+        return longest_projected(longest_feature(run, context), context.cached.classifier.projection)
+
     def possible(context: ClientContext, reported: Split) -> Bool[Array, ""]:
         examples = sum(moments.examples for moments in reported.values())
-        parts = [possible_moments(context, moments) for moments in reported.values()]
+        parts = [possible_moments(context, moments, longest) for moments in reported.values()]
         return jnp.all(jnp.stack(parts)) & (examples <= context.client.examples)
 
     report = Report("split", no_examples, add, merge="sum", possible=possible)

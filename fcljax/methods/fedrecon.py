@@ -16,6 +16,7 @@ tasks still play their rounds, which change nothing but the rounding of means.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -29,7 +30,7 @@ from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Params, learner, replaced_loss
-from fcljax.parts.reports import possible_sums
+from fcljax.parts.reports import longest_feature, possible_sums
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Batch, ClientContext, Method, RoundContext
 
@@ -100,7 +101,9 @@ def merge_prototypes(run: Run, when: RuleTime) -> ServerRule:
         classifier = params.classifier._replace(sums=sums)
         return ServerUpdate(params._replace(classifier=classifier), state)
 
-    report = Report("embeddings", init, add, merge="sum", possible=possible_sums)
+    longest = functools.partial(longest_feature, run)
+    possible = functools.partial(possible_sums, longest=longest)
+    report = Report("embeddings", init, add, merge="sum", possible=possible)
     return ServerRule("prototypes", update, reports=(report,), when=when)
 
 

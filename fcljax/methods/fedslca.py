@@ -17,6 +17,7 @@ FPPL's table I.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.full import FullOptions
-from fcljax.federated.claims import possible_counts
+from fcljax.federated.claims import SUMS, norm_by_gram, possible_counts, possible_trace
 from fcljax.models.heads import Head, apply_head, sum_by_class
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.options import option
@@ -33,6 +34,7 @@ from fcljax.parts.classifiers import computed, linear_on
 from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
+from fcljax.parts.reports import Longest, longest_feature, unbounded
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task
@@ -122,13 +124,13 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
 # ---- class statistics ------------------------------------------------------------------
 
 
-def statistics(width: int, classes: int) -> Report:
-    """Report sums of features and of their outer products by class, under the final
-    model.
+def statistics(width: int, classes: int, longest: Longest) -> Report:
+    """Report sums of features and of their outer products by class, under the final model.
 
     Args:
       width: D.
       classes: Ct.
+      longest: bounds the norm of a feature.
     """
 
     def init(_context: ClientContext) -> ClassSums:
@@ -151,21 +153,25 @@ def statistics(width: int, classes: int) -> Report:
         sums = ClassSums(feature, outer_sums, examples.astype(jnp.int32))
         return jax.tree.map(jnp.add, total, sums)
 
-    return Report("statistics", init, add, merge="sum", possible=possible_statistics)
+    possible = functools.partial(possible_statistics, longest=longest)
+    return Report("statistics", init, add, merge="sum", possible=possible)
 
 
-def possible_statistics(context: ClientContext, reported: ClassSums) -> Bool[Array, ""]:
+def possible_statistics(
+    context: ClientContext, reported: ClassSums, longest: Longest = unbounded
+) -> Bool[Array, ""]:
     """Check that these can be sums over the client's examples.
 
-    The numbers of examples fit the client, and |sum x|^2 <= n sum |x|^2 in each class.
+    The numbers of examples fit the client. In each class of n examples the sums G of outer
+    products are a Gram matrix, and no covariance is negative: s s^T <= n G for the sum s of
+    features, which is s^T G^+ s <= n.
     """
-    n = reported.examples.astype(jnp.float32)
-    sum_of_squares = jnp.trace(reported.outer, axis1=1, axis2=2)
-    square_of_sum = jnp.sum(reported.feature**2, axis=1)
-    # Cauchy and Schwarz, up to rounding
-    most = n * jnp.maximum(sum_of_squares, 0) * (1 + 1e-3)  # up to rounding
     counts_fit = possible_counts(reported.examples, context.client.examples)
-    return jnp.all(square_of_sum <= most) & counts_fit
+    traces = jnp.trace(reported.outer, axis1=1, axis2=2)
+    traces_fit = possible_trace(traces, reported.examples, longest(context))
+    explained = jax.vmap(norm_by_gram)(reported.outer, reported.feature[..., None])
+    sums_fit = jnp.all(explained <= reported.examples * (1 + SUMS))
+    return counts_fit & traces_fit & sums_fit
 
 
 def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "Ct D D"]]:
@@ -220,7 +226,8 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
         classifier = Aligned(head, aligned, task)
         return ServerUpdate(params._replace(classifier=classifier), gaussians)
 
-    report = statistics(width, run.sizes.task_classes)
+    longest = functools.partial(longest_feature, run)
+    report = statistics(width, run.sizes.task_classes, longest)
     return ServerRule("alignment", update, init, reports=(report,), when="task_end")
 
 

@@ -22,6 +22,7 @@ pseudo-inverse makes them 0. The merged update is a sum of pairs with the factor
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from fcljax.adapters.lora import LoraOptions, pair_of
 from fcljax.errors import InputError
+from fcljax.federated.claims import SUMS, is_gram, norm_by_gram, possible_trace
+from fcljax.federated.schedule import phase_steps
 from fcljax.models.heads import Head
 from fcljax.models.products import exact_einsum, exact_matmul
 from fcljax.models.vit import Lora
@@ -37,12 +40,13 @@ from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
-from fcljax.parts.reports import inputs_of_pairs
+from fcljax.parts.reports import inputs_of_pairs, longest_feature, longest_inputs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig, with_mini
-from fcljax.types import ClientContext, Method, RoundContext, Task, View
+from fcljax.types import ClientContext, LearningRate, Method, RoundContext, Task, View
 
 Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
+STEP = 10.0  # no training step moves a parameter by more than so many times the learning rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +214,8 @@ def responses(options: LoRMOptions, run: Run) -> Report:
         return Grams(total.pairs + pairs, total.head + head)
 
     view = View(1, run.training.batch_size, shuffle=False)
-    return Report("responses", init, add, weighted_change, view, "sum", possible=possible_grams)
+    possible = functools.partial(possible_change, run)
+    return Report("responses", init, add, weighted_change, view, "sum", possible=possible)
 
 
 def task_grams(options: LoRMOptions, run: Run) -> Report:
@@ -224,7 +229,7 @@ def task_grams(options: LoRMOptions, run: Run) -> Report:
         return total + pair_grams(options, step, len(total))
 
     view = View(1, run.training.batch_size, shuffle=False)
-    return Report("task_grams", init, add, view=view, merge="sum", possible=possible_squares)
+    return Report("task_grams", init, add, view=view, merge="sum", possible=possible_inputs)
 
 
 def off_diagonal(feature: Float[Array, "batch D"], factor: float) -> Float[Array, "D D"]:
@@ -259,26 +264,75 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
     return WeightedChange(grams, query, value, exact_matmul(grams.head, kernel_change))
 
 
-def possible_grams(context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
-    """Check that the Gram matrices of a report can be such (Cauchy and Schwarz).
+def possible_change(run: Run, context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
+    """Check that the client's examples can have these Gram matrices, and its training these changes."""
+    grams = change.grams
+    longest = longest_feature(run, context)
+    head_fits = possible_trace(jnp.trace(grams.head), context.client.examples, longest)
+    grams_fit = head_fits & is_gram(grams.head) & possible_inputs(context, grams.pairs)
+    kernel_fits = can_move(grams.head, change.kernel, largest_change(run, context, run.training.lr))
 
-    Sums of squares are not negative, and bound the products off the diagonal.
+    rate = run.training.lr
+    if run.adapter.rate is not None:
+        rate = run.adapter.rate
+    largest = largest_change(run, context, rate)
+    received: Lora = context.payload.trainable.adapter
+
+    def factor_fits(a: Array, weighted: Array) -> Bool[Array, ""]:
+        b_fits = can_move(inner_gram(a, grams.pairs), weighted, largest)
+        if grams.pairs.ndim == 2:
+            a_fits = jnp.all(jnp.abs(weighted) <= (1 + SUMS) * largest * grams.pairs[:, None])
+        else:
+            a_fits = can_move(grams.pairs, weighted.mT, largest)
+        return jnp.where(trains_b(context.client.round), b_fits, a_fits)
+
+    pairs_fit = factor_fits(received.a_q, change.query) & factor_fits(received.a_v, change.value)
+    return grams_fit & kernel_fits & pairs_fit
+
+
+def largest_change(run: Run, context: ClientContext, rate: LearningRate) -> Float[Array, ""]:
+    """Return the largest change of a parameter in a client's training.
+
+    Adam's steps are at most 3.2 learning rates long (Kingma and Ba 2015, section 2.1); SGD's
+    are as long as the gradient, whose entries are below 1 unless training diverges.
     """
-    head = change.grams.head
-    root = jnp.sqrt(jnp.maximum(jnp.diagonal(head), 0)) * (1 + 1e-3)  # up to rounding
-    bounded = jnp.all(jnp.abs(head) <= root[:, None] * root)
-    return bounded & possible_squares(context, change.grams.pairs)
+    view = View(run.training.epochs, run.training.batch_size)
+    return STEP * rate * phase_steps(context.client.examples, view)
 
 
-def possible_squares(
-    _context: ClientContext,
-    grams: Float[Array, "blocks *gram"],
+def can_move(
+    gram: Float[Array, "*m n n"], weighted: Float[Array, "*m n k"], largest: Float[Array, ""]
 ) -> Bool[Array, ""]:
-    """Check that no sum of squares is negative."""
-    squares = grams
+    """Check that G dW is in the range of G, for some dW whose entries are at most `largest`.
+
+    With X = G dW:  tr(X^T G^+ X) = tr(dW^T G dW) <= tr(G) |dW|^2.
+    """
+    norm = jnp.vectorize(norm_by_gram, signature="(n,n),(n,k)->()")(gram, weighted)
+    entries = weighted.shape[-2] * weighted.shape[-1]
+    most = jnp.trace(gram, axis1=-2, axis2=-1) * largest**2 * entries
+    return jnp.all(norm <= (1 + SUMS) * most)
+
+
+def possible_inputs(context: ClientContext, grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
+    """Check that these are Gram matrices, of inputs no longer than the blocks' norms allow."""
+    squares = squares_of(grams)
+    examples = jnp.full(len(grams), context.client.examples)
+    longest = longest_inputs(context, len(grams))
+    return possible_trace(jnp.sum(squares, axis=1), examples, longest) & are_grams(grams)
+
+
+def squares_of(grams: Float[Array, "blocks *gram"]) -> Float[Array, "blocks D"]:
+    """Return the diagonals of Gram matrices that may be given by them alone."""
+    if grams.ndim == 2:
+        return grams
+    return jnp.diagonal(grams, 0, 1, 2)
+
+
+def are_grams(grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
+    """Check that these are Gram matrices, or their diagonals."""
     if grams.ndim == 3:
-        squares = jnp.diagonal(grams, 0, 1, 2)
-    return jnp.all(squares >= 0)
+        return is_gram(grams)
+    return jnp.all(grams >= 0)
 
 
 # ---- the server ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fcljax.errors import InputError
 from fcljax.models.convnet import Colour, pooled
 from fcljax.models.products import dense
 from fcljax.models.shapes import ConvNeXtConfig, Dtype, NumberFormat
+from fcljax.models.vit import longest_normed
 from fcljax.types import Features, Network
 
 KERNEL = 7
@@ -120,5 +121,8 @@ def convnext_network(
         feature, taps = output
         return Features(feature, None, taps), params
 
+    def longest(params: PyTree) -> Float[Array, ""]:
+        return longest_normed(params["norm"])
+
     size = config.image_size
-    return Network(init, apply, config.width, 0, (size, size, 3), mean, std)
+    return Network(init, apply, config.width, 0, (size, size, 3), mean, std, longest=longest)

@@ -144,6 +144,16 @@ def _standardise(x: Array, epsilon: float) -> tuple[Array, Array]:
     return x - mean, jax.lax.rsqrt(variance + epsilon)
 
 
+def longest_normed(norm: Mapping[str, Array]) -> Float[Array, ""]:
+    """Return the largest Euclidean norm of what a `LayerNorm` with these parameters computes.
+
+    The standardised input has at most the norm sqrt(D).
+    """
+    scale = norm["scale"].astype(jnp.float32)
+    bias = norm["bias"].astype(jnp.float32)
+    return math.sqrt(len(scale)) * jnp.max(jnp.abs(scale)) + jnp.linalg.norm(bias)
+
+
 @layer_norm.defjvp
 def _layer_norm_jvp(
     epsilon: float,
@@ -574,6 +584,16 @@ def attention_inputs(
     return jnp.stack([normalised(block, name) for block, name in enumerate(inputs)])
 
 
+def longest_attention_inputs(params: PyTree, blocks: int) -> Float[Array, " blocks"]:
+    """Return a bound on the norm of `attention_inputs` of one image, all tokens of a block together.
+
+    Tokens that an adapter adds are not counted: pairs have none.
+    """
+    tokens = len(params["pos"]) + len(params.get("registers", ()))
+    norms = (params[f"block_{block:02d}"]["norm1"] for block in range(blocks))
+    return math.sqrt(tokens) * jnp.stack([longest_normed(norm) for norm in norms])
+
+
 def vit_network(
     config: ViTConfig,
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
@@ -590,8 +610,14 @@ def vit_network(
     def apply(params, image, injection, _train, _mask=None):
         return apply_vit(config, params, image, injection, remat=remat), params
 
+    def longest(params: PyTree) -> Float[Array, ""]:
+        return longest_normed(params["norm"])
+
     image = (config.image_size, config.image_size, 3)
-    return Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)
+    network = Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)
+    if not config.final_norm:
+        return network
+    return network._replace(longest=longest)
 
 
 def check_blocks(field: str, blocks: int, network: Network) -> None:

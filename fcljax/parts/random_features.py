@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.federated.keys import InitKey
 from fcljax.models.products import exact_matmul
@@ -73,6 +73,13 @@ def project(
 ) -> Float[Array, "batch M"]:
     """Return relu(f^T P) (RanPAC, section 4)."""
     return jax.nn.relu(exact_matmul(feature, projection))
+
+
+def longest_projected(longest: ArrayLike, projection: Float[Array, "D M"]) -> Float[Array, ""]:
+    """Return a bound on the norm of `project` of features of at most the norm `longest`."""
+    # the largest eigenvalue of P P^T
+    square = jnp.linalg.eigvalsh(exact_matmul(projection, projection.T))[-1]
+    return longest * jnp.sqrt(square)
 
 
 def chosen_by_index(

@@ -1,6 +1,11 @@
 """Reports that several methods share: sums and means of features by class, and what LoRA
-pairs read."""
+pairs read.
 
+What they can be follows from the number of examples and the norm of a feature
+(`longest_feature`).
+"""
+
+import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -8,10 +13,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federated.claims import possible_counts
+from fcljax.federated.claims import possible_class_sums, possible_counts, possible_trace
 from fcljax.models.heads import Head, sum_by_class, unit
 from fcljax.models.prototypes import class_means
-from fcljax.models.vit import attention_inputs
+from fcljax.models.vit import attention_inputs, longest_attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run, feature_width
@@ -20,6 +25,7 @@ from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, PyTree, Task, View
 
 PROTOTYPE_DISTANCE = "prototype_distance"  # what metrics of `prototype_distance` end with; runs warn by it
+TRAINED = 4.0  # by which training may raise the bound on a feature's norm in one round
 
 
 class Prototypes(NamedTuple):
@@ -30,7 +36,41 @@ class Prototypes(NamedTuple):
     """Which of them exist."""
 
 
-def class_sums(classes: int, width: int, view: View | None = None) -> Report:
+@runtime_checkable
+class Longest(Protocol):
+    """Returns a bound on the Euclidean norm of a client's features; infinity: none."""
+
+    def __call__(self, context: ClientContext, /) -> Float[Array, ""]: ...
+
+
+def longest_feature(run: Run, context: ClientContext, features: Reads = "prompted") -> Float[Array, ""]:
+    """Return a bound on the Euclidean norm of what the classifier reads.
+
+    A network that ends in a layer norm has one, whatever is injected into it; others have
+    none. Where the network itself trains, the bound is `TRAINED` times that of the weights
+    that the server sent.
+    """
+    network = run.network
+    sent = context.payload.trainable.adapter
+    # clients may keep their networks to themselves
+    is_secret = run.adapter.network is not None and not jax.tree.leaves(sent)
+    if network.longest is None or is_secret:
+        return unbounded(context)
+    longest = network.longest(context.frozen.network)
+    query = longest
+    if run.adapter.network:
+        longest = TRAINED * network.longest(run.adapter.network(sent))
+    if features == "both":
+        return jnp.hypot(query, longest)
+    return longest
+
+
+def unbounded(_context: ClientContext) -> Float[Array, ""]:
+    """Return infinity, for features of which nothing is known."""
+    return jnp.float32(jnp.inf)
+
+
+def class_sums(classes: int, width: int, view: View | None = None, longest: Longest = unbounded) -> Report:
     """Report sums of features and numbers of examples of the task's classes [Ct], added
     up over clients.
 
@@ -38,17 +78,20 @@ def class_sums(classes: int, width: int, view: View | None = None) -> Report:
       classes: Ct.
       width: of the features.
       view: of the pass; None: every training batch, or the usual pass of a round of reports.
+      longest: bounds the norm of a feature.
     """
 
     def init(_context: ClientContext) -> Sums:
         return empty_sums(classes, width)
 
-    return Report("class_sums", init, add_features, view=view, merge="sum", possible=possible_sums)
+    possible = functools.partial(possible_sums, longest=longest)
+    return Report("class_sums", init, add_features, view=view, merge="sum", possible=possible)
 
 
-def possible_sums(context: ClientContext, sums: Sums) -> Bool[Array, ""]:
+def possible_sums(context: ClientContext, sums: Sums, longest: Longest = unbounded) -> Bool[Array, ""]:
     """Return whether sums can be those of a client that read so many examples."""
-    return possible_counts(sums.examples, context.client.examples)
+    counts_fit = possible_counts(sums.examples, context.client.examples)
+    return counts_fit & possible_class_sums(sums.feature, sums.examples, longest(context))
 
 
 class ClassMoments(NamedTuple):
@@ -79,11 +122,16 @@ def moments_of(
     return ClassMoments(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
 
 
-def possible_moments(context: ClientContext, sent: ClassMoments) -> Bool[Array, ""]:
-    """Check the numbers of examples, and (sum of x)^2 <= n sum of x^2 in each class and
-    channel."""
+def possible_moments(
+    context: ClientContext, sent: ClassMoments, longest: Longest = unbounded
+) -> Bool[Array, ""]:
+    """Check the numbers of examples, the sums of squares, which are not negative, and
+    (sum of x)^2 <= n sum of x^2 in each class and channel."""
     most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
-    return jnp.all(sent.feature**2 <= most) & possible_counts(sent.examples, context.client.examples)
+    squares_fit = jnp.all(sent.square >= 0) & jnp.all(sent.feature**2 <= most)
+    counts_fit = possible_counts(sent.examples, context.client.examples)
+    trace = jnp.sum(sent.square, axis=1)
+    return squares_fit & counts_fit & possible_trace(trace, sent.examples, longest(context))
 
 
 def normal_of(
@@ -175,6 +223,12 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
     return rearrange(x, "batch blocks tokens width -> blocks (batch tokens) width")
 
 
+def longest_inputs(context: ClientContext, blocks: int) -> Float[Array, " blocks"]:
+    """Return a bound on the norm of `inputs_of_pairs` of one example, all tokens of a
+    block together."""
+    return longest_attention_inputs(context.frozen.network, blocks)
+
+
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
     """Add the clients' sums of the task's classes [Ct], once per task, to those of a
     `nearest_mean` classifier; each class belongs to one task.
@@ -188,7 +242,8 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
         sums = add_classes(params.classifier.sums, round.reports["class_sums"], round.task)
         return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
 
-    report = class_sums(run.sizes.task_classes, run.network.width)
+    longest = functools.partial(longest_feature, run)
+    report = class_sums(run.sizes.task_classes, run.network.width, longest=longest)
     return ServerRule("class_means", update, reports=(report,), when=when)
 
 
@@ -233,5 +288,6 @@ def start_at_class_means(
         return ServerUpdate(place(params, round.task, means, present), state)
 
     view = View(1, run.training.batch_size, augment=False)
-    report = class_sums(run.sizes.task_classes, feature_width(run, features), view)
+    longest = functools.partial(longest_feature, run, features=features)
+    report = class_sums(run.sizes.task_classes, feature_width(run, features), view, longest)
     return ServerRule("headtune", update, reports=(report,), when="task_start")

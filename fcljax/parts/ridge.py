@@ -6,6 +6,7 @@ classifier does not depend on the partition. A client's sums have width^2 parame
 however few examples it has.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fcljax.federated.claims import possible_counts
+from fcljax.federated.claims import SUMS, norm_by_gram, possible_counts, possible_trace
 from fcljax.models.products import exact_matmul
 from fcljax.parts.client import ClientStep, Report
+from fcljax.parts.reports import Longest, unbounded
 from fcljax.types import ClientContext
 
 
@@ -52,7 +54,10 @@ def add_examples(
 
 
 def moments_report(
-    width: int, classes: int, features: Callable[[ClientStep], Float[Array, "batch M"]]
+    width: int,
+    classes: int,
+    features: Callable[[ClientStep], Float[Array, "batch M"]],
+    longest: Longest = unbounded,
 ) -> Report:
     """Report the moments of a client's examples; all classes of the stream have a
     column, whatever its task.
@@ -61,6 +66,7 @@ def moments_report(
       width: M.
       classes: C.
       features: features(step) -> h of the batch.
+      longest: bounds the norm of h.
     """
 
     def init(_context: ClientContext) -> Moments:
@@ -69,22 +75,23 @@ def moments_report(
     def add(step: ClientStep, total: Moments) -> Moments:
         return add_examples(total, features(step), step.batch.label, step.batch.mask)
 
-    return Report("moments", init, add, merge="sum", possible=possible_moments)
+    possible = functools.partial(possible_moments, longest=longest)
+    return Report("moments", init, add, merge="sum", possible=possible)
 
 
-def possible_moments(context: ClientContext, reported: Moments) -> Bool[Array, ""]:
+def possible_moments(
+    context: ClientContext, reported: Moments, longest: Longest = unbounded
+) -> Bool[Array, ""]:
     """Return whether these can be the sums of a client with so many examples.
 
-    By Cauchy and Schwarz no entry of the Gram matrix is larger than its diagonal
-    allows, and no sum over a class than its examples do.
+    The matrix (G Q; Q^T N) of all sums, with the classes' numbers of examples in the
+    diagonal matrix N, is positive semidefinite. So is G, and tr(Q^T G^+ Q) <= tr(N),
+    which is the number of examples.
     """
-    square = jnp.diagonal(reported.gram)
-    # |g_ij| <= sqrt(g_ii g_jj), up to rounding, which grows with the sums
-    root = jnp.sqrt(jnp.maximum(square, 0)) * (1 + 1e-3)
-    gram_fits = jnp.all(square >= 0) & jnp.all(jnp.abs(reported.gram) <= root[:, None] * root)
-    most = root * jnp.sqrt(jnp.maximum(reported.examples, 0))
-    products_fit = jnp.all(jnp.abs(reported.products) <= most[:, None])
-    return gram_fits & products_fit & possible_counts(reported.examples[None], context.client.examples)
+    trace_fits = possible_trace(jnp.trace(reported.gram), reported.examples, longest(context))
+    explained = norm_by_gram(reported.gram, reported.products)  # NaN is not below the number of examples
+    counts_fit = possible_counts(reported.examples[None], context.client.examples)
+    return trace_fits & (explained <= reported.examples * (1 + SUMS)) & counts_fit
 
 
 def solve_ridge(

@@ -6,6 +6,7 @@ simulation: uploads grow by the sums, and a run with it ends with the same model
 without. With `--latents gaussian` the server draws from the sums in place of generators.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -46,7 +47,9 @@ def real_features(run: Run, width: int) -> Report:
         moments = reports.moments_of(step.output.feature, batch.label, classes, batch.mask)
         return jax.tree.map(jnp.add, total, moments)
 
-    return Report("features", init, step, view=view, merge="sum", possible=reports.possible_moments)
+    longest = functools.partial(reports.longest_feature, run)
+    possible = functools.partial(reports.possible_moments, longest=longest)
+    return Report("features", init, step, view=view, merge="sum", possible=possible)
 
 
 def class_spread(total: ClassMoments) -> Spread:
