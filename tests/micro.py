@@ -210,8 +210,8 @@ def _apply(params, image, injection, train, mask=None):
     return Features(feature, None, {}, tokens), params
 
 
-IMAGE: Any = (WIDTH,)  # a vector, which no operation here minds
-FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, IMAGE)
+VECTOR: Any = (WIDTH,)  # a vector, which no operation here minds
+FORMULA = Network(lambda key: SCALE.network, _apply, WIDTH, 2, VECTOR)
 
 
 def _means(params, image, injection, train, mask=None):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import optax
 import pytest
 import small_runs
 from flax import linen, nnx
+from jax import export
 from sklearn.datasets import load_digits
 
 import fcljax
@@ -22,6 +24,7 @@ from fcljax.federated.check import describe
 from fcljax.models.own import own_config
 from fcljax.parts.server import ServerRule, ServerUpdate
 from fcljax.parts.simulation import simulate
+from fcljax.runs.model import WITHOUT_DIGEST, _check_program
 from fcljax.terminal import NotebookBar
 
 PIXELS, DIGIT = load_digits(return_X_y=True)
@@ -117,6 +120,70 @@ def test_a_model_says_which_images_are_padding(tmp_path):
     again = fcljax.Model.load(model.save(tmp_path / "model.npz"))
     for each in (model, again):
         assert each.scores(X[:9])[:, 0].tolist() == [4] * 8 + [1]
+
+
+def saved_program(function, path):
+    """The file of a model whose program is `function`, without the checks of `save`."""
+    given = [jax.ShapeDtypeStruct((2,), jnp.float32)]
+    images = jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.uint8), jax.ShapeDtypeStruct((4,), jnp.bool_)
+    exported = export.export(jax.jit(function), platforms=["cpu"])(given, *images)
+    about = {"format": WITHOUT_DIGEST, "image": [4, 8, 8]}
+    content = {"program": np.frombuffer(exported.serialize(), np.uint8), "array_0": np.zeros(2, np.float32)}
+    np.savez(path, about=np.array(json.dumps(about)), labels=np.arange(2), **content)
+    return path
+
+
+def test_a_model_file_calls_no_native_code(tmp_path):
+    def plain(arrays, image, mask):
+        return jnp.zeros((4, 2)) + arrays[0] + image.sum() + mask.sum()
+
+    def native(arrays, image, mask):
+        return plain(arrays, image, mask) + jnp.linalg.cholesky(jnp.eye(2) + image.sum())[0]
+
+    assert fcljax.Model.load(saved_program(plain, tmp_path / "plain.npz")).predict(X[:3]).tolist() == [0] * 3
+    with pytest.raises(InputError, match="calls native code, 'lapack_spotrf_ffi'"):
+        fcljax.Model.load(saved_program(native, tmp_path / "native.npz"))
+    with pytest.raises(InputError, match="model: its program calls native code"):
+        fcljax.Model(native, [jnp.zeros(2)], (4, 8, 8), np.arange(2)).save(tmp_path / "own.npz")
+    assert not (tmp_path / "own.npz").exists()
+    for call in ('stablehlo.custom_call @"strange name"(%0)', '"stablehlo.custom_call"(%0) <{target = "x"}>'):
+        with pytest.raises(ValueError, match="native code"):
+            _check_program(call)
+    _check_program("%1 = stablehlo.custom_call @Sharding(%0)")
+    with pytest.raises(ValueError, match="waits for its host"):
+        _check_program("%1 = stablehlo.infeed %0")
+
+
+def test_a_program_that_takes_or_returns_other_things_is_no_model(tmp_path):
+    def three(arrays, image, mask):
+        return jnp.zeros((4, 3)) + arrays[0][0] + image.sum() + mask.sum()
+
+    with pytest.raises(
+        InputError, match="is not a saved model .*returns \\(4, 3\\) for 4 examples and 2 labels"
+    ):
+        fcljax.Model.load(saved_program(three, tmp_path / "three.npz"))
+
+
+def test_a_damaged_model_file_is_refused_when_it_is_loaded(tmp_path):
+    """One byte anywhere: refused in one line, or of no influence."""
+
+    def count(arrays, image, mask):
+        return jnp.full((len(image), 2), jnp.sum(mask)) + arrays[0] + 0 * image.sum()
+
+    model = fcljax.Model(count, [jnp.arange(2.0)], (4, 8, 8), np.arange(2))
+    content = model.save(tmp_path / "model.npz").read_bytes()
+    refused = 0
+    for place in range(0, len(content), len(content) // 40):
+        damaged = content[:place] + bytes([content[place] ^ 32]) + content[place + 1 :]
+        (tmp_path / "damaged.npz").write_bytes(damaged)
+        try:
+            loaded = fcljax.Model.load(tmp_path / "damaged.npz")
+        except InputError as error:
+            assert "is not a saved model" in str(error) and "\n" not in str(error)
+            refused += 1
+        else:
+            np.testing.assert_array_equal(loaded.scores(X[:4]), model.scores(X[:4]))
+    assert refused > 20
 
 
 def test_a_finished_run_is_resumed_only_with_the_same_arrays(result):

@@ -1,10 +1,16 @@
 """The model that a run ends with: it predicts, and is saved in one file that needs neither the method's code
-nor the data."""
+nor the data.
+
+The file contains a program (StableHLO), which runs when the model predicts. It may compute, allocate and take
+time as it likes. It may call no native code (`CUSTOM_CALLS`), so that it reaches no files and no network.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -32,9 +38,22 @@ from fcljax.runs.inputs import clean_input
 from fcljax.runs.loop import final_state
 from fcljax.types import Batch, RoundContext
 
-FORMAT = "fcljax-model-2"
+FORMAT = "fcljax-model-3"
+WITHOUT_DIGEST = "fcljax-model-2"
 WITHOUT_MASK = "fcljax-model-1"
 PLATFORMS = ("cpu", "cuda", "tpu")
+DIGEST = "sha256"
+# native code that a program may call: how arrays are placed, and JAX's random numbers on GPUs
+CUSTOM_CALLS = {
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "annotate_device_placement",
+    "cu_threefry2x32_ffi",
+    "hip_threefry2x32_ffi",
+}
+_CUSTOM_CALL = re.compile(r'custom_call\s*@(?:"([^"]*)"|([\w$.-]+))')
+_TRANSFER = re.compile(r"stablehlo\.(infeed|outfeed|send|recv)\b")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +180,11 @@ class Model:
         return np.asarray(self.logits(self.arrays, jax.tree.map(padded, examples), mask))[:count]
 
     def save(self, path: str | Path) -> Path:
-        """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs."""
+        """Write the model as one file, which `Model.load` reads on CPUs, GPUs and TPUs.
+
+        Raises:
+          InputError: for a prediction that calls native code, such as a decomposition of a matrix.
+        """
         size, height, width = self.image
         one = self.stored
         if one is None:
@@ -169,6 +192,10 @@ class Model:
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), one)
         mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
         exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, batch, mask)
+        try:
+            _check_program(exported.mlir_module())
+        except ValueError as error:
+            raise InputError(f"model: {reason(error)}; nearest: compute it before predictions") from None
         about: dict[str, Any] = {"format": FORMAT, "image": self.image, "images": self.stored is None}
         if self.geometry is not None:
             about["geometry"] = self.geometry._asdict()
@@ -180,29 +207,34 @@ class Model:
             "labels": self.labels,
         }
         content |= {"about": np.array(json.dumps(about))} | arrays
+        content[DIGEST] = np.array(_digest(content))
         with atomic(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **content)
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
-        """The model of a file that `save` wrote.
+        """The model of a file that `save` wrote. Load only files of people whom you trust: it is a program.
 
         Raises:
-          InputError: for any other file.
+          InputError: for any other file, a damaged one, or a program that calls code outside of itself.
         """
         try:
             file = read_npz(Path(path), machine_memory())
             about = json.loads(str(file["about"]))
             labels = file["labels"]
             _check_format(about["format"])
+            if about["format"] == FORMAT and str(file.pop(DIGEST)) != _digest(file):
+                raise ValueError("its content is not as it was saved")
             program = export.deserialize(bytearray(file["program"].tobytes()))
+            _check_program(program.mlir_module())
             (kinds, batch, _mask), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
             arrays = [jnp.asarray(file[f"array_{i}"], x.dtype) for i, x in enumerate(kinds)]
             side = tuple(map(int, about["image"]))
             stored = None
             if not about.get("images", True):
                 stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+            _check_call(program, arrays, side, stored, labels)
             # models of earlier versions do not say
             geometry = _geometry(about["geometry"]) if "geometry" in about else None
         except Exception as error:  # whatever a damaged file raises in the parsers
@@ -217,6 +249,66 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
 
 def _shapes(stored: PyTree) -> str:
     return ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(stored))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return the sha256 of named arrays: of their names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(content):
+        array = np.ascontiguousarray(content[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _check_program(text: str) -> None:
+    """Check that a program calls no native code and exchanges nothing with its host.
+
+    Args:
+      text: the StableHLO module.
+
+    Raises:
+      ValueError: for another call, by name.
+    """
+    targets = [quoted or plain for quoted, plain in _CUSTOM_CALL.findall(text)]
+    # another form of a call, or a name that imitates one, is not read: there are none in what `save` writes
+    if len(targets) != text.count("custom_call"):
+        raise ValueError("it calls native code in an unknown way")
+    for target in targets:
+        if target not in CUSTOM_CALLS:
+            raise ValueError(f"its program calls native code, {target[:60]!r}")
+    transfer = _TRANSFER.search(text)
+    if transfer:
+        raise ValueError(f"its program waits for its host ({transfer[1]})")
+
+
+def _check_call(
+    program: export.Exported,
+    arrays: list[Array],
+    image: tuple[int, ...],
+    stored: PyTree,
+    labels: np.ndarray,
+) -> None:
+    """Check that a program takes a batch of examples, and returns a score for each label.
+
+    Args:
+      program: of the file.
+      arrays: the model's arrays.
+      image: B, H, W.
+      stored: of one example that is no image; None: images.
+      labels: of the classes.
+
+    Raises:
+      ValueError, TypeError: if it does not.
+    """
+    size, height, width = image
+    if stored is None:
+        stored = jax.ShapeDtypeStruct((height, width, 3), jnp.uint8)
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), stored)
+    mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+    scores = jax.eval_shape(program.call, arrays, batch, mask)
+    if scores.shape != (size, len(labels)):
+        raise ValueError(f"its program returns {scores.shape} for {size} examples and {len(labels)} labels")
 
 
 def _geometry(values: dict[str, Any]) -> Geometry:
@@ -256,6 +348,8 @@ def _check_format(name: str) -> None:
     Raises:
       ValueError: for another one.
     """
+    if name == WITHOUT_DIGEST:
+        return
     if name == WITHOUT_MASK:
         raise ValueError(
             "an older version wrote it, in which padding could change predictions: save it again"
