@@ -453,6 +453,67 @@ def test_a_report_of_other_types_is_refused_in_one_line(field, value, identity):
     assert nodes.of_client == {} and "\n" not in line
 
 
+def test_a_client_has_as_many_examples_as_the_partition_assigns(identity):
+    """On them depend its weight and every other claim; of its own data only a maximum is known."""
+    mine = node.Facts(-1, [], {"clients": 3}, {"images": "x"})
+    assigned = [[5], [7], [0]]
+    nodes = Nodes(Claims({9: 0, 8: 1}), 3, (), mine, print, assigned=assigned)
+    assert nodes.refresh(1, 1.0) == [
+        "client 1: it says that it has [5] examples in its tasks; the partition assigns [7]"
+    ]
+    assert nodes.of_client == {0: 9}
+    said, own = [], Claims({9: 0, 8: 1}, digests={"images": node.OWN})
+    nodes = Nodes(own, 3, (), mine, said.append, assigned=assigned, most_examples=4)
+    assert nodes.refresh(1, 1.0) == [
+        f"client {client}: it has 5 examples in a task; most-examples is 4" for client in (1, 0)
+    ]
+    nodes = Nodes(own, 3, (), mine, said.append, assigned=assigned, most_examples=5)
+    assert nodes.refresh(1, 1.0) == [] and said == []
+    nodes = Nodes(own, 3, (), mine, said.append, assigned=assigned)
+    assert nodes.refresh(1, 1.0) == [] and len(said) == 2 and "most-examples limits the number" in said[0]
+
+
+class Silent(Claims):
+    """Some of its nodes never answer; `asked` has the nodes and the time-out of each call."""
+
+    def __init__(self, claims, silent):
+        super().__init__(claims)
+        self.silent, self.asked = silent, []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        nodes = [message.metadata.dst_node_id for message in messages]
+        self.asked.append((nodes, timeout))
+        return [self.one(each) for each in messages if each.metadata.dst_node_id not in self.silent]
+
+
+def test_a_silent_node_is_asked_once_for_a_minute_and_named(identity):
+    mine = node.Facts(-1, [], {"clients": 3}, {"images": "x"})
+    nodes = Nodes(Silent({9: 0, 7: 1}, {7}), 3, (), mine, print)
+    assert nodes.refresh(1, 3600.0) == ["nodes: node 7 did not say within 60 s which client it is"]
+    assert nodes.refresh(1, 3600.0) == [] and nodes.of_client == {0: 9}
+    assert nodes.grid.asked == [([7, 9], 60.0)]
+    # it connects again, with another number, and answers
+    nodes.grid.claims = {9: 0, 6: 1}
+    assert nodes.refresh(1, 3600.0) == [] and nodes.of_client == {0: 9, 1: 6}
+
+
+def test_a_slow_node_is_asked_again_while_clients_are_missing(identity, monkeypatch):
+    mine = node.Facts(-1, [], {"clients": 2}, {"images": "x"})
+    nodes = Nodes(Silent({9: 0, 7: 1}, {7}), 2, (), mine, print)
+    monkeypatch.setattr("fcljax.bridges.flower.time.sleep", lambda _seconds: nodes.grid.silent.clear())
+    nodes.server.settings["clients"] = 3
+    assert nodes.gather(100.0, 1).tolist() == [[5, 5]]
+    assert [asked for asked, _ in nodes.grid.asked] == [[7, 9], [7]]
+
+
+@pytest.mark.parametrize("value", [1e300, 3e38, -1e33, float("nan"), float("inf"), 10**400])
+def test_metrics_are_finite_in_float32_also_added_up(value):
+    like = {"loss": np.float32(0)}
+    assert from_metrics({"['loss']": 2.0}, like, "metrics")["loss"] == 2.0
+    with pytest.raises(InputError, match="expected a finite number"):
+        from_metrics({"['loss']": value}, like, "metrics")
+
+
 @pytest.mark.parametrize("text", ["1,2", "1,2,2", "1,2,x", "", "1,2,-3", "1,2,3,4"])
 def test_numbers_of_nodes_are_one_for_each_client(text):
     with pytest.raises(InputError, match="^nodes: "):

@@ -76,11 +76,12 @@ CACHED = "fcljax.cached"
 OWNER = "fcljax.owner"
 ROUNDING = 1.01  # a metric's weight is added up in float32
 MAX_FACTS = 1 << 20  # characters of a node's report about itself
+HELLO_TIMEOUT = 60.0  # seconds in which a new node must say what it has
 _STAMP = ("index", "task", "round", "nonce")  # of a call: an answer has the same
 _CLASSES = "classes.png"  # the figure of examples per class and client, which clients do not report
 
 # the part of the run's configuration that only the server reads
-_SERVER = ("out", "test", "wait", "timeout", "nodes")
+_SERVER = ("out", "test", "wait", "timeout", "nodes", "most-examples")
 OnRound = Callable[[int, int, PyTree], None]  # (task, round, the server's state)
 
 
@@ -250,6 +251,7 @@ class Service(NamedTuple):
     wait: float
     timeout: float
     nodes: str | None = None
+    most_examples: int | None = None
 
 
 def server_app(
@@ -259,6 +261,7 @@ def server_app(
     wait: float = 600.0,
     timeout: float = 3600.0,
     nodes: str | None = None,
+    most_examples: int | None = None,
     on_round: OnRound | None = None,
     **settings: Any,
 ) -> ServerApp:
@@ -279,16 +282,21 @@ def server_app(
         that of client 0, then of client 1, and so on. With authentication of nodes,
         Flower gives each registered key one number, so that a client is bound to a key.
         None: any connected node may be a client.
+      most_examples: the most examples in a task that a client with data of its own may
+        say that it has, on which its weight depends. Other clients have what the
+        settings' partition assigns to them. None: any number, with a warning.
       on_round: called after every round, with task, round and the server's state.
       settings: those of `fcljax run`, the same on all machines; the run's configuration
         wins.
     """
     app = ServerApp()
-    usual = Service(out, test, wait, timeout, nodes)
+    usual = Service(out, test, wait, timeout, nodes, most_examples)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        service_options = {name: value for name, value in context.run_config.items() if name in _SERVER}
+        service_options = {
+            name.replace("-", "_"): value for name, value in context.run_config.items() if name in _SERVER
+        }
         options = {name: value for name, value in context.run_config.items() if name not in _SERVER}
         serve(
             grid,
@@ -320,9 +328,18 @@ def serve(
     if out:
         check_new(out)
     bound = numbers_of_nodes(service.nodes, settings.clients)
-    inputs = node.load_server(settings, service.test)
+    inputs, assigned = node.load_server(settings, service.test)
     facts = node.server_facts(settings, inputs, service.test)
-    nodes = Nodes(grid, settings.clients, inputs.dataset.class_names, facts, say_line, bound)
+    nodes = Nodes(
+        grid,
+        settings.clients,
+        inputs.dataset.class_names,
+        facts,
+        say_line,
+        bound,
+        assigned,
+        service.most_examples,
+    )
     # a joint method has one task, whatever the settings say
     tasks = settings.tasks
     if find_method(settings.source).joint:
@@ -410,7 +427,7 @@ class Nodes:
     """Nodes of a grid: which client each is, and what data it has.
 
     Nodes come and go, and a restarted node has another number: unknown nodes are asked
-    before every exchange.
+    before every exchange, once, so that a silent one delays one exchange by a minute.
     """
 
     def __init__(
@@ -421,8 +438,12 @@ class Nodes:
         server: Facts,
         say: Callable[[str], None],
         bound: Mapping[int, int] | None = None,
+        assigned: list[list[int]] | None = None,
+        most_examples: int | None = None,
     ):
         self.bound = bound or {}
+        self.assigned = assigned
+        self.most_examples = most_examples
         self.grid = grid
         self.clients = clients
         self.class_names = class_names
@@ -431,6 +452,7 @@ class Nodes:
         self.of_client: dict[int, int] = {}  # client -> node
         self.facts: dict[int, Facts] = {}  # of each client
         self.asked: set[int] = set()  # nodes
+        self.silent: set[int] = set()  # nodes that did not answer
         self.connected: set[int] = set()  # nodes
 
     def gather(self, wait: float, tasks: int) -> Int[np.ndarray, "T K"]:
@@ -444,7 +466,8 @@ class Nodes:
         end = time.monotonic() + wait
         refused = []
         while True:
-            # nodes may come in any order, and some never
+            # slow nodes are asked again while clients are missing
+            self.asked -= self.silent
             for line in self.refresh(tasks, max(end - time.monotonic(), 1.0)):
                 refused.append(line)
                 self.say(f"warning: a node is refused: {line}")
@@ -474,18 +497,25 @@ class Nodes:
         call = {"class_names": list(self.class_names)}
         messages = [Message(RecordDict({"call": config(call)}), node_id, HELLO) for node_id in new]
         wrong = [f"nodes: node {node_id} may not take part" for node_id in sorted(strangers)]
+        seconds = min(timeout, HELLO_TIMEOUT)
+        self.asked |= {*new}
+        waiting = {*new}
         replies = ()
         if messages:
-            replies = self.grid.send_and_receive(messages, timeout=timeout)
+            replies = self.grid.send_and_receive(messages, timeout=seconds)
         for reply in replies:
             if reply.metadata.src_node_id not in connected:
                 # Flower answers for nodes that are gone, under its own number
                 continue  # the SuperLink reports that a node is gone
-            self.asked.add(reply.metadata.src_node_id)
+            waiting.discard(reply.metadata.src_node_id)
             try:
                 self._add(reply, tasks)
             except InputError as error:
                 wrong.append(str(error))
+        for node_id in sorted(waiting - self.silent):
+            wrong.append(f"nodes: node {node_id} did not say within {seconds:g} s which client it is")
+        self.silent -= {*new} - waiting
+        self.silent |= waiting
         return wrong
 
     def _add(self, reply: Message, tasks: int) -> None:
@@ -493,6 +523,7 @@ class Nodes:
         facts = _facts(reply)
         sender = reply.metadata.src_node_id
         node.check_facts(self.server, facts, tasks)
+        node.check_examples(facts, self.assigned, self.most_examples)
         if self.bound and self.bound[sender] != facts.client:
             raise InputError(
                 f"partition-id: node {sender} says that it is client {facts.client}; it is client "
@@ -514,6 +545,11 @@ class Nodes:
         if len(images) > 1:
             raise InputError(f"client {facts.client}: its images are not those of the other clients")
         self.of_client[facts.client], self.facts[facts.client] = sender, facts
+        if facts.digests["images"] == node.OWN and self.most_examples is None and not previous:
+            self.say(
+                f"warning: client {facts.client} has data of its own, and says itself how many examples: "
+                f"{facts.examples}; most-examples limits the number"
+            )
 
 
 def _facts(reply: Message) -> Facts:

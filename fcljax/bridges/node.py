@@ -267,19 +267,30 @@ def client_work(
 # ---- the server --------------------------------------------------------------------------------------------
 
 
-def load_server(settings: RunConfig, test: str | None) -> Inputs:
+class ServerData(NamedTuple):
+    """What a server has loaded."""
+
+    inputs: Inputs
+    assigned: list[list[int]] | None  # examples of each client in each task; None: only clients know
+
+
+def load_server(settings: RunConfig, test: str | None) -> ServerData:
     """Load the network and the test images: those of a .npz file `test`, or of the
-    settings' data set, whose training images are left out.
+    settings' data set, whose training images are left out once they are counted.
 
     Raises:
       InputError: for settings or files that cannot work.
     """
     if test is None:
         inputs = load_inputs(settings)
-        return inputs._replace(dataset=_without_training(inputs.dataset))
+        joint = find_method(settings.source).joint
+        scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
+        counted = ClientData(inputs, scenario, False)
+        assigned = [counted.examples(client) for client in range(settings.clients)]
+        return ServerData(inputs._replace(dataset=_without_training(inputs.dataset)), assigned)
     if settings.holdout:
         raise InputError(f"holdout: {settings.holdout} is a share of training images, and test names others")
-    return load_inputs(settings, load_part(settings.dataset, test, "test"))
+    return ServerData(load_inputs(settings, load_part(settings.dataset, test, "test")), None)
 
 
 def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts:
@@ -348,6 +359,31 @@ def check_facts(server: Facts, client: Facts, tasks: int) -> None:
         raise InputError(
             f"{sender}: it has {max(client.examples)} examples in a task; the most that a server makes room "
             f"for are {MAX_EXAMPLES:,}"
+        )
+
+
+def check_examples(client: Facts, assigned: list[list[int]] | None, most: int | None) -> None:
+    """Check how many examples a client says that it has: its weight depends on it.
+
+    Args:
+      client: facts of the client.
+      assigned: examples of each client in each task by the settings' partition.
+      most: the most that a client with data of its own may have in a task; None: any
+        number.
+
+    Raises:
+      InputError: for other numbers.
+    """
+    sender = f"client {client.client}"
+    if client.digests["images"] == OWN:
+        if most is not None and max(client.examples) > most:
+            raise InputError(
+                f"{sender}: it has {max(client.examples)} examples in a task; most-examples is {most}"
+            )
+    elif assigned is not None and client.examples != assigned[client.client]:
+        raise InputError(
+            f"{sender}: it says that it has {client.examples} examples in its tasks; the partition assigns "
+            f"{assigned[client.client]}"
         )
 
 

@@ -3,7 +3,6 @@ checked on arrival."""
 
 import io
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fcljax.types import PyTree
 
 NUMPY = "numpy.ndarray"  # Flower's name of numpy's own file format
 MAX_HEADER = 10_000  # bytes of an array's header, which gives its type and shape
+MOST_METRIC = 1e32  # the sum over a million clients is finite in float32
 
 Shape = jax.ShapeDtypeStruct
 
@@ -68,7 +68,8 @@ def from_metrics(record: MetricRecord, like: PyTree, what: str) -> PyTree:
     expected = _named(like)
     _check_names(record, expected, what)
     for name in expected:
-        if not isinstance(record[name], int | float) or not math.isfinite(record[name]):
+        # also false for NaN
+        if not isinstance(record[name], int | float) or not abs(record[name]) <= MOST_METRIC:
             raise InputError(f"{what}: {name} is {record[name]!r}; expected a finite number")
     leaves = [np.asarray(record[name], leaf.dtype) for name, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -114,7 +115,8 @@ def save_records(path: Path, records: Mapping[str, ArrayRecord]) -> None:
         for name, array in arrays.items()
     ]
     data = [np.frombuffer(array.data, np.uint8) for arrays in records.values() for array in arrays.values()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # states reveal training data: a new folder is the user's alone
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with atomic(path) as temporary:
         header = np.array(json.dumps({"records": list(records), "arrays": index}))
         np.savez(temporary, header, *data)

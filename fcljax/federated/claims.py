@@ -1,8 +1,9 @@
 """Claims: what an upload says of its client and the server can check.
 
-The server knows how many examples each client has. A weight, a number of examples or a precision that no such
-client can have is a lie or a mistake: the upload is left out, and counted under the claim's name. Otherwise
-every finite upload is accepted. Sums over examples are compared with what so many examples can add up to.
+The server knows how many examples each client has. A weight, a number of examples or a
+precision that no such client can have is a lie or a mistake: the upload is left out,
+and counted under the claim's name. Otherwise every finite upload is accepted. Sums over
+examples are compared with what so many examples can add up to.
 """
 
 import jax
@@ -61,8 +62,8 @@ def within(
 def possible_class_sums(
     sums: Float[Array, "classes width"], counts: Num[Array, " classes"], longest: ArrayLike = jnp.inf
 ) -> Bool[Array, ""]:
-    """Return whether `counts` vectors of at most this Euclidean norm can add up to these sums. Where nothing
-    is counted, the sum is 0."""
+    """Return whether `counts` vectors of at most this Euclidean norm can add up to these
+    sums. Where nothing is counted, the sum is 0."""
     count = counts.astype(jnp.float32)
     # inf times a count of 0 would be NaN
     most = jnp.where(count > 0, count * longest * (1 + SUMS), 0.0)
@@ -72,18 +73,21 @@ def possible_class_sums(
 def possible_trace(
     trace: Float[Array, "*sums"], count: Num[Array, "*sums"], longest: ArrayLike = jnp.inf
 ) -> Bool[Array, ""]:
-    """Return whether these can be the sums of |x|^2 over `count` vectors x of at most this norm."""
+    """Return whether these can be the sums of |x|^2 over `count` vectors x of at most this
+    norm."""
     count = count.astype(jnp.float32)
     most = jnp.where(count > 0, count * jnp.square(longest) * (1 + SUMS), 0.0)
     return jnp.all((trace >= 0) & (trace <= most))
 
 
 def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Array, ""]:
-    """Return tr(X^T G^+ X); NaN if G is no Gram matrix: not symmetric, or with a negative eigenvalue.
+    """Return tr(X^T G^+ X); NaN if G is no Gram matrix: not symmetric, or with a negative
+    eigenvalue.
 
-    G stands for G + ROUNDING tr(G) I, which is positive definite for every Gram matrix in spite of rounding.
-    One Cholesky factor tells both. The result is never larger than with G itself, and a column of X outside
-    of the range of G makes it large. With X = H^T Y and G = H^T H it is at most |Y|^2.
+    G stands for G + ROUNDING tr(G) I, which is positive definite for every Gram matrix in
+    spite of rounding. One Cholesky factor tells both. The result is never larger than with
+    G itself, and a column of X outside of the range of G makes it large. With X = H^T Y and
+    G = H^T H it is at most |Y|^2.
     """
     slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0))
@@ -96,6 +100,7 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
 
 
 def is_gram(gram: Float[Array, "*sums M M"]) -> Bool[Array, ""]:
-    """Return whether all matrices are symmetric and positive semidefinite, up to rounding."""
+    """Return whether all matrices are symmetric and positive semidefinite, up to
+    rounding."""
     matrices = gram.reshape(-1, *gram.shape[-2:])
     return jnp.all(jax.vmap(norm_by_gram)(matrices, matrices[..., :0]) == 0)
