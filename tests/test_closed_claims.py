@@ -27,11 +27,12 @@ from micro import (
     play,
 )
 
+from fcljax.federated import faults
 from fcljax.methods import dolfin, fedran, fedslca, lorm
 from fcljax.models.vit import apply_vit, attention_inputs, longest_attention_inputs
 from fcljax.parts import reports, ridge
 from fcljax.parts.random_features import longest_projected, project
-from fcljax.types import ClientContext
+from fcljax.types import ClientContext, Upload
 
 N, WIDTH, CLASSES = 10, 6, 3
 LONGEST = 4.0
@@ -179,20 +180,20 @@ def test_a_summary_has_no_larger_trace_than_its_examples():
 
 @functools.cache
 def lorm_of(pair_gram="diagonal"):
-    """A report of LoRM's with the run that it belongs to: (possible, context, honest)."""
+    """LoRM, its first server, and its claim about a round's report."""
     method = method_of("lorm", lora_blocks=2, lora_rank=3, pair_gram=pair_gram)
     server = compiled(method.init)(jax.random.key(2), FROZEN)
     for round_ in method.rounds:
         for claim in round_.program.claims:
             if claim.name == "responses":
-                return method, server, round_.program, claim
+                return method, server, claim
     raise AssertionError("no claim")
 
 
 @pytest.mark.parametrize("pair_gram", ["diagonal", "full"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_movement_is_within_the_reach_of_training(pair_gram, number):
-    method, server, program, claim = lorm_of(pair_gram)
+    method, server, claim = lorm_of(pair_gram)
     context = context_of(method, server, STREAM[0], info_of(SIZES.classes, 9, round_=number), FROZEN)
     x = attention_inputs(FROZEN.network, features(9), 2).reshape(2, -1, TINY.width)
     pairs = jnp.einsum("mnd,mne->mde", x, x)
@@ -209,8 +210,7 @@ def test_a_movement_is_within_the_reach_of_training(pair_gram, number):
 
     @jax.jit
     def holds(change):
-        upload, _ = program.finish(context, program.start(context, (), jax.random.key(0)), ())
-        return claim.holds(context, upload._replace(sum={**upload.sum, "responses": change}))
+        return claim.holds(context, Upload(sum={"responses": change}, gather={}))
 
     assert holds(honest)
     lies = [
@@ -296,3 +296,20 @@ def test_honest_clients_are_never_left_out(name):
     for ids in (None, [0, 3]):
         for _, _, report in play(engine, server, states, PARTITIONS, ids):
             assert report.rejected == 0 and not report.impossible
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_worst_sums_that_are_believed_reach_the_server(name):
+    """Of the attack `gram` nothing is left out, and what the server makes of it is another model."""
+    method = method_of(name, **OPTIONS.get(name, {}))
+    models = []
+    for attacked in (method, faults.corrupt(method, "gram", malicious=1)):
+        engine = engine_of(attacked)
+        server, states = begin(engine.method)
+        server, _, report = play(engine, server, states, PARTITIONS)[-1]
+        assert report.rejected == 0 and not report.impossible
+        models.append(server)
+    honest, lied = map(jax.tree.leaves, models)
+    assert all(np.all(np.isfinite(leaf)) for leaf in lied if np.issubdtype(leaf.dtype, np.floating))
+    assert any(not np.array_equal(one, other) for one, other in zip(honest, lied, strict=True))

@@ -25,6 +25,7 @@ from micro import (
 )
 
 from fcljax.adapters.lora import LoraOptions, lora
+from fcljax.federated.claims import is_gram
 from fcljax.methods.lorm import (
     apply_gram,
     are_grams,

@@ -289,7 +289,7 @@ def _worst_sums(program: Program, context: ClientContext, upload: Upload, faulty
 
     They are those of features that are as many times as long as the server's checks allow.
     """
-
+    upload = jax.tree.map(jnp.asarray, upload)
     checked = {claim.name for claim in program.claims}
 
     def lie(factor: Array) -> Upload:
