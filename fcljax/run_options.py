@@ -55,7 +55,7 @@ class RunOptions(MergingOptions, total=False):
     align_lr: float
     align_samples: int
     alpha: float
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain"]
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"]
     augment: bool | None
     base_classes: int
     batch_devices: int

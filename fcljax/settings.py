@@ -36,7 +36,7 @@ ATTACKS = {
     "deviations",
     "certain": "send a tenth of the client's standard deviations, and add normal noise to all other arrays, "
     "with the root mean square of each array",
-    "gram": "negate sums over examples and what is computed from them, as large as the server still believes",
+    "gram": "negate sums over examples, and make them as large as the server's checks allow",
 }
 
 # networks of data that are no images -> what they are
@@ -227,7 +227,7 @@ class FaultOptions:
     faults: str = option("none", unset="none")
     """Random faults with their probabilities per client and round, e.g.
     drop=0.1,noise=0.2. Faults: sign_flip, scale, label_flip, nan, weight, counts,
-    certain, inf, noise, stale, late, drop."""
+    certain, gram, inf, noise, stale, late, drop."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,8 @@ CLAIMED = 1e30  # examples, or weight, of a lie
 CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
 CHECKED = {_COUNTS, _CERTAIN, _GRAM}  # attacks that some methods' uploads have nothing for
 SHARPER = 9.9  # divisor of standard deviations that VFCL's server still takes for possible
-LONGER = (1000.0, 100.0, 30.0, 10.0, 5.0, 3.0, 2.0, 1.5, 1.2, 1.0)  # factors of features that "gram" tries
+# factors of the length of features that "gram" tries
+LONGER = (1000.0, 100.0, 30.0, 10.0, 5.0, 3.0, 2.0, 1.5, 1.2, 1.0)
 
 
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
@@ -71,13 +72,12 @@ def _sharper(rho: Array, _key: PRNGKeyArray) -> Array:
     return jnp.log(jnp.expm1(jax.nn.softplus(rho) / SHARPER))
 
 
-# Sums over examples by the name of their field or report: a factor c on every feature changes them by c to
-# this power. Those of the first table are negated; the squares of the second cannot be negative.
+# Sums over examples by the name of their field or report. If every feature is c times as
+# long, they are c to this power as large. `_LINEAR` are negated too; squares cannot be.
 _LINEAR = {"products": 1, "feature": 1, "query": 2, "value": 2, "kernel": 2, "affinity": 0}
-_SQUARES = {
-    "factor": 1,
-    **dict.fromkeys(("gram", "outer", "square", "trace", "pairs", "head", "input_grams", "task_grams"), 2),
-}
+_OF_SQUARES = ("gram", "outer", "square", "trace", "pairs", "head", "task_grams")
+_SQUARES = {"factor": 1, **dict.fromkeys(_OF_SQUARES, 2)}
+_DIRECTIONS = "input_grams"  # Gram matrices whose directions count: all become equal
 
 # changes of one floating leaf of an upload: (leaf, key) -> leaf
 _LEAF_ATTACKS: dict[str, Callable[[Array, PRNGKeyArray], Array]] = {
@@ -316,6 +316,10 @@ def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> 
         return (-leaf * factor ** _LINEAR[name]).astype(leaf.dtype)
     if name in _SQUARES:
         return (leaf * factor ** _SQUARES[name]).astype(leaf.dtype)
+    if name == _DIRECTIONS:
+        width = leaf.shape[-1]
+        mean = jnp.trace(leaf, axis1=-2, axis2=-1) / width
+        return (factor**2 * mean[..., None, None] * jnp.eye(width)).astype(leaf.dtype)
     return leaf
 
 
@@ -368,7 +372,8 @@ def check_claims(names: Collection[str], uploads: tuple[Upload, ...]) -> None:
     if _CERTAIN in names and not any(_is_rho(path) for path, _ in leaves):
         raise InputError("attack: clients of this method are not 'certain'; nearest: 'sign_flip'")
     reports = jax.tree_util.tree_leaves_with_path([(upload.sum, upload.gather) for upload in uploads])
-    sums = {*_LINEAR, *_SQUARES} - {"kernel"}  # a gathered classifier has one too
+    # a gathered classifier has a kernel too
+    sums = {*_LINEAR, *_SQUARES, _DIRECTIONS} - {"kernel"}
     if _GRAM in names and not any(_sum_name(path) in sums for path, _ in reports):
         raise InputError("attack: clients of this method send no sums ('gram'); nearest: 'sign_flip'")
 
