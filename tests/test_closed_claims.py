@@ -118,7 +118,8 @@ def test_rounding_makes_no_honest_sum_impossible(examples):
 
     @jax.jit
     def added(total, batch):
-        return ridge.add_examples(total, *batch, jnp.ones(3, bool)), None
+        features, labels = batch
+        return ridge.add_examples(total, features, labels, jnp.ones(3, bool)), None
 
     batches = (h.reshape(-1, 3, 64), y.reshape(-1, 3))
     moments, _ = jax.lax.scan(added, ridge.no_moments(64, 5), batches)

@@ -297,7 +297,7 @@ def largest_change(run: Run, context: ClientContext, rate: LearningRate) -> Floa
     are as long as the gradient, whose entries are below 1 unless training diverges.
     """
     view = View(run.training.epochs, run.training.batch_size)
-    return STEP * rate * phase_steps(context.client.examples, view)
+    return jnp.asarray(STEP * rate * phase_steps(context.client.examples, view))
 
 
 def can_move(

@@ -79,7 +79,7 @@ def longest_projected(longest: ArrayLike, projection: Float[Array, "D M"]) -> Fl
     """Return a bound on the norm of `project` of features of at most the norm `longest`."""
     # the largest eigenvalue of P P^T
     square = jnp.linalg.eigvalsh(exact_matmul(projection, projection.T))[-1]
-    return longest * jnp.sqrt(square)
+    return jnp.asarray(longest) * jnp.sqrt(square)
 
 
 def chosen_by_index(
