@@ -117,6 +117,7 @@ def _union(kinds: list[Any]) -> str:
 def import_block() -> str:
     """The imports of fcljax/__init__.py for type checkers."""
     lines = ["if TYPE_CHECKING:  # isort: off"]
+    lines += [f"    from fcljax import {name} as {name}" for name in fcljax._SUBMODULES]
     for module, names in fcljax._MODULES.items():
         aliases = [f"{name} as {name}" for name in names]
         line = f"    from {module} import {', '.join(aliases)}"
@@ -124,7 +125,6 @@ def import_block() -> str:
             lines.append(line)
         else:
             lines += [f"    from {module} import (", *(f"        {alias}," for alias in aliases), "    )"]
-    lines += [f"    from fcljax import {name} as {name}" for name in fcljax._SUBMODULES]
     return "\n".join(lines) + "\n"
 
 

@@ -319,7 +319,7 @@ class Preset(NamedTuple):
     adapters: tuple = ()
     """Options of adapters, at most one instance of each adapter's dataclass. Adapters that are not among them
     have their own preset."""
-    mini: Mapping[str, Any] = {}
+    mini: Mapping = {}
     """Option -> value at the scale mini, for micro networks and a few dozen steps: learning rates and
     training of the server. Options of adapters that a run does not have are left out."""
 

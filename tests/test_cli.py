@@ -221,8 +221,8 @@ def test_a_checkpoint_of_another_shape_names_a_tensor(capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- tasks\n- 3\n", ["mapping"]),
-        ("", ["mapping"]),
+        ("- tasks\n- 3\n", ["map names to values"]),
+        ("", ["map names to values"]),
         ("tasks: [3\n", ["not valid YAML"]),
         ("taks: 3\n", ["settings.yaml", "'taks'", "'tasks'"]),
         ("method: fppl\ntasks: 3\n", ["'fppl'", "'linear'"]),
@@ -583,9 +583,9 @@ def help_of(capsys, *arguments):
 
 
 def test_help_shows_the_values_that_would_run(capsys):
-    assert help_of(capsys, "pilora")["--schedule"] == "cosine"
+    assert help_of(capsys, "pilora")["--lr-schedule"] == "cosine"
     released = help_of(capsys, "pilora", "--fidelity", "released")
-    assert (released["--schedule"], released["--global-lora"]) == ("cosine_lag", "first")
+    assert (released["--lr-schedule"], released["--global-lora"]) == ("cosine_lag", "first")
     assert (released["--preprocess"], released["--normalise"]) == ("pilora", "release")
     assert (released["--lr"], released["--fidelity"], released["--lanes"]) == (
         "0.1",

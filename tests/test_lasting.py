@@ -73,7 +73,7 @@ def test_ewc_anchors_what_trains_in_every_task_and_nothing_else(adapter):
 
 def test_ditto_refuses_adapters_whose_parameters_are_of_one_task():
     assert outcome("ditto", "coda", "plain").startswith(
-        "adapter: ditto cannot work with 'coda': a client's own"
+        "adapter: ditto cannot work with 'coda': clients keep one model over all tasks"
     )
     method = method_of("ditto", **OWN["lora"] | {"lora_pairs": "task"})
     with pytest.raises(

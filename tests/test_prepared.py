@@ -459,7 +459,7 @@ def test_a_column_that_was_not_prepared_is_damage(sites, tmp_path):
     assert "columns_train.json" in refusal(load_dataset, *sites)
     (folder / "columns_other.json").rename(folder / "columns_train.json")
     (folder / "columns_more.json").write_text("{}")
-    assert "columns_more.json is not of the data set" in refusal(load_dataset, *sites)
+    assert "columns_more.json does not belong to the prepared data set" in refusal(load_dataset, *sites)
 
 
 def test_data_that_an_earlier_version_prepared_are_read_and_checked_as_far_as_that_goes(sites, tmp_path):

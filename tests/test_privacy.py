@@ -71,7 +71,7 @@ def test_values_out_of_range_are_refused_in_one_line(wrong, message):
 
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(InputError, match=r"^epsilon: .*pip install -e '\.\[privacy\]'$"):
+    with pytest.raises(InputError, match=r"^epsilon: .*pip install -e '\.\[privacy\]' in a clone of fcljax$"):
         epsilon(1.0, 0.5, 1, 1e-5)
 
 

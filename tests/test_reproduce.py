@@ -420,7 +420,7 @@ def test_a_run_that_failed_is_said_and_counts_for_nothing(folder, monkeypatch, c
     before = (folder / "x.yaml").read_bytes()
     assert cli.main([*OF_FOLDER, "x", "table1", "--scale", "paper", "--out", "out"]) == 1
     assert "failed: dataset: 'x' is not here" in Path("out/table.md").read_text()
-    assert "Of 1 further pairs a row was not run." in capsys.readouterr().out
+    assert "In 1 further pair a row was not run." in capsys.readouterr().out
     assert (folder / "x.yaml").read_bytes() == before
 
 

@@ -42,7 +42,7 @@ def test_a_range_has_the_type_of_its_option(name, text, found):
     [
         ("lrr", "0..1", "unknown option 'lrr'; did you mean 'lr'"),
         ("lr", "0.1", "'0.1' is neither a range nor a list of values"),
-        ("lr", "log:0..1", "begins above 0"),
+        ("lr", "log:0..1", "must start above 0"),
         ("lr", "0.5..0.1", "nearest: 0.1..0.5"),
         ("lr", "low..high", "lr: 'low'"),
         ("lr", "-1..1", "lr: -1.0 must be finite"),

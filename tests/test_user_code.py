@@ -295,7 +295,6 @@ FIELDS = {
             if name not in ("mixture", "truncated", "queries", "rate", "batchwise")
         ),
     ),
-    "federate": (lambda **field: federate(run_of(), linear_learner(run_of()), **field), ("learning_rate",)),
 }
 
 

@@ -174,7 +174,7 @@ def test_a_log_that_is_no_log_is_an_empty_one(content, tmp_path):
     ("arguments", "words"),
     [
         ([], ["run: give one run directory"]),
-        (["absent", "--once"], ["'absent' holds no run"]),
+        (["absent", "--once"], ["'absent' contains no run"]),
         (["absent", "--every", "0"], ["every: 0.0", "0.1"]),
         (["absent", "--every", "nan"], ["every: nan"]),
         (["absent", "--one"], ["'--one'", "'--once'"]),

@@ -39,7 +39,7 @@ def conv(
     window: Window,
     x: Float[Array, "batch height width inputs"],
     kernel: Float[Array, "rows columns inputs outputs"],
-    precision: lax.Precision | None = None,
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "batch height_out width_out outputs"]:
     """Convolve as `jax.lax.conv_general_dilated`, with gradients that are fast inside
     loops.
@@ -58,7 +58,7 @@ def _convolve(
     kernel: Array,
     stride: Pair,
     pads: Sequence[Pair],
-    precision: lax.Precision | None,
+    precision: lax.PrecisionLike,
     **dilation: Any,
 ) -> Array:
     if precision is None and x.dtype == jnp.float32:
@@ -69,13 +69,13 @@ def _convolve(
 
 
 def _forward(
-    window: Window, x: Array, kernel: Array, precision: lax.Precision | None
+    window: Window, x: Array, kernel: Array, precision: lax.PrecisionLike
 ) -> tuple[Array, tuple[Array, Array]]:
     return conv(window, x, kernel, precision), (x, kernel)
 
 
 def _backward(
-    window: Window, precision: lax.Precision | None, factors: tuple[Array, Array], gradient: Array
+    window: Window, precision: lax.PrecisionLike, factors: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     x, kernel = factors
     grad_x = image_gradient(window, (x.shape[1], x.shape[2]), kernel, gradient, precision)
@@ -90,7 +90,7 @@ def image_gradient(
     size: Pair,
     kernel: Array,
     gradient: Array,
-    precision: lax.Precision | None = None,
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "batch height width inputs"]:
     """Convolve the outputs' gradient, spread by the stride, with the reversed kernel."""
     pads = []
@@ -108,7 +108,7 @@ def kernel_gradient(
     x: Array,
     kernel: Array,
     gradient: Array,
-    precision: lax.Precision | None = None,
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "rows columns inputs outputs"]:
     """Convolve the images with the outputs' gradient, and sum over the batch."""
     if window.stride == (1, 1) and kernel.shape[2] <= FEW_INPUTS:

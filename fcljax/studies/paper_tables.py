@@ -261,7 +261,8 @@ def order_lines(pairs: Sequence[Pair]) -> list[str]:
         parts = [f"{metric} {_alike(group)} of {len(group)}" for metric, group in by_metric.items()]
         sentences.append(f"By metric: {', '.join(parts)}.")
     if len(compared_pairs) < len(pairs):
-        sentences.append(f"In {len(pairs) - len(compared_pairs)} further pairs a row was not run.")
+        missing = len(pairs) - len(compared_pairs)
+        sentences.append(f"In {missing} further pair{'' if missing == 1 else 's'} a row was not run.")
     return sentences
 
 

@@ -44,6 +44,7 @@ PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 ASSET_DIGESTS = {
     "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
+    "text_micro.safetensors": "f828f7d2b17af51974667506b0a5979b1f43d94e5ae99a7c69165c0666d002b1",
 }
 # fields of some ViTs' shapes
 VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "activation", "rotary_base")
