@@ -174,6 +174,7 @@ def largest(stacked, reference, weight, valid, key):
     return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), stacked)
 
 
+@pytest.mark.long
 def test_an_optimiser_of_optax_trains_as_the_option_of_the_same_numbers(tmp_path):
     mine = fcljax.run("linear", **TINY, optimiser=optax.sgd(0.05), aggregator=largest, progress=False)
     named = fcljax.run("linear", **TINY, optimiser="sgd", lr=0.05, aggregator=largest, progress=False)

@@ -108,6 +108,7 @@ def test_every_row_is_a_run(column):
         )
 
 
+@pytest.mark.long
 def test_every_metric_is_a_summarys():
     summary = json.loads((small_runs.finished("linear") / "summary.json").read_text())
     metrics = {metric for column in COLUMNS.values() for metric in column.metrics}

@@ -134,6 +134,7 @@ def test_few_examples_have_the_directions_of_their_gram_matrix(rank):
     assert found.factor.shape == expected.factor.shape == (24, rank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"rank": 2, "server_rank": 3}, {"labelled": 0.5}])
 def test_a_run_is_the_same_with_and_without_gram_matrices(options):
     mine = PARTITIONS["iid"]

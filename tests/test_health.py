@@ -98,6 +98,7 @@ def square(model, x, y):
     return jnp.sum((x - model) ** 2, axis=-1)
 
 
+@pytest.mark.long
 def test_a_simulation_says_what_went_wrong_in_one_line(capsys):
     def nan_added(model, x, y):
         return square(model, x, y) + jnp.log(-1.0 - jnp.abs(y))  # a constant: its gradient is 0

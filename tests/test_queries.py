@@ -48,6 +48,7 @@ def tasks_of(exp, rows, label):
     return {t for t, task in enumerate(tasks) if np.asarray(task.current)[label[rows]].any()}
 
 
+@pytest.mark.long
 def test_a_task_needs_the_images_of_its_own_classes(exp):
     for t in range(5):
         assert tasks_of(exp, newly_assigned(exp.scenario, t), exp.scenario.train_label) == {t}

@@ -134,6 +134,7 @@ def test_rows_are_runs_with_the_files_first_seeds(folder):
     assert reproduce.seeds_of(column, "mini", 5) == [7, 8, 9, 10, 11]
 
 
+@pytest.mark.long
 def test_what_the_plan_gives_a_run_is_all_of_it():
     for run in first_of_each():
         again = config.from_mapping(run.method, run.given, "given")

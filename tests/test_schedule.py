@@ -141,6 +141,7 @@ def test_a_width_that_saves_little_is_not_compiled():
     assert step_widths(View(1, 32), np.array([], int)) == (32,)
 
 
+@pytest.mark.long
 @UNTIMED
 @given(st.integers(1, 300), st.integers(1, 2000), st.integers(0, 2**32 - 1))
 def test_few_widths_keep_the_padding_of_any_clients_small(size, most, seed):

@@ -87,6 +87,7 @@ def test_no_test_digit_is_a_training_digit():
     assert not train & test
 
 
+@pytest.mark.long
 def test_glyphs_come_in_the_numbers_asked_for():
     data = load_dataset("glyphs", DataOptions(glyph_train=2, glyph_test=1, seed=3))
     assert data.x_train.shape == (200, 32, 32, 3)

@@ -498,6 +498,7 @@ def test_images_are_made_once_a_task_and_none_after_the_last():
 # ---- TARGET: the client ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_client_learns_its_rows_and_distils_on_synthetic_images():
     """Specification C5: CE + 25 KD_2; in the first task cross-entropy alone."""
     method = made("target", **SMALL, crop_padding=0.0)
