@@ -33,6 +33,7 @@ from small_runs import some
 
 from fcljax.adapters import find_adapter
 from fcljax.adapters.linear import LinearOptions
+from fcljax.errors import InputError
 from fcljax.federated.client_loop import Lanes
 from fcljax.methods import METHODS
 from fcljax.methods import ewc as module
@@ -182,7 +183,7 @@ FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran"}  # nothing trains
 
 @pytest.mark.parametrize(
     "name",
-    some(sorted(set(METHODS) - FROZEN - IMAGES), ("pilora",)),
+    some(sorted(set(METHODS) - FROZEN - IMAGES - {"local"}), ("pilora",)),  # local has nothing to stay near
 )
 def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(name):
     """Adapter and classifier together: 0.01 is far less than two steps of either."""
@@ -190,6 +191,14 @@ def test_every_method_that_trains_carries_a_norm_bound_over_all_that_it_trains(n
     method = method_of(name, network=FORMULA, norm_bound=radius, lr=RATE, **own)
     context, local = train(method, fresh(method), TASKS[0], [rows_of([0, 1, 2]), rows_of([2, 1], seed=2)])
     assert norm_of(context, local) == pytest.approx(radius, rel=1e-4)
+
+
+def test_local_clients_have_nothing_to_stay_near():
+    for option in ("norm_bound", "prox_weight"):
+        with pytest.raises(
+            InputError, match=f"^{option}: clients of local are sent no parameters to stay near"
+        ):
+            method_of("local", network=FORMULA, **{option: 0.1}, **OWN["lora"])
 
 
 # ---- elastic weights ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Clients are evaluated as themselves, and their accuracies are averaged.
 """
 
 from fcljax.adapters.lora import LoraOptions
+from fcljax.errors import InputError
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.settings import NoOptions, Preset, with_mini
@@ -18,6 +19,13 @@ PRESETS = with_mini(
 
 
 def local(_options: NoOptions, run: Run) -> Method:
-    """Compose local training."""
+    """Compose local training.
+
+    Raises:
+      InputError: for a rule that keeps clients near what was broadcast, which is nothing.
+    """
+    if run.rules:
+        option = {"prox": "prox_weight"}.get(run.rules[0].name, run.rules[0].name)
+        raise InputError(f"{option}: clients of local are sent no parameters to stay near; leave it out")
     personal = ("adapter", "classifier", "stats")
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), personal=personal)
