@@ -21,10 +21,9 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.adapters.lora import LoraOptions
-from fcljax.errors import InputError
 from fcljax.parts.client import ClientPass, ClientRule, ClientStep, Training
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
-from fcljax.parts.learner import Adapter, Loss, Params, all_last, cross_entropy_loss
+from fcljax.parts.learner import Adapter, Loss, Params, check_all_last, cross_entropy_loss
 from fcljax.settings import Preset, with_mini
 from fcljax.types import Batch, ClientContext, Method, RoundContext, View
 
@@ -84,11 +83,7 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
     def init(_key: PRNGKeyArray, trainable: Params) -> Params:
         # v is trained in all tasks, so a leaf that is another task's would be lost with
         # its task
-        if not all_last(adapter, trainable.adapter):
-            raise InputError(
-                "adapter: ditto keeps a client's own model over tasks, and this adapter trains other "
-                "parameters in each; nearest: --adapter lora --lora-pairs one"
-            )
+        check_all_last(adapter, trainable.adapter, "ditto keeps a client's own model")
         return trainable
 
     def start(_context: ClientContext, model: Params, _key: PRNGKeyArray) -> Personal:

@@ -35,7 +35,7 @@ from fcljax.parts.learner import (
     Loss,
     Params,
     Reads,
-    all_last,
+    check_all_last,
     learner,
     two_keys,
 )
@@ -341,9 +341,7 @@ def _personal_after(
     if not parts.personal:
         return ()
     params = {name: getattr(trainable, name) for name in parts.personal}
-    # a client keeps the parameters of all tasks, of which it has trained this task's
-    # the state also has the parameters of other tasks, which this training did not
-    # touch
+    # the state has the parameters of all tasks, and training touched this task's alone
     before = _personal_params(parts, state)
     for name, part in _parts_over_tasks(parts, params):
         params[name] = part.merge(before[name], task, params[name])
@@ -396,12 +394,9 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
     states = tuple(rule.init(key, trainable) for rule in parts.rules)
     if not parts.personal:
         return states
-    if "adapter" in parts.personal and not all_last(parts.learner.adapter, trainable.adapter):
+    if "adapter" in parts.personal:
         # the server opens a task's parameters, and a client's own would miss it
-        raise InputError(
-            "adapter: clients keep their own over tasks, and this adapter trains other parameters in each; "
-            "nearest: --adapter lora --lora-pairs one"
-        )
+        check_all_last(parts.learner.adapter, trainable.adapter, "clients keep their own")
     # the server's initial values: all clients start from the same model
     return (*states, {name: getattr(server.params, name) for name in parts.personal})
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
+from fcljax.errors import InputError
 from fcljax.models.heads import Reduction, correct, cross_entropy
 from fcljax.parts.user_code import check_arguments
 from fcljax.types import Batch, Features, Frozen, LearningRate, Network, Task, Weighted
@@ -323,6 +324,24 @@ def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
 def all_last(adapter: Adapter, trainable: PyTree) -> bool:
     """Return whether an adapter trains the same parameters in every task."""
     return jax.tree.structure(adapter.lasting(trainable)) == jax.tree.structure(trainable)
+
+
+def check_all_last(adapter: Adapter, trainable: PyTree, why: str) -> None:
+    """Refuse an adapter whose parameters are of one task, where clients keep them over tasks.
+
+    Args:
+      adapter: what trains inside the network.
+      trainable: its trainable parameters of a task.
+      why: who keeps what, as in "clients keep their own".
+
+    Raises:
+      InputError: naming an adapter that can be used.
+    """
+    if not all_last(adapter, trainable):
+        raise InputError(
+            f"adapter: {why} over tasks, and this adapter trains other parameters in each; "
+            "nearest: --adapter lora --lora-pairs one"
+        )
 
 
 def _left_out(part: PyTree) -> bool:
