@@ -34,7 +34,14 @@ from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Payload
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
 from fcljax.parts.learner import Output, Params
-from fcljax.parts.synthesis import MOMENTUM, MadeSoFar, added, batch_statistics, best_images, disagreement
+from fcljax.parts.synthesis import (
+    MOMENTUM,
+    ImageBuffer,
+    append_images,
+    batch_statistics,
+    best_images,
+    disagreement,
+)
 from fcljax.parts.task_start import Start
 from fcljax.types import Aggregate, ClientContext, Frozen
 
@@ -53,14 +60,14 @@ def test_the_images_of_the_lowest_loss_stay():
         return (fast - 2.0) ** 2, jnp.full((1, 2, 2, 3), fast)
 
     best = best_images(loss, jnp.zeros(()), counting, 5, (1, 2, 2))
-    assert float(best.image[0, 0, 0, 0]) == 2 and float(best.loss) == 0 and float(best.fast) == 5
+    assert float(best.image[0, 0, 0, 0]) == 2 and float(best.loss) == 0 and float(best.params) == 5
     assert float(best.total) == sum(2 * (i - 2) for i in range(5))
 
 
 def test_images_are_added_in_the_next_places():
-    made = MadeSoFar(jnp.zeros((4, 1, 1, 3), jnp.uint8), jnp.int32(0))
+    made = ImageBuffer(jnp.zeros((4, 1, 1, 3), jnp.uint8), jnp.int32(0))
     for value in (0.2, 1.0):
-        made = added(made, jnp.full((2, 1, 1, 3), value))
+        made = append_images(made, jnp.full((2, 1, 1, 3), value))
     assert list(np.asarray(made.images[:, 0, 0, 0])) == [51, 51, 255, 255] and int(made.filled) == 4
 
 
@@ -100,8 +107,8 @@ def test_the_gap_of_statistics_is_between_running_means_and_those_of_the_batch()
 
 def test_predictions_shall_be_certain_and_classes_balanced():
     logits = jnp.log(jnp.array([[0.9, 0.1, 1e-30], [0.3, 0.7, 1e-30]]))
-    np.testing.assert_allclose(M.certain(logits, 1.0), -np.log([0.9, 0.7]).mean(), rtol=1e-5)
-    np.testing.assert_allclose(M.certain(logits, 1e6), np.log(3), rtol=1e-3)
+    np.testing.assert_allclose(M.uncertainty(logits, 1.0), -np.log([0.9, 0.7]).mean(), rtol=1e-5)
+    np.testing.assert_allclose(M.uncertainty(logits, 1e6), np.log(3), rtol=1e-3)
     share = np.array([0.6, 0.4])
     expected = 1 + (share * np.log(share)).sum() / np.log(2)
     np.testing.assert_allclose(M.imbalance(logits, SEEN), expected, rtol=1e-4)
@@ -131,7 +138,7 @@ def test_the_generator_begins_anew_in_the_first_task_and_then_goes_on_from_where
     @jax.jit
     def begun(task):
         around = seen_by_rules(model, round_context_of(task, frozen=Frozen({})), nobody)
-        return M.trained_generator(options, shape, around, model.init(KEY, Frozen({})), before)[0]
+        return M.train_generator(options, shape, around, model.init(KEY, Frozen({})), before)[0]
 
     same(begun(TASKS[1]), before)
     fresh = jax.tree.leaves(begun(TASKS[0]))
@@ -163,12 +170,12 @@ def test_only_the_classifier_learns_of_all_seen_classes_and_only_features_are_ke
     f_old, f_made = (jnp.asarray(rng.normal(size=(4, width)), jnp.float32) for _ in range(2))
 
     def outputs(feature, head):
-        return M.Both(Output(feature @ head, feature), Output(f_made @ head, 2 * f_made))
+        return M.Outputs(Output(feature @ head, feature), Output(f_made @ head, 2 * f_made))
 
     def terms(feature, head):
         step = ClientStep(Formula, context, Params((), head), None, batch, KEY, Params((), head))
         own = outputs(feature, head)
-        old = M.Both(Output(f_old @ old_head, f_old), Output(f_made @ old_head, f_made))
+        old = M.Outputs(Output(f_old @ old_head, f_old), Output(f_made @ old_head, f_made))
         return M.finetune_loss(step, own, old), M.feature_loss(step, own, old)
 
     feature, head = jnp.asarray(rng.normal(size=(4, width)), jnp.float32), old_head + 0.3
@@ -195,8 +202,8 @@ def test_within_the_radius_an_anchor_does_not_pull():
     place, anchor = jnp.array([[0.1, 0.0], [0.4, 0.2], [9.0, 9.0]]), jnp.zeros((3, 2))
     mask = jnp.array([True, True, False])
     square = (0.01 + 0.16 + 0.04) / 4
-    np.testing.assert_allclose(L.beyond(place, anchor, mask, 0.01), square - 0.01, rtol=1e-5)
-    slope = functools.partial(jax.grad(L.beyond), place, anchor, mask)
+    np.testing.assert_allclose(L.bound_loss(place, anchor, mask, 0.01), square - 0.01, rtol=1e-5)
+    slope = functools.partial(jax.grad(L.bound_loss), place, anchor, mask)
     assert slope(0.01).any() and not slope(0.06).any()
 
 
@@ -219,7 +226,7 @@ def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
 
     def params():
         draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        place = Head(draw(3, L.WIDTH), draw(L.WIDTH))
+        place = Head(draw(3, L.ANCHOR_WIDTH), draw(L.ANCHOR_WIDTH))
         return Params((), Head(draw(3, SIZES.classes), draw(SIZES.classes)), extra={"lander": place})
 
     mine, began = params(), params()
@@ -233,7 +240,7 @@ def test_synthetic_images_distil_old_classes_and_keep_the_places_of_features():
     distilled = -(target * (own - np.log(np.exp(own).sum()))).sum()
     places = (np.asarray(x.extra["lander"].kernel.sum(0) + x.extra["lander"].bias) for x in (mine, began))
     apart = np.mean(np.subtract(*places) ** 2)
-    np.testing.assert_allclose(L.kept(options, step), distilled + apart, rtol=1e-4)
+    np.testing.assert_allclose(L.earlier_tasks_loss(options, step), distilled + apart, rtol=1e-4)
 
 
 def test_anchors_lie_as_far_apart_as_the_release_s_text_embeddings():
@@ -251,8 +258,8 @@ def test_labels_are_balanced_over_the_seen_classes():
 
 
 def test_a_random_layer_tells_images_of_one_class_apart():
-    layer = jax.random.normal(KEY, (2, L.WIDTH, 4))
-    z = np.asarray(L.disturbed(layer, jnp.tile(jnp.arange(2), 10), 3))
+    layer = jax.random.normal(KEY, (2, L.ANCHOR_WIDTH, 4))
+    z = np.asarray(L.generator_input(layer, jnp.tile(jnp.arange(2), 10), 3))
     np.testing.assert_allclose(z[0], z[2], atol=1e-4)  # one class, one group of ten
     assert np.abs(z[0] - z[10]).max() > 1  # one class, another group
     assert np.abs(z[0] - z[1]).max() > 1
@@ -263,7 +270,7 @@ def test_images_are_disputed_from_the_third_round_of_the_student_on():
     """With a warm-up of w rounds the student learns from round w + 1 on, counted from 1, and its disagreement
     counts from round w + 3 on. So of three rounds that make images only the last one feels its weight."""
     head = init_head(jax.random.key(1), NETWORK.width, SIZES.classes)
-    place = init_head(jax.random.key(2), NETWORK.width, L.WIDTH)
+    place = init_head(jax.random.key(2), NETWORK.width, L.ANCHOR_WIDTH)
     near = jax.tree.map(lambda x: 1.1 * x, head)  # a student that has a notion of the classes from the start
     learner = linear_on(NETWORK)._replace(init=lambda *_: Params((), near))
     shape = ImageGeneratorConfig(8, 8, 4, 4)

@@ -165,7 +165,7 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
 
     def update(round: ServerRound, params: Params, start: task_start.Start) -> ServerUpdate:
         task = round.task
-        start = task_start.began_with(round, start)
+        start = task_start.start_of(round, start)
         mean = round.learner.trainable(params, task)
 
         def append(clients: Array, start: Array) -> Array:

@@ -1,22 +1,26 @@
-"""LANDER: text-enhanced data-free federated class-incremental learning (Tran et al., CVPR 2024, arXiv
-2403.14101).
+"""LANDER: text-enhanced data-free federated class-incremental learning (Tran et al., CVPR
+2024, arXiv 2403.14101).
 
-    a(x) = A f(x) + b maps features to the space of anchors e_y, one for each class
-    bound L_B = max(0, mean |a(x) - e_y|^2 - r): features stay within a radius of their class's anchor
-client     first task   L = L_CE + w_B L_B
-           later        L = alpha_cur (L_CE over the task's classes + w_B L_B)
-                          + alpha_pre (KD towards the task's first model + mean |a(z) - a_old(z)|^2),
-                        the last two on synthetic images z, with C seen and C_old earlier classes and
-                        alpha_cur = cur (1 + 1 / log2(C/2 + 1)) / sqrt(C_old / C)
-                        alpha_pre = pre log2(C/2 + 1) sqrt(C_old / C)
-server     averages; after the last round of a task but the last it makes images of all classes so far:
-           a generator learns, from anchors that a random layer disturbs, new in every round,
-               L = w_1 L_CE(z; y) + w_2 L_dispute + w_B L_B(z; y) + w_BN |statistics of z - running ones|
-           and a student learns from the images made so far, as in TARGET
-           the images go down in every round of the next task
+    a(x) = A f(x) + b   maps features to the space of the anchors e_y, one per class
+    L_B = max(0, mean |a(x) - e_y|^2 - r)   bounds the distance to the class's anchor
 
-The paper's anchors are embeddings of the classes' names by a language model. Here they
-are drawn at random, with the distances between classes that those embeddings have.
+    client    first task   L = L_CE + w_B L_B
+              later        L = alpha_cur (L_CE over the task's classes + w_B L_B)
+                             + alpha_pre (KD from the task's first model
+                                          + mean |a(z) - a_old(z)|^2)
+                           the last two on synthetic images z; C seen, C_old earlier classes:
+                           alpha_cur = cur (1 + 1 / log2(C/2 + 1)) / sqrt(C_old / C)
+                           alpha_pre = pre log2(C/2 + 1) sqrt(C_old / C)
+    server    averages; after the last round of each task except the last it generates images
+              of all classes seen so far, in rounds of
+                generator, whose input is anchors through a new random layer:
+                  L = w_1 L_CE(z; y) + w_2 L_adv + w_B L_B(z; y)
+                      + w_BN |statistics of z - running statistics|
+                student: distils the global model on the images so far, as in TARGET
+              and sends the images in every round of the next task
+
+The paper's anchors are embeddings of the class names by a language model. Here they are
+drawn at random, with the distances between classes that those embeddings have.
 """
 
 import dataclasses
@@ -41,12 +45,12 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.synthesis import (
     BETAS,
     Best,
+    ImageBuffer,
     ImageModel,
-    MadeSoFar,
     Student,
     SynthesisOptions,
-    added,
     adversarial_loss,
+    append_images,
     batch_statistics,
     best_images,
     distillation_at,
@@ -58,30 +62,34 @@ from fcljax.parts.synthesis import (
     logits_of,
     student_optimiser,
     synthetic_pixels,
-    taught,
+    train_student,
 )
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.pixels import jitter
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Task, Weighted
 
-ANCHORS = 3  # the key of their draw
-SPREAD = 0.207  # of an entry of an anchor: two of CLIP's embeddings differ by 0.086 in the mean square
-WIDTH = 512  # of an anchor
-GROUP = 10  # images of a batch that share a random layer
-DECAY = 2e-4  # of the student's gradient descent
+ANCHOR_SEED = 3
+# standard deviation of an anchor's entries: the mean squared
+# difference of two anchors is then 0.086, as of CLIP's embeddings
+ANCHOR_STD = 0.207
+ANCHOR_WIDTH = 512
+IMAGES_PER_LAYER = 10  # images of a batch that share a random layer
+STUDENT_DECAY = 2e-4  # weight decay
 
 
 @dataclasses.dataclass(frozen=True)
 class LanderOptions(SynthesisOptions):
-    """Options of LANDER. `paper` and `released` have the release's constants for
-    CIFAR-100; `intended` has fewer rounds, images and channels, for machines without an
-    accelerator."""
+    """Options of LANDER.
+
+    `paper` and `released` have the release's constants for CIFAR-100; `intended` has fewer
+    rounds, images and channels, for machines without an accelerator.
+    """
 
     bound_weight: float = 5.0
-    """Weight w_B of the distance to the anchors."""
+    """Weight w_B of the bound on the distance to the anchors."""
     bound_radius: float = 0.015
-    """Radius r, as a mean square, within which the distance costs nothing."""
+    """Radius r of the bound, as a mean square."""
     current_weight: float = option(0.2, positive=True)
     """Factor of the losses on the current task, from the second task on."""
     previous_weight: float = 0.4
@@ -91,7 +99,7 @@ class LanderOptions(SynthesisOptions):
     synthesis_batch: int = 32
     """Number of images per generator round."""
     synthesis_warmup: int = option(5, least=0)
-    """Number of generator rounds before these; their images are dropped."""
+    """Number of generator rounds before --synthesis-rounds whose images are dropped."""
     generator_lr: float = option(2e-3, positive=True)
     """Learning rate of the generator and the random layer."""
     statistics_weight: float = 1.0
@@ -109,7 +117,7 @@ _RELEASED = LanderOptions(
 )
 _RUN = RunConfig(lr=5e-5)
 _WHOLE = (FullOptions(full_lr=5e-5),)
-# with a quarter to a fifth of the synthesis, which takes most of a run
+# mini: a fourth to a fifth of the synthesis, which takes most of a run
 PRESETS = with_mini(
     {
         "intended": Preset(LanderOptions(), _RUN, _WHOLE),
@@ -127,39 +135,37 @@ PRESETS = with_mini(
 
 def lander(options: LanderOptions, run: Run) -> Method:
     """Compose LANDER, on any adapter."""
-    make = functools.partial(synthesise, options, generator_config(options, run))
+    generate = functools.partial(synthesise, options, generator_config(options, run))
     return federate(
         run,
         linear_learner(run),
         loss=replaced_loss(),
-        client_rules=(near_anchors(options, run),),
-        server_rules=(send_start_of_task(), images_rule(options, run, make)),
+        client_rules=(lander_loss(options, run),),
+        server_rules=(send_start_of_task(), images_rule(options, run, generate)),
     )
 
 
-# ---- anchors -----------------------------------------------------------------------------------------------
+# ---- anchors ---------------------------------------------------------------------------
 
 
 def anchors(classes: int) -> Float[Array, "C E"]:
-    """e_y of all classes, the same in every run."""
-    return SPREAD * jax.random.normal(jax.random.key(ANCHORS), (classes, WIDTH))
+    """Return the anchors e_y of all classes, the same in every run."""
+    return ANCHOR_STD * jax.random.normal(jax.random.key(ANCHOR_SEED), (classes, ANCHOR_WIDTH))
 
 
-def mapped(trainable: Params, output: Output) -> Float[Array, "batch E"]:
-    """a(x)."""
+def to_anchor_space(trainable: Params, output: Output) -> Float[Array, "batch E"]:
+    """Return a(x)."""
     return apply_head(trainable.extra["lander"], output.feature)
 
 
-def beyond(
-    place: Float[Array, "batch E"],
+def bound_loss(
+    mapped: Float[Array, "batch E"],
     anchor: Float[Array, "batch E"],
     mask: Bool[Array, " batch"],
     radius: float,
 ) -> Float[Array, ""]:
-    """L_B: the mean square of a(x) - e_y over the examples in the mask, as far as it is
-    beyond the radius."""
-    square = mean_square(place, anchor, mask)
-    return jnp.maximum(square - radius, 0.0)
+    """Return L_B = max(0, mean |a(x) - e_y|^2 - r) over the examples in the mask."""
+    return jnp.maximum(mean_square(mapped, anchor, mask) - radius, 0.0)
 
 
 def mean_square(
@@ -169,82 +175,84 @@ def mean_square(
     return masked_sum(jnp.mean((a - b) ** 2, axis=-1), mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
-def near_anchors(options: LanderOptions, run: Run) -> ClientRule:
-    """Compute the whole loss of the clients; the map to the anchors trains and
-    travels."""
+def lander_loss(options: LanderOptions, run: Run) -> ClientRule:
+    """Compute the clients' whole loss; the map a trains and is uploaded."""
     classes = run.sizes.classes
 
     def parameters(key: PRNGKeyArray) -> Head:
-        return init_head(key, run.network.width, WIDTH)
+        return init_head(key, run.network.width, ANCHOR_WIDTH)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         task = step.context.task
         batch = step.batch
-        learned = cross_entropy(step.output.logits, batch.label, task.current, batch.mask)
-        place = mapped(step.drawn, step.output)
+        mapped = to_anchor_space(step.drawn, step.output)
         anchor = anchors(classes)[batch.label]
-        learned += options.bound_weight * beyond(place, anchor, batch.mask, options.bound_radius)
+        bound = bound_loss(mapped, anchor, batch.mask, options.bound_radius)
+        task_loss = cross_entropy(step.output.logits, batch.label, task.current, batch.mask)
+        task_loss += options.bound_weight * bound
         weights = task_weights(options, task)
 
-        def later() -> Float[Array, ""]:
-            return weights.current * learned + weights.previous * kept(options, step)
+        def with_earlier_tasks() -> Float[Array, ""]:
+            return weights.current * task_loss + weights.previous * earlier_tasks_loss(options, step)
 
-        # in the first task there is no earlier one, and no image
-        return jax.lax.cond(task.index > 0, later, lambda: learned)
+        # the first task has no earlier one and no images, so they are not computed
+        return jax.lax.cond(task.index > 0, with_earlier_tasks, lambda: task_loss)
 
     return ClientRule("lander", loss, parameters=parameters)
 
 
-class Weights(NamedTuple):
-    """Of a task's loss, from the second on."""
+class TaskWeights(NamedTuple):
+    """Weights of the loss from the second task on."""
 
     current: Float[Array, ""]
     previous: Float[Array, ""]
 
 
-def task_weights(options: LanderOptions, task: Task) -> Weights:
-    """alpha_cur and alpha_pre."""
+def task_weights(options: LanderOptions, task: Task) -> TaskWeights:
+    """Return alpha_cur and alpha_pre, which move weight to earlier tasks as classes grow."""
     seen = jnp.sum(task.seen)
     old = jnp.maximum(jnp.sum(task.old), 1)
     growth = jnp.log2(seen / 2 + 1)
     share = jnp.sqrt(old / seen)
     current = options.current_weight * (1 + 1 / growth) / share
-    return Weights(current, options.previous_weight * growth * share)
+    previous = options.previous_weight * growth * share
+    return TaskWeights(current, previous)
 
 
-def kept(options: LanderOptions, step: ClientStep) -> Float[Array, ""]:
-    """Distillation of old classes and of places between anchors, on synthetic images."""
+def earlier_tasks_loss(options: LanderOptions, step: ClientStep) -> Float[Array, ""]:
+    """Distil the task's first model on synthetic images: logits of old classes, and a(z)."""
     images = step.context.payload.sent["synthesis"]
-    task = step.context.task
     batch = unlabelled(step.learner, synthetic_pixels(options, images, step))
-    on_made = step._replace(batch=batch)
-    before = teacher(step.context)
-    own = on_made.forward(step.trainable)
-    old = jax.lax.stop_gradient(on_made.forward(before, False))
-    distilled = distillation(own.logits, old.logits, task.old, batch.mask, options.distill_temperature)
-    return distilled + mean_square(mapped(step.trainable, own), mapped(before, old), batch.mask)
+    on_images = step._replace(batch=batch)
+    old_params = teacher(step.context)
+    new = on_images.forward(step.trainable)
+    old = jax.lax.stop_gradient(on_images.forward(old_params, False))
+    old_classes = step.context.task.old
+    distilled = distillation(new.logits, old.logits, old_classes, batch.mask, options.distill_temperature)
+    new_mapped = to_anchor_space(step.trainable, new)
+    return distilled + mean_square(new_mapped, to_anchor_space(old_params, old), batch.mask)
 
 
-# ---- server: image synthesis -------------------------------------------------------------------------------
+# ---- server: image synthesis -----------------------------------------------------------
 
 
-class Maker(NamedTuple):
-    """What makes images of anchors, and trains."""
+class AnchoredGenerator(NamedTuple):
+    """The parameters that train in a generator round."""
 
     generator: PyTree
-    layer: Float[Array, "groups E noise"]
-    """The random layers, one for each group of images of a batch."""
+    layers: Float[Array, "groups E noise"]
+    """The random layers, one per group of images of a batch."""
 
 
-class AnchoredRound(NamedTuple):
-    """What goes from one round of the synthesis to the next."""
+class SynthesisState(NamedTuple):
+    """The state of the synthesis between its rounds."""
 
     generator: PyTree
     student: Student
-    made: MadeSoFar
+    images: ImageBuffer
 
 
 def synthesise(
@@ -254,51 +262,45 @@ def synthesise(
     params: Params,
     images: UInt8[Array, "images h w 3"],
 ) -> tuple[UInt8[Array, "images h w 3"], Weighted]:
-    """Make images of the classes that `params` has seen; return them, and the mean of
-    the lowest losses of the rounds that made them."""
+    """Return images of the classes seen so far, and the mean of the rounds' lowest losses."""
     generator_key, student_key, map_key, rounds_key = jax.random.split(round.key, 4)
-    truth = global_model(round, params)
+    teacher = global_model(round, params)
+    # a new student with a new map a: it must not know what the teacher knows
     fresh = round.learner.init(student_key, round.frozen)
     trainable = round.learner.trainable(fresh, round.task)
-    student = ImageModel(fresh, trainable._replace(extra=fresh_map(params, map_key)))
-    sgd = student_optimiser(options, DECAY)
-    distil = functools.partial(student_loss, options, round, truth, student.cached)
+    fresh_map = init_head(map_key, *params.extra["lander"].kernel.shape)
+    trainable = trainable._replace(extra=params.extra | {"lander": fresh_map})
+    student = ImageModel(fresh, trainable)
+    sgd = student_optimiser(options, STUDENT_DECAY)
+    distil = functools.partial(student_loss, options, round, teacher, student.cached)
 
-    def one_round(
-        r: Array,
-        carry: tuple[AnchoredRound, Array],
-    ) -> tuple[AnchoredRound, Array]:
-        making, total = carry
-        draw_key, learn_key = jax.random.split(jax.random.fold_in(rounds_key, r))
-        rival = student._replace(trainable=making.student.trainable)
+    def one_round(r: Array, carry: tuple[SynthesisState, Array]) -> tuple[SynthesisState, Array]:
+        state, loss_sum = carry
+        image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
+        current_student = student._replace(trainable=state.student.trainable)
+        # the disagreement needs a student that has learned a little
         disputed = r > options.synthesis_warmup + 1
-        loss = functools.partial(maker_loss, options, round, truth, rival, disputed)
-        best = images_of_round(options, config, loss, making.generator, round.task, draw_key)
-        # the first rounds' images are dropped, and the student waits for the others
+        loss = functools.partial(generator_loss, options, round, teacher, current_student, disputed)
+        best = best_of_round(options, config, loss, state.generator, round.task, image_key)
+        # the warm-up's images are dropped, and the student does not learn from them
         counts = r >= options.synthesis_warmup
-        made = jax.lax.cond(counts, lambda: added(making.made, best.image), lambda: making.made)
+        buffer = jax.lax.cond(counts, lambda: append_images(state.images, best.image), lambda: state.images)
         steps = jnp.where(counts, options.student_steps, 0)
-        learned = taught(options, distil, sgd, making.student, made, steps, learn_key)
-        making = AnchoredRound(best.fast.generator, learned, made)
-        return making, total + jnp.where(counts, best.loss, 0.0)
+        trained = train_student(options, distil, sgd, state.student, buffer, steps, student_key)
+        loss_sum += jnp.where(counts, best.loss, 0.0)
+        return SynthesisState(best.params.generator, trained, buffer), loss_sum
 
-    start = AnchoredRound(
+    start = SynthesisState(
         init_image_generator(config, generator_key),
         Student(student.trainable, sgd.init(student.trainable)),
-        MadeSoFar(jnp.zeros_like(images), jnp.int32(0)),
+        ImageBuffer(jnp.zeros_like(images), jnp.int32(0)),
     )
     rounds = options.synthesis_warmup + options.synthesis_rounds
-    making, total = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
-    return making.made.images, Weighted(total, jnp.float32(options.synthesis_rounds))
+    state, loss_sum = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
+    return state.images.images, Weighted(loss_sum, jnp.float32(options.synthesis_rounds))
 
 
-def fresh_map(params: Params, key: PRNGKeyArray) -> dict[str, PyTree]:
-    """Return the student's own map to the anchors, and the other rules' parameters as
-    they are."""
-    return params.extra | {"lander": init_head(key, *params.extra["lander"].kernel.shape)}
-
-
-def images_of_round(
+def best_of_round(
     options: LanderOptions,
     config: ImageGeneratorConfig,
     loss: Callable[[Array, Array], Float[Array, ""]],
@@ -306,21 +308,26 @@ def images_of_round(
     task: Task,
     key: PRNGKeyArray,
 ) -> Best:
-    """Take steps of the generator and of new random layers, for as many images of each
-    seen class."""
+    """Train the generator with new random layers, and return the images of the lowest loss.
+
+    Each seen class has the same number of images, up to one.
+    """
     size = options.synthesis_batch
     layer_key, label_key, view_key = jax.random.split(key, 3)
     label = balanced_labels(task.seen, size, label_key)
-    layer = jax.random.normal(layer_key, (-(-size // GROUP), WIDTH, config.noise))
+    groups = -(-size // IMAGES_PER_LAYER)
+    layers = jax.random.normal(layer_key, (groups, ANCHOR_WIDTH, config.noise))
 
-    def loss_of(maker: Maker, i: Array) -> tuple[Array, Array]:
-        image = generate_images(config, maker.generator, disturbed(maker.layer, label, len(task.seen)))
+    def loss_of(params: AnchoredGenerator, i: Array) -> tuple[Array, Array]:
+        noise = generator_input(params.layers, label, len(task.seen))
+        image = generate_images(config, params.generator, noise)
         view = jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)
         return loss(label, view), image
 
     adam = optax.adam(options.generator_lr, *BETAS)
     shape = (size, config.height, config.width)
-    return best_images(loss_of, Maker(generator, layer), adam, options.generator_steps, shape)
+    start = AnchoredGenerator(generator, layers)
+    return best_images(loss_of, start, adam, options.generator_steps, shape)
 
 
 def balanced_labels(
@@ -328,74 +335,73 @@ def balanced_labels(
     size: int,
     key: PRNGKeyArray,
 ) -> Int[Array, " size"]:
-    """Draw as many labels of each seen class, up to one; which classes have one more is
-    random."""
-    ids = jnp.argsort(~seen, stable=True)  # those that were seen come first
+    """Return the same number of labels of each seen class, up to one more for random classes."""
+    classes = jnp.argsort(~seen, stable=True)  # the seen classes come first
     count = jnp.maximum(jnp.sum(seen), 1)
-    return ids[(jax.random.randint(key, (), 0, count) + jnp.arange(size)) % count]
+    offset = jax.random.randint(key, (), 0, count)
+    return classes[(offset + jnp.arange(size)) % count]
 
 
-def disturbed(
-    layer: Float[Array, "groups E noise"], label: Int[Array, " batch"], classes: int
+def generator_input(
+    layers: Float[Array, "groups E noise"], label: Int[Array, " batch"], classes: int
 ) -> Float[Array, "batch noise"]:
-    """Return what the generator reads: the normalised anchors of the labels through
-    their group's random layer."""
+    """Return the labels' anchors, normalised over the batch, through their group's layer."""
     anchor = anchors(classes)[label]
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
-    own = layer[jnp.arange(len(label)) // GROUP]
-    return exact_einsum("be,ben->bn", normal, own)
+    layer = layers[jnp.arange(len(label)) // IMAGES_PER_LAYER]
+    return exact_einsum("be,ben->bn", normal, layer)
 
 
-def maker_loss(
+def generator_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: ImageModel,
+    teacher: ImageModel,
     student: ImageModel,
     disputed: Bool[Array, ""],
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the loss of the generator and the random layers."""
-    normalises = has_statistics(truth)
-    theirs = judge(round, truth, pixels, train=normalises)
-    right = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(theirs.logits, label))
+    """Return w_1 L_CE + w_2 L_adv + w_B L_B + w_BN (distance of statistics)."""
+    # in training mode the output has the batch's statistics
+    normalises = has_statistics(teacher)
+    output = judge(round, teacher, pixels, train=normalises)
+    label_loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(output.logits, label))
     anchor = anchors(len(round.task.seen))[label]
-    everyone = jnp.ones(len(label), bool)
-    place = mapped(truth.trainable, theirs)
-    bound = options.bound_weight * beyond(place, anchor, everyone, options.bound_radius)
-    against = adversarial_loss(
-        options, theirs.logits, logits_of(round, student), round.task.seen, disputed, pixels
+    all_images = jnp.ones(len(label), bool)
+    mapped = to_anchor_space(teacher.trainable, output)
+    bound = bound_loss(mapped, anchor, all_images, options.bound_radius)
+    adversarial = adversarial_loss(
+        options, output.logits, logits_of(round, student), round.task.seen, disputed, pixels
     )
-    loss = options.label_weight * right + bound + against
+    loss = options.label_weight * label_loss + options.bound_weight * bound + adversarial
     if normalises:
-        loss += options.statistics_weight * statistics_distance(truth.trainable.stats, theirs.stats)
+        loss += options.statistics_weight * statistics_distance(teacher.trainable.stats, output.stats)
     return loss
 
 
-def statistics_distance(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """Return the lengths of the differences of means and of variances, added up over
-    layers."""
-    layers = batch_statistics(running, after)
-    return sum(
-        (jnp.linalg.norm(kept.mean - own.mean) + jnp.linalg.norm(kept.var - own.var) for kept, own in layers),
-        jnp.zeros(()),
-    )
+def statistics_distance(running: PyTree, after_batch: PyTree) -> Float[Array, ""]:
+    """Return sum over layers of |mean - running mean| + |variance - running variance|."""
+    total = jnp.zeros(())
+    for layer, batch in batch_statistics(running, after_batch):
+        difference_of_means = jnp.linalg.norm(layer.mean - batch.mean)
+        total = total + (difference_of_means + jnp.linalg.norm(layer.var - batch.var))
+    return total
 
 
 def student_loss(
     options: LanderOptions,
     round: ServerRound,
-    truth: ImageModel,
+    teacher: ImageModel,
     cached: Params,
     trainable: Params,
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the student's distillation from the global model, of classes and of places
-    between anchors."""
-    theirs = judge(round, truth, pixels)
+    """Return the student's distillation from the global model: of logits, and of a(z)."""
+    target = judge(round, teacher, pixels)
     student = judge(round, ImageModel(cached, trainable), pixels)
-    everyone = jnp.ones(len(pixels), bool)
+    all_images = jnp.ones(len(pixels), bool)
     temperature = options.student_temperature
-    classes = distillation_at(temperature, theirs.logits, student.logits, round.task.seen)
-    places = mean_square(mapped(truth.trainable, theirs), mapped(trainable, student), everyone)
-    return classes + options.bound_weight * places
+    logits = distillation_at(temperature, target.logits, student.logits, round.task.seen)
+    target_mapped = to_anchor_space(teacher.trainable, target)
+    mapped = mean_square(target_mapped, to_anchor_space(trainable, student), all_images)
+    return logits + options.bound_weight * mapped

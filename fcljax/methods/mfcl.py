@@ -1,17 +1,19 @@
 """MFCL: a data-free approach to mitigate catastrophic forgetting in federated
 class-incremental learning for vision tasks (Babakniya et al., NeurIPS 2023).
 
-client     trains on its examples x and on images z that the generator makes of new noise in every step
-               L = L_CE(x; classes of the task)
-                 + w_FT L_CE(x and z; all seen classes), for the classifier alone: features are constants
-                 + w_KD mean |V f(.) - V f_old(.)|^2 over x and z
-           f_old and V: features and classifier of old classes of the model that the task began with, which
-           also labels z
-server     averages; after the last round of a task but the last one the generator takes steps on
-               L = L_CE(p, argmax p) + w_IE (1 + sum mean(p) log mean(p) / log C)
-                 + w_BN KL of the statistics of batches + w_IP |z - smooth(z)|^2
-           with p the global model's softmax over the C seen classes
-           the generator goes down in every round: it makes every client's images, and none are stored
+    client    trains on its examples x and on images z, which the generator makes from new
+              noise in every step
+                L = L_CE(x; classes of the task)
+                    + w_FT L_CE(x and z; all seen classes), for the classifier only
+                    + w_KD mean |V f(.) - V f_old(.)|^2 over x and z
+              f_old and V are the features and the old classes' classifier of the model that
+              the task began with, which also labels z
+    server    averages; after the last round of each task except the last it trains the
+              generator on
+                L = L_CE(p, argmax p) + w_IE (1 + sum mean(p) log mean(p) / log C)
+                    + w_BN KL of batch statistics + w_IP |z - smooth(z)|^2
+              with p the global model's softmax over the C seen classes,
+              and sends the generator in every round: no client stores images
 """
 
 import dataclasses
@@ -45,17 +47,19 @@ from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Weighted
 
-SMOOTH = (-2.0, -1.0, 0.0, 1.0, 2.0)  # pixels that the smoothing reaches
+SMOOTH_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in pixels, of the smoothing's kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class MFCLOptions(GeneratorOptions):
-    """Options of MFCL. `released` has the release's constants for CIFAR-100; `intended`
-    has fewer channels, for machines without an accelerator."""
+    """Options of MFCL.
+
+    `released` has the release's constants for CIFAR-100; `intended` has fewer channels, for
+    machines without an accelerator.
+    """
 
     finetune_weight: float = 1.0
-    """Weight w_FT of the cross-entropy over all seen classes, which trains the classifier
-    only."""
+    """Weight w_FT of the classifier's cross-entropy over all seen classes."""
     distill_weight: float = 0.1
     """Weight w_KD of the distance between the old classifier's inputs under old and new
     model."""
@@ -68,7 +72,7 @@ class MFCLOptions(GeneratorOptions):
     label_temperature: float = option(1.0, positive=True)
     """Temperature of the global model's softmax in the generator's cross-entropy."""
     entropy_weight: float = 1.0
-    """Weight w_IE of the balance of classes."""
+    """Weight w_IE of the loss that balances classes."""
     statistics_weight: float = 50.0
     """Weight w_BN of the batch-normalisation statistics, for networks with batch
     normalisation."""
@@ -97,51 +101,51 @@ PRESETS = with_mini(
 
 
 def mfcl(options: MFCLOptions, run: Run) -> Method:
-    """MFCL as a method, on any adapter."""
+    """Compose MFCL, on any adapter."""
     return federate(
         run,
         linear_learner(run),
         loss=cross_entropy_loss("current"),
         client_rules=(replay_generated(options, run),),
-        server_rules=(send_start_of_task(), train_generator(options, run)),
+        server_rules=(send_start_of_task(), generator_rule(options, run)),
     )
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
-class Both(NamedTuple):
-    """What a model computes for a client's examples and for generated images."""
+class Outputs(NamedTuple):
+    """A model's outputs for a client's examples and for generated images."""
 
     real: Output
-    made: Output
+    generated: Output
 
     @property
     def feature(self) -> Float[Array, "both width"]:
-        """The features of both."""
-        return jnp.concatenate([self.real.feature, self.made.feature])
+        """Return the features of the examples, then those of the images."""
+        return jnp.concatenate([self.real.feature, self.generated.feature])
 
 
 def replay_generated(options: MFCLOptions, run: Run) -> ClientRule:
-    """Add the losses on generated images from the second task on: those of new classes,
-    and of old ones."""
-    shape = generator_config(options, run)
+    """Add, from the second task on, w_FT L_CE and w_KD |V f - V f_old|^2."""
+    config = generator_config(options, run)
 
-    def old_classes(step: ClientStep) -> Float[Array, ""]:
-        noise = jax.random.normal(jax.random.fold_in(step.key, 1), (options.synthetic_batch, shape.noise))
-        pixels = generate_images(shape, step.context.payload.sent["generator"], noise)
-        own = Both(step.output, output_for(step, step.trainable, pixels))
-        before = teacher(step.context)
-        old = jax.lax.stop_gradient(
-            Both(step.forward(before, False), output_for(step, before, pixels, False))
-        )
-        finetune = options.finetune_weight * finetune_loss(step, own, old)
-        return finetune + options.distill_weight * feature_loss(step, own, old)
+    def replay_loss(step: ClientStep) -> Float[Array, ""]:
+        noise_shape = (options.synthetic_batch, config.noise)
+        noise = jax.random.normal(jax.random.fold_in(step.key, 1), noise_shape)
+        pixels = generate_images(config, step.context.payload.sent["generator"], noise)
+        new = Outputs(step.output, output_for(step, step.trainable, pixels))
+        old_params = teacher(step.context)
+        old_output = step.forward(old_params, False)
+        old = Outputs(old_output, output_for(step, old_params, pixels, False))
+        old = jax.lax.stop_gradient(old)
+        finetune = options.finetune_weight * finetune_loss(step, new, old)
+        return finetune + options.distill_weight * feature_loss(step, new, old)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
-        # in the first task there is no generator
-        later = step.context.task.index > 0
-        return jax.lax.cond(later, lambda: old_classes(step), lambda: jnp.zeros(()))
+        # the first task has no generator, so its images are not computed
+        has_generator = step.context.task.index > 0
+        return jax.lax.cond(has_generator, lambda: replay_loss(step), lambda: jnp.zeros(()))
 
     return ClientRule("mfcl", loss)
 
@@ -152,88 +156,88 @@ def output_for(
     pixels: Float[Array, "images *shape"],
     train: bool = True,
 ) -> Output:
-    """Compute the output of trainable parameters for generated images, of pixels in [0,
-    1]."""
+    """Return the output for images with pixels in [0, 1]."""
     batch = unlabelled(step.learner, pixels)
     return step._replace(batch=batch).forward(trainable, train)
 
 
-def finetune_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
-    """Cross-entropy over all seen classes, whose gradient reaches the classifier
-    alone."""
+def finetune_loss(step: ClientStep, new: Outputs, old: Outputs) -> Float[Array, ""]:
+    """Return L_CE over all seen classes, whose gradient reaches only the classifier."""
     task = step.context.task
-    batch = step.batch
-    head = step.learner.classifier
-    feature = jax.lax.stop_gradient(own.feature)
-    logits = head.logits(step.context.cached.classifier, step.trainable.classifier, feature, task)
-    guess = jnp.argmax(mask_logits(old.made.logits, task.old), axis=-1)
-    label = jnp.concatenate([batch.label, guess])
-    return cross_entropy(logits, label, task.seen, counted(step, own))
+    classifier = step.learner.classifier
+    feature = jax.lax.stop_gradient(new.feature)
+    cached = step.context.cached.classifier
+    logits = classifier.logits(cached, step.trainable.classifier, feature, task)
+    pseudo_label = jnp.argmax(mask_logits(old.generated.logits, task.old), axis=-1)
+    label = jnp.concatenate([step.batch.label, pseudo_label])
+    return cross_entropy(logits, label, task.seen, mask_of(step, new))
 
 
-def feature_loss(step: ClientStep, own: Both, old: Both) -> Float[Array, ""]:
-    """Return the mean squared distance of old and new features, as the old classes'
-    classifier reads them."""
+def feature_loss(step: ClientStep, new: Outputs, old: Outputs) -> Float[Array, ""]:
+    """Return mean |V f - V f_old|^2, over old classes and over examples and images."""
     task = step.context.task
     classifier = teacher(step.context).classifier
 
-    def read(feature: Array) -> Float[Array, "both C"]:
+    def old_logits(feature: Array) -> Float[Array, "both C"]:
         return step.learner.classifier.logits(step.context.cached.classifier, classifier, feature, task)
 
-    squares = jnp.where(task.old, (read(own.feature) - read(old.feature)) ** 2, 0.0)
-    mask = counted(step, own)
-    each = jnp.where(mask, jnp.sum(squares, axis=-1), 0.0) / jnp.maximum(jnp.sum(task.old), 1)
-    return jnp.sum(each) / jnp.sum(mask)
+    squares = (old_logits(new.feature) - old_logits(old.feature)) ** 2
+    squares = jnp.where(task.old, squares, 0.0)
+    mask = mask_of(step, new)
+    means = jnp.where(mask, jnp.sum(squares, axis=-1), 0.0) / jnp.maximum(jnp.sum(task.old), 1)
+    return jnp.sum(means) / jnp.sum(mask)
 
 
-def counted(step: ClientStep, own: Both) -> Bool[Array, " both"]:
-    """Return the mask of the examples that are no padding, and of all generated
-    images."""
-    return jnp.concatenate([step.batch.mask, jnp.ones(len(own.made.feature), bool)])
+def mask_of(step: ClientStep, outputs: Outputs) -> Bool[Array, " both"]:
+    """Return the mask of the batch's examples, and True for each generated image."""
+    return jnp.concatenate([step.batch.mask, jnp.ones(len(outputs.generated.feature), bool)])
 
 
-# ---- server ------------------------------------------------------------------------------------------------
+# ---- server ----------------------------------------------------------------------------
 
 
-def train_generator(options: MFCLOptions, run: Run) -> ServerRule:
-    """After the last round of every task but the last one, steps of the generator; it
-    goes on from where it was."""
-    shape = generator_config(options, run)
+def generator_rule(options: MFCLOptions, run: Run) -> ServerRule:
+    """Train the generator after the last round of each task except the last, and send it."""
+    config = generator_config(options, run)
 
-    def first() -> PyTree:
-        return jax.tree.map(jnp.zeros_like, init_image_generator(shape, jax.random.key(0)))
+    def no_generator() -> PyTree:
+        return jax.tree.map(jnp.zeros_like, init_image_generator(config, jax.random.key(0)))
 
-    train = functools.partial(trained_generator, options, shape)
-    return synthesis_rule("generator", run, first, train)
+    train = functools.partial(train_generator, options, config)
+    return synthesis_rule("generator", run, no_generator, train)
 
 
-def trained_generator(
+def train_generator(
     options: MFCLOptions,
-    shape: ImageGeneratorConfig,
+    config: ImageGeneratorConfig,
     round: ServerRound,
     params: Params,
     state: PyTree,
 ) -> tuple[PyTree, Weighted]:
-    """Return the generator after its steps, and its last loss."""
-    first, rest = jax.random.split(round.key)
-    fresh = init_image_generator(shape, first)
+    """Return the generator after its steps, and its last loss.
+
+    It continues from the previous task's generator.
+    """
+    init_key, noise_key = jax.random.split(round.key)
+    fresh = init_image_generator(config, init_key)
     start = jax.tree.map(lambda new, old: jnp.where(round.task.index == 0, new, old), fresh, state)
     adam = optax.adam(options.generator_lr)
 
     def step(i: Array, carry: tuple) -> tuple:
         generator, optimiser, _ = carry
-        noise = jax.random.normal(jax.random.fold_in(rest, i), (options.generator_batch, shape.noise))
+        noise_shape = (options.generator_batch, config.noise)
+        noise = jax.random.normal(jax.random.fold_in(noise_key, i), noise_shape)
 
         def loss_of(generator: PyTree) -> Float[Array, ""]:
-            return generator_loss(options, round, params, generate_images(shape, generator, noise))
+            return generator_loss(options, round, params, generate_images(config, generator, noise))
 
-        value, gradient = jax.value_and_grad(loss_of)(generator)
-        moved, optimiser = adam.update(gradient, optimiser)
-        return optax.apply_updates(generator, moved), optimiser, value
+        loss, gradient = jax.value_and_grad(loss_of)(generator)
+        update, optimiser = adam.update(gradient, optimiser)
+        return optax.apply_updates(generator, update), optimiser, loss
 
-    carry = start, adam.init(start), jnp.zeros(())
-    generator, _, value = jax.lax.fori_loop(0, options.generator_steps, step, carry)
-    return generator, Weighted(value, jnp.float32(1))
+    carry = (start, adam.init(start), jnp.zeros(()))
+    generator, _, loss = jax.lax.fori_loop(0, options.generator_steps, step, carry)
+    return generator, Weighted(loss, jnp.float32(1))
 
 
 def generator_loss(
@@ -242,20 +246,20 @@ def generator_loss(
     params: Params,
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the sum of the four terms of the generator's loss."""
-    seen = round.task.seen
+    """Return L_CE + w_IE imbalance + w_BN KL of statistics + w_IP roughness."""
     model = global_model(round, params)
+    # in training mode the output has the batch's statistics
     normalises = has_statistics(model)
     output = judge(round, model, pixels, train=normalises)
-    loss = certain(output.logits, options.label_temperature)
-    loss += options.entropy_weight * imbalance(output.logits, seen)
+    loss = uncertainty(output.logits, options.label_temperature)
+    loss += options.entropy_weight * imbalance(output.logits, round.task.seen)
     if normalises:
         loss += options.statistics_weight * statistics_gap(model.trainable.stats, output.stats)
     return loss + options.smooth_weight * roughness(pixels)
 
 
-def certain(logits: Float[Array, "batch C"], temperature: float) -> Float[Array, ""]:
-    """Return the cross-entropy of the class that the model is surest of."""
+def uncertainty(logits: Float[Array, "batch C"], temperature: float) -> Float[Array, ""]:
+    """Return L_CE(p, argmax p), low where the model is certain of a class."""
     label = jnp.argmax(logits, axis=-1)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits / temperature, label))
 
@@ -264,35 +268,38 @@ def imbalance(
     logits: Float[Array, "batch C"],
     seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
-    """Return 1 minus the entropy of the mean prediction over that of a uniform one (0:
-    balanced)."""
+    """Return 1 - H(mean(p)) / log C, which is 0 where classes are balanced."""
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
-    entropy = -jnp.sum(jnp.where(seen, mean * jnp.log(jnp.where(seen & (mean > 0), mean, 1.0)), 0.0))
+    # the inner `where` keeps the logarithm's gradient finite where the outer one drops it
+    log_mean = jnp.log(jnp.where(seen & (mean > 0), mean, 1.0))
+    entropy = -jnp.sum(jnp.where(seen, mean * log_mean, 0.0))
     return 1 - entropy / jnp.log(jnp.maximum(jnp.sum(seen), 2))
 
 
-def statistics_gap(running: PyTree, after: PyTree) -> Float[Array, ""]:
-    """KL(running || batch) of normal distributions: the mean over channels, then over
-    layers of batch normalisation."""
+def statistics_gap(running: PyTree, after_batch: PyTree) -> Float[Array, ""]:
+    """Return KL(running || batch) of normal distributions, averaged over channels, then layers."""
 
-    def of_layer(kept: BatchStatistics, own: BatchStatistics) -> Float[Array, ""]:
-        var = jnp.maximum(own.var, 0) + 1e-8
-        expected = kept.var + 1e-8
-        ratio = (expected + (kept.mean - own.mean) ** 2) / var
-        return jnp.mean(0.5 * jnp.log(var / expected) - 0.5 * (1 - ratio))
+    def divergence(running: BatchStatistics, batch: BatchStatistics) -> Float[Array, ""]:
+        var = jnp.maximum(batch.var, 0) + 1e-8
+        running_var = running.var + 1e-8
+        ratio = (running_var + (running.mean - batch.mean) ** 2) / var
+        return jnp.mean(0.5 * jnp.log(var / running_var) - 0.5 * (1 - ratio))
 
-    return jnp.mean(jnp.stack([of_layer(*each) for each in batch_statistics(running, after)]))
+    layers = batch_statistics(running, after_batch)
+    return jnp.mean(jnp.stack([divergence(*layer) for layer in layers]))
 
 
 def roughness(pixels: Float[Array, "batch h w 3"]) -> Float[Array, ""]:
-    """Return the mean squared distance of images and images that a Gaussian of 5 x 5
-    pixels smoothed."""
-    weight = jnp.exp(-((jnp.array(SMOOTH) / 2) ** 2))
-    weight = weight / jnp.sum(weight)
+    """Return mean |z - smooth(z)|^2, smoothed by a Gaussian of 5 x 5 pixels."""
+    weights = jnp.exp(-((jnp.array(SMOOTH_OFFSETS) / 2) ** 2))
+    weights = weights / jnp.sum(weights)
     smooth = pixels
+    # a Gaussian is separable: rows, then columns
     for axis in (1, 2):
-        reach = [(2, 2) if i == axis else (0, 0) for i in range(4)]
-        padded = jnp.pad(smooth, reach, mode="reflect")
-        shifted = [jax.lax.slice_in_dim(padded, i, i + pixels.shape[axis], axis=axis) for i in range(5)]
-        smooth = sum(w * part for w, part in zip(weight, shifted, strict=True))
+        padding = [(0, 0)] * 4
+        padding[axis] = (2, 2)
+        padded = jnp.pad(smooth, padding, mode="reflect")
+        side = pixels.shape[axis]
+        shifted = [jax.lax.slice_in_dim(padded, i, i + side, axis=axis) for i in range(5)]
+        smooth = sum(weight * image for weight, image in zip(weights, shifted, strict=True))
     return jnp.mean((pixels - smooth) ** 2)

@@ -29,13 +29,13 @@ from fcljax.parts.server import ServerRound
 from fcljax.parts.synthesis import (
     BETAS,
     Best,
+    ImageBuffer,
     ImageModel,
     Logits,
-    MadeSoFar,
     Student,
     SynthesisOptions,
-    added,
     adversarial_loss,
+    append_images,
     best_images,
     distillation_at,
     generator_config,
@@ -45,13 +45,13 @@ from fcljax.parts.synthesis import (
     logits_of,
     student_optimiser,
     synthetic_pixels,
-    taught,
+    train_student,
 )
 from fcljax.parts.task_start import distil_start, send_start_of_task
 from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
-DECAY = 1e-4  # of the student's gradient descent
+STUDENT_DECAY = 1e-4  # weight decay
 REPTILE = 67.0  # factor of a generator's change in a round, as its gradient (release)
 
 
@@ -72,8 +72,8 @@ class TargetOptions(SynthesisOptions):
     local_classes: Literal["current", "seen", "all"] = "current"
     """Classes in the clients' cross-entropy."""
     synthesis_warmup: int = 20
-    """Number of generator rounds before the student learns; the disagreement counts from the last of them
-    on."""
+    """Number of generator rounds before the student learns; the disagreement counts from the
+    last of them on."""
     noise_lr: float = option(0.01, positive=True)
     """Learning rate of the noise, which is new in every generator round."""
     meta_update: Literal["fomaml", "reptile"] = "fomaml"
@@ -96,13 +96,13 @@ PRESETS = {
 
 def target(options: TargetOptions, run: Run) -> Method:
     """Compose TARGET, on any adapter."""
-    make = functools.partial(synthesise, options, generator_config(options, run))
+    generate = functools.partial(synthesise, options, generator_config(options, run))
     return federate(
         run,
         linear_learner(run),
         loss=cross_entropy_loss(options.local_classes),
         client_rules=(distil_synthetic(options),),
-        server_rules=(send_start_of_task(), images_rule(options, run, make)),
+        server_rules=(send_start_of_task(), images_rule(options, run, generate)),
     )
 
 
@@ -128,13 +128,13 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
 # ---- server: image synthesis -------------------------------------------------------------------------------
 
 
-class Making(NamedTuple):
+class SynthesisState(NamedTuple):
     """The state of the synthesis between its rounds."""
 
     generator: PyTree
     optimiser: PyTree
     student: Student
-    made: MadeSoFar
+    images: ImageBuffer
 
 
 def synthesise(
@@ -152,13 +152,13 @@ def synthesise(
     teacher = global_model(round, params)
     generator = init_image_generator(config, generator_key)
     adam = _meta_optimiser(options)
-    sgd = student_optimiser(options, DECAY)
+    sgd = student_optimiser(options, STUDENT_DECAY)
     distil = functools.partial(student_loss, options, round, teacher, student.cached)
 
-    def one_round(r: Array, carry: tuple[Making, Array]) -> tuple[Making, Array]:
-        making, total = carry
+    def one_round(r: Array, carry: tuple[SynthesisState, Array]) -> tuple[SynthesisState, Array]:
+        state, loss_sum = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
-        current_student = student._replace(trainable=making.student.trainable)
+        current_student = student._replace(trainable=state.student.trainable)
         # the disagreement needs a student that has learned a little
         disputed = r + 1 >= options.synthesis_warmup
         loss = functools.partial(
@@ -171,25 +171,24 @@ def synthesise(
         )
         seen = round.task.seen
         # the images of the best step, not those of the last
-        best = best_of_round(options, config, loss, making.generator, seen, image_key)
-        gradient = _meta_gradient(options, making.generator, best)
-        update, optimiser = adam.update(gradient, making.optimiser)
-        synthesised = added(making.made, best.image)
+        best = best_of_round(options, config, loss, state.generator, seen, image_key)
+        gradient = _meta_gradient(options, state.generator, best)
+        update, optimiser = adam.update(gradient, state.optimiser)
+        buffer = append_images(state.images, best.image)
         steps = jnp.where(r >= options.synthesis_warmup, options.student_steps, 0)
-        trained_student = taught(options, distil, sgd, making.student, synthesised, steps, student_key)
-        generator = optax.apply_updates(making.generator, update)
-        making = Making(generator, optimiser, trained_student, synthesised)
-        return making, total + best.loss
+        trained = train_student(options, distil, sgd, state.student, buffer, steps, student_key)
+        generator = optax.apply_updates(state.generator, update)
+        return SynthesisState(generator, optimiser, trained, buffer), loss_sum + best.loss
 
-    start = Making(
+    start = SynthesisState(
         generator,
         adam.init(generator),
         Student(student.trainable, sgd.init(student.trainable)),
-        MadeSoFar(jnp.zeros_like(images), jnp.int32(0)),
+        ImageBuffer(jnp.zeros_like(images), jnp.int32(0)),
     )
     rounds = options.synthesis_rounds
-    making, total = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
-    return making.made.images, Weighted(total, jnp.float32(rounds))
+    state, loss_sum = jax.lax.fori_loop(0, rounds, one_round, (start, jnp.zeros(())))
+    return state.images.images, Weighted(loss_sum, jnp.float32(rounds))
 
 
 def synthesis_loss(
@@ -201,7 +200,7 @@ def synthesis_loss(
     label: Int[Array, " batch"],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return oh * CE(teacher, label) + adv * L_adv.
+    """Return label_weight * CE(teacher, label) + adversarial_weight * L_adv.
 
     L_adv = -mean(1[teacher and student agree] KL(teacher || student)) counts once images are
     `disputed`.
@@ -253,8 +252,8 @@ def _meta_gradient(options: TargetOptions, generator: PyTree, best: Best) -> PyT
     It is the sum of its steps' gradients (first-order MAML), or the change of its copy (Reptile).
     """
     if options.meta_update == "fomaml":
-        return best.total[0]
-    return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.fast[0])
+        return best.gradient_sum[0]
+    return jax.tree.map(lambda slow, fast: REPTILE * (slow - fast), generator, best.params[0])
 
 
 def student_loss(

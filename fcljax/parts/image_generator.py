@@ -1,8 +1,11 @@
 """A generator of images from noise (TARGET, specification C6; also of MFCL and LANDER).
 
-A linear layer to a map of a quarter of the image's sides, doubled twice, with 3x3
-convolutions, batch normalisation and leaky ReLU, to pixels in [0, 1]. It normalises by
-the batch at hand alone: it is never used but on the batches that it trains on.
+    linear to a map of a quarter of the image's sides, batch normalisation
+    twice: double the sides, 3x3 convolution, batch normalisation, leaky ReLU
+    3x3 convolution, sigmoid: pixels in [0, 1]
+
+Batch normalisation uses the statistics of the batch in evaluation too: a generator only
+sees batches as it trains on.
 """
 
 from typing import NamedTuple
@@ -19,26 +22,26 @@ SLOPE = 0.2  # of the leaky ReLU
 
 
 class ImageGeneratorConfig(NamedTuple):
-    """Static shape of a generator: sides of its images, width of its noise, channels of
-    its last hidden map (the first has twice as many)."""
+    """Static shape of a generator."""
 
     height: int
     width: int
     noise: int = 256
+    """Width of the noise."""
     channels: int = 64
+    """Channels of the last hidden map; the first has twice as many."""
 
 
 def conv_of_doubled(
     x: Float[Array, "batch h w c"], kernel: Float[Array, "3 3 c d"]
 ) -> Float[Array, "batch 2*h 2*w d"]:
-    """Compute the 3x3 convolution, padded by zeros, of images with every pixel doubled
-    in both directions.
+    """Compute the 3x3 convolution, zero-padded, of images with doubled sides.
 
-    They are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and
-    columns, with 4/9 of the products. Even and odd rows and columns have a convolution
-    each; one for all is slower (docs/results/speed.md).
+    The images are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and
+    columns, with 4/9 of the products. Even and odd rows and columns each have a convolution;
+    one for all is slower (docs/results/speed.md).
     """
-    # even outputs read the pixel before theirs too, odd ones the pixel after
+    # even outputs also read the previous pixel, odd ones the next pixel
     sides = ((1, 0), (0, 1))
     rows = []
     for above, half in zip(sides, _halves(kernel, 0), strict=True):
@@ -49,8 +52,10 @@ def conv_of_doubled(
 
 
 def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
-    """Return two of three rows (columns) for even outputs, the second of which is the
-    sum of those that read one pixel, and two for odd outputs."""
+    """Return the kernels of even and of odd outputs: two rows (columns) each, of three.
+
+    Two neighbours in the doubled image are one pixel, so their rows are added.
+    """
     previous, centre, following = jnp.split(kernel, 3, axis)
     even = (previous, centre + following)
     odd = (previous + centre, following)
@@ -58,7 +63,7 @@ def _halves(kernel: Array, axis: int) -> tuple[Array, Array]:
 
 
 class _Conv(nn.Module):
-    """A 3x3 convolution, of the doubled images if so."""
+    """A 3x3 convolution with bias, of images with doubled sides if `doubled`."""
 
     features: int
     doubled: bool = False
@@ -80,7 +85,7 @@ class _ImageGenerator(nn.Module):
     @nn.compact
     def __call__(self, noise: Float[Array, "batch noise"]) -> Float[Array, "batch h w 3"]:
         c = self.config
-        # rounded up: sides that 4 does not divide are cut after the last layer
+        # rounded up; sides that 4 does not divide are cropped after the last layer
         h = -(-c.height // 4)
         w = -(-c.width // 4)
         wide = 2 * c.channels
@@ -105,6 +110,6 @@ def generate_images(
     config: ImageGeneratorConfig, params: PyTree, noise: Float[Array, "batch noise"]
 ) -> Float[Array, "batch height width 3"]:
     """Return images of pixels in [0, 1]."""
-    # running statistics are made anew and dropped: nothing reads them
+    # flax computes running statistics, which nothing reads
     image, _ = _ImageGenerator(config).apply({"params": params}, noise, mutable=["batch_stats"])
     return image

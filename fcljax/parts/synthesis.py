@@ -1,9 +1,8 @@
-"""How servers make images of noise in place of old classes' examples: what TARGET, MFCL
-and LANDER share.
+"""Image synthesis without data, at the server: what TARGET, MFCL and LANDER share.
 
-A generator takes steps towards images that the global model recognises, where a student
-that learned from the images so far may think otherwise. No client sends anything for
-it.
+A generator trains towards images that the global model recognises, and (TARGET, LANDER) on
+which a student disagrees that learned from the images so far. It needs nothing of the
+clients besides their models.
 """
 
 import dataclasses
@@ -100,10 +99,10 @@ def synthetic_pixels(
 
 @runtime_checkable
 class Synthesise(Protocol):
-    """Makes what clients are sent anew: images, or a generator of images."""
+    """Replaces what clients are sent: images, or a generator of images."""
 
     def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
-        """What replaces the state, and the loss of making it."""
+        """Return the new state, and the loss of the synthesis."""
         ...
 
 
@@ -113,30 +112,27 @@ def synthesis_rule(
     first: Callable[[], PyTree],
     synthesise: Synthesise,
 ) -> ServerRule:
-    """Make what clients are sent for all classes seen so far, after the last round of
-    every task but the last one.
+    """Synthesise after the last round of each task except the last, and send the result.
 
     Args:
-      name: of the rule.
+      name: of the rule, and of what it sends.
       run: as of `federate`.
-      first: what they are sent before that.
-      synthesise: makes it.
+      first: returns what clients are sent in the first task.
+      synthesise: as of the protocol.
     """
 
     def init(_params: Params, _trainable: Params) -> PyTree:
         return first()
 
     def update(round: ServerRound, params: Params, state: PyTree) -> ServerUpdate:
-        def make(state: PyTree) -> tuple[PyTree, Weighted]:
+        def synthesise_now(state: PyTree) -> tuple[PyTree, Weighted]:
             return synthesise(round, params, state)
 
-        # after the last task no client would read them,
-        # and making them is the costly part
+        # after the last task no client would read the result, and synthesis is costly
         is_due = round.last & (round.task.index < run.sizes.tasks - 1)
         no_loss = Weighted(jnp.zeros(()), jnp.zeros(()))
-        # `cond`, not a Python `if`: one trace plays all
-        # rounds, and only few of them pay
-        state, loss = jax.lax.cond(is_due, make, lambda state: (state, no_loss), state)
+        # `cond`: one trace plays all rounds, and only the few that are due pay
+        state, loss = jax.lax.cond(is_due, synthesise_now, lambda state: (state, no_loss), state)
         return ServerUpdate(params, state, {"loss": loss})
 
     def sends(_task: Task, state: PyTree) -> PyTree:
@@ -146,8 +142,7 @@ def synthesis_rule(
 
 
 def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> ServerRule:
-    """Return the `synthesis_rule` of a server that makes images: `sent["synthesis"]`,
-    [images, h, w, 3]."""
+    """Return the rule that sends `sent["synthesis"]`: images [images, h, w, 3], uint8."""
     height, width, _ = run.network.image
     shape = (options.synthesis_rounds * options.synthesis_batch, height, width, 3)
     return synthesis_rule("synthesis", run, functools.partial(jnp.zeros, shape, jnp.uint8), synthesise)
@@ -160,7 +155,7 @@ Logits = Callable[[Float[Array, "batch h w 3"]], Float[Array, "batch C"]]  # of 
 
 
 class ImageModel(NamedTuple):
-    """A model that judges images: its parameters of all tasks and its trainable ones."""
+    """A model's parameters of all tasks, and its trainable ones."""
 
     cached: Params
     trainable: Params
@@ -175,16 +170,14 @@ def global_model(round: ServerRound, params: Params) -> ImageModel:
 def judge(
     round: ServerRound, model: ImageModel, pixels: Float[Array, "batch h w 3"], train: bool = False
 ) -> Output:
-    """Return what a model computes for pixels in [0, 1], with logits over the seen
-    classes."""
+    """Return a model's output for pixels in [0, 1], with logits over the seen classes."""
     batch = unlabelled(round.learner, pixels)
     output = round.learner.forward(round.frozen, model.cached, model.trainable, batch, round.task, train)
     return output._replace(logits=mask_logits(output.logits, round.task.seen))
 
 
 def has_statistics(model: ImageModel) -> bool:
-    """Return whether the model has batch normalisation. In training mode, the running
-    statistics of an output then tell those of its batch (`batch_statistics`)."""
+    """Return whether the model has batch normalisation."""
     return bool(jax.tree.leaves(model.trainable.stats))
 
 
@@ -202,8 +195,7 @@ def adversarial_loss(
     disputed: Bool[Array, ""],
     pixels: Float[Array, "batch h w 3"],
 ) -> Float[Array, ""]:
-    """Return the weighted disagreement of the global model, whose logits are `theirs`,
-    and the student; it counts once images are `disputed`."""
+    """Return adversarial_weight * L_adv (`disagreement`) where images are `disputed`, else 0."""
 
     def loss() -> Float[Array, ""]:
         return options.adversarial_weight * disagreement(teacher, student(pixels), seen)
@@ -228,48 +220,47 @@ def distillation_at(
 
 
 class Best(NamedTuple):
-    """Steps of a generator at work, and the images of the best of them."""
+    """The state of generator steps, with the images of the best step."""
 
-    fast: PyTree
-    """What takes the steps."""
+    params: PyTree
     optimiser: PyTree
-    total: PyTree
-    """The sum of the gradients."""
+    gradient_sum: PyTree
     loss: Float[Array, ""]
-    """The lowest so far."""
+    """The lowest loss of a step."""
     image: Float[Array, "batch h w 3"]
-    """The images of the lowest loss."""
+    """The images of that step."""
 
 
 def best_images(
     loss: Callable[[PyTree, Array], tuple[Float[Array, ""], Float[Array, "batch h w 3"]]],
-    fast: PyTree,
+    params: PyTree,
     optimiser: optax.GradientTransformation,
     steps: int,
     shape: tuple[int, int, int],
 ) -> Best:
-    """Take gradient steps, and keep the images whose loss was the lowest.
+    """Train `params`, and return the images of the step with the lowest loss.
 
     Args:
-      loss: loss(fast, step) -> its value and the images.
-      fast: the first value of what trains.
-      optimiser: its steps.
-      steps: how many.
+      loss: loss(params, step) -> value, images.
+      params: initial values of what trains.
+      optimiser: of `params`.
+      steps: number of steps.
       shape: batch, height and width of the images.
     """
 
     def step(i: Array, best: Best) -> Best:
-        (value, image), gradient = jax.value_and_grad(loss, has_aux=True)(best.fast, i)
-        update, state = optimiser.update(gradient, best.optimiser, best.fast)
-        params = jax.tree.map(jnp.add, best.fast, update)
-        total = optax.tree.add(best.total, gradient)
+        (value, image), gradient = jax.value_and_grad(loss, has_aux=True)(best.params, i)
+        update, state = optimiser.update(gradient, best.optimiser, best.params)
+        new_params = jax.tree.map(jnp.add, best.params, update)
+        gradient_sum = optax.tree.add(best.gradient_sum, gradient)
         # the last step is not always the best one: adversarial training oscillates
         image = jnp.where(value < best.loss, image, best.image)
-        return Best(params, state, total, jnp.minimum(value, best.loss), image)
+        return Best(new_params, state, gradient_sum, jnp.minimum(value, best.loss), image)
 
-    zeros = optax.tree.zeros_like(fast)
-    # infinity, so that the first step's images always replace the zeros
-    start = Best(fast, optimiser.init(fast), zeros, jnp.float32(jnp.inf), jnp.zeros((*shape, 3)))
+    no_gradient = optax.tree.zeros_like(params)
+    no_images = jnp.zeros((*shape, 3))
+    # an infinite loss, so that the first step's images always replace the zeros
+    start = Best(params, optimiser.init(params), no_gradient, jnp.float32(jnp.inf), no_images)
     return jax.lax.fori_loop(0, steps, step, start)
 
 
@@ -278,15 +269,15 @@ def disagreement(
     student: Float[Array, "batch C"],
     seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
-    """Return -mean(1[they agree] KL(teacher || student)): low where both see the same
-    class and the student is not sure of it.
+    """Return L_adv = -mean(1[teacher and student agree] KL(teacher || student)).
+
+    It is low where both predict the same class and the student is less certain of it.
 
     Args:
-      theirs, own: logits of teacher and student over the seen classes.
+      teacher, student: logits.
       seen: the classes that compete.
     """
-    # where they already disagree an image is no longer at
-    # the student's boundary, so it counts 0
+    # an image on which they disagree is beyond the student's decision boundary: it counts 0
     agree = jnp.argmax(student, -1) == jnp.argmax(teacher, -1)
     return -jnp.mean(jnp.where(agree, kl(teacher, student, seen), 0.0))
 
@@ -302,22 +293,28 @@ def batch_statistics(
     running: PyTree,
     after_batch: PyTree,
 ) -> list[tuple[BatchStatistics, BatchStatistics]]:
-    """Return the running statistics of every layer of batch normalisation, and those of
-    a batch, which follow from the running ones after it."""
+    """Return per layer of batch normalisation the running statistics, and those of a batch.
+
+    Args:
+      running: statistics before the batch.
+      after_batch: statistics that a forward pass in training mode returns.
+    """
 
     def of_layer(layer: dict, updated: dict) -> tuple[BatchStatistics, BatchStatistics]:
-        # running = MOMENTUM * previous + (1 - MOMENTUM) * batch, solved for the batch:
-        # layers return their running statistics alone
-        batch_values = (
-            (updated[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM) for key in BatchStatistics._fields
-        )
-        return BatchStatistics(layer["mean"], layer["var"]), BatchStatistics(*batch_values)
+        # layers return only running statistics, so
+        # updated = MOMENTUM * layer + (1 - MOMENTUM) * batch
+        # is solved for the batch
+        def of_batch(key: str) -> Array:
+            return (updated[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM)
+
+        running = BatchStatistics(layer["mean"], layer["var"])
+        return running, BatchStatistics(of_batch("mean"), of_batch("var"))
 
     def is_layer(tree: PyTree) -> bool:
         return isinstance(tree, dict) and "var" in tree
 
-    layers, updated = (jax.tree.leaves(tree, is_leaf=is_layer) for tree in (running, after_batch))
-    # `dict` leaves of one network in the same order, so that layers match by position
+    layers = jax.tree.leaves(running, is_leaf=is_layer)
+    updated = jax.tree.leaves(after_batch, is_leaf=is_layer)
     return [of_layer(*pair) for pair in zip(layers, updated, strict=True)]
 
 
@@ -328,40 +325,39 @@ class Student(NamedTuple):
     optimiser: PyTree
 
 
-class MadeSoFar(NamedTuple):
-    """Images of which only the first are filled."""
+class ImageBuffer(NamedTuple):
+    """A buffer of which the first `filled` images exist."""
 
     images: UInt8[Array, "images h w 3"]
     filled: Int[Array, ""]
 
 
-def added(so_far: MadeSoFar, image: Float[Array, "batch h w 3"]) -> MadeSoFar:
-    """Add the images of a round, of pixels in [0, 1], in the next places."""
-    # 8 bits, as the data sets have: four times as many images in the same memory
+def append_images(buffer: ImageBuffer, image: Float[Array, "batch h w 3"]) -> ImageBuffer:
+    """Append images with pixels in [0, 1]."""
+    # 8 bits, as in the data sets: a fourth of the memory and of the download
     grey = jnp.round(image * 255).astype(jnp.uint8)
-    images = jax.lax.dynamic_update_slice(so_far.images, grey, (so_far.filled, 0, 0, 0))
-    return MadeSoFar(images, so_far.filled + len(image))
+    images = jax.lax.dynamic_update_slice(buffer.images, grey, (buffer.filled, 0, 0, 0))
+    return ImageBuffer(images, buffer.filled + len(image))
 
 
-def taught(
+def train_student(
     options: SynthesisOptions,
     loss: Callable[[Params, Float[Array, "batch h w 3"]], Float[Array, ""]],
     optimiser: optax.GradientTransformation,
     student: Student,
-    so_far: MadeSoFar,
+    buffer: ImageBuffer,
     steps: Int[Array, ""],
     key: PRNGKeyArray,
 ) -> Student:
-    """Return the student after so many steps on the images made so far;
-    `loss(trainable, pixels)` is that of a batch."""
+    """Return the student after `steps` steps of loss(trainable, pixels) on the buffer."""
 
-    def step(i: Array, now: Student) -> Student:
-        pick, move = jax.random.split(jax.random.fold_in(key, i))
-        index = jax.random.randint(pick, (options.synthetic_batch,), 0, so_far.filled)
-        pixels = jitter(move, so_far.images[index] / 255, options.crop_padding)
-        gradient = jax.grad(loss)(now.trainable, pixels)
-        update, state = optimiser.update(gradient, now.optimiser, now.trainable)
-        return Student(jax.tree.map(jnp.add, now.trainable, update), state)
+    def step(i: Array, student: Student) -> Student:
+        pick_key, jitter_key = jax.random.split(jax.random.fold_in(key, i))
+        index = jax.random.randint(pick_key, (options.synthetic_batch,), 0, buffer.filled)
+        pixels = jitter(jitter_key, buffer.images[index] / 255, options.crop_padding)
+        gradient = jax.grad(loss)(student.trainable, pixels)
+        update, state = optimiser.update(gradient, student.optimiser, student.trainable)
+        return Student(jax.tree.map(jnp.add, student.trainable, update), state)
 
     return jax.lax.fori_loop(0, steps, step, student)
 
@@ -370,7 +366,7 @@ def student_optimiser(
     options: SynthesisOptions,
     decay: float,
 ) -> optax.GradientTransformation:
-    """Return gradient descent on gradients of at most norm 1."""
-    steps = optax.sgd(options.student_lr, STUDENT_MOMENTUM)
+    """Return SGD with gradients of norm at most 1."""
+    sgd = optax.sgd(options.student_lr, STUDENT_MOMENTUM)
     # clipped first, so that weight decay is not part of the norm that is bounded
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(decay), steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(decay), sgd)

@@ -1,8 +1,8 @@
-"""The model that a task began with, which servers send so that clients can distil from
-it; and helpers of servers that train on the models of each client.
+"""The model that a task began with, sent by the server so that clients can distil from it.
 
-A client that kept the first model that it got in a task would distil from one that has
-trained on the task already, unless it takes part in the task's first round.
+The server sends it in every round, because a client that joins a task late has never
+received it. The file also has helpers of servers that train on images or on all clients'
+models.
 """
 
 from typing import NamedTuple
@@ -26,19 +26,18 @@ class Start(NamedTuple):
 
     trainable: Params
     task: Int[Array, ""]
-    """-1: it is of no task, or of an earlier one."""
+    """The task's index; -1: none, or an earlier one."""
 
 
 def send_start_of_task() -> ServerRule:
-    """Send in every round the trainable parameters that the task began with, besides the
-    newest ones."""
+    """Send in every round the trainable parameters that the task began with."""
 
     def update(round: ServerRound, params: Params, start: Start) -> ServerUpdate:
-        return ServerUpdate(params, began_with(round, start))
+        return ServerUpdate(params, start_of(round, start))
 
     def sends(task: Task, start: Start) -> Start:
-        begun = start.task == task.index
-        return start._replace(task=jnp.where(begun, start.task, -1))
+        is_current = start.task == task.index
+        return start._replace(task=jnp.where(is_current, start.task, -1))
 
     return ServerRule(START, update, no_start, sends)
 
@@ -48,35 +47,31 @@ def no_start(_params: Params, trainable: Params) -> Start:
     return Start(jax.tree.map(jnp.zeros_like, trainable), jnp.int32(-1))
 
 
-def began_with(round: ServerRound, start: Start) -> Start:
-    """Return what the first round of the task broadcast, kept through its other
-    rounds."""
+def start_of(round: ServerRound, start: Start) -> Start:
+    """Return the broadcast of the task's first round, from `start` in its other rounds."""
     index = jnp.asarray(round.task.index, jnp.int32)
-    begun = start.task == index
-    return Start(_first(begun, start.trainable, round.previous.payload.trainable), index)
+    is_current = start.task == index
+    return Start(_where(is_current, start.trainable, round.previous.payload.trainable), index)
 
 
 def teacher(context: ClientContext) -> Params:
-    """Return the trainable parameters that the server's task began with, at a client;
-    in the first round the newest ones. A client that stays behind in an earlier task
-    gets the same."""
+    """Return, at a client, the trainable parameters that the server's task began with.
+
+    A client that is still in an earlier task gets the same parameters.
+    """
     start: Start = context.payload.sent[START]
-    return _first(start.task >= 0, start.trainable, context.payload.trainable)
+    # in a task's first round the broadcast itself is the start
+    return _where(start.task >= 0, start.trainable, context.payload.trainable)
 
 
-def _first(begun: Array, start: Params, newest: Params) -> Params:
-    """Return the parameters that were kept if the task has begun, else the newest
-    ones."""
-
-    def pick(old: Array, new: Array) -> Array:
-        return jnp.where(begun, old, new)
-
-    return jax.tree.map(pick, start, newest)
+def _where(condition: Array, a: Params, b: Params) -> Params:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def distil_task_start(weight: float, temperature: float) -> ClientRule:
-    """Add weight * L_distil of old classes on the batch, from the model that the task
-    began with (LwF). It needs the server rule `send_start_of_task`.
+    """Add weight * L_distil of old classes, on the batch, from the task's first model (LwF).
+
+    Needs the server rule `send_start_of_task`.
 
     Args:
       weight: of the loss.
@@ -92,17 +87,20 @@ def distil_task_start(weight: float, temperature: float) -> ClientRule:
 
 
 def valid_parameters(round: ServerRound, mean: Params) -> Params:
-    """Return the trainable parameters of each client [P, ...]; `mean` stands in for
-    clients that are absent or not valid, because 0 times NaN would be NaN."""
+    """Return the trainable parameters of each client [P, ...].
+
+    Absent and invalid clients get `mean`: with a weight of 0, a NaN would still be NaN.
+    """
 
     def pick(mean_leaf: Array, client_leaf: Array) -> Array:
-        return jnp.where(round.valid.reshape(-1, *[1] * (client_leaf.ndim - 1)), client_leaf, mean_leaf)
+        is_valid = round.valid.reshape(-1, *[1] * (client_leaf.ndim - 1))
+        return jnp.where(is_valid, client_leaf, mean_leaf)
 
     return jax.tree.map(pick, mean._replace(extra={}), round.reports["trainable"]._replace(extra={}))
 
 
 def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch:
-    """Return pixels in [0, 1] of images that belong to no client, as a batch."""
+    """Return images with pixels in [0, 1] as a batch of label 0, index -1 and a full mask."""
     label = jnp.zeros(len(pixels), jnp.int32)
     return Batch(from_unit(learner.network, pixels), label, label == 0, label - 1)
 
@@ -110,11 +108,10 @@ def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch
 def distil_start(
     step: ClientStep, pixels: Float[Array, "images *shape"], temperature: float
 ) -> Float[Array, ""]:
-    """Distil old classes from the model that the task began with, on images that belong
-    to no client.
+    """Return L_distil of old classes from the task's first model, on synthetic images.
 
     Args:
-      step: the client's.
+      step: of the client.
       pixels: in [0, 1].
       temperature: of student and teacher.
     """

@@ -302,7 +302,7 @@ def updated_history(history: History, round: ServerRound, class_examples: Float[
     features = history.features
     if features is not None:
         features = jax.tree.map(jnp.add, features, round.reports["features"])
-    start = task_start.began_with(round, history.start)
+    start = task_start.start_of(round, history.start)
     return History(start, history.class_examples + class_examples, features)
 
 
