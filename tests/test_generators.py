@@ -61,7 +61,7 @@ def test_the_images_of_the_lowest_loss_stay():
 
     best = best_images(loss, jnp.zeros(()), counting, 5, (1, 2, 2))
     assert float(best.image[0, 0, 0, 0]) == 2 and float(best.loss) == 0 and float(best.params) == 5
-    assert float(best.total) == sum(2 * (i - 2) for i in range(5))
+    assert float(best.gradient_sum) == sum(2 * (i - 2) for i in range(5))
 
 
 def test_images_are_added_in_the_next_places():

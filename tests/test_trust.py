@@ -393,7 +393,7 @@ def test_what_a_compiler_has_freed_goes_back_to_the_system_while_a_run_lasts():
         del last
         return before - after
 
-    with memory.given_back_by_compilers():
+    with memory.trim_after_compilation():
         compiled(2.0)
         assert given_back() > 50
     assert given_back() < 30

@@ -28,7 +28,7 @@ from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
-from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
+from fcljax.parts.seen import Seen, no_clients, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
 from fcljax.settings import Preset, RunConfig, with_mini
@@ -98,7 +98,7 @@ def dynamic_regularisation(weight: float, clients: int) -> tuple[ClientRule, Ser
         return memory._replace(params=optax.tree.add_scale(memory.params, -weight, change))
 
     def init(_params: Params, trainable: Params) -> ServerSlope:
-        return ServerSlope(zeros_like(trainable), nobody(clients))
+        return ServerSlope(zeros_like(trainable), no_clients(clients))
 
     def update(round: ServerRound, params: Params, state: ServerSlope) -> ServerUpdate:
         mean = averaged(round, params)

@@ -27,7 +27,7 @@ from fcljax.methods.fedavg import NoOptions
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report, Training
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Params, cross_entropy_loss
-from fcljax.parts.seen import Seen, nobody, num_examples, with_participants
+from fcljax.parts.seen import Seen, no_clients, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
 from fcljax.settings import Preset, RunConfig, with_mini
@@ -90,7 +90,7 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
         return optax.tree.scale(end.context.client.examples, change(end.context, end.trainable))
 
     def init(_params: Params, trainable: Params) -> ServerVariate:
-        return ServerVariate(zeros_like(trainable), nobody(run.sizes.clients))
+        return ServerVariate(zeros_like(trainable), no_clients(run.sizes.clients))
 
     client = ClientRule("scaffold", correction, of_no_task, of_this_task, on_end=on_end)
     report = Report("variates", finalize=finalize, merge="sum")

@@ -17,19 +17,18 @@ from fcljax.types import Batch, Task
 def linear(
     width: int,
     classes: int,
-    first: Callable[..., Head] = init_head,
+    init_values: Callable[..., Head] = init_head,
 ) -> Classifier:
-    """Return a linear classifier over all classes of the stream; all of it trains and
-    travels.
+    """Return a linear classifier over all classes of the stream, all of which trains.
 
     Args:
       width: of the features.
       classes: C.
-      first: draws the first values, as `init_head` does.
+      init_values: draws the initial values, as `init_head` does.
     """
 
     def init(key: PRNGKeyArray) -> Head:
-        return first(key, width, classes)
+        return init_values(key, width, classes)
 
     def logits(_cached: PyTree, trainable: Head, feature: Array, _task: Task) -> Array:
         return apply_head(trainable, feature)
@@ -38,26 +37,30 @@ def linear(
 
 
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
-    """Return a linear classifier with the first values that the adapter's source draws
-    (pMAE specification, section 6: L2P and DualPrompt have their own)."""
-    return linear(width, classes, init_truncated if adapter.truncated else init_head)
+    """Return a linear classifier with the initial values of the adapter's authors.
+
+    L2P and DualPrompt draw theirs from a truncated normal distribution (pMAE specification,
+    section 6).
+    """
+    if adapter.truncated:
+        return linear(width, classes, init_truncated)
+    return linear(width, classes)
 
 
-def prototypes(
-    width: int, classes: int, form: Distance = "sqrt_scaled", deviation: float = 0.1
-) -> Classifier:
-    """Return a classifier of a learned prototype per class; those of the current task
-    train. Logits are negative distances (PILoRA, section 4.2).
+def prototypes(width: int, classes: int, form: Distance = "sqrt_scaled", std: float = 0.1) -> Classifier:
+    """Return a classifier with a learned prototype per class (PILoRA, section 4.2).
+
+    Logits are negative distances. The prototypes of the current task train.
 
     Args:
       width: of the features.
       classes: C.
       form: of the distance (`models.prototypes.distances`).
-      deviation: standard deviation of the first values.
+      std: standard deviation of the initial values.
     """
 
     def init(key: PRNGKeyArray) -> Float[Array, "C width"]:
-        return deviation * jax.random.normal(key, (classes, width))
+        return std * jax.random.normal(key, (classes, width))
 
     def logits(cached: Array, trainable: Array, feature: Array, task: Task) -> Array:
         return -distances(feature, merge_current(cached, task, trainable), form)
@@ -69,7 +72,7 @@ def current_classes(
     params: Float[Array, "C width"],
     task: Task,
 ) -> Float[Array, "Ct width"]:
-    """Return the vectors of the task's classes; those of padding classes are 0."""
+    """Return the vectors of the task's classes, and 0 for padding classes."""
     vectors = params[jnp.maximum(task.classes, 0)]
     return jnp.where(task.classes[:, None] >= 0, vectors, 0.0)
 
@@ -77,9 +80,10 @@ def current_classes(
 def merge_current(
     params: Float[Array, "C width"], task: Task, trainable: Float[Array, "Ct width"]
 ) -> Float[Array, "C width"]:
-    """Return all vectors with those of the task replaced; padding classes are dropped."""
-    place = jnp.where(task.classes >= 0, task.classes, params.shape[0])
-    return params.at[place].set(trainable, mode="drop")
+    """Return the vectors of all classes with those of the task replaced."""
+    # an index beyond the last class is dropped: padding classes change nothing
+    index = jnp.where(task.classes >= 0, task.classes, params.shape[0])
+    return params.at[index].set(trainable, mode="drop")
 
 
 def _itself(params: PyTree) -> PyTree:
@@ -90,7 +94,7 @@ def _none(_trainable: PyTree) -> tuple:
     return ()
 
 
-# ---- class means -------------------------------------------------------------------------------------------
+# ---- class means -----------------------------------------------------------------------
 
 
 class Sums(NamedTuple):
@@ -104,50 +108,53 @@ class MeanParams(NamedTuple):
     """The parameters of a classifier of class means."""
 
     inner: PyTree
-    """Parameters of the classifier that trains, if one does."""
+    """Of the classifier that trains, if there is one."""
     sums: Sums
-    """Sums over all clients."""
+    """Over all clients."""
 
 
 def nearest_mean(
     width: int, classes: int, kind: str = "nearest", inner: Classifier | None = None
 ) -> Classifier:
-    """Return a classifier of class means of features, which nothing trains.
+    """Return a classifier by class means of features, without trainable parameters.
 
     Args:
       width: of the features.
       classes: C.
       kind: "nearest", the nearest mean; "linear", mean features of length 1 as weights.
-      inner: trains in its place; the means are for evaluation alone (FedCLM).
+      inner: a classifier for training; the means are then only for evaluation (FedCLM).
     """
 
-    def first(_key: PRNGKeyArray, inner_params: PyTree) -> MeanParams:
+    def init(_key: PRNGKeyArray, inner_params: PyTree) -> MeanParams:
         return MeanParams(inner_params, empty_sums(classes, width))
 
     def predict(params: MeanParams, feature: Array, task: Task) -> Array:
         return mean_logits(feature, params.sums, task.seen, kind)
 
-    return computed(classes, first, predict, inner)
+    return computed(classes, init, predict, inner)
 
 
 def computed(
     classes: int,
-    first: Callable[[PRNGKeyArray, PyTree], Any],
+    init_params: Callable[[PRNGKeyArray, PyTree], Any],
     predict: Callable[[Any, Array, Task], Array],
     inner: Classifier | None = None,
 ) -> Classifier:
-    """Return a classifier that a server rule computes: no gradient reaches it, and it
-    does not travel.
+    """Return a classifier that a server rule computes, and that clients neither train nor send.
 
     Args:
       classes: C.
-      first: first(key, inner_params) -> its first parameters, a NamedTuple with the field `inner`.
+      init_params: init_params(key, inner_params) -> initial parameters, a NamedTuple with
+        the field `inner`.
       predict: predict(params, feature, task) -> logits of evaluation [batch, C].
-      inner: trains in its place; None: nothing trains.
+      inner: a classifier for training; None: nothing trains.
     """
 
     def init(key: PRNGKeyArray) -> Any:
-        return first(key, inner.init(key) if inner else ())
+        inner_params = ()
+        if inner:
+            inner_params = inner.init(key)
+        return init_params(key, inner_params)
 
     def evaluate(params: Any, _trainable: PyTree, feature: Array, task: Task) -> Array:
         return predict(params, feature, task)
@@ -168,7 +175,7 @@ def computed(
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:
-    """Return logits of 0: nothing trains, so nothing needs the logits of training."""
+    """Return a function of logits 0, for a classifier that does not train."""
 
     def logits(_cached: PyTree, _trainable: PyTree, feature: Array, _task: Task) -> Array:
         return jnp.zeros((feature.shape[0], classes))
@@ -185,28 +192,27 @@ def _unchanged(params: PyTree, _task: Task, _trainable: PyTree) -> PyTree:
 
 
 def empty_sums(classes: int, width: int) -> Sums:
-    """Return sums of no examples yet."""
+    """Return the sums of no examples."""
     return Sums(jnp.zeros((classes, width)), jnp.zeros(classes))
 
 
 def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, task: Task) -> Sums:
-    """Return a client's sums of the task's classes with the examples of a batch."""
-    of_batch, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
-    return Sums(sums.feature + of_batch, sums.examples + examples)
+    """Add the examples of a batch to sums of the task's classes [Ct]."""
+    feature_sum, examples = sum_by_class(feature, batch.label, task.classes, batch.mask)
+    return Sums(sums.feature + feature_sum, sums.examples + examples)
 
 
-def add_classes(total: Sums, arrived: Sums, task: Task) -> Sums:
-    """Return the server's sums of all classes with what arrived for the task's; padding
-    is dropped."""
-    place = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
-    return jax.tree.map(lambda old, new: old.at[place].add(new, mode="drop"), total, arrived)
+def add_classes(total: Sums, task_sums: Sums, task: Task) -> Sums:
+    """Add sums of the task's classes [Ct] to those of all classes [C]."""
+    # an index beyond the last class is dropped: padding classes change nothing
+    index = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
+    return jax.tree.map(lambda old, new: old.at[index].add(new, mode="drop"), total, task_sums)
 
 
 def mean_logits(
     feature: Float[Array, "batch width"], sums: Sums, seen: Array, kind: str
 ) -> Float[Array, "batch classes"]:
-    """Return logits of a classifier of class means; classes that are not seen, or that
-    nobody had, never win."""
+    """Return logits by class means; classes that are not seen, or have no examples, never win."""
     mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)

@@ -1,8 +1,7 @@
-"""An adapter that trains in the first task and is frozen then, for methods that keep
-sums of features.
+"""An adapter that trains only in the first task, for methods that keep sums of features.
 
-Sums of earlier tasks would be those of another network if it trained on. Later tasks
-still play their rounds, in which nothing changes but by the rounding of means.
+Training in later tasks would make earlier sums those of another network. Later tasks
+still play their rounds, which change nothing except by the rounding of means.
 """
 
 import jax
@@ -15,8 +14,9 @@ from fcljax.types import ClientContext
 
 
 def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
-    """Put adapter and running statistics back after every step of later tasks, also
-    against weight decay.
+    """Freeze adapter and running statistics after the first task.
+
+    A projection after every step, because weight decay would change them too.
 
     Args:
       name: of the rule.
@@ -26,11 +26,12 @@ def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
 
 
 def _freeze(context: ClientContext, trainable: Params) -> Params:
-    first = context.task.index == 0
-    sent = context.payload.trainable
+    is_first_task = context.task.index == 0
+    broadcast = context.payload.trainable
 
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(first, new, old)
+    def select(new: Array, old: Array) -> Array:
+        return jnp.where(is_first_task, new, old)
 
-    adapter = jax.tree.map(pick, trainable.adapter, sent.adapter)
-    return trainable._replace(adapter=adapter, stats=jax.tree.map(pick, trainable.stats, sent.stats))
+    adapter = jax.tree.map(select, trainable.adapter, broadcast.adapter)
+    stats = jax.tree.map(select, trainable.stats, broadcast.stats)
+    return trainable._replace(adapter=adapter, stats=stats)

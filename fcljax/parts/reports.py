@@ -1,8 +1,7 @@
-"""Reports that several methods share: sums and means of features by class, and what LoRA
-pairs read.
+"""Reports that several methods share: sums of features by class, and inputs of LoRA pairs.
 
-What they can be follows from the number of examples and the norm of a feature
-(`longest_feature`).
+The server refuses values that are impossible for a client's number of examples and the
+largest norm of a feature (`longest_feature`).
 """
 
 import functools
@@ -24,60 +23,60 @@ from fcljax.parts.learner import Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, PyTree, Task, View
 
-PROTOTYPE_DISTANCE = "prototype_distance"  # what metrics of `prototype_distance` end with; runs warn by it
-TRAINED = 4.0  # by which training may raise the bound on a feature's norm in one round
+PROTOTYPE_DISTANCE = "prototype_distance"  # last part of the metric's name; runs warn by it
+# factor by which one round of training may raise the bound on a feature's norm
+TRAINING_FACTOR = 4.0
 
 
 class Prototypes(NamedTuple):
-    """A vector for each class of some list of classes."""
+    """A vector per class."""
 
     vector: Float[Array, "*clients classes width"]
     present: Bool[Array, "*clients classes"]
-    """Which of them exist."""
+    """Whether the class has a vector."""
 
 
 @runtime_checkable
 class Longest(Protocol):
-    """Returns a bound on the Euclidean norm of a client's features; infinity: none."""
+    """Returns an upper bound on the Euclidean norm of a client's features, or infinity."""
 
     def __call__(self, context: ClientContext, /) -> Float[Array, ""]: ...
 
 
 def longest_feature(run: Run, context: ClientContext, features: Reads = "prompted") -> Float[Array, ""]:
-    """Return a bound on the Euclidean norm of what the classifier reads.
+    """Return an upper bound on the Euclidean norm of the classifier's input.
 
-    A network that ends in a layer norm has one, whatever is injected into it; others have
-    none. Where the network itself trains, the bound is `TRAINED` times that of the weights
-    that the server sent.
+    A network that ends in a layer norm has a finite bound, whatever is injected into it. If
+    the network itself trains, the bound is `TRAINING_FACTOR` times that of the broadcast
+    weights.
     """
     network = run.network
-    sent = context.payload.trainable.adapter
-    # clients may keep their networks to themselves
-    is_secret = run.adapter.network is not None and not jax.tree.leaves(sent)
-    if network.longest is None or is_secret:
+    broadcast = context.payload.trainable.adapter
+    # a personal network is not broadcast
+    is_personal = run.adapter.network is not None and not jax.tree.leaves(broadcast)
+    if network.longest is None or is_personal:
         return unbounded(context)
-    longest = network.longest(context.frozen.network)
-    query = longest
+    query_bound = network.longest(context.frozen.network)
+    bound = query_bound
     if run.adapter.network:
-        longest = TRAINED * network.longest(run.adapter.network(sent))
+        bound = TRAINING_FACTOR * network.longest(run.adapter.network(broadcast))
     if features == "both":
-        return jnp.hypot(query, longest)
-    return longest
+        return jnp.hypot(query_bound, bound)
+    return bound
 
 
 def unbounded(_context: ClientContext) -> Float[Array, ""]:
-    """Return infinity, for features of which nothing is known."""
+    """Return infinity: the features have no known bound."""
     return jnp.float32(jnp.inf)
 
 
 def class_sums(classes: int, width: int, view: View | None = None, longest: Longest = unbounded) -> Report:
-    """Report sums of features and numbers of examples of the task's classes [Ct], added
-    up over clients.
+    """Report feature sums and numbers of examples of the task's classes [Ct], summed over clients.
 
     Args:
       classes: Ct.
       width: of the features.
-      view: of the pass; None: every training batch, or the usual pass of a round of reports.
+      view: of the pass; None: every training batch, or the usual pass of a statistics round.
       longest: bounds the norm of a feature.
     """
 
@@ -89,24 +88,23 @@ def class_sums(classes: int, width: int, view: View | None = None, longest: Long
 
 
 def possible_sums(context: ClientContext, sums: Sums, longest: Longest = unbounded) -> Bool[Array, ""]:
-    """Return whether sums can be those of a client that read so many examples."""
-    counts_fit = possible_counts(sums.examples, context.client.examples)
-    return counts_fit & possible_class_sums(sums.feature, sums.examples, longest(context))
+    """Check that sums are possible for a client with its number of examples."""
+    counts_are_possible = possible_counts(sums.examples, context.client.examples)
+    return counts_are_possible & possible_class_sums(sums.feature, sums.examples, longest(context))
 
 
 class ClassMoments(NamedTuple):
     """Sums over the examples of each class."""
 
     feature: Float[Array, "classes width"]
-    """Sums of features."""
     square: Float[Array, "classes width"]
-    """Sums of their squares."""
+    """Of squared features."""
     examples: Float[Array, " classes"]
-    """Numbers of examples."""
+    """Number of examples."""
 
 
 def no_moments(classes: int, width: int) -> ClassMoments:
-    """Return sums of no examples yet."""
+    """Return the sums of no examples."""
     zeros = jnp.zeros((classes, width))
     return ClassMoments(zeros, zeros, jnp.zeros(classes))
 
@@ -118,29 +116,35 @@ def moments_of(
     mask: Bool[Array, " batch"],
 ) -> ClassMoments:
     """Return the sums of a batch."""
-    total, examples = sum_by_class(feature, label, classes, mask)
-    return ClassMoments(total, sum_by_class(feature**2, label, classes, mask)[0], examples)
+    feature_sum, examples = sum_by_class(feature, label, classes, mask)
+    square_sum, _ = sum_by_class(feature**2, label, classes, mask)
+    return ClassMoments(feature_sum, square_sum, examples)
 
 
 def possible_moments(
-    context: ClientContext, sent: ClassMoments, longest: Longest = unbounded
+    context: ClientContext, reported: ClassMoments, longest: Longest = unbounded
 ) -> Bool[Array, ""]:
-    """Check the numbers of examples, the sums of squares, which are not negative, and
-    (sum of x)^2 <= n sum of x^2 in each class and channel."""
-    most = sent.examples[:, None] * sent.square * (1 + 1e-3)  # up to rounding
-    squares_fit = jnp.all(sent.square >= 0) & jnp.all(sent.feature**2 <= most)
-    counts_fit = possible_counts(sent.examples, context.client.examples)
-    trace = jnp.sum(sent.square, axis=1)
-    return squares_fit & counts_fit & possible_trace(trace, sent.examples, longest(context))
+    """Check that sums are possible for a client with its number of examples.
+
+    Sums of squares are not negative, and (sum of x)^2 <= n (sum of x^2) in each class and
+    channel (Cauchy and Schwarz).
+    """
+    most = reported.examples[:, None] * reported.square * (1 + 1e-3)  # up to rounding
+    squares_are_possible = jnp.all(reported.square >= 0) & jnp.all(reported.feature**2 <= most)
+    counts_are_possible = possible_counts(reported.examples, context.client.examples)
+    trace = jnp.sum(reported.square, axis=1)
+    trace_is_possible = possible_trace(trace, reported.examples, longest(context))
+    return squares_are_possible & counts_are_possible & trace_is_possible
 
 
 def normal_of(
-    total: ClassMoments,
+    moments: ClassMoments,
 ) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
     """Return means and variances of every class, channel by channel."""
-    count = jnp.maximum(total.examples, 1)[:, None]
-    mean = total.feature / count
-    return mean, jnp.maximum(total.square / count - mean**2, 0)
+    count = jnp.maximum(moments.examples, 1)[:, None]
+    mean = moments.feature / count
+    # rounding may make the difference negative
+    return mean, jnp.maximum(moments.square / count - mean**2, 0)
 
 
 def class_prototypes(
@@ -169,23 +173,25 @@ def prototype_distance(
     prototype: Float[Array, "classes width"],
     means: Prototypes,
 ) -> Float[Array, ""]:
-    """Return the mean distance of learned prototypes to the mean features of their
-    classes, over the mean distance between the mean features of two classes; 0 where
-    there are fewer than two.
+    """Return how far learned prototypes are from the mean features of their classes.
+
+    It is the mean distance to the own class's mean over the mean distance between the means
+    of two classes; 0 if there are fewer than two classes.
 
     Args:
       prototype: of each class.
-      means: mean features of each client, [clients, classes, width], and which client has which class.
+      means: mean features of each client [clients, classes, width].
     """
-    holds = means.present[..., None]
-    mean = jnp.sum(jnp.where(holds, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(holds, 0), 1)
-    known = jnp.any(means.present, axis=0)
-    between_means = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
-    pairs = known[:, None] & known & ~jnp.eye(len(known), dtype=bool)
-    mean_between = jnp.sum(jnp.where(pairs, between_means, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
+    present = means.present[..., None]
+    mean = jnp.sum(jnp.where(present, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(present, 0), 1)
+    has_mean = jnp.any(means.present, axis=0)
+    between = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
+    pairs = has_mean[:, None] & has_mean & ~jnp.eye(len(has_mean), dtype=bool)
+    mean_between = jnp.sum(jnp.where(pairs, between, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
     to_mean = jnp.sqrt(jnp.sum((prototype - mean) ** 2, axis=-1))
-    mean_to_mean = jnp.sum(jnp.where(known, to_mean, 0.0)) / jnp.maximum(jnp.sum(known), 1)
-    return jnp.where(mean_between > 0, mean_to_mean / jnp.where(mean_between > 0, mean_between, 1.0), 0.0)
+    mean_to_mean = jnp.sum(jnp.where(has_mean, to_mean, 0.0)) / jnp.maximum(jnp.sum(has_mean), 1)
+    ratio = mean_to_mean / jnp.where(mean_between > 0, mean_between, 1.0)
+    return jnp.where(mean_between > 0, ratio, 0.0)
 
 
 def add_features(step: ClientStep, total: Sums) -> Sums:
@@ -194,12 +200,13 @@ def add_features(step: ClientStep, total: Sums) -> Sums:
 
 
 def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows width"]:
-    """Return what the LoRA pairs of a ViT's first blocks read, of all tokens of a
-    batch; 0 for padding.
+    """Return the inputs of the LoRA pairs of a ViT's first blocks, for all tokens of a batch.
+
+    Padding has inputs of 0.
 
     Args:
-      step: in a pass without training; pairs act as in training.
-      blocks: how many have pairs.
+      step: of a pass without training; pairs act as in training.
+      blocks: number of blocks with pairs.
     """
     network = step.learner.network
     adapter = step.learner.adapter
@@ -209,11 +216,8 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
     task = step.context.task
     injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
 
-    def of_example(
-        example: PyTree,
-    ) -> Float[Array, "blocks tokens width"]:
-        # a batch of one has taps whatever the microbatch;
-        # vmap makes one computation of them
+    def of_example(example: PyTree) -> Float[Array, "blocks tokens width"]:
+        # a microbatched forward pass returns no taps, but a batch of one is never split
         batch_of_one = jax.tree.map(lambda array: array[None], example)
         features, _ = network.apply(frozen.network, batch_of_one, injection, False, None)
         return attention_inputs(frozen.network, features, blocks)[:, 0]
@@ -224,14 +228,12 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
 
 
 def longest_inputs(context: ClientContext, blocks: int) -> Float[Array, " blocks"]:
-    """Return a bound on the norm of `inputs_of_pairs` of one example, all tokens of a
-    block together."""
+    """Return a bound on the norm of one example's `inputs_of_pairs`, over all tokens of a block."""
     return longest_attention_inputs(context.frozen.network, blocks)
 
 
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
-    """Add the clients' sums of the task's classes [Ct], once per task, to those of a
-    `nearest_mean` classifier; each class belongs to one task.
+    """Add the clients' sums of the task's classes [Ct] to a `nearest_mean` classifier, once per task.
 
     Args:
       run: for the sizes.
@@ -240,7 +242,8 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums = add_classes(params.classifier.sums, round.reports["class_sums"], round.task)
-        return ServerUpdate(params._replace(classifier=params.classifier._replace(sums=sums)), state)
+        classifier = params.classifier._replace(sums=sums)
+        return ServerUpdate(params._replace(classifier=classifier), state)
 
     longest = functools.partial(longest_feature, run)
     report = class_sums(run.sizes.task_classes, run.network.width, longest=longest)
@@ -248,44 +251,45 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
 
 
 @runtime_checkable
-class PlaceMeans(Protocol):
-    """Puts class means into a classifier."""
+class SetMeans(Protocol):
+    """Sets the parameters of a classifier to class means."""
 
     def __call__(
         self, params: Params, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
     ) -> Params:
-        """The server's parameters with the classifier of the task's classes at these
-        means; a class that is not present keeps what it has."""
+        """Return the server's parameters with the task's present classes at their means."""
         ...
 
 
 def weights_at_means(params: Params, task: Task, means: Array, present: Array) -> Params:
-    """Start the task's classes of a linear classifier as in FedNCM: weights are mean
-    features of length 1, without a bias."""
+    """Set a linear classifier as in FedNCM: weights are mean features of length 1, biases 0."""
     head: Head = params.classifier
+    # a column beyond the last class is dropped
     column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
     kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
-    return params._replace(classifier=Head(kernel, head.bias.at[column].set(0.0, mode="drop")))
+    bias = head.bias.at[column].set(0.0, mode="drop")
+    return params._replace(classifier=Head(kernel, bias))
 
 
 def start_at_class_means(
     run: Run,
-    place: PlaceMeans,
+    set_means: SetMeans,
     features: Reads = "prompted",
 ) -> ServerRule:
-    """Start the classifier at the class means over all clients, whose features are
-    summed once before a task's first round (FedNCM, Legate et al. 2023: HeadTune).
+    """Set the classifier to class means over all clients before a task's first round.
+
+    This is HeadTune's initialisation (FedNCM, Legate et al. 2023).
 
     Args:
       run: for the sizes.
-      place: puts the means into the classifier.
-      features: what the classifier reads.
+      set_means: sets the classifier.
+      features: input of the classifier.
     """
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums: Sums = round.reports["class_sums"]
         means, present = class_means(sums.feature, sums.examples)
-        return ServerUpdate(place(params, round.task, means, present), state)
+        return ServerUpdate(set_means(params, round.task, means, present), state)
 
     view = View(1, run.training.batch_size, augment=False)
     longest = functools.partial(longest_feature, run, features=features)

@@ -1,10 +1,9 @@
-"""How many examples the clients that took part in a task have, for rules that keep
-something per client.
+"""Numbers of examples of the clients that have taken part in a task.
 
-The weighted mean of what all clients keep needs everybody's weight, also of those that
-rest in a round; a server knows the weights of those that took part so far. Such a mean
-changes its denominator as more clients take part: a rule keeps the weighted sum, and
-divides it by `num_examples` when it is used.
+A weighted mean over all clients, such as SCAFFOLD's c, needs the weights of clients that do
+not take part in the round. The server knows those of the participants so far, so the
+denominator grows: a rule stores the weighted sum, and divides it by `num_examples` when it
+is used.
 """
 
 from typing import NamedTuple
@@ -19,24 +18,23 @@ class Seen(NamedTuple):
     """Numbers of examples of clients in a task."""
 
     examples: Float[Array, " K"]
-    """Number of examples of each client; 0: it has not taken part yet."""
+    """Number of examples per client; 0 before its first participation."""
     task: Int[Array, ""]
 
 
-def nobody(clients: int) -> Seen:
+def no_clients(clients: int) -> Seen:
     """Return the numbers before the first task."""
     return Seen(jnp.zeros(clients), jnp.int32(-1))
 
 
 def with_participants(seen: Seen, round: ServerRound) -> Seen:
-    """Return those seen in this task, with the valid participants of a round; a new
-    task begins without any."""
-    place = jnp.where(round.valid, round.ids, len(seen.examples))
-    before = jnp.where(seen.task == round.task.index, seen.examples, 0.0)
-    return Seen(before.at[place].set(round.weights, mode="drop"), round.task.index)
+    """Add a round's valid participants; a new task starts with no clients."""
+    # an index beyond the last client is dropped
+    index = jnp.where(round.valid, round.ids, len(seen.examples))
+    examples = jnp.where(seen.task == round.task.index, seen.examples, 0.0)
+    return Seen(examples.at[index].set(round.weights, mode="drop"), round.task.index)
 
 
 def num_examples(seen: Seen) -> Float[Array, ""]:
-    """Return the number of examples of all clients seen so far in the task; above 0, so
-    that it divides."""
+    """Return the total number of examples, above 0 so that it is a divisor."""
     return jnp.maximum(jnp.sum(seen.examples), 1e-12)

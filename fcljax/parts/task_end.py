@@ -1,9 +1,8 @@
-"""What a client had when it last worked on a task, for rules that read it in the next
-one.
+"""A client's value at the end of its previous task, for rules that read it in the next task.
 
-A client that takes part in some of a task's rounds cannot know which of them is its
-last. It keeps the value of its newest round, which becomes that of the task before when
-the client takes part in another task.
+A client that takes part in some of a task's rounds cannot know which of them is its last.
+It stores the value of its newest round, which becomes that of the previous task when the
+client takes part in another task.
 """
 
 from typing import NamedTuple
@@ -16,19 +15,18 @@ from fcljax.types import Task
 
 
 class TaskEnd(NamedTuple):
-    """A value after a client's last round of a task, and after its newest round."""
+    """A value after the client's newest round, and at the end of the task before it."""
 
     before: PyTree
-    """After the client's last round of the task before its newest one."""
+    """After the last round of the task before the newest round's task."""
     newest: PyTree
-    """After its newest round."""
+    """After the newest round."""
     task: Int[Array, ""]
-    """The task of its newest round; -1: it has not taken part yet."""
+    """Of the newest round; -1 before the first participation."""
 
 
 def no_task_end(value: PyTree) -> TaskEnd:
-    """Return the state of a client that has not taken part yet; `value` stands in for a
-    task before."""
+    """Return the state before the first participation, with `value` for the previous task."""
     return TaskEnd(value, value, jnp.int32(-1))
 
 
@@ -38,7 +36,12 @@ def of_task_before(state: TaskEnd, task: Task) -> PyTree:
     return jax.tree.map(lambda old, new: jnp.where(same_task, old, new), state.before, state.newest)
 
 
-def after_round(before: PyTree, newest: PyTree, task: Task) -> TaskEnd:
-    """Return the state after a round of this task; `before` is what `of_task_before`
-    returned in it."""
-    return TaskEnd(before, newest, jnp.asarray(task.index, jnp.int32))
+def after_round(previous: PyTree, newest: PyTree, task: Task) -> TaskEnd:
+    """Return the state after a round of this task.
+
+    Args:
+      previous: what `of_task_before` returned in this round.
+      newest: the value after this round.
+      task: of the round.
+    """
+    return TaskEnd(previous, newest, jnp.asarray(task.index, jnp.int32))

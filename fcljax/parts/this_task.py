@@ -1,7 +1,7 @@
-"""State of a client rule that belongs to one task: it starts at 0 with each of them.
+"""State of a client rule that starts at 0 in every task.
 
-A new task has a new objective, so what SCAFFOLD and FedDyn keep of an old one would
-lead astray.
+SCAFFOLD and FedDyn correct the drift of a client's objective; a new task has another
+objective, so the old correction would be wrong.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from fcljax.types import ClientContext
 
 
 class OfTask(NamedTuple):
-    """Parameters that a client keeps, and the task that they belong to."""
+    """A client's stored parameters, and the task that they belong to."""
 
     params: Params
     """Of the shapes of the trainable parameters, without running statistics."""
     task: Int[Array, ""]
-    """-1: none yet."""
+    """-1 before the first task."""
 
 
 def without_stats(trainable: Params) -> Params:
-    """Return trainable parameters without running statistics, which are no parameters."""
+    """Return trainable parameters without running statistics, which have no gradient."""
     return trainable._replace(stats=())
 
 
@@ -34,13 +34,12 @@ def zeros_like(trainable: Params) -> Params:
 
 
 def of_no_task(_key: PRNGKeyArray, trainable: Params) -> OfTask:
-    """Return what a client has before it takes part: the `init` of a client rule."""
+    """Return the state before the first participation: the `init` of a client rule."""
     return OfTask(zeros_like(trainable), jnp.int32(-1))
 
 
 def of_this_task(context: ClientContext, state: OfTask, _key: PRNGKeyArray) -> OfTask:
-    """Return what a client has of the current task, 0 if that is new: the `on_start` of a
-    client rule."""
+    """Return the state, 0 if the task is new: the `on_start` of a client rule."""
     index = context.task.index
     same_task = state.task == index
     return OfTask(jax.tree.map(lambda x: jnp.where(same_task, x, 0.0), state.params), index)

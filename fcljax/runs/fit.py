@@ -1,7 +1,7 @@
-"""Fits a run's training steps into the memory of its devices, by what the compiler says that they need.
+"""Fit a run's training steps into the memory of its devices, by the compiler's analysis.
 
-First fewer clients side by side, which costs no operations; then microbatches, which cost another forward
-pass. What is chosen becomes part of the run's settings, so that a run that is resumed computes as before.
+First fewer lanes, which cost no operations; then microbatches, which cost another forward
+pass. The choice becomes part of the run's settings, so that a resumed run computes the same.
 """
 
 import dataclasses
@@ -23,174 +23,199 @@ from fcljax.runs.machine import Machine
 from fcljax.runs.programs import evaluations_of, programs_of
 from fcljax.settings import RunConfig
 
-USABLE = 0.95  # of the memory: a program is not alone there, and memory is given in blocks
-TRIALS = 8  # a compilation each
+# fraction of the memory: programs share it, and the allocator rounds up to blocks
+USABLE = 0.95
+TRIALS = 8  # with one compilation each
 
 
 class Need(NamedTuple):
-    """What one program needs on a device."""
+    """Memory that one program needs on a device, in bytes."""
 
     program: str
     """Its name."""
     total: int
-    """Bytes, with the images that lie beside it."""
+    """Of the program and of images on the device that it does not read."""
     temporary: int
-    """Bytes of temporaries among them, which grow with the examples that are computed at a time."""
+    """Of temporaries, which grow with the number of examples per step; part of `total`."""
 
 
 def on_devices(exp: Experiment, say_line: Callable[[str], None]) -> Experiment:
-    """The experiment with settings that fit its accelerators; on a CPU as it is.
+    """Return the experiment with settings that fit its accelerators; on CPUs it is unchanged.
 
     Raises:
-      InputError: as `fitted`.
+      InputError: as `fit_memory`.
     """
     machine = Machine(jax.default_backend(), exp.engine.mesh)
     if machine.backend == "cpu":
         return exp
 
-    def again(settings: RunConfig) -> Experiment:
+    def rebuild(settings: RunConfig) -> Experiment:
         return assemble(settings, exp.inputs, exp.scenario, exp.sizes, machine=machine)
 
-    found, line = fit_memory(exp, device_memory(), again)
+    fitted, line = fit_memory(exp, device_memory(), rebuild)
     if line:
         say_line(line)
-    return found
+    return fitted
 
 
 def fit_memory(
     exp: Experiment,
-    room: int,
-    again: Callable[[RunConfig], Experiment],
+    memory: int,
+    rebuild: Callable[[RunConfig], Experiment],
     need_of: Callable[[Experiment], Need] | None = None,
 ) -> tuple[Experiment, str | None]:
-    """The experiment with settings whose training steps fit, and a line that says what was chosen.
+    """Return the experiment with settings whose training steps fit, and a line about them.
 
     Args:
-      exp: as the settings ask for.
-      room: bytes of the memory of a device.
-      again: makes the experiment of other settings.
-      need_of: what an experiment needs; None: `largest_need`.
+      exp: with the settings that the user asked for.
+      memory: of a device, in bytes.
+      rebuild: returns the experiment with other settings.
+      need_of: returns what an experiment needs; None: `largest_need`.
 
     Returns:
-      The experiment, whose settings name what was chosen; the line is None where it fits as it is.
+      The experiment; the line is None if `exp` fits.
 
     Raises:
-      InputError: if nothing that may be changed is left: what is needed, what there is, the nearest settings.
+      InputError: if no settings fit: what is needed, what there is, the nearest settings.
     """
     need_of = need_of or largest_need
     asked = exp.settings
-    first = need_of(exp)
-    need = first
-    changed = exp
+    full_need = need_of(exp)
+    need = full_need
+    fitted = exp
     for _ in range(TRIALS):
-        if need.total <= USABLE * room:
+        if need.total <= USABLE * memory:
             break
-        other = _smaller(changed, asked, need, int(USABLE * room))
-        if other is None:
-            raise InputError(explanation(changed, need.total, room))
-        changed = again(other)
-        need = need_of(changed)
+        settings = _smaller(fitted, asked, need, int(USABLE * memory))
+        if settings is None:
+            raise InputError(explanation(fitted, need.total, memory))
+        fitted = rebuild(settings)
+        need = need_of(fitted)
     else:
-        raise InputError(explanation(changed, need.total, room))
-    if changed is exp:
+        raise InputError(explanation(fitted, need.total, memory))
+    if fitted is exp:
         return exp, None
-    chosen = ", ".join(
-        f"--{name} {getattr(changed.settings, name)}"
-        for name in ("lanes", "microbatch")
-        if getattr(changed.settings, name) != getattr(asked, name)
+    choices = []
+    for name in ("lanes", "microbatch"):
+        value = getattr(fitted.settings, name)
+        if value != getattr(asked, name):
+            choices.append(f"--{name} {value}")
+    line = (
+        f"memory: a step needs {gib(full_need.total)} of the device's {gib(memory)}; "
+        f"chosen: {', '.join(choices)} ({gib(need.total)})"
     )
-    said = f"memory: a step needs {gib(first.total)} of the device's {gib(room)}; chosen: {chosen}"
-    return changed, f"{said} ({gib(need.total)})"
+    return fitted, line
 
 
 def largest_need(exp: Experiment) -> Need:
-    """What the training steps of an experiment need, of those that need most.
+    """Return the largest need of an experiment's training steps.
 
-    All programs of a round and of an evaluation are compiled, at the same time: the run, which finds them
-    compiled, waits for the longest and not for one after the other.
+    All programs of a round and of an evaluation are compiled in parallel and cached: the run
+    waits for the slowest compilation, not for their sum.
     """
-    of_round = list(programs_of(exp))
-    beside = 0
+    round_programs = list(programs_of(exp))
+    test_bytes = 0
     evaluations = ()
     if isinstance(exp.test, Split):
-        beside = exp.test.input_bytes
+        test_bytes = exp.test.input_bytes
         evaluations = evaluations_of(exp)
-    loops = [program for program in of_round if program.steps]
-    others = [program for program in of_round if not program.steps]
+    loops = [program for program in round_programs if program.steps]
+    others = [program for program in round_programs if not program.steps]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # traced here; XLA's compilers do not hold the interpreter's lock
-        needs = [pool.submit(_need, program.name, program.lower(), beside) for program in loops]
-        for program in (*others, *evaluations):  # where one fails, the run says why
+        # traced in this thread; XLA compiles without the interpreter's lock
+        needs = [pool.submit(_need, program.name, program.lower(), test_bytes) for program in loops]
+        # an error of these appears when the run compiles them
+        for program in (*others, *evaluations):
             pool.submit(program.lower().compile)
     return max((need.result() for need in needs), key=lambda need: need.total)
 
 
-def _need(name: str, lowered: jax.stages.Lowered, beside: int) -> Need:
+def _need(name: str, lowered: jax.stages.Lowered, test_bytes: int) -> Need:
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         temporary = exhausted(error)
         if temporary is None:
             raise
-        return Need(name, temporary + beside, temporary)
-    assert memory is not None  # every backend that runs have makes one
-    return Need(name, peak(memory) + beside, memory.temp_size_in_bytes)
+        return Need(name, temporary + test_bytes, temporary)
+    assert memory is not None  # all supported backends have the analysis
+    return Need(name, peak(memory) + test_bytes, memory.temp_size_in_bytes)
 
 
 def peak(memory: Any) -> int:
-    """Bytes that a compiled program needs at the same time, of its `memory_analysis`."""
-    given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return given + memory.temp_size_in_bytes
+    """Return the bytes that a program needs at the same time, from its `memory_analysis`."""
+    # donated arguments are outputs too
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return arrays + memory.temp_size_in_bytes
 
 
 def exhausted(error: Exception) -> int | None:
-    """Bytes that a program or an allocation wanted, where an error of XLA says that memory is too small (0
-    where it does not say how much); None for other errors."""
+    """Return the bytes that a failed program or allocation wanted.
+
+    It is 0 if XLA does not say how many, and None for errors that are not about memory.
+    """
     if "RESOURCE_EXHAUSTED" not in str(error):
         return None
-    found = re.search(r"(?:Used |temporaries \(|allocate )([\d.]+) ?([KMGT]?)", str(error))
-    return int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " "))) if found else 0
+    match = re.search(r"(?:Used |temporaries \(|allocate )([\d.]+) ?([KMGT]?)", str(error))
+    if match is None:
+        return 0
+    exponent = 10 * " KMGT".index(match[2] or " ")
+    return int(float(match[1]) * 2**exponent)
 
 
-def _smaller(exp: Experiment, asked: RunConfig, need: Need, room: int) -> RunConfig | None:
-    """Settings with which a step should need `room`, as far as temporaries grow with its examples; None: none
-    are left."""
+def _smaller(exp: Experiment, asked: RunConfig, need: Need, memory: int) -> RunConfig | None:
+    """Return settings with which a step should need `memory` bytes; None: nothing can be smaller.
+
+    It assumes that temporaries are proportional to the number of examples per step.
+    """
     devices = device_count(exp.engine.mesh)
     lanes = exp.engine.lanes.count
-    share = max(0.0, (room - need.total + need.temporary) / max(1, need.temporary))
+    share = max(0.0, (memory - need.total + need.temporary) / max(1, need.temporary))
     if not asked.lanes and lanes > devices:
-        fewer = max(1, min(int(share * lanes), lanes - 1) // devices)
-        return dataclasses.replace(exp.settings, lanes=fewer * devices)
+        lanes_per_device = max(1, min(int(share * lanes), lanes - 1) // devices)
+        return dataclasses.replace(exp.settings, lanes=lanes_per_device * devices)
     size = exp.settings.microbatch or exp.batch_size
     if asked.microbatch or size == 1 or not divisible(exp):
         return None
     most = max(1, min(int(share * size), size - 1))
-    return dataclasses.replace(exp.settings, microbatch=2 ** (most.bit_length() - 1), lanes=lanes)
+    # a power of 2 divides the usual batches evenly
+    microbatch = 2 ** (most.bit_length() - 1)
+    return dataclasses.replace(exp.settings, microbatch=microbatch, lanes=lanes)
 
 
 def divisible(exp: Experiment) -> bool:
-    """Whether a batch can be divided: not where a network trains on the statistics of the whole."""
+    """Return whether a batch can be split into microbatches without changing the update.
+
+    It cannot where a network trains with batch normalisation.
+    """
     return exp.settings.adapter == "linear" or isinstance(exp.inputs.backbone.config, ViTConfig)
 
 
-def explanation(exp: Experiment, need: int, room: int) -> str:
-    """One line: what is needed, what there is, the nearest settings."""
-    settings = exp.settings
+def explanation(exp: Experiment, need: int, memory: int) -> str:
+    """Return one line: what is needed, what there is, the nearest settings."""
     devices = device_count(exp.engine.mesh)
-    size = settings.microbatch or exp.batch_size
+    lanes = exp.engine.lanes.count
+    size = exp.settings.microbatch or exp.batch_size
     nearest = []
-    if exp.engine.lanes.count > devices:
-        nearest.append(f"--lanes {max(1, exp.engine.lanes.count // devices // 2) * devices}")
+    if lanes > devices:
+        nearest.append(f"--lanes {max(1, lanes // devices // 2) * devices}")
     if size > 1:
-        nearest.append(f"--microbatch {size // 2}" if divisible(exp) else f"--batch-size {size // 2}")
+        option = "batch-size"
+        if divisible(exp):
+            option = "microbatch"
+        nearest.append(f"--{option} {size // 2}")
     if isinstance(exp.train, Split):
         nearest.append(f"--data-budget {max(1, exp.train.input_bytes // 2**21)}")
     nearest.append("a smaller --image-size or --backbone")
-    wanted = f"needs {gib(need)}" if need else "needs more"
-    return f"memory: a step {wanted} and the device has {gib(room)}; nearest: {', '.join(nearest)}"
+    needs = "needs more"
+    if need:
+        needs = f"needs {gib(need)}"
+    return f"memory: a step {needs} and the device has {gib(memory)}; nearest: {', '.join(nearest)}"
 
 
 def explained(error: Exception, exp: Experiment) -> Exception:
-    """The error; one that says that memory is too small as a line for the user."""
+    """Return an error about memory as a line for the user, and others unchanged."""
     need = exhausted(error)
-    return error if need is None else InputError(explanation(exp, need, device_memory()))
+    if need is None:
+        return error
+    return InputError(explanation(exp, need, device_memory()))

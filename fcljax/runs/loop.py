@@ -251,7 +251,7 @@ def _complete(
     settings, out, observer, hosts, _ = session
     with contextlib.ExitStack() as stack:
         # compilers keep memory that a run's arrays may need
-        stack.enter_context(memory.given_back_by_compilers())
+        stack.enter_context(memory.trim_after_compilation())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
             if search_seconds:

@@ -1,6 +1,8 @@
-"""The memory of a run. The least that it needs on a device is known before anything is compiled: when an
-allocation fails later, XLA or the operating system ends the process. On the host, what compilers have freed
-goes back to the system."""
+"""The memory of a run: a check before anything is compiled, and memory that compilers freed.
+
+The check is of the least that a run needs on a device. Without it XLA or the operating
+system would end the process at a later allocation.
+"""
 
 import contextlib
 import ctypes
@@ -20,7 +22,7 @@ from fcljax.mesh import device_count
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after XLA has compiled a program
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
 LONG = 0.5  # seconds: a shorter compilation leaves little memory behind
 
 
@@ -31,48 +33,57 @@ def check_memory(exp: Experiment) -> None:
       InputError: naming the least that it needs, what there is, and the setting to lower.
     """
     parts = least(exp)
-    room = device_memory()
+    memory = device_memory()
     need = sum(size for size, _ in parts.values())
-    if need <= room:
+    if need <= memory:
         return
     name, (size, setting) = max(parts.items(), key=lambda item: item[1][0])
     raise InputError(
         f"memory: this run needs at least {gib(need)}, of which {gib(size)} are {name}; the device has "
-        f"{gib(room)}; nearest: a smaller {setting}"
+        f"{gib(memory)}; nearest: a smaller {setting}"
     )
 
 
 def least(exp: Experiment) -> dict[str, tuple[int, str]]:
-    """Bytes that a run needs at the same time whatever the compiler does: what they are for -> their number,
-    and the setting that decides it."""
+    """Return what a run needs at the same time, whatever the compiler does.
+
+    Returns:
+      Purpose -> bytes, and the setting that decides them.
+    """
     server = jax.eval_shape(exp.method.init, exp.key, exp.frozen)
     clients = jax.eval_shape(
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
     resident = [split.input_bytes for split in (exp.train, exp.test) if isinstance(split, Split)]
-    one = _forward(exp)
+    image_bytes = _forward(exp)
     devices = device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.batch_size)
     if jax.default_backend() != "cpu" and not exp.settings.microbatch:
-        batch = 1  # `fit` chooses lanes and microbatches
+        batch = 1  # the least that `fit` can choose
     return {
         "the network": (num_bytes(exp.frozen), "--backbone"),
         "images on the device": (sum(resident), "--data-budget"),
         "the server's state": (num_bytes(server), "number in the options of method or adapter"),
         "the clients' states": (-(-num_bytes(clients) // devices), "number of --clients"),
-        "a training step": (batch * one, "--batch-size, --image-size or number of --lanes"),
-        "an evaluation step": (exp.settings.eval_batch_size * one, "--eval-batch-size or --image-size"),
+        "a training step": (batch * image_bytes, "--batch-size, --image-size or number of --lanes"),
+        "an evaluation step": (
+            exp.settings.eval_batch_size * image_bytes,
+            "--eval-batch-size or --image-size",
+        ),
     }
 
 
 def _forward(exp: Experiment) -> int:
-    """Bytes of one image as the network's input and of the largest product in the forward pass over it."""
+    """Return the bytes of one input image and of the largest product in its forward pass."""
     traced, image = forward_pass(exp.inputs.backbone)
     return num_bytes(image) + max(_products(traced.jaxpr.jaxpr), default=0)
 
 
 def _products(jaxpr: Any) -> Iterator[int]:
-    """Bytes of the results of matrix products and convolutions: the compiler fuses other things away."""
+    """Yield the bytes of results of matrix products and convolutions.
+
+    The compiler fuses other operations, so that their results may never be in memory.
+    """
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             yield sum(math.prod(out.aval.shape) * out.aval.dtype.itemsize for out in equation.outvars)
@@ -81,11 +92,15 @@ def _products(jaxpr: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def given_back_by_compilers() -> Iterator[None]:
-    """While the context lasts, the C library gives free memory back to the system after each long
-    compilation. On its own it keeps hundreds of MB of free blocks, which the next large program does not
-    fit. On a system without glibc nothing changes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def trim_after_compilation() -> Iterator[None]:
+    """Return free memory to the system after each long compilation in this context.
+
+    glibc keeps hundreds of MB of free blocks, into which the next large program does not
+    fit. On systems without glibc nothing happens.
+    """
+    trim = None
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def compiled(event: str, duration_secs: float, **_: object) -> None:
         if trim and event == COMPILED and duration_secs >= LONG:

@@ -1,9 +1,8 @@
-"""Signals that end a program: SIGINT and SIGTERM set a flag that its loops read, and
-nothing is raised inside a handler.
+"""Signals that end a program: SIGINT and SIGTERM set a flag, which its loops read.
 
-A loop that reads the flag ends in good order. If none does within `GRACE` seconds (a
-round may take hours), or if a second signal comes, a thread ends the process. That is
-safe at any moment: files are written whole or not at all.
+A loop that reads the flag stops in order. If none does within `GRACE` seconds (a round may
+take hours), or if a second signal arrives, a thread ends the process. That is safe at any
+time: files are written whole or not at all.
 """
 
 import contextlib
@@ -32,50 +31,44 @@ class Stopped(KeyboardInterrupt):
 
 
 def number_of(stop: KeyboardInterrupt) -> int:
-    """The signal that stopped the program."""
+    """Return the number of the signal that stopped the program."""
     if isinstance(stop, Stopped):
         return stop.number
     return int(signal.SIGINT)
 
 
 def last_line(number: int, advice: str) -> str:
-    """What a program says that a signal has ended."""
+    """Return the last line that a program prints after a signal."""
     name = signal.Signals(number).name
     return f"fcljax: {one_line(f'stopped by {name}; {advice or NOTHING_LEFT}')}"
 
 
 class _Flag:
-    """The handler of SIGINT and SIGTERM, which is itself the flag: who reads it asks
-    the operating system for the handler, so that there is no second place that
-    knows."""
+    """The handler of SIGINT and SIGTERM, and at the same time the flag.
+
+    Readers get it by asking for the signals' handler, so that no global variable is needed.
+    """
 
     def __init__(self):
-        self.number: int | None = None  # the first signal that came
-        self.came = threading.Event()
-        self.advice: list[Callable[[], str]] = []  # what a user can do then; the last counts
-        self.unbroken = 0  # blocks whose end is waited for
+        self.number: int | None = None  # the first signal
+        self.is_set = threading.Event()
+        self.advice: list[Callable[[], str]] = []  # what the user can do; the last is printed
+        self.unbroken = 0  # number of open `unbroken` blocks
 
-    def __call__(
-        self,
-        number: int,
-        frame: object,
-    ) -> None:
-        # `came.set()` would wait for ever for a lock that the interrupted line has:
-        # that is left to `watch`
-        # the first signal says how the program ends; a second one ends it at once
+    def __call__(self, number: int, frame: object) -> None:
+        # only the first signal counts here, and `watch` sets the event: `is_set.set()`
+        # could wait for ever for a lock that the interrupted line holds
         self.number = self.number or number
 
     def watch(self, pipe: int) -> None:
-        """Read the signals from a pipe, in a thread: the main one may be inside of
-        compiled code for long."""
+        """Read the signals from a pipe, in a thread: the main one may be in compiled code."""
         is_first = True
         deadline = float("inf")
         while True:
-            left = None
-            # before the first signal there is no deadline
+            timeout = None  # before the first signal there is no deadline
             if not is_first:
-                left = max(0.0, deadline - time.monotonic())
-            if not select.select([pipe], [], [], left)[0]:
+                timeout = max(0.0, deadline - time.monotonic())
+            if not select.select([pipe], [], [], timeout)[0]:
                 # a checkpoint is being written: it gets another grace period
                 if not self.unbroken:
                     return self.end(self.number)
@@ -86,13 +79,13 @@ class _Flag:
             if not numbers:
                 return os.close(pipe)
             for number in numbers:
-                # a handler of somebody else has taken the signal over
+                # another library has replaced the handler
                 if signal.getsignal(number) is not self:
-                    continue  # another one's
+                    continue
                 if not is_first:
                     return self.end(number)
                 self.number = self.number or number
-                self.came.set()
+                self.is_set.set()
                 is_first = False
                 deadline = time.monotonic() + GRACE
 
@@ -105,8 +98,9 @@ class _Flag:
             if self.advice:
                 advice = self.advice[-1]()
             line = last_line(number, advice)
-            shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
-            os.write(sys.stderr.fileno(), f"{shown}{line}\n".encode(errors="replace"))
+            if sys.stderr.isatty():
+                line = f"\x1b[?25h{line}"  # shows the cursor, which a progress bar hides
+            os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
         finally:
             os._exit(128 + number)
 
@@ -117,8 +111,10 @@ def _flag() -> _Flag | None:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM ask the program to end: see `check`, `pause`
-    and `asked`. This works in the main thread only."""
+    """Let SIGINT and SIGTERM set the flag inside the block; see `check`, `pause`, `asked`.
+
+    Outside the main thread nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -132,20 +128,18 @@ def terminable() -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for number in ENDING:
-                # such a process is not meant to be interrupted
-                # ignored, as SIGINT is for what a shell starts with &
+                # an ignored signal stays ignored, as SIGINT is for background jobs of a shell
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     stack.enter_context(_handled(number, flag))
             yield
     finally:
-        # whoever had the signals before gets them back
         signal.set_wakeup_fd(previous_fd)
         os.close(writing)
         thread.join()
 
 
 def asked() -> int | None:
-    """The signal that has asked the program to end; None: none has."""
+    """Return the number of the signal that asked the program to end; None: there was none."""
     flag = _flag()
     if not flag:
         return None
@@ -153,16 +147,16 @@ def asked() -> int | None:
 
 
 def check() -> None:
-    """Called where a program can end in good order.
+    """Stop the program if a signal has asked for it.
 
     Raises:
-      Stopped: if a signal has asked for it.
+      Stopped: if so.
     """
     pause(0)
 
 
 def pause(seconds: float | int) -> None:
-    """Wait. A signal ends it.
+    """Wait until the time is over or a signal arrives.
 
     Raises:
       Stopped: as `check`.
@@ -170,22 +164,21 @@ def pause(seconds: float | int) -> None:
     flag = _flag()
     if flag is None:
         time.sleep(seconds)
-    # `came` wakes the wait at once, where `sleep` would go on
-    elif flag.number or flag.came.wait(seconds):
+    # a signal does not end `time.sleep`, but the event's wait
+    elif flag.number or flag.is_set.wait(seconds):
         raise Stopped(flag.number or signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def advised(advice: Callable[[], str]) -> Iterator[None]:
-    """What a user can do if a signal ends the program inside the block, for its last
-    line."""
+    """Print this advice in the last line if a signal ends the program inside the block."""
     flag = _flag()
     if flag:
         flag.advice.append(advice)
     try:
         yield
     except KeyboardInterrupt as stop:
-        # the inner block's advice is nearer to what the user did
+        # the advice of an inner block is more specific
         raise Stopped(number_of(stop), getattr(stop, "advice", "") or advice()) from None
     finally:
         if flag:
@@ -194,20 +187,25 @@ def advised(advice: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warned_by(name: str | None) -> Iterator[Callable[[], int | None]]:
-    """Inside the block a signal, such as USR1, is only noted: the function returns its
-    number once it has come, and None before."""
-    came: list[int] = []
+    """Note a signal, such as USR1, inside the block.
+
+    Args:
+      name: of the signal, without SIG; None: none is noted.
+
+    Yields:
+      A function that returns the signal's number once it has arrived, and None before.
+    """
     if name is None:
         yield lambda: None
         return
-    with _handled(signal.Signals[f"SIG{name}"], lambda number, frame: came.append(number)):
-        yield lambda: came[0] if came else None
+    numbers: list[int] = []
+    with _handled(signal.Signals[f"SIG{name}"], lambda number, frame: numbers.append(number)):
+        yield lambda: next(iter(numbers), None)
 
 
 @contextlib.contextmanager
 def unbroken() -> Iterator[None]:
-    """A block whose end is waited for after a first signal, however long it takes: a
-    checkpoint, or processes that end."""
+    """Let the block end after a first signal, however long it takes (writing a checkpoint)."""
     flag = _flag()
     if flag:
         flag.unbroken += 1
@@ -220,7 +218,7 @@ def unbroken() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Callable[[int, object], object]) -> Iterator[None]:
-    # only the main thread may set handlers
+    # Python lets only the main thread set handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return

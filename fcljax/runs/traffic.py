@@ -1,5 +1,4 @@
-"""What clients and server send each other in a run: counted from the shapes of the real
-pytrees."""
+"""The traffic of a run, counted from the shapes of the pytrees that are sent."""
 
 from typing import NamedTuple
 
@@ -14,18 +13,22 @@ from fcljax.types import Broadcast, ClientContext, ClientInfo, Round, RoundConte
 
 
 class Payloads(NamedTuple):
-    """Shapes of what clients and server send and keep."""
+    """Shapes of what clients and server send and store."""
 
-    uploads: tuple[Upload, ...]  # of a client, in each of the method's rounds
+    uploads: tuple[Upload, ...]
+    """Of a client, in each of the method's rounds."""
     broadcast: Broadcast
-    handover: PyTree  # what clients get of a finished task when the next one begins
-    state: PyTree  # of a client
+    handover: PyTree
+    """What clients download of a finished task when the next one begins."""
+    state: PyTree
+    """Of a client."""
     server: PyTree
-    trainable: dict[str, PyTree]  # what a client trains, by name
+    trainable: dict[str, PyTree]
+    """What a client trains, by name."""
 
 
 def payload_shapes(exp: Experiment) -> Payloads:
-    """The shapes, without computing anything."""
+    """Return the shapes of an experiment's payloads, without computing anything."""
     method = exp.method
     task = exp.scenario.tasks[0]
     info = ClientInfo.example(exp.sizes.classes)
@@ -39,60 +42,63 @@ def payload_shapes(exp: Experiment) -> Payloads:
         local = entry.program.start(context, state, key)
         return entry.program.finish(context, local, state)[0]
 
-    def everything(key, frozen, task, info):
+    def payloads(key, frozen, task, info):
         server = method.init(key, frozen)
         round_context = RoundContext.on_host(frozen, task, 0, False)
         broadcast = method.broadcast(round_context, server)
         state = method.init_client(key, server)
         context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
         uploads = tuple(upload(entry, context, state, key) for entry in method.rounds)
-        named = method.trainable(round_context, server) if method.trainable else {"upload": uploads[0].mean}
+        trainable = {"upload": uploads[0].mean}
+        if method.trainable:
+            trainable = method.trainable(round_context, server)
         handover = ()
         if method.handover:
             handover = method.handover(round_context, server)
-        return Payloads(uploads, broadcast, handover, state, server, named)
+        return Payloads(uploads, broadcast, handover, state, server, trainable)
 
-    return jax.eval_shape(everything, exp.key, exp.frozen, task, info)
+    return jax.eval_shape(payloads, exp.key, exp.frozen, task, info)
 
 
 def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
-    """What one client uploads and downloads in each of the method's rounds; it uploads
-    nothing in a round without aggregation."""
-    pairs = zip(exp.method.rounds, payloads.uploads, strict=True)
-    return [
-        communication.traffic(upload if entry.server else None, payloads.broadcast) for entry, upload in pairs
-    ]
+    """Return what one client uploads and downloads in each of the method's rounds."""
+    traffic = []
+    for entry, upload in zip(exp.method.rounds, payloads.uploads, strict=True):
+        # without aggregation nothing is uploaded
+        uploaded = upload if entry.server else None
+        traffic.append(communication.traffic(uploaded, payloads.broadcast))
+    return traffic
 
 
 def handover_traffic(payloads: Payloads) -> Traffic:
-    """What each client downloads of a finished task when the next one begins, since it
-    caches it from then on."""
-    down = communication.count_scalars(payloads.handover), communication.num_bytes(payloads.handover)
-    return Traffic(0, 0, *down)
+    """Return what each client downloads, and then caches, when the next task begins."""
+    handover = payloads.handover
+    return Traffic(0, 0, communication.count_scalars(handover), communication.num_bytes(handover))
 
 
 class Counted(NamedTuple):
     """The traffic of a run's exchanges."""
 
     by_round: list[Traffic]
-    """of one client, in each of the method's rounds"""
+    """Of one client, in each of the method's rounds."""
     handover: Traffic
-    """of one client, between two tasks"""
+    """Of one client, between two tasks."""
     clients: int
 
     @classmethod
     def of(cls, exp: Experiment) -> "Counted":
-        """The traffic of a method at an experiment's sizes."""
+        """Return the traffic of an experiment."""
         payloads = payload_shapes(exp)
         return cls(traffic_by_round(exp, payloads), handover_traffic(payloads), exp.sizes.clients)
 
     def total(self, uploads: tuple[int, ...] | list[int], handovers: int) -> Traffic:
-        """Of all clients.
+        """Return the traffic of all clients.
 
         Args:
-          uploads: how many clients took part in each of the method's rounds.
-          handovers: how often another task began.
+          uploads: number of clients that took part in each of the method's rounds.
+          handovers: number of tasks that began after the first.
         """
-        pairs = [*zip(self.by_round, uploads, strict=True), (self.handover, self.clients * handovers)]
-        sums = sum((np.multiply(entry, times) for entry, times in pairs), np.zeros(len(Traffic._fields), int))
-        return Traffic(*sums.tolist())
+        total = np.multiply(self.handover, self.clients * handovers)
+        for traffic, clients in zip(self.by_round, uploads, strict=True):
+            total = total + np.multiply(traffic, clients)
+        return Traffic(*total.tolist())
