@@ -247,7 +247,7 @@ class AnchoredGenerator(NamedTuple):
     """The random layers, one per group of images of a batch."""
 
 
-class SynthesisState(NamedTuple):
+class LanderState(NamedTuple):
     """The state of the synthesis between its rounds."""
 
     generator: PyTree
@@ -274,7 +274,7 @@ def synthesise(
     sgd = student_optimiser(options, STUDENT_DECAY)
     distil = functools.partial(student_loss, options, round, teacher, student.cached)
 
-    def one_round(r: Array, carry: tuple[SynthesisState, Array]) -> tuple[SynthesisState, Array]:
+    def one_round(r: Array, carry: tuple[LanderState, Array]) -> tuple[LanderState, Array]:
         state, loss_sum = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         current_student = student._replace(trainable=state.student.trainable)
@@ -288,9 +288,9 @@ def synthesise(
         steps = jnp.where(counts, options.student_steps, 0)
         trained = train_student(options, distil, sgd, state.student, buffer, steps, student_key)
         loss_sum += jnp.where(counts, best.loss, 0.0)
-        return SynthesisState(best.params.generator, trained, buffer), loss_sum
+        return LanderState(best.params.generator, trained, buffer), loss_sum
 
-    start = SynthesisState(
+    start = LanderState(
         init_image_generator(config, generator_key),
         Student(student.trainable, sgd.init(student.trainable)),
         ImageBuffer(jnp.zeros_like(images), jnp.int32(0)),

@@ -128,7 +128,7 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
 # ---- server: image synthesis -------------------------------------------------------------------------------
 
 
-class SynthesisState(NamedTuple):
+class TargetState(NamedTuple):
     """The state of the synthesis between its rounds."""
 
     generator: PyTree
@@ -155,7 +155,7 @@ def synthesise(
     sgd = student_optimiser(options, STUDENT_DECAY)
     distil = functools.partial(student_loss, options, round, teacher, student.cached)
 
-    def one_round(r: Array, carry: tuple[SynthesisState, Array]) -> tuple[SynthesisState, Array]:
+    def one_round(r: Array, carry: tuple[TargetState, Array]) -> tuple[TargetState, Array]:
         state, loss_sum = carry
         image_key, student_key = jax.random.split(jax.random.fold_in(rounds_key, r))
         current_student = student._replace(trainable=state.student.trainable)
@@ -178,9 +178,9 @@ def synthesise(
         steps = jnp.where(r >= options.synthesis_warmup, options.student_steps, 0)
         trained = train_student(options, distil, sgd, state.student, buffer, steps, student_key)
         generator = optax.apply_updates(state.generator, update)
-        return SynthesisState(generator, optimiser, trained, buffer), loss_sum + best.loss
+        return TargetState(generator, optimiser, trained, buffer), loss_sum + best.loss
 
-    start = SynthesisState(
+    start = TargetState(
         generator,
         adam.init(generator),
         Student(student.trainable, sgd.init(student.trainable)),
