@@ -31,7 +31,7 @@ SHARED = 2**26  # bytes of a server's array from which on accelerators share it
 def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
     """Return a mesh of so many devices that this machine need not have; arguments as of
     `mesh_of`."""
-    # Explicit axes, the default, would ask for a sharding of every intermediate value
+    # jax's default, explicit axes, needs a sharding of every intermediate value
     auto = jax.sharding.AxisType.Auto
     if batch == 1:
         return AbstractMesh((devices,), (AXIS,), axis_types=(auto,))
@@ -117,7 +117,7 @@ def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
         missing = rows_on(mesh, len(array)) - len(array)
         if not missing:
             return array
-        # where the array lies, so that nothing moves to the host
+        # computed where the array is, so that nothing moves to the host
         numpy = np
         if isinstance(array, jax.Array):
             numpy = jnp
@@ -133,7 +133,7 @@ def process_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
         return np.arange(rows)
     indices = np.arange(rows_on(mesh, rows))
     parts = NamedSharding(mesh, split()).addressable_devices_indices_map(indices.shape).values()
-    # padded rows stand for the last one
+    # padding rows are copies of the last one
     return np.unique(np.minimum(np.concatenate([indices[part] for part in parts]), rows - 1))
 
 
@@ -145,9 +145,9 @@ def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
     """
 
     def parts(array: jax.Array) -> list[Any]:
-        # an array that several devices share the batches of has copies of each part
+        # devices that share batches have copies of the same part
         originals = [part for part in array.addressable_shards if part.replica_id == 0]
-        # shards come in no order that jax promises
+        # jax does not promise an order of the shards
         return sorted(originals, key=lambda part: part.index[0].start or 0)
 
     def joined(array: jax.Array) -> np.ndarray:
@@ -209,7 +209,7 @@ def _from_every_process(x: Any, sharding: NamedSharding) -> jax.Array:
             return x
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # callbacks give plain arrays, so a key travels as its data
+        # callbacks return plain arrays, so keys are sent as their data
         data = _from_every_process(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
@@ -258,7 +258,7 @@ def collect(x: jax.Array) -> np.ndarray:
     """Return an array of `put_shared` in numpy, in every process."""
     mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]  # a NamedSharding
     devices = device_count(mesh)
-    # in steps of COLLECTED bytes: the whole array need not fit beside itself
+    # in pieces of COLLECTED bytes: there may be no memory for a second copy of the array
     part = x.shape[0] // devices
     rows = max(1, min(part, COLLECTED // max(1, x.nbytes // part)))
 
@@ -368,7 +368,7 @@ def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     def add(device: Any, total: jax.Array) -> jax.Array:
         return total + value_of(device)
 
-    # the first value is no addition: 0 + x would turn -0 into 0
+    # starts with the first value: 0 + x would turn -0 into 0
     return jax.lax.fori_loop(1, device_count(mesh), add, value_of(0))
 
 
@@ -380,8 +380,7 @@ def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
     however many processes there are. On accelerators they stay shared, and XLA divides
     what is computed of them.
     """
-    # an all-gather of the sums' inputs: the order of additions is then that of one
-    # device
+    # gather the summands, so that additions have the same order as on one device
     if mesh is None or not keeps_order(mesh):
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, WHOLE))
@@ -447,7 +446,7 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
         on_device, place = _place_on_device(part, index)
 
         def filled(leaf: jax.Array, row: jax.Array) -> jax.Array:
-            # a mask of rows against leaves [n, ...]
+            # broadcast against leaves [n, ...]
             mask = on_device.reshape(-1, *[1] * (leaf.ndim - 1))
             return jnp.where(mask, leaf[place], row)
 
@@ -472,7 +471,7 @@ def write_rows(part: Any, index: jax.Array, rows: Any, mesh: AnyMesh | None) -> 
         place = index
         if mesh is not None:
             on_device, place = _place_on_device(part, index)
-            # rows of other devices are written beyond the end, and dropped
+            # rows of other devices get an index beyond the end, and are dropped
             place = jnp.where(on_device, place, len(jax.tree.leaves(part)[0]))
         return request, jax.tree.map(lambda leaf, row: leaf.at[place].set(row, mode="drop"), part, rows)
 
@@ -503,7 +502,7 @@ def _visit_devices(
     visit(request, part) -> both, on the device that the request is at.
     """
     devices = device_count(mesh)
-    # a ring: after as many steps as devices, each request is home
+    # a ring: each request is back after as many steps as there are devices
     next_device = [(device, (device + 1) % devices) for device in range(devices)]
 
     def step(_: Any, both: Any) -> Any:

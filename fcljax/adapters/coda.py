@@ -122,8 +122,7 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     def inject(
         cached: Cached, trainable: Components, query: Array, task: Task, train: bool, _mask: Array
     ) -> Injection:
-        # a server that trains as in evaluation trains
-        # all components that it has (release)
+        # in the release a server that trains trains all of its components
         return prefix_injection(prompt(cached, trainable, query, task, constant=train))
 
     def loss(
@@ -177,7 +176,7 @@ def combined(
     params: Components, query: Float[Array, "batch width"], task: Task
 ) -> Float[Array, "batch blocks length width"]:
     """Return sum_k cos(q * A_k, K_k) P_k over the components of the tasks seen so far."""
-    # tasks and components stay apart, so that later tasks count 0 at a fixed shape
+    # tasks and components are separate axes, so that later tasks count 0 at a fixed shape
     seen = (jnp.arange(len(params.key)) <= task.index)[:, None, None]
     weight = jnp.where(seen, matches(params, query), 0.0)
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
@@ -221,7 +220,7 @@ def orthogonal_row(
 ) -> Float[Array, " width"]:
     """Return a row minus its projections on all rows before it, scaled to length 1."""
     squares = jnp.maximum(jnp.sum(rows**2, axis=1), EPSILON)
-    # exact: projections that are left over by bfloat16 would add up over the rows
+    # exact: errors of bfloat16 would add up over the rows
     projections = exact_matmul(rows, rows[index]) / squares
     is_before = jnp.arange(len(rows)) < index
     row = rows[index] - exact_matmul(jnp.where(is_before, projections, 0.0), rows)

@@ -113,7 +113,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
         cached: Cached, trainable: DualPrompts, query: Array, task: Task, train: bool, mask: Array
     ) -> Float[Array, "batch blocks 2 length width"]:
         """Return a task's prefix for each image."""
-        # a client with the current task's prefix alone has nothing to choose from
+        # with only the current task's prefix there is nothing to choose
         has_all_tasks = slots.whole or isinstance(cached, DualPrompts)
         if train or not has_all_tasks:
             current = slots.counted(trainable, task).task_prefix

@@ -27,80 +27,79 @@ class OnArrival(Protocol):
     """Acts on the upload of one client as it arrives, before it is merged."""
 
     def __call__(self, mean: PyTree, reference: PyTree, weight: Num[Array, ""], /) -> tuple[PyTree, Array]:
-        """The upload [...] and its weight as they are merged."""
+        """Return the upload [...] and its weight as they are merged."""
         ...
 
 
 @runtime_checkable
 class AtServer(Protocol):
-    """Acts on what was merged."""
+    """Acts on the merged uploads."""
 
     def __call__(
         self, mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray, /
     ) -> tuple[PyTree, PyTree]:
-        """The server's next value [...] and the new state; `count` is the number of valid
-        uploads."""
+        """Return the server's next value [...] and the new state.
+
+        `count` is the number of valid uploads.
+        """
         ...
 
 
 class Aggregation(NamedTuple):
     """How the `mean` channel of uploads becomes the server's next value.
 
-    `reference` is the value [...] that the clients started the round from, a tree like
-    `mean`.
+    `reference` is the value [...] from which the clients started the round.
     """
 
     name: str
-    """What is switched on, for messages."""
+    """The options in use, for messages."""
     init: Callable[[PyTree], PyTree]
-    """init(reference): the state of `post`; () if it has none."""
+    """init(reference) -> state of `post`; () if it has none."""
     pre: OnArrival | None = None
-    """On one upload as it arrives; None: nothing."""
+    """Acts on each upload as it arrives."""
     reduce: MergingRule | None = None
-    """The merging rule; None: the mean weighted by the uploads' weights, which
-    streams."""
+    """The merging rule; None: the mean by the uploads' weights, which is a running sum."""
     post: AtServer | None = None
-    """On what was merged; None: nothing."""
+    """Acts on the merged uploads."""
     noise: bool = False
     """Whether `post` adds the noise of differential privacy."""
     possible: Claim | None = None
-    """What the uploads of this rule say of a client and can be checked; None: nothing but
-    their weight."""
+    """A claim of the uploads that can be checked, besides their weight."""
 
 
 def make_aggregation(options: AggregationOptions) -> Aggregation:
-    """Return the rule that the options choose: clipping, then merging, then noise, then
-    the server optimiser.
+    """Compose clipping, merging, noise and the server optimiser as the options say.
 
-    Integer and boolean leaves are merged and nothing else. Clipping bounds each
-    client's change from the reference, over all floating leaves (McMahan et al. 2018,
-    section 3). With noise every upload has weight 1, and each coordinate of the mean of
-    n uploads gets N(0, (noise_multiplier * clip_norm / n)^2); what that guarantees is
-    `privacy.epsilon`, for this channel, its floating leaves, and float32 only: narrower
-    leaves are rounded after clipping.
+    Integer and boolean leaves are only merged. Clipping bounds each client's change from
+    the reference, over all floating leaves (McMahan et al. 2018, section 3). With noise
+    every upload has weight 1, and each coordinate of the mean of n uploads gets
+    N(0, (noise_multiplier * clip_norm / n)^2). The guarantee, `privacy.epsilon`, is for
+    this channel's floating leaves in float32: narrower leaves are rounded after clipping.
 
     Raises:
-      InputError: an unknown name, a value out of range, or noise without clipping or with a rule that is no
-        mean.
+      InputError: an unknown name, a value out of range, or noise without clipping or with a
+        rule that is not a mean.
     """
     # an unknown name or range fails here, before anything is compiled
     rule = chosen("aggregator", options)
     check_ranges(options)
     _check_noise(options, rule)
     optimiser = _optimiser(options)
+    reduce = None
+    if not isinstance(rule, Mean | Uniform):
+        reduce = _like_reference(rule)
     return Aggregation(
         name=_name(options),
         init=_optimiser_state(optimiser),
         pre=_on_arrival(options, rule),
-        reduce=None if isinstance(rule, Mean | Uniform) else _like_reference(rule),
+        reduce=reduce,
         post=_at_server(options, optimiser),
         noise=options.noise_multiplier > 0,
     )
 
 
 def _like_reference(rule: MergingRule) -> MergingRule:
-    """Return a rule of which it is checked, where it is traced, that it returns a tree
-    like the reference."""
+    """Return the rule, with a check of a user's own one: its result must be like the reference."""
     if name_of("aggregator", rule):
         return rule
 
@@ -108,9 +107,9 @@ def _like_reference(rule: MergingRule) -> MergingRule:
         merged = rule(stacked, reference, weight, valid, key)
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (merged, reference)]
         if jax.tree.structure(merged) != jax.tree.structure(reference) or shapes[0] != shapes[1]:
-            called = label_of("aggregator", rule)
-            raise InputError(f"aggregator: {called} returned shapes {shapes[0]}; needed: {shapes[1]}")
-        # a rule may compute in float32: leaves of other types get theirs back
+            name = label_of("aggregator", rule)
+            raise InputError(f"aggregator: {name} returned shapes {shapes[0]}; needed: {shapes[1]}")
+        # a rule may compute in float32 whatever the leaf's type
         return jax.tree.map(cast_like, merged, reference)
 
     return reduce
@@ -120,19 +119,16 @@ def _check_noise(options: AggregationOptions, rule: object) -> None:
     noise = options.noise_multiplier
     if noise and not options.clip_norm:
         raise InputError(f"noise_multiplier: {noise} is noise in units of --clip-norm; also give --clip-norm")
-    # the noise is calibrated to the mean's sensitivity,
-    # clip_norm / n, which no other rule has
+    # the noise is calibrated to the sensitivity of a mean, clip_norm / n
     if noise and not isinstance(rule, Mean | Uniform):
-        called = label_of("aggregator", options.aggregator)
-        raise InputError(
-            f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {called!r}"
-        )
+        name = label_of("aggregator", options.aggregator)
+        raise InputError(f"noise_multiplier: {noise} is noise on a mean; use --aggregator mean, not {name!r}")
 
 
 def _name(options: AggregationOptions) -> str:
-    on = [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field)]
+    parts = [label_of("aggregator", options.aggregator)]
+    parts += [field for field in ("clip_norm", "noise_multiplier") if getattr(options, field)]
     server = label_of("server_optimiser", options.server_optimiser)
-    parts = [label_of("aggregator", options.aggregator), *on]
     if server != "none":
         parts.append(f"server {server}")
     return ", ".join(parts)
@@ -143,8 +139,7 @@ def _name(options: AggregationOptions) -> str:
 
 def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     bound = options.clip_norm
-    # with weights the sensitivity would be the largest
-    # weight's, so under noise all have weight 1
+    # under noise all have weight 1: the sensitivity would otherwise be that of the largest
     equal = isinstance(rule, Uniform) or options.noise_multiplier > 0
     if not bound and not equal:
         return None
@@ -162,10 +157,10 @@ def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
 
 
 def clip_change(mean: PyTree, reference: PyTree, bound: float) -> PyTree:
-    """One upload [...] whose change from `reference` has L2 norm at most `bound` over
-    all floating leaves: scaled, direction kept (McMahan et al. 2018, section 3).
+    """Scale an upload's change from `reference` to L2 norm at most `bound`.
 
-    Shorter changes, and uploads that are not finite, are returned as they are.
+    The norm is over all floating leaves [...] (McMahan et al. 2018, section 3). Shorter
+    changes, and uploads that are not finite, are returned unchanged.
     """
     start = _floats(reference)
     change, over = clip(difference(_floats(mean), start), bound)
@@ -175,7 +170,7 @@ def clip_change(mean: PyTree, reference: PyTree, bound: float) -> PyTree:
 
 
 def _equal_weight(weight: Num[Array, ""] | float) -> Array:
-    """1 instead of a valid weight; an invalid one stays for the finite guard to find."""
+    """Return 1 for a valid weight, and an invalid one unchanged, which the finite guard rejects."""
     weight = jnp.asarray(weight)
     return jnp.where(jnp.isfinite(weight) & (weight >= 0), jnp.ones_like(weight), weight)
 
@@ -199,8 +194,8 @@ def _at_server(
         key: PRNGKeyArray,
     ) -> tuple[PyTree, PyTree]:
         if noise:
-            # sigma clip_norm / n (McMahan et al. 2018): an empty round has n = 0, and
-            # its mean is not used
+            # sigma clip_norm / n (McMahan et al. 2018); an empty round has n = 0, and its
+            # mean is not used
             mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
         if optimiser is None:
             return mean, state
@@ -213,28 +208,28 @@ def _at_server(
     return post
 
 
-def add_noise(mean: PyTree, deviation: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
-    """Add Gaussian noise of this standard deviation to every coordinate of the floating
-    leaves [...].
+def add_noise(mean: PyTree, std: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
+    """Add Gaussian noise with this standard deviation to the floating leaves [...].
 
-    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on a plain
-    mean (McMahan et al. 2018, algorithm 1). Each leaf has a key of its own.
+    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on an unweighted
+    mean (McMahan et al. 2018, algorithm 1).
     """
 
     def noisy(index: int, leaf: Array) -> Array:
         # a key per leaf, by position: equal leaves must not get equal noise
-        return leaf + deviation * jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
+        return leaf + std * jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
 
     return _with_floats(mean, [noisy(i, leaf) for i, leaf in enumerate(_floats(mean))])
 
 
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
-    """Return the optimiser of the server, which steps along the pseudo-gradient,
-    reference - mean."""
+    """Return the server optimiser, for the pseudo-gradient reference - mean; None: no optimiser."""
     choice = chosen("server_optimiser", options)
     if label_of("server_optimiser", options.server_optimiser) == "none":
         return None
-    return choice.build() if hasattr(choice, "build") else choice
+    if hasattr(choice, "build"):
+        return choice.build()
+    return choice  # a user's own optax optimiser
 
 
 def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable[[PyTree], PyTree]:
@@ -247,13 +242,18 @@ def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable
 
 
 def _floats(tree: PyTree) -> list[Array]:
-    """The floating leaves, in float32."""
+    """Return the floating leaves, in float32."""
     # float32: sums of squares of bfloat16 would lose the small coordinates
     return [widen(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def _with_floats(tree: PyTree, floats: list[Array]) -> PyTree:
-    """The tree with these floating leaves, in its own dtypes; the other leaves stay."""
-    # in the order of `_floats`, which skips the other leaves in the same way
-    new = iter(floats)
-    return jax.tree.map(lambda leaf: cast_like(next(new), leaf) if is_float(leaf) else leaf, tree)
+    """Return the tree with its floating leaves replaced, in their own dtypes."""
+    new = iter(floats)  # in the order of `_floats`
+
+    def replace(leaf: Array) -> Array:
+        if is_float(leaf):
+            return cast_like(next(new), leaf)
+        return leaf
+
+    return jax.tree.map(replace, tree)

@@ -201,7 +201,7 @@ def _leaked_from() -> _CodeLine | None:
     """Return the line of the user's code that made a traced value which is still
     alive."""
     for value in gc.get_objects():
-        # JAX notes in each traced value where it was made
+        # each traced value knows the line of code that made it
         info = None
         if isinstance(value, jax.core.Tracer):
             info = getattr(value, "_line_info", None)
@@ -254,7 +254,7 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
         _check_server_replay(method.server_replay, case)
     case = case._replace(context=context._replace(previous=broadcast))
     if len(method.rounds) == 1:
-        # messages about the usual method of one round need not say which
+        # messages about a method with one round need not name the round
         return (_check_round("", method.rounds[0], case),)
     return tuple(
         _check_round(f"rounds[{i}].", this_round, case) for i, this_round in enumerate(method.rounds)
@@ -444,7 +444,7 @@ def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
     neither read nor changed."""
     old_leaves = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
     results = traced.jaxpr.outvars
-    # the results begin with the new local state; metrics follow
+    # the first results are the new local state, then come the metrics
     leaves = range(len(jax.tree.leaves(local)))
     changes = frozenset(i for i in leaves if results[i] is not old_leaves[i])
     needed = [i not in leaves or i in changes for i in range(len(results))]
@@ -458,7 +458,7 @@ def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bo
     """Return which leaves of `local` a traced function of (context, local, ...) needs
     for some of its results."""
     first = len(jax.tree.leaves(context))
-    # without the other results, what only they need is dead code
+    # dead code elimination keeps the inputs that these results need
     _, used = dce_jaxpr(traced.jaxpr, results)
     return frozenset(i for i in range(len(jax.tree.leaves(local))) if used[first + i])
 
@@ -518,7 +518,7 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
         ) from None
     except Exception as error:
         if ended and isinstance(error, TypeError):
-            # what the function returned is no pytree of arrays
+            # not a pytree of arrays
             raise InputError(
                 f"method: {name} returned something that is not an array: {_line(error)}"
             ) from None

@@ -1,10 +1,8 @@
-"""The compiled loop over the clients of a round: lanes that train clients step by step,
-and their uploads.
+"""The compiled loop over the clients of a round, and their uploads.
 
-Everything here runs inside jit; `engine.py` compiles it and calls it. Lanes run side by
-side, and each trains its clients one after the other, as a table says that the host has
-made (`schedule.py`). Read `run_ticks` first: clients start, every lane takes a step,
-clients finish.
+Everything here runs inside jit; `engine.py` compiles and calls it. Lanes run side by side,
+and each trains its clients one after the other, by a table of the host (`schedule.py`).
+Read `run_ticks` first: clients start, every lane takes a step, clients finish.
 
 A client's upload depends on (seed, task, round, client id) and its examples only: every
 draw is keyed that way, never by lane, device, slot or other participants.
@@ -69,43 +67,37 @@ class Shapes(NamedTuple):
     upload: Upload  # one client's upload
     metrics: tuple[Metrics, ...]  # of each phase
     state: PyTree  # a client's state between rounds
-    stored_leaves: tuple[
-        frozenset[int], ...
-    ]  # leaves of `local` that are stored after each phase but the last
+    stored_leaves: tuple[frozenset[int], ...]  # of `local`, after each phase but the last
 
 
 def slot_bytes(shapes: Shapes) -> int:
-    """Return the bytes that a chunk needs for each of its clients.
+    """Return the bytes that a chunk needs per client.
 
-    They are those of the gathered part of its upload, of its state, and of what is
-    stored between phases.
+    They are those of its gathered upload, its state, and its leaves stored between phases.
     """
     return num_bytes((shapes.upload.gather, shapes.state, _leaves_between_phases(shapes)))
 
 
 def _leaves_between_phases(shapes: Shapes) -> list:
-    """Return the leaves of the local state that are stored between phases, and None for
-    the others."""
+    """Return the leaves of the local state, with None for those not stored between phases."""
     stored = _stored_before(shapes, len(shapes.stored_leaves))
     return [leaf if i in stored else None for i, leaf in enumerate(jax.tree.leaves(shapes.local))]
 
 
 def _stored_before(shapes: Shapes, phase_index: int) -> frozenset[int]:
-    """Return the leaves that must be stored before a phase; `Program.start` recomputes
-    the others.
+    """Return the leaves that must be stored before a phase.
 
-    Nothing has changed the others, or nothing reads them.
+    `Program.start` recomputes the others, which no phase has changed or none reads.
     """
     return frozenset().union(*shapes.stored_leaves[:phase_index])
 
 
 class Accumulator(NamedTuple):
-    """What the server has received so far in a round of P participants, or from one
-    chunk.
+    """The uploads received so far, of a round with P participants or of one chunk.
 
-    The accumulator of a chunk has an entry for each slot in place of each participant.
-    Sums are in float32 at least. On a mesh every device has all of the sums, and an
-    equal part of the clients' entries, whose number is a multiple of the devices.
+    A chunk's accumulator has an entry per slot instead of one per participant. Sums are in
+    float32 at least. On a mesh every device has all sums, and an equal part of the clients'
+    entries, whose number is a multiple of the devices.
     """
 
     mean: PyTree  # sum of weight * leaf
@@ -123,7 +115,7 @@ _CLIENT_FIELDS = ("gather", "weight", "id", "valid")  # fields of an accumulator
 
 
 class Carry(NamedTuple):
-    """Everything that one tick hands to the next."""
+    """The state between two ticks."""
 
     local: PyTree  # local states of the clients in the lanes, leaves [L, ...]
     accumulator: Accumulator  # uploads of the chunk's clients
@@ -133,10 +125,10 @@ class Carry(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all ticks of a chunk read."""
+    """The inputs of all ticks of a chunk."""
 
-    frozen: PyTree  # arrays that are never trained
-    broadcast: Broadcast  # what the server has sent to clients
+    frozen: PyTree  # arrays that never train
+    broadcast: Broadcast
     chunk: Chunk  # the clients that take part
     task: Task  # the round's task
     key: PRNGKeyArray  # of the round
@@ -167,17 +159,15 @@ class ReplayData(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """How far the chunks of a round are merged, on the device, so that the host need not
-    wait for it."""
+    """How many chunks of a round are merged, on the device so that the host need not wait."""
 
-    chunks: Int[Array | np.ndarray | np.int32, ""]  # so many chunks, from the first on, are merged
-    current: Int[Array | np.ndarray | np.int32, ""]  # number of the chunk that ends now
+    chunks: Int[Array | np.ndarray | np.int32, ""]  # number of merged chunks, from the first
+    current: Int[Array | np.ndarray | np.int32, ""]  # index of the chunk that ends now
     guarded: Bool[Array | np.bool_, ""]  # whether its uploads were checked as they arrived
 
 
 class TickWindow(NamedTuple):
-    """Consecutive ticks of a phase, and where their examples lie in the data on the
-    device."""
+    """Consecutive ticks of a phase, with their examples in the data on the device."""
 
     data: PyTree  # what `Fetch` reads
     index: Int[Array, "ticks L B"]  # indices in the training set, -1 for padding
@@ -204,9 +194,8 @@ class PhaseLoop(NamedTuple):
 
 
 def batches_alone(lanes: Lanes) -> bool:
-    """Return whether lanes can compute batches of different sizes; batched lanes would
-    compute all sizes."""
-    # batched lanes share one batch size: XLA would compute every branch and select
+    """Return whether lanes can compute batches of different sizes."""
+    # under vmap XLA would compute every size and select
     return lanes.count == 1 or lanes.mode != "vmap"
 
 
@@ -241,12 +230,17 @@ def over_lanes(function: Callable, lanes: Lanes) -> Callable:
 def empty_accumulator(
     shapes: Shapes, capacity: Capacity, claims: int, mesh: AnyMesh | None = None
 ) -> Accumulator:
-    """Return an accumulator without uploads, for uploads of these shapes with so many
-    claims."""
+    """Return an accumulator without uploads.
+
+    Args:
+      shapes: of uploads and metrics.
+      capacity: of the round.
+      claims: number of claims per upload.
+      mesh: of the devices.
+    """
     entries = rows_on(mesh, capacity.participants)
     return Accumulator(
-        # float32 at least, whatever the leaf: thousands of
-        # bfloat16 addends would stop counting
+        # float32 at least: a large bfloat16 sum would not change by a small addend
         mean=sum_zeros(shapes.upload.mean, floating=True),
         sum=sum_zeros(shapes.upload.sum),
         gather=_zeros(shapes.upload.gather, (entries,)),
@@ -269,20 +263,18 @@ def _add_uploads(
     ends: Bool[Array, " L"],
     guarded: Bool[Array, ""],
 ) -> tuple[Accumulator, Bool[Array, " L"]]:
-    """Add the uploads of the clients that have just finished, and return which of them
-    are valid.
+    """Add the uploads of the clients that have just finished; also return which are valid.
 
     If guarded, non-finite uploads and uploads of negative weight get weight 0 and are
-    counted. Otherwise they are added too, and `is_sound` finds them at the end of the
-    chunk.
+    counted. Otherwise they are added too, and `is_sound` finds them at the end of the chunk.
 
     Args:
-      accumulator: what was received so far.
+      accumulator: uploads received so far.
       upload: of the client in each lane, leaves [L, ...].
-      possible: whether each claim is possible. An upload with an impossible one is left out.
+      possible: whether each claim is possible; an upload with an impossible one is left out.
       client_id: of the client in each lane.
       position: of each client among the gathered uploads.
-      ends: which of the clients have just finished.
+      ends: whether each client has just finished.
       guarded: whether each upload is checked.
     """
     # the weight may be a Python number; finite_guard compares arrays
@@ -295,8 +287,8 @@ def _add_uploads(
         lambda: finite_guard(upload._replace(weight=weight), weight, ends),
         lambda: (jnp.where(ends, weight, 0), ends, jnp.zeros((), jnp.int32)),
     )
-    # entries of clients that send nothing now are written beyond the end, and so ignored
-    # `mode="drop"` in `_write`; a branch would copy the whole accumulator
+    # clients without a valid upload write beyond the end, which `_write` drops; a branch
+    # would copy the whole accumulator
     write = functools.partial(_write, jnp.where(valid, position, accumulator.valid.shape[0]))
     accumulator = accumulator._replace(
         mean=add_stacked(accumulator.mean, upload.mean, valid, weight),
@@ -312,10 +304,11 @@ def _add_uploads(
 
 
 def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
-    """Return whether all uploads are finite and of a weight that is not negative. One
-    upload that is not makes the sums so, or stands among the gathered ones. Sums of
-    finite uploads may overflow: no client is at fault then, and running the clients again
-    under the guard gives the same."""
+    """Return whether all uploads are finite, with weights that are not negative.
+
+    A single non-finite upload makes a sum or an entry non-finite. Sums of finite uploads may
+    also overflow: then no client is at fault, and the guarded rerun gives the same sums.
+    """
     received = (accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight)
     return is_finite(received) & jnp.all(accumulator.weight >= 0)
 
@@ -330,14 +323,14 @@ def receive_sent(
     """Add one upload from another machine, as the uploads of lanes are added.
 
     Args:
-      program: whose upload it is; its `receive` acts on it first.
-      accumulator: what was received so far.
-      context: what the client could read, with its id.
+      program: of the upload; its `receive` acts on it first.
+      accumulator: uploads received so far.
+      context: of the client, with its id.
       upload: as the client sent it.
       position: of the client among the round's participants in the order of their ids.
 
     Returns:
-      What has been received now, and whether the upload is valid.
+      The accumulator with the upload, and whether the upload is valid.
     """
     possible = claims_hold(program, context, upload)
     if program.receive is not None:
@@ -362,8 +355,8 @@ def receive_sent(
 def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
     """Return an empty accumulator for the uploads of the chunk's clients.
 
-    It has an entry per slot, not per participant: the loop carries it, and what it
-    carries is cleared and copied for every chunk.
+    It has an entry per slot, not per participant, because it is part of the loop's carry,
+    which is cleared and copied for every chunk.
     """
     empty = jax.tree.map(jnp.zeros_like, accumulator)
     slots = len(chunk.id)
@@ -376,9 +369,11 @@ def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
 
 
 def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
-    """Return the states [S, ...] of the chunk's clients. Padding slots get the last
-    client's. On a mesh, a device gets the states of its clients from all devices."""
-    # a padding slot reads a real client's state, whose result is never written
+    """Return the states [S, ...] of the chunk's clients.
+
+    On a mesh, a device gets the states of its clients from all devices.
+    """
+    # a padding slot reads the last client's state, and its result is never written
     return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
 
 
@@ -399,22 +394,19 @@ def close_chunk(
     capacity: Capacity,
     mesh: AnyMesh | None = None,
 ) -> tuple[Accumulator, PyTree, Int[Array, ""]]:
-    """Merge the uploads and new states of a chunk's clients, if all uploads are sound
-    and the chunk is next.
+    """Merge the uploads and new states of a chunk, if all uploads are sound and it is next.
 
-    On a mesh, what each device received goes to the devices that have the entries of
-    its clients.
+    On a mesh, the devices exchange the entries of the clients.
 
     Returns:
-      The accumulator of the round, all clients' states, and how many chunks are merged now.
+      The accumulator of the round, all clients' states, and the number of merged chunks.
     """
     received = carry.accumulator
     merges = jax.lax.cond(merging.guarded, lambda: jnp.asarray(True), lambda: is_sound(carry.accumulator))
     if mesh is not None:
-        # one device with a bad upload keeps all of them from merging
+        # a bad upload on one device prevents merging on all of them
         merges = ~add_over_devices(~merges, mesh)
-    # after a chunk that was not merged, later ones have to
-    # wait: the order of additions decides the bits
+    # chunks merge in order: the order of additions decides the bits
     merges &= merging.chunks == merging.current
     if mesh is not None:
         received = over_devices(received, mesh)
@@ -425,7 +417,7 @@ def close_chunk(
     position = jnp.where(received.valid & merges, chunk.position, beyond_end)
 
     def add(total: Array, of_chunk: Array) -> Array:
-        # bool leaves say that something has happened in any chunk
+        # booleans mean "in any chunk"
         if total.dtype == bool:
             return jnp.where(merges, total | of_chunk, total)
         return jnp.where(merges, total + of_chunk, total)
@@ -446,18 +438,19 @@ def _sums(accumulator: Accumulator) -> dict[str, PyTree]:
 
 
 def replay_indices(program: Program, states: PyTree, chunk: Chunk) -> Int[Array, "S M"]:
-    """Return the examples that the chunk's clients, with these states [S, ...], may
-    replay. Padding slots have none: their states are another client's."""
+    """Return the examples that the chunk's clients, with these states [S, ...], may replay.
+
+    Padding slots, which have another client's state, replay none.
+    """
     if program.replay_buffer is None:
         return jnp.zeros((chunk.id.shape[0], 0), jnp.int32)
-    # padding slots have count 0
     return jnp.where(chunk.count[:, None] > 0, jax.vmap(program.replay_buffer)(states), -1)
 
 
 def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
-    """Return what a device has received of its clients, with the sums of all devices.
+    """Return a device's accumulator with the sums of all devices.
 
-    Floating-point sums are added in the order of the devices, which keeps the bits.
+    Floating-point sums are added in the order of the devices, so that bits are reproducible.
     """
 
     def add_in_order(tree: PyTree) -> PyTree:
@@ -486,7 +479,6 @@ def run_ticks(
     phase = loop.phase
     table = jax.tree.map(jnp.asarray, call.chunk.tables[loop.phase_index])
     widths = loop.widths
-    # batched lanes use the widest size alone
     if not batches_alone(loop.lanes):
         widths = loop.widths[-1:]
 
@@ -545,10 +537,9 @@ def _start_clients(
     starts: Bool[Array, " L"],
     carry: Carry,
 ) -> PyTree:
-    """Return the lanes' local states, where clients that start the phase replace the
-    clients before them.
+    """Return the lanes' local states, with those of the clients that start the phase.
 
-    Leaves that were not stored after an earlier phase are as `Program.start` makes them.
+    Leaves that no earlier phase stored are recomputed by `Program.start`.
     """
     stored = _stored_before(loop.shapes, loop.phase_index)
 
@@ -562,7 +553,7 @@ def _start_clients(
         leaves.append(stored_leaf[slot] if recomputed is None else recomputed)
     local = jax.tree.unflatten(jax.tree.structure(carry.local), leaves)
     if loop.lanes.count == 1:
-        # this is called where some lane starts, so here the only one does
+        # the caller has checked that some lane starts, so the only lane does
         return local
     return select(starts, local, carry.local)
 
@@ -574,8 +565,7 @@ def _finish_clients(
     ends: Bool[Array, " L"],
     carry: Carry,
 ) -> Carry:
-    """Store what later phases need of clients that end a phase; at the end of the last
-    one they upload."""
+    """Store the leaves that later phases need; after the last phase, upload."""
     slots = call.chunk.id.shape[0]
     if loop.phase_index < len(loop.program.phases) - 1:
         ending_slot = jnp.where(ends, slot, slots)
@@ -610,12 +600,10 @@ def _at_width(
     widths: tuple[int, ...],
     mask: Bool[Array, " B"],
 ) -> PyTree:
-    """Return function(width) for the smallest of the ascending widths that holds the
-    real examples.
+    """Return function(width) for the smallest of the ascending widths that holds the examples.
 
-    Real examples come first. Draws that belong to examples are the same for every
-    width. A step whose result has another shape for another batch size is computed in
-    full.
+    Real examples come before padding, and draws per example are the same for every width. A
+    step whose result's shape depends on the batch size is computed at the full width.
     """
 
     def result_shapes(width: int) -> PyTree:
@@ -629,8 +617,7 @@ def _at_width(
 
 
 def term_weights(phase: Phase, term: Int[Array, ""]) -> Float[Array, " terms"] | None:
-    """Return the factors of the loss's terms: 1 for all of them if the step is taken
-    (-1), else for the one that is measured."""
+    """Return the factors of the loss's terms: 1 for `term`, 0 for others; -1: 1 for all."""
     if not phase.terms:
         return None
     measured = jnp.arange(len(phase.terms)) == term
@@ -645,21 +632,22 @@ def recorded(
 ) -> Metrics:
     """Return what a tick adds to its phase's metrics.
 
-    A step that is taken adds its own metrics. One that measures a term of the loss adds
-    the norm of the term's gradient to the total of that term's share, and to the weight
-    of every term's share.
+    A training step adds its metrics. A step that measures a term of the loss adds the norm
+    of the term's gradient to the total of that term's share, and to the weight of every
+    term's share.
     """
-    taken = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
+    of_training = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
     if not phase.terms:
-        return taken
+        return of_training
     norm = metrics[GRADIENT_NORM].total
-    del taken[GRADIENT_NORM]
-    weight = norm + jnp.finfo(norm.dtype).tiny  # a loss without any gradient has shares of 0, not of NaN
+    del of_training[GRADIENT_NORM]
+    # `tiny`, so that a loss without any gradient has shares of 0, not NaN
+    weight = norm + jnp.finfo(norm.dtype).tiny
     shares = {
         SHARE + name: _countable(Weighted(jnp.where(term == i, norm, 0), weight), active & (term >= 0))
         for i, name in enumerate(phase.terms)
     }
-    return taken | shares
+    return of_training | shares
 
 
 def _countable(metric: Weighted, active: Array) -> Weighted:
@@ -716,8 +704,7 @@ def _client_key(call: Call, slot: Int[Array, ""]) -> PRNGKeyArray:
 def indices_of_ticks(
     phase: Phase, phase_index: int, chunk: Chunk, key: PRNGKeyArray
 ) -> Int[Array, "ticks lanes B"]:
-    """Return the training examples that every lane reads at every tick of a phase; -1 for
-    padding."""
+    """Return the training examples that each lane reads at each tick of a phase; -1: padding."""
     table = chunk.tables[phase_index]
     order = _example_order(phase, phase_index, chunk, key)
 
@@ -754,8 +741,10 @@ def _example_order(
 def _batch_indices(
     phase: Phase, chunk: Chunk, order, slot, step
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Return the training examples of a client's step, and which of them are real: the
-    last batch of an epoch may be partial."""
+    """Return the training examples of a client's step, and a mask of those that are real.
+
+    The last batch of an epoch may be partial.
+    """
     batch_size = phase.view.batch_size
     count = chunk.count[slot]
     steps_per_epoch = jnp.maximum(-(-count // batch_size), 1)
@@ -774,10 +763,9 @@ def _read_replayed(
     local,
     keys: _StepKeys,
 ) -> Batch:
-    """Read the examples that the client chooses to replay in this step, under the clean
-    view.
+    """Read the examples that the client chooses to replay in this step, not augmented.
 
-    Choices outside of its replay buffer are padding.
+    Choices outside its replay buffer are padding.
     """
     assert phase.replay is not None
     chosen = phase.replay(context, local, keys.update)
@@ -790,13 +778,12 @@ def _read_replayed(
 
 
 def join_batches(batch: Batch, added: Batch) -> Batch:
-    """Return both batches as one, with cached features and keys of draws if both have
-    them."""
+    """Concatenate two batches; cached features and keys only if both have them."""
 
-    def join(first: Array | None, second: Array | None) -> Array | None:
-        if first is None or second is None:
+    def join(a: Array | None, b: Array | None) -> Array | None:
+        if a is None or b is None:
             return None
-        return jnp.concatenate([first, second])
+        return jnp.concatenate([a, b])
 
     inputs, label, mask, index = jax.tree.map(join, batch[:4], added[:4])
     query = join(batch.query, added.query)
@@ -848,7 +835,7 @@ def example_batch(fetch: Fetch, phase: Phase, data: PyTree) -> Batch:
 
 
 def context_of(call: Call, slot: Int[Array, ""]) -> ClientContext:
-    """Return what the client in a slot may read."""
+    """Return the context of the client in a slot."""
     chunk = call.chunk
     task = call.task
     if chunk.task is not None:
@@ -871,8 +858,7 @@ def _at(tree: PyTree, index) -> PyTree:
 
 
 def _write(index: Array, buffer: PyTree, entries: PyTree) -> PyTree:
-    """Return the buffer with the entries at these indices replaced; indices beyond its
-    end are ignored."""
+    """Replace the buffer's entries at these indices; indices beyond its end are dropped."""
     return jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), buffer, entries)
 
 
@@ -883,7 +869,8 @@ def _zeros(shapes: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
 def select(mask: Array, new: PyTree, old: PyTree) -> PyTree:
     """Return `new` where the mask is True, else `old`.
 
-    The mask has the leading axes of their leaves."""
+    The mask has the leading axes of their leaves.
+    """
     return jax.tree.map(lambda a, b: jnp.where(broadcast_left(mask, b), a, b), new, old)
 
 

@@ -98,10 +98,9 @@ from fcljax.types import (
     Who,
 )
 
-# A smaller network's programs take longer to compile than to run, and are compiled lean.
+# programs of a smaller network take longer to compile than to run, and are compiled lean
 LEAN_PARAMETERS = 2_000_000
-# Chunks that the host has given to the device at most:
-# each of them takes the memory of its slots.
+# most chunks in flight on the device; each takes the memory of its slots
 CHUNKS_IN_FLIGHT = 2
 
 
@@ -169,7 +168,7 @@ class Player(NamedTuple):
     round: Round  # the round itself
     capacity: Capacity  # its static shapes
     empty: Callable[[], Accumulator]  # empty() -> an accumulator
-    # indices(chunk, key) -> the examples of every tick, for each phase
+    # indices(chunk, key) -> the training examples of every tick, for each phase
     indices: Callable[..., tuple[Array, ...]]
     # replay_indices(carry, chunk) -> the examples that
     # each of the chunk's clients may replay
@@ -178,13 +177,12 @@ class Player(NamedTuple):
     # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry;
     # `parted`: each device has its own part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
-    # close(accumulator, states, carry, chunk, merging) -> both with the uploads and
-    # states of the chunk's clients, if all of them are finite, and how many chunks are
-    # merged
+    # close(accumulator, states, carry, chunk, merging) -> accumulator and states with the
+    # chunk's uploads and states, if all are finite, and the number of merged chunks
     close: Callable[..., tuple[Accumulator, PyTree, Array]]
     # receive(accumulator, context, upload, position) adds an upload from another machine
     receive: Callable[..., tuple[Accumulator, Array]]
-    # server(round_context, server, accumulator, key) -> the server's part of the exchange
+    # server(round_context, server, accumulator, key) -> the server's step
     server: Callable[..., ServerResult] | None
     mesh: AnyMesh | None  # the devices; None: one device
 
@@ -270,14 +268,13 @@ def make_engine(
       InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
-    # shapes of one call of each function: an error names
-    # the method's function, not a line of jax
+    # shapes of one call of each function, so that an error names the method's function
+    # and not a line of jax
     if not shapes:
         shapes = check_method(method, fetch, example)
     for capacity in capacities:
         if capacity.devices != device_count(mesh):
-            # a chunk's slots are divided evenly, so the
-            # shapes are made for a number of devices
+            # slots are divided evenly over the devices
             raise InputError(
                 f"capacities: made for {capacity.devices} devices; nearest valid value: {device_count(mesh)}"
             )
@@ -299,7 +296,7 @@ def make_engine(
 
     players = []
     for index, (this_round, capacity) in enumerate(zip(method.rounds, capacities, strict=True)):
-        # the name of a function says its round: "after_round 1 close"
+        # such as "after_round 1 close"
         jit_of_round = _with_prefix(jit, f"{this_round.when} {index} ")
         player = _player(
             this_round, shapes[index], capacity, fetch, lanes, mesh, jit_of_round, specs_of_server
@@ -401,7 +398,7 @@ def _player(
         replay_indices=replay,
         open=jit_on_each("open", open_, to_open, split()),
         run_ticks=tuple(_jit_ticks(loop_of_phase(i), mesh, jit) for i in range(len(program.phases))),
-        # accumulator and states are taken over: a run holds each of them once
+        # donated, so that a run holds each of them once
         close=jit_on_each("close", close, to_close, closed, donate_argnums=(0, 1)),
         receive=jit("receive", functools.partial(receive_sent, program), (ACCUMULATOR_SPECS, WHOLE)),
         server=server,
@@ -417,8 +414,8 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         return _carry_of_mesh(carry, mesh)
 
     def ticks(call, carry, window, replay_data, parted):
-        # the host's windows are other examples on each
-        # device; resident data are whole on all
+        # host data: each device has a window of its own; resident data are whole on all
+        # devices
         data = WHOLE
         if parted:
             data = split()
@@ -429,7 +426,7 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         in_specs = (CALL_SPECS, split(), window_specs, replay_specs)
         return on_each(ticks_on_device, mesh, in_specs, split())(call, carry, window, replay_data)
 
-    # data placement changes the program, so `parted` is static; all else is data
+    # only `parted`, the placement of the data, changes the program
     return jit(f"phase {loop.phase_index}", ticks, split(), donate_argnums=1, static_argnums=4)
 
 
@@ -579,13 +576,13 @@ def run_round(
     for stage in stages(inputs.when):
         for index, key in stage_keys(engine.method, stage, round_key):
             ids = _participants(engine.players[index].round.who, inputs)
-            # `_exchange` makes the broadcast, of the server's state by then
+            # `_exchange` fills in the broadcast, from the newest server state
             exchange = Exchange(index, context, Broadcast(()), inputs.partition, ids, key)
             server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
         if stage == "round" and engine.replayer is not None:
             with section("server"):
-                # apart from the server rules' key: replay may be
-                # switched off without changing them
+                # a key of its own: replay may be switched off without changing the server
+                # rules' draws
                 key = fold(round_key, RoundKey.SERVER_REPLAY)
                 context, key = engine.place((context, key))
                 server = put_server(server, engine.mesh)
@@ -601,7 +598,7 @@ def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
     ids = inputs.ids
     if who == "everyone":
         ids = np.flatnonzero(inputs.partition.count)
-    # clients without examples are absent, whoever sampled them
+    # a sampled client may have no examples of the task
     return ids[inputs.partition.count_of(ids) > 0]
 
 
@@ -641,7 +638,7 @@ def stages(when: When) -> tuple[When, ...]:
     return (when,)
 
 
-# what the key of a stage's first round is folded in with; the stage "round" has the
+# folded into the round's key for the first round of a stage; the stage "round" has the
 # round's key itself
 _STAGE_KEYS = {
     "task_start": RoundKey.TASK_START,
@@ -660,8 +657,7 @@ def stage_keys(
     if stage in _STAGE_KEYS:
         stage_key = fold(round_key, _STAGE_KEYS[stage])
     indices = [index for index, this_round in enumerate(method.rounds) if this_round.when == stage]
-    # the first round of a stage has the stage's key, so
-    # that one more round changes no key before it
+    # the first round has the stage's key, so that a further round changes no earlier key
     keys = [stage_key]
     for number in range(len(indices) - 1):
         keys.append(fold(stage_key, RoundKey.FURTHER_ROUNDS + number))
@@ -682,7 +678,7 @@ def _exchange(
     that the device goes from one to the other without the host.
     """
     player = engine.players[exchange.index]
-    # nobody takes part: the server has nothing to merge
+    # without participants there is nothing to merge
     if not len(exchange.ids):
         return server, states, RoundReport({})
     with section("client"):
@@ -694,8 +690,7 @@ def _exchange(
         def serve(received: Accumulator) -> ServerResult:
             if player.server is None:
                 return ServerResult(server, {}, False)
-            # rules read what the clients started from, not the
-            # state that they are about to change
+            # server rules read the broadcast that the clients started from
             return player.server(context._replace(previous=broadcast), server, received, key)
 
         exchange = exchange._replace(context=context, broadcast=broadcast, key=key)
@@ -728,7 +723,7 @@ def _run_clients(
         int(exchange.context.round),
         engine.lanes.count,
         player.capacity,
-        # another participant in every round
+        # another participant in every round measures the terms of its loss
         measured=int(exchange.context.task.index) + int(exchange.context.round),
     )
     data = ready(data, engine.mesh)
@@ -762,14 +757,14 @@ def run_chunks(
     player = engine.players[exchange.index]
     context = exchange.context
     accumulator = player.empty()
-    # read from the device once per pass: a read per
-    # chunk would make the host wait for it
+    # read from the device once per pass: reading it for each chunk would make the host
+    # wait
     merged = 0  # chunks that are merged, as the host knows
     while True:
         merged_on_device = engine.place(np.int32(merged))
         in_flight = deque()
         for number in range(merged, len(chunks)):
-            # memory of one more chunk's slots is free only when an older one has ended
+            # an older chunk must end before there is memory for one more
             if len(in_flight) == CHUNKS_IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             chunk = chunks[number]
@@ -786,8 +781,8 @@ def run_chunks(
         merged = int(merged_on_device)
         if merged == len(chunks):
             return accumulator, states, result
-        # The first chunk that is not merged has a bad upload, which rarely comes alone:
-        # from here on every upload is checked as it arrives.
+        # A bad upload rarely comes alone: from this chunk on, each upload is checked as
+        # it arrives.
         guarded = True
 
 
@@ -808,13 +803,13 @@ def _run_chunk(
     if player.replay_indices is not None:
         to_replay = player.replay_indices(carry, chunk)
     if isinstance(data, Host):
-        # each process reads the indices of all devices
-        # one transfer for both, since each waits for the device
+        # one transfer for both, since each waits for the device; each process reads the
+        # indices of all devices
         indices, to_replay = jax.device_get(put((indices, to_replay), player.mesh))
         return _run_chunk_over_host(player, lanes, call, carry, data, indices, to_replay)
     replay_data = ReplayData(data, to_replay, to_replay)
     for run_phase, index, ticks in zip(player.run_ticks, indices, chunk.ticks, strict=True):
-        # resident data are the training set itself, so an example's place is its index
+        # resident data are the whole training set, so places are indices
         window = TickWindow(data, index=index, place=index, first=np.int32(0), ticks=ticks)
         carry = run_phase(call, carry, window, replay_data, False)
     return carry
@@ -920,7 +915,7 @@ def sending(method: Method) -> Method:
             gather = (upload.mean, upload.sum, upload.gather)
             return Upload(gather=gather, weight=upload.weight), state
 
-        # the server acts on an upload and checks its claims when it receives it
+        # the server calls `receive` and checks claims
         program_of_client = program._replace(finish=finish, receive=None, claims=())
         return this_round._replace(program=program_of_client, server=None)
 
@@ -1008,7 +1003,7 @@ def _aggregate(
     """Return what the server sees of the received uploads; the mean is sum_k w_k x_k /
     sum_k w_k."""
     entries = in_order((received.gather, received.weight, received.id, received.valid), mesh)
-    # on a mesh there are more entries than participants, a multiple of the devices
+    # on a mesh the number of entries is a multiple of the devices
     gather, weight, ids, valid = jax.tree.map(lambda leaf: leaf[:participants], entries)
     total_weight = jnp.sum(weight)
     divisor = jnp.where(total_weight > 0, total_weight, 1.0)

@@ -32,7 +32,7 @@ def without_upload(lines: Sequence[Line]) -> list[int]:
 
 def _rejected_all(line: Line) -> bool:
     participants = line.get("participants") or 0
-    # a round without participants is no failure: 0 >= 0 would count it
+    # without participants nothing was rejected: 0 >= 0 would count the round
     return (line.get("rejected") or 0) >= participants > 0
 
 
@@ -72,7 +72,7 @@ def _share_not_finite(line: Line) -> float:
         return share
     if "loss" not in line or not line.get("participants"):
         return 0.0
-    # the steps of some methods do not report the share: their mean loss says it
+    # steps of some methods do not report the share; then the mean loss tells
     loss = line["loss"]
     if loss is not None and math.isfinite(loss):
         return 0.0
@@ -82,12 +82,12 @@ def _share_not_finite(line: Line) -> float:
 def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
     """Warn of tasks that end with a cross-entropy above that of equal probabilities for
     all classes seen."""
-    # later lines replace earlier ones: the last round of each task stays
+    # the last line of each task replaces the earlier ones
     last_line = {line["task"]: line for line in lines if "task" in line}
     worse = {task: line for task, line in last_line.items() if above_guessing(line)}
     if not worse:
         return []
-    # the worst task stands for all of them
+    # the worst task is reported
     task, line = max(worse.items(), key=lambda item: item[1][CROSS_ENTROPY])
     return [
         f"warning: training diverged: at the end of {len(worse)} of {len(last_line)} tasks the clients' "

@@ -44,7 +44,7 @@ def with_rates(build: Build, usual: Rates) -> Method:
     method = build(usual)
 
     def init(key, frozen):
-        # new in every trace: the rates are tracers then, and the result is not kept
+        # rebuilt in every trace, because the rates are then tracers
         return _build_traced(build, frozen.rates).init(key, frozen)
 
     functions = {}
@@ -67,7 +67,7 @@ def _build_traced(build: Build, rates: Rates) -> Method:
     """
     try:
         return build(rates)
-    # JAX's two errors say that Python code asked for a rate's value
+    # JAX raises these where Python code asks for a rate's value
     except (InputError, jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, InputError):
@@ -96,7 +96,7 @@ def _round(build: Build, method: Method, index: int) -> Round:
     this_round = method.rounds[index]
     program: Program = this_round.program
 
-    # looked up by path: the functions of the method made anew are others at each trace
+    # looked up by path, because each trace rebuilds the method's functions
     def with_rates_of(path: str) -> Callable:
         """Return the function at a path within the round."""
         find = operator.attrgetter(path)

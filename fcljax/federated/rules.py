@@ -1,13 +1,12 @@
-"""Rules that merge the uploads of K clients: pure, jit-able reductions of pytrees [K,
-...] to pytrees [...].
+"""Rules that merge the uploads of K clients: pure, jit-able, from pytrees [K, ...] to [...].
 
 Every rule takes `valid [K]`, so that K stays fixed. Invalid clients have no influence,
-whatever their uploads contain, NaN and inf included. Valid uploads must be finite;
-`sums.finite_guard` sees to that. Results have the dtypes of the leaves; integers and
-booleans are rounded. If no client is valid, a mean or median is 0; the engine keeps the
-server's state in that case, so the zeros are never used.
+whatever their uploads contain, NaN and inf included. Valid uploads must be finite, which
+`sums.finite_guard` ensures. Results have the dtypes of the leaves; integers and booleans
+are rounded. If no client is valid, a mean or median is 0, which is never used: the engine
+keeps the server's state.
 
-Robust rules ignore weights, because a weight is the client's own claim.
+Robust rules ignore weights, which a malicious client can choose.
 """
 
 import functools
@@ -38,8 +37,9 @@ def weighted_mean(
     weight: Num[Array, " K"],
     valid: Bool[Array, " K"],
 ) -> PyTree:
-    """sum_k n_k w_k / sum_k n_k over the valid clients (FedAvg, McMahan et al. 2017,
-    algorithm 1).
+    """Return sum_k n_k w_k / sum_k n_k over the valid clients.
+
+    This is FedAvg (McMahan et al. 2017, algorithm 1).
 
     Args:
       stacked: leaves [K, ...].
@@ -49,8 +49,8 @@ def weighted_mean(
     Returns:
       Leaves [...]; zeros if the weights of the valid clients add up to 0.
     """
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
-    mean = add_stacked(sum_zeros(one, floating=True), stacked, valid, shares(weight, valid))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
+    mean = add_stacked(sum_zeros(shapes, floating=True), stacked, valid, shares(weight, valid))
     return sum_value(mean, stacked)
 
 
@@ -59,8 +59,7 @@ def uniform_mean(
     weight: Num[Array, " K"],
     valid: Bool[Array, " K"],
 ) -> PyTree:
-    """The plain mean [...] over the valid clients of leaves [K, ...]; `weight [K]` is
-    ignored."""
+    """Return the unweighted mean [...] over the valid clients of leaves [K, ...]."""
     return weighted_mean(stacked, jnp.ones_like(weight), valid)
 
 
@@ -69,10 +68,9 @@ def coordinate_median(
     weight: Num[Array, " K"],
     valid: Bool[Array, " K"],
 ) -> PyTree:
-    """The median [...] of every coordinate over the valid clients of leaves [K, ...]
-    (Yin et al. 2018, definition 1). `weight [K]` is ignored.
+    """Return the median [...] of every coordinate over the valid clients of leaves [K, ...].
 
-    An even count takes the mean of the middle two.
+    Of an even number it is the mean of the middle two (Yin et al. 2018, definition 1).
     """
     del weight
     count = jnp.sum(valid)
@@ -94,30 +92,34 @@ def value_of_rank(
     values: Float[Array, "K ..."],
     rank: Int[Array, ""],
 ) -> Float[Array, "..."]:
-    """The value [...] of this rank, from 0 on, of every coordinate: exact, as if they
-    were sorted.
+    """Return the value [...] of this rank (from 0) of every coordinate, as `sort` would.
 
-    It is found bit by bit, in a pass over the values for each: a sort over 40,000
-    clients takes 10 s and needs the memory of several copies.
+    The bits are decided one by one, each in a pass over the values: a sort over 40,000
+    clients takes 10 s and the memory of several copies.
     """
     bits = 8 * values.dtype.itemsize
-    kind = jnp.dtype(f"uint{bits}")
-    top = jnp.asarray(1 << (bits - 1), kind)
-    word = jax.lax.bitcast_convert_type(values, kind)
-    ordered = jnp.where(word >= top, ~word, word | top)  # integers in the order of the numbers
+    uint = jnp.dtype(f"uint{bits}")
+    sign = jnp.asarray(1 << (bits - 1), uint)
+    word = jax.lax.bitcast_convert_type(values, uint)
+    # unsigned integers in the order of the floating-point numbers
+    ordered = jnp.where(word >= sign, ~word, word | sign)
 
     def next_bit(i: Array, prefix: Array) -> Array:
-        higher = prefix | (top >> i.astype(kind))
-        return jnp.where(jnp.sum(ordered < higher, axis=0) <= rank, higher, prefix)
+        candidate = prefix | (sign >> i.astype(uint))
+        # at most `rank` values are smaller: the value of this rank has the bit
+        return jnp.where(jnp.sum(ordered < candidate, axis=0) <= rank, candidate, prefix)
 
-    prefix = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], kind))
-    return jax.lax.bitcast_convert_type(jnp.where(prefix >= top, prefix ^ top, ~prefix), values.dtype)
+    prefix = jax.lax.fori_loop(0, bits, next_bit, jnp.zeros(values.shape[1:], uint))
+    word = jnp.where(prefix >= sign, prefix ^ sign, ~prefix)
+    return jax.lax.bitcast_convert_type(word, values.dtype)
 
 
 @value_of_rank.defjvp
 def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    """Give the tangent of the value of this rank; equal values share it. Bits have no
-    derivative."""
+    """Return the value, and the mean tangent of the clients that have it.
+
+    Operations on bits have no derivative of their own.
+    """
     values, rank = primals
     value = value_of_rank(values, rank)
     equal = values == value
@@ -128,11 +130,10 @@ def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]
 def trimmed_mean(
     stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"], trim: float = 0.1
 ) -> PyTree:
-    """The mean [...] of every coordinate without its floor(trim * n) smallest and as
-    many largest values, n = valid clients (Yin et al. 2018, definition 2). `weight [K]`
-    is ignored.
+    """Return the mean [...] of every coordinate without its smallest and largest values.
 
-    Fewer than 1 / trim valid clients leave nothing to trim.
+    Of n valid clients, floor(trim * n) values are left out at each end (Yin et al. 2018,
+    definition 2): none if n < 1 / trim.
 
     Raises:
       InputError: trim outside [0, 0.5).
@@ -150,7 +151,7 @@ def trimmed_mean(
         lowest = value_of_rank(wide, cut)
         highest = value_of_rank(wide, count - 1 - cut)
         inner = jnp.sum(jnp.where((wide > lowest) & (wide < highest), share * wide, 0), axis=0)
-        # equal values at an end: those that are not cut off
+        # numbers of values equal to an end that are not cut off
         low = jnp.sum(wide <= lowest, axis=0) - cut
         high = jnp.sum((wide >= highest) & broadcast_left(valid, leaf), axis=0) - cut
         ends = (share * low) * lowest + (share * high) * highest
@@ -167,14 +168,15 @@ def geometric_median(
     steps: int = 32,
     smoothing: float = 1e-6,
 ) -> PyTree:
-    """The point [...] with the least weighted sum of L2 distances to the valid uploads
-    (RFA, Pillutla et al. 2022, the smoothed Weiszfeld algorithm).
+    """Return the point [...] with the least weighted sum of L2 distances to the valid uploads.
 
-        v <- sum_k b_k w_k / sum_k b_k,   b_k = a_k / max(smoothing, ||v - w_k||),   a_k = n_k / sum_j n_j
+    This is RFA (Pillutla et al. 2022), by the smoothed Weiszfeld algorithm:
 
-    It starts at the coordinate median, not at the mean: from the mean, one upload of
-    3e38 takes 40 steps to forget. Clients with less than half of the weight cannot move
-    the result far.
+        v <- sum_k b_k w_k / sum_k b_k,   b_k = a_k / max(smoothing, ||v - w_k||),
+                                          a_k = n_k / sum_j n_j
+
+    It starts at the coordinate median, not at the mean, from which one upload of 3e38 takes
+    40 steps to forget. Clients with less than half of the weight cannot move the result far.
 
     Args:
       stacked: leaves [K, ...].
@@ -191,8 +193,7 @@ def geometric_median(
         change = difference(wide, centre)
         distance = jnp.maximum(jax.vmap(norm)(change), SHRINK * smoothing)
         nearest = jnp.min(jnp.where(counted, distance, jnp.inf))
-        # steps of unit vectors, all relative to the nearest
-        # upload: 1 / distance itself would underflow
+        # relative to the nearest upload, because 1 / distance could underflow
         pull = jnp.sum(jnp.where(counted, share * (nearest / distance), 0))
         length = jnp.where(pull > 0, nearest / SHRINK / jnp.where(pull > 0, pull, 1), 0)
         unit = _mix(share, jax.tree.map(lambda x: x / broadcast_left(distance, x), change))
@@ -208,9 +209,10 @@ def krum(
     valid: Bool[Array, " K"],
     malicious: int,
 ) -> PyTree:
-    """The one valid upload [...] with the smallest sum of squared distances to its n -
-    malicious - 2 nearest others, n = valid clients; the first of equals (Blanchard et
-    al. 2017, section 4). `weight [K]` is ignored.
+    """Return the valid upload [...] that is closest to its neighbours.
+
+    It has the smallest sum of squared distances to its n - malicious - 2 nearest others, n =
+    valid clients; ties go to the first (Blanchard et al. 2017, section 4).
 
     Raises:
       InputError: malicious < 0.
@@ -225,25 +227,29 @@ def multi_krum(
     malicious: int,
     chosen: int | None = None,
 ) -> PyTree:
-    """The plain mean [...] of the `chosen` valid uploads that `krum` ranks first
-    (Blanchard et al. 2017, section 5).
+    """Return the unweighted mean [...] of the uploads that `krum` ranks first.
+
+    See Blanchard et al. 2017, section 5.
 
     Args:
       stacked: leaves [K, ...].
       weight: ignored.
       valid: which clients count; n of them.
-      malicious: how many uploads may be malicious; the paper's guarantee needs n > 2 * malicious + 2.
-      chosen: how many to average, at least one and at most n; None takes n - malicious.
+      malicious: number of uploads that may be malicious; the paper's guarantee needs
+        n > 2 * malicious + 2.
+      chosen: number of uploads in the mean, from 1 to n; None: n - malicious.
 
     Raises:
       InputError: malicious < 0.
     """
     _check("malicious_bound", malicious, malicious >= 0, "at least 0; nearest valid value: 0")
     count = jnp.sum(valid)
-    score = _krum_scores(stacked, valid, malicious)
-    chosen_count = jnp.clip(count - malicious if chosen is None else chosen, 1, jnp.maximum(count, 1))
-    rank = jnp.argsort(jnp.argsort(score))
-    return weighted_mean(stacked, jnp.ones_like(weight), valid & (rank < chosen_count))
+    uploads = count - malicious
+    if chosen is not None:
+        uploads = chosen
+    uploads = jnp.clip(uploads, 1, jnp.maximum(count, 1))
+    rank = jnp.argsort(jnp.argsort(_krum_scores(stacked, valid, malicious)))
+    return weighted_mean(stacked, jnp.ones_like(weight), valid & (rank < uploads))
 
 
 def _krum_scores(
@@ -251,19 +257,17 @@ def _krum_scores(
     valid: Bool[Array, " K"],
     malicious: int,
 ) -> Float[Array, " K"]:
-    """The root of the sum of squared L2 distances of an upload to its n - malicious - 2
-    nearest others, n = valid clients, in shrunk units; inf for invalid clients
-    (Blanchard et al. 2017, section 4).
+    """Return the root of Krum's score of each client, in shrunk units; inf if it is not valid.
 
-    The root ranks as the sum does and does not overflow. With too few clients for the
-    formula, one neighbour counts, if there is one.
+    The score is the sum of squared L2 distances to the n - malicious - 2 nearest others, n =
+    valid clients (Blanchard et al. 2017, section 4). Its root has the same order and does
+    not overflow. With too few clients for the formula, one neighbour counts.
     """
     clients = valid.shape[0]
     count = jnp.sum(valid)
     wide = _selected(stacked, valid)
-    # one client at a time: the differences of all
-    # pairs, [K, K, ...], may not fit into memory
-    distance = jax.lax.map(lambda one: jax.vmap(norm)(difference(wide, one)), wide)
+    # one client at a time: the differences of all pairs, [K, K, ...], may not fit into memory
+    distance = jax.lax.map(lambda upload: jax.vmap(norm)(difference(wide, upload)), wide)
     other = valid[:, None] & valid & ~jnp.eye(clients, dtype=bool)
     ranked = jnp.sort(jnp.where(other, distance, jnp.inf), axis=1)
     nearest = jnp.minimum(jnp.maximum(count - malicious - 2, 1), count - 1)
@@ -279,8 +283,9 @@ def centred_clipping(
     radius: float,
     steps: int = 3,
 ) -> PyTree:
-    """The centre [...] moved, `steps` times, by the mean of the changes clipped to L2
-    norm `radius` (Karimireddy et al. 2021, algorithm 2, CClip).
+    """Move the centre [...] by the mean of the clients' changes, each clipped to L2 norm `radius`.
+
+    This is CClip (Karimireddy et al. 2021, algorithm 2), repeated `steps` times:
 
         v <- v + 1/n sum_k (x_k - v) min(1, radius / ||x_k - v||)
 
@@ -290,9 +295,9 @@ def centred_clipping(
       stacked: leaves [K, ...].
       weight: ignored.
       valid: which clients count; n of them. With none the result is the centre.
-      centre: leaves [...] of the same structure: what the clients started from.
+      centre: leaves [...] that the clients started from.
       radius: the paper's tau, in the units of the leaves.
-      steps: the paper's number of iterations.
+      steps: number of iterations.
 
     Raises:
       InputError: a radius that is not positive.
@@ -308,9 +313,9 @@ def centred_clipping(
     return sum_value(jax.lax.fori_loop(0, steps, move, jax.tree.map(widen, centre)), stacked)
 
 
-def _check(name: str, value: float | int, valid: bool, wanted: str) -> None:
+def _check(name: str, value: float | int, valid: bool, requirement: str) -> None:
     if not valid:
-        raise InputError(f"{name}: {value} must be {wanted}")
+        raise InputError(f"{name}: {value} must be {requirement}")
 
 
 def _selected(stacked: PyTree, valid: Array) -> PyTree:
@@ -318,10 +323,10 @@ def _selected(stacked: PyTree, valid: Array) -> PyTree:
 
 
 def _mix(share: Array, stacked: PyTree) -> PyTree:
-    """sum_k share_k leaf_k, as matrix products.
+    """Return sum_k share_k leaf_k, as matrix products.
 
-    With one million parameters, a sum over axis 0 that is fused with what computes its
-    terms took up to 100 times as long on the CPU.
+    With one million parameters, a sum over axis 0, which XLA fuses with the computation of
+    its terms, took up to 100 times as long on the CPU.
     """
-    highest = jax.lax.Precision.HIGHEST  # else accelerators round to fewer bits
+    highest = jax.lax.Precision.HIGHEST  # otherwise accelerators round to fewer bits
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)

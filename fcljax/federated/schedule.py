@@ -102,8 +102,7 @@ class LaneTable(NamedTuple):
     start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
     end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
     active: Int[np.ndarray, "ticks lanes"]  # 0 where the lane is idle
-    # number of the loss's term whose gradient is measured, and nothing else; -1: the
-    # step is taken
+    # term of the loss that the step measures, without an update; -1: a training step
     term: Int[np.ndarray, "ticks lanes"]
 
 
@@ -122,7 +121,7 @@ class Chunk(NamedTuple):
     offset: Int[np.ndarray, " slots"]  # where each client's indices begin
     class_examples: Int[np.ndarray, "slots C"]  # examples of each client and class
     indices: Int[np.ndarray, " examples"]  # of the training examples, client after client
-    # whose example each is; padding belongs to slot S, which sorts last
+    # slot of each example; padding has slot S, which sorts last
     slot_of_example: Int[np.ndarray, " examples"]
     tables: tuple[LaneTable, ...]  # one for each phase
     ticks: tuple[Ints, ...]  # ticks of each phase that are in use
@@ -170,8 +169,7 @@ def _num_participants(participation: float, eligible: int) -> int:
     above 1 itself, at most all of them."""
     if participation > 1:
         return min(int(participation), eligible)
-    # without the slack 0.07 of 100 clients would be 8, since 0.07 * 100 > 7 in floating
-    # point
+    # the slack, since 0.07 * 100 > 7 in floating point and 0.07 of 100 clients would be 8
     return int(np.ceil(participation * eligible - 1e-9))
 
 
@@ -432,7 +430,7 @@ def with_probe(table: LaneTable, slot: int, step: int, terms: int) -> LaneTable:
     probe.step[:, lane] = step
     probe.active[:, lane] = 1
     probe.term[:, lane] = np.arange(terms)
-    # a client whose only step is measured starts before it
+    # a client without a training step starts before its measuring step
     probe.start[0, lane] = table.start[tick, lane]
     table.start[tick, lane] = 0
     ticks = len(table.slot)
@@ -460,7 +458,7 @@ def capacity(
       worth: as in `step_widths`.
       devices: that share the lanes evenly.
     """
-    # the largest clients first, so that the first so many are the worst case of a chunk
+    # the largest clients first: the first n are the worst case of a chunk of n clients
     counts = [np.sort(partition.count)[::-1] for partition in partitions]
     most = max(_num_participants(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most, _slots_of_device(most, lanes, devices)))
@@ -523,7 +521,7 @@ def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
     longest_lane = int(-(-steps.sum() // lanes) + steps.max(initial=0))
     most_ticks = []
     for phase, steps_of_phase in zip(program.phases, steps_by_phase, strict=True):
-        # a phase that measures the terms of its loss has a tick for each
+        # one more tick for each term of the loss that is measured
         most_ticks.append(min(longest_lane, int(steps_of_phase.sum())) + len(phase.terms))
     return most_ticks
 
@@ -577,7 +575,7 @@ def plan_round(
         for queues in packed
     ]
     paid_steps = lanes * sum(int(ticks) for chunk in chunks for ticks in chunk.ticks)
-    # ticks that only measure do not belong to training
+    # without ticks that only measure
     return chunks, (int(steps.sum()), paid_steps - lanes * sum(terms))
 
 
@@ -634,7 +632,7 @@ def _plan_chunk(
         class_examples=class_examples.astype(np.int32),
         indices=_ints(np.concatenate(indices)),
         slot_of_example=_ints(np.concatenate(slot_of_example)),
-        # what names a slot counts from the device's first
+        # a device numbers its slots from 0
         tables=tuple(table._replace(slot=table.slot % capacity.slots) for table in tables),
         ticks=tuple(np.asarray(tick, np.int32) for tick in ticks),
         round=np.asarray(round_, np.int32),

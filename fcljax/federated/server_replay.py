@@ -25,8 +25,8 @@ class Replayer(NamedTuple):
     buffer: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
-    # finish(round_context, server, local) -> (server, refused): the old state if the
-    # new is not finite
+    # finish(round_context, server, local) -> (server, refused); the old state if the new
+    # one is not finite
     finish: Callable[..., tuple[PyTree, Array]]
 
 
@@ -116,7 +116,7 @@ def replay_on_server(
             step_metrics.append(metrics)
             examples += int(np.sum(batch.mask))
     server, refused = replayer.finish(round_context, server, local)
-    # only now does the host wait for the device
+    # the first point at which the host waits for the device
     totals = functools.reduce(_add, jax.device_get(step_metrics))
     metrics = {name: Weighted(*total) for name, total in totals.items()}
     return Replayed(server, metrics, examples, bool(refused))
@@ -159,7 +159,7 @@ def _batches(
     for first in range(0, len(order), batch_size):
         batch_order = order[first : first + batch_size]
         mask = np.arange(batch_size) < len(batch_order)
-        # padding repeats an example, whose mask is False
+        # padding repeats examples, with a mask of False
         padded_order = np.resize(batch_order, batch_size)
         of_batch = _ReplayedExamples(*(column[padded_order] for column in replayed))
         examples, label = _take([(buffer.examples, buffer.label) for buffer in buffers], of_batch)

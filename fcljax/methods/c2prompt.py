@@ -85,7 +85,7 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
     server_rules: list[ServerRule] = []
     share = 0.0  # of the cross-entropy on compensated images
     if not options.wo_lcdc:
-        # the cross-entropy's two parts have the weights share and 1 - share
+        # share and 1 - share weight the two parts of the cross-entropy
         share = options.compensation_share
         client_rules.append(compensate(options, run, cross_entropy_loss(weight=share)))
         server_rules.append(global_moments(run))
@@ -117,8 +117,8 @@ def global_moments(run: Run) -> ServerRule:
         return reports.no_moments(classes, width)
 
     def add(step: ClientStep, total: ClassMoments) -> ClassMoments:
-        # the frozen network's features, which no adapter moves: moments stay valid in
-        # all rounds
+        # the frozen network's features, which no adapter changes, so that moments stay
+        # valid in all rounds
         feature = step.output.query
         batch = step.batch
         assert feature is not None
@@ -175,20 +175,20 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
       loss: of images beside their prompts, times its share.
     """
     shape = (run.sizes.task_classes, options.compensation_length, run.network.width)
-    # the run's optimiser with a learning rate of its own: the prompts are no adapter
+    # the compensation prompts are not part of the adapter, and have their own learning
+    # rate
     optimiser = optax.chain(run.training.optimiser, optax.scale(-options.compensation_lr))
 
     def init(_key: PRNGKeyArray, _trainable: Params) -> Compensation:
         return Compensation(jnp.zeros(shape), jnp.int32(-1))
 
-    # all clients start from the same prompts, so that their order does not matter
+    # all clients start from the same prompts
     def start(
         context: ClientContext,
         state: Compensation,
         _key: PRNGKeyArray,
     ) -> Compensating:
-        # at the client's first round of the task, also where that is not the task's
-        # first
+        # the client's first round of the task, which may not be the task's first round
         trains = state.task != context.task.index
         initial = initial_prompts(shape)
         prompt = jnp.where(trains, initial, state.prompt)
@@ -200,7 +200,7 @@ def compensate(options: C2PromptOptions, run: Run, loss: Loss) -> ClientRule:
             update, state = optimiser.update(gradient, memory.optimiser, memory.prompt)
             return Compensating(optax.tree.add(memory.prompt, update), state, memory.trains)
 
-        # later rounds play the pass too, whose length is fixed; it then changes nothing
+        # later rounds play the pass too, whose length is fixed, but it changes nothing
         return jax.lax.cond(memory.trains, train, lambda: memory)
 
     def value(step: ClientStep, memory: Compensating) -> Float[Array, ""]:
@@ -246,7 +246,7 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
     network = step.learner.network
     context = step.context
     mask = step.batch.mask
-    # the network without adapter: f is frozen, and mu and sigma are of the same f (LCDC)
+    # without the adapter: mu and sigma are moments of the same f (LCDC)
     injection = Injection(tokens=tokens_of(step, prompt))
     features, _ = network.apply(context.frozen.network, step.batch.input, injection, True, mask)
     moments: ClassMoments = context.payload.sent[MOMENTS]
@@ -254,7 +254,7 @@ def misfit(step: ClientStep, prompt: Float[Array, "Ct length width"]) -> Float[A
     index = class_index(step)
     # the least variance bounds the weight of a channel that is constant in a class
     distance = (features.cls - mean[index]) ** 2 / jnp.maximum(variance[index], LEAST_VARIANCE)
-    # a class of which the server has no examples has no moments
+    # a class without examples in the reports has no moments
     counts = mask & (moments.examples[index] > 0)
     total = heads.masked_sum(jnp.sum(distance, axis=1) / 2, counts)
     return total / jnp.maximum(jnp.sum(counts), 1)

@@ -105,12 +105,12 @@ def roles(share: float, clients: int) -> ServerRule:
 
 def learn_or_review(options: CFeDOptions, clients: int) -> ClientRule:
     """Add the whole loss: a learner's cross-entropy, or a reviewer's distillation."""
-    # classes that the paper leaves open: an option
+    # the paper does not say which classes compete, so it is an option
     learn = cross_entropy_loss(options.local_classes)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
-        # only one of them is computed where clients train one by one
+        # `cond` computes only one of them where clients train one by one
         return jax.lax.cond(
             context.payload.sent["roles"][context.client.id],
             lambda: options.distill_weight * review(step, clients, options.distill_temperature),
@@ -172,11 +172,11 @@ def server_distillation(options: CFeDOptions) -> ServerRule:
             return jnp.concatenate([clients, start[None]])
 
         client_models = task_start.valid_parameters(round, mean)
-        # rules' own parameters are no part of a teacher
+        # parameters of client rules are not part of a teacher
         start_model = start.trainable._replace(extra={})
         teachers = Ensemble(
             jax.tree.map(append, client_models, start_model),
-            # in the first task there is no earlier model to learn from
+            # the last teacher, the task's first model, counts from the second task on
             jnp.append(round.valid, task.index > 0),
         )
         # without an upload there is no teacher, and the model stays

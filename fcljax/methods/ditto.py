@@ -81,8 +81,7 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
     """
 
     def init(_key: PRNGKeyArray, trainable: Params) -> Params:
-        # v is trained in all tasks, so a leaf that is another task's would be lost with
-        # its task
+        # v trains in all tasks; a leaf that belongs to one task would be lost with it
         check_all_last(adapter, trainable.adapter, "ditto keeps a client's own model")
         return trainable
 

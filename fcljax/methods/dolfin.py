@@ -88,7 +88,7 @@ def sends_b_alone(model: Learner) -> Learner:
     return model._replace(sends=sends, merge=merge)
 
 
-# a projection after the step: weight decay too would turn A out of its directions
+# after the step, because weight decay would also turn A out of its directions
 def put_back_a(context: ClientContext, trainable: Params) -> Params:
     """Put A back after a step: it does not train, nor decay."""
     shared: Lora = context.payload.trainable.adapter
@@ -194,9 +194,8 @@ def extend_directions(
     explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy
     is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
     extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
-    # a projection up to rounding: its eigenvalues become exactly 0 and 1
-    # rounding would otherwise grow from task to task, and P P = P is what "outside"
-    # relies on
+    # restores P P = P: rounding, which would grow from task to task, moves the
+    # eigenvalues away from 0 and 1
     values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
-    # 0.5 separates the eigenvalues 0 and 1, however far rounding moved them
+    # halfway between 0 and 1
     return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

@@ -126,8 +126,7 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
         return penalty(step, measuring.anchor)
 
     def no_anchor(_key: PRNGKeyArray, trainable: Params) -> Anchor:
-        # parameters that each task has for itself are frozen afterwards: no penalty is
-        # needed
+        # parameters of a single task are frozen afterwards and need no penalty
         lasting = learner.lasting(trainable)
         return Anchor(lasting, jax.tree.map(jnp.zeros_like, lasting), jnp.bool_(False))
 
@@ -187,7 +186,7 @@ def add_squared_gradients(
       measuring: the sums so far.
       classes: those that compete.
     """
-    # every example starts from zero, so that vmap sums nothing twice
+    # each example starts from zero sums, which vmap then adds up
     zero = start_measuring(step.context, measuring.anchor, step.key)
 
     def of_example(batch: Batch) -> Measuring:
@@ -229,7 +228,7 @@ def microbatches(batch: Batch, most: int) -> Batch:
         padding = [(0, pieces * size - count)] + [(0, 0)] * (leaf.ndim - 1)
         return jnp.pad(leaf, padding).reshape(pieces, size, 1, *leaf.shape[1:])
 
-    # a pass that measures draws nothing, so keys need not be divided
+    # without draws there are no keys to divide
     return jax.tree.map(divide, batch._replace(keys=None))
 
 
@@ -253,15 +252,15 @@ def add_squared_gradient(
     def loss(trainable: Params, mask: Bool[Array, " B"]) -> Float[Array, ""]:
         return cross_entropy(step.forward(trainable).logits, batch.label, classes, mask)
 
-    # p(y | x) of one example at a time: the square of a mean is not the mean of squares
-    # row n of the masks has example n alone, or none if n is padding
+    # one example at a time, because the square of a mean is not the mean of squares; row
+    # n of the masks has only example n, or none if n is padding
     masks = jnp.diag(batch.mask)
     gradients = jax.vmap(jax.grad(loss), (None, 0))(step.trainable, masks)
 
     def add(total: Array, gradient: Array) -> Array:
         return total + jnp.sum(gradient**2, axis=0)
 
-    # only leaves that last: the others have no place in the sums
+    # leaves of a single task have no sums
     lasting = matching(gradients, measuring.squares)
     squares = jax.tree.map(add, measuring.squares, lasting)
     return Measuring(measuring.anchor, squares, measuring.batches + jnp.sum(batch.mask))
@@ -316,8 +315,7 @@ def consolidate(
         mixed: Float[Array, "*rows C"],
         new: Float[Array, "*rows C"],
     ) -> Float[Array, "*rows C"]:
-        # a row of the classifier is its class's: F > 0 somewhere says that the class
-        # has trained
+        # a class whose row has F > 0 somewhere has trained
         was_measured = jnp.any(old > 0, axis=tuple(range(old.ndim - 1)))
         return jnp.where(was_measured, mixed, new)
 

@@ -82,8 +82,7 @@ def calibrated(lora: Adapter) -> Adapter:
         return trainable._replace(pairs=lora.merge(params.pairs, task, trainable.pairs))
 
     def cached(params: Calibrated) -> PyTree:
-        # clients cache LoRA's earlier pairs alone; the residual travels with the
-        # payload
+        # clients cache only LoRA's earlier pairs; the residual is part of the payload
         return lora.cached(params.pairs)
 
     def counted(trainable: Calibrated, _task: Task) -> Lora:
@@ -149,7 +148,7 @@ def calibrate(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
     """Merge the pairs to their mean, and add what it misses to the residual."""
     pairs: Lora = round.reports["adapter"]
     old: Calibrated = round.learner.adapter.trainable(params.adapter, round.task)
-    # the classifier is averaged by the run's rule, the pair here: its mean enters the
+    # the aggregation rule averages the classifier; the pairs are averaged here, for the
     # residual
     mean: Lora = weighted_mean(pairs, round.weights, round.valid)
     difference = Residual(
@@ -176,8 +175,7 @@ def missed(
     p = jnp.where(valid, weights, 0.0)
     # tiny, not 0: without a valid upload all p are 0
     p = p / jnp.maximum(jnp.sum(p), jnp.finfo(p.dtype).tiny)
-    # W_0 + R + B A then equals the mean of the clients' weights
-    # an upload that is not valid may be NaN, which a weight of 0 would not remove
+    # an invalid upload may be NaN, which a weight of 0 would not remove
     a = jnp.where(valid[:, None, None, None], a, 0.0)
     b = jnp.where(valid[:, None, None, None], b, 0.0)
     return exact_einsum("k,kmdr,kmre->mde", p, b, a) - exact_matmul(mean_b, mean_a)

@@ -119,8 +119,7 @@ def corrected(
     weight: float, round: ServerRound, mean: Params, state: ServerSlope
 ) -> tuple[Params, ServerSlope]:
     """Return mean_i w_i - h / alpha and the new state of the server (algorithm 1)."""
-    # with the participants already: h has the denominator of the same clients as its
-    # sum
+    # this round's participants included, since the sum has their terms
     seen = with_participants(state.seen, round)
     change = optax.tree.sub(mean, without_stats(round.previous.payload.trainable))
     same_task = state.seen.task == round.task.index

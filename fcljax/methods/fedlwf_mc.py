@@ -21,8 +21,8 @@ from fcljax.parts.task_start import send_start_of_task, teacher
 from fcljax.settings import NoOptions, with_mini
 from fcljax.types import Method
 
-# one sigmoid a class: a label is one number among those of all seen classes, so the
-# classifier needs a larger rate
+# one sigmoid per class: only one of the targets is 1, so that the classifier needs a
+# larger rate
 PRESETS = with_mini(WHOLE, lr=0.1, full_lr=1e-4)
 
 

@@ -108,7 +108,7 @@ def fedran(options: FedRANOptions, run: Run) -> Method:
     if options.labelled == 1 or not options.pseudo_labels:
         classifier = on_projection(width, options.projection, classes)
     else:
-        # the means of labelled examples travel as the classifier's trainable parameters
+        # class means are the classifier's trainable parameters, and so are uploaded
         sums = empty_sums(classes, width)
         classifier = on_projection(width, options.projection, classes, statistics=sums)
         classifier = classifier._replace(trainable=prototypes_of_task)
@@ -348,7 +348,7 @@ def solve_low_rank(
     It solves a system of r x r: (F F^T + ridge I)^-1 = (I - F (F^T F + ridge I)^-1 F^T)
     / ridge.
     """
-    # 0 / tiny = 0 before any example: the classifier starts without a preference
+    # before any example the classifier is then 0 / tiny = 0
     ridge = jnp.maximum(ridge, jnp.finfo(jnp.float32).tiny)
     inner = solve_ridge(exact_matmul(factor.T, factor), exact_matmul(factor.T, products), ridge)
     return (products - exact_matmul(factor, inner)) / ridge

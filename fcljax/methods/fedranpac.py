@@ -64,8 +64,8 @@ PRESETS = {
 }
 
 
-# "fit": of four fifths of the examples; "held_out":
-# of those that choose the ridge, if any do
+# "fit": sums of four fifths of the examples; "held_out": sums of the others, which choose
+# the ridge
 Split = dict[str, Moments]
 
 
@@ -139,7 +139,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         return jnp.all(jnp.stack(parts)) & (examples <= context.client.examples)
 
     report = Report("split", no_examples, add, merge="sum", possible=possible)
-    # the first task's sums are those of the network that its training ends with
+    # sums of the first task are those of the trained network
     when = "task_end"
     if run.adapter.plain:
         when = "task_start"

@@ -51,8 +51,7 @@ def fedrecon(options: FedReconOptions, run: Run) -> Method:
     if run.adapter.plain:
         method = federate(run, model, server_rules=(merge_prototypes(run, "task_start"),))
     else:
-        # the first task's prototypes are those of the
-        # embedding that its training ends with
+        # prototypes of the first task are those of the trained embedding
         method = federate(
             run,
             model,

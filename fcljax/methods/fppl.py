@@ -154,7 +154,7 @@ def global_prototypes(step: ClientStep, options: FPPLOptions) -> tuple[Prototype
     task = step.context.task
     if options.prototype_download == "current":
         return received, task.classes
-    # classes of earlier tasks are known too, but L_ur is over the current ones (eq. 6)
+    # L_ur is over the current classes (eq. 6), although earlier ones have prototypes too
     present = received.present & task.current
     return received._replace(present=present), jnp.arange(task.current.shape[0])
 
@@ -221,7 +221,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
     )
 
     def init(_params: Params, _trainable: Params) -> Prototypes:
-        # K x C vectors from the start: the pool's shape must not grow with tasks
+        # K x C vectors from the start, because the pool's shape must not grow with tasks
         shape = (run.sizes.clients, run.sizes.classes)
         return Prototypes(jnp.zeros((*shape, width)), jnp.zeros(shape, bool))
 
@@ -242,7 +242,7 @@ def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
         if options.wo_pool:
             stored_classes = task.current
         present = pool.present & stored_classes
-        # a robust rule: one poisoned prototype must not train the classifier
+        # with a robust rule, a poisoned prototype must not train the classifier
         if run.aggregation.reduce is not None:
             global_means = merge_pool(run.aggregation, pool)
             all_clients = jnp.ones(run.sizes.clients, bool)
@@ -326,7 +326,7 @@ def debias(
     # classes without prototype compete with none of their own, and would only lose
     allowed = jnp.any(pool.present, axis=0)
     count = jnp.sum(present)
-    # the number of batches is data: the pool fills up from round to round
+    # the number of batches is data, since the pool fills up from round to round
     batches = -(-count // training.batch_size)
     order = _epoch_orders(present, training.epochs, key)
 
@@ -361,7 +361,7 @@ def _epoch_orders(
     def uniform(epoch: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
 
-    # entries that are not present sort behind all draws, which are below 1
+    # draws are below 1, so absent entries sort last
     draws = jnp.where(present, jax.vmap(uniform)(jnp.arange(epochs)), 2.0)
     return jnp.argsort(draws, axis=-1)
 
@@ -467,11 +467,11 @@ def screen_prototypes(
     if not factor >= 1:
         raise InputError(f"factor: {factor} is too small; nearest valid value: 1, and 3 is usual")
     holds = present & valid[:, None]
-    # absent entries may be anything: as zeros they stay finite and are masked
+    # absent entries may have any value; zeros stay finite and are masked
     shifted = distances.difference(jnp.where(holds[..., None], sums.widen(vectors), 0), sums.widen(merged))
     distance = jax.vmap(jax.vmap(distances.norm))(shifted)
     median_over_clients = jax.vmap(rules.coordinate_median, in_axes=(1, None, 1))
-    # of the holders alone, class by class
+    # over the clients that have the class
     median = median_over_clients(distance, jnp.ones(valid.shape), holds)
     # where most prototypes equal the merged one, a difference by rounding is no outlier
     length = jax.vmap(distances.norm)(distances.SHRINK * sums.widen(merged))

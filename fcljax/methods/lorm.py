@@ -103,7 +103,7 @@ def lorm(options: LoRMOptions, run: Run) -> Method:
     """Compose LoRM."""
     method = federate(
         run,
-        # the two server rules merge everything but the classifier's bias
+        # the two server rules merge all parameters except the classifier's bias
         merged_by_responses(linear_learner(run)),
         loss=cross_entropy_loss(),
         client_rules=(ClientRule("one_factor", project=freeze_other_factor),),
@@ -154,8 +154,7 @@ def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
     pair: Lora = trainable.adapter
     b_trains = trains_b(context.client.round)
 
-    # the factor that does not train is everyone's, so that least squares has one
-    # solution
+    # the other factor is the same at all clients, so that least squares has one solution
     def projected(trains: Array, trained: Array, shared: Array) -> Array:
         return jnp.where(trains, trained, shared)
 
@@ -361,7 +360,7 @@ def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m
     if gram.ndim == a.ndim:
         return exact_matmul(a, inverse_of(gram))
     positive = gram > 0
-    # a channel that no client has used stays as it was
+    # a channel without inputs at any client stays unchanged
     inverse = jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)
     return a * inverse[..., None, :]
 

@@ -124,7 +124,7 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
     client_rules = [prototype_loss(options.prototype_weight)]
     if isinstance(options, PiloraLoraOptions):  # the run's adapter is LoRA
         client_rules.append(lora_losses(options))
-    # they replace the mean of prototypes; the pairs keep the run's aggregation rule
+    # prototypes are not averaged; the pairs keep the run's aggregation rule
     server_rules = [reweight_prototypes(options, run)]
     if options.wo_reweight:
         server_rules = [average_prototypes(run)]
@@ -158,9 +158,8 @@ def distance_cross_entropy(classes: Classes, hardness: float) -> Loss:
     """
 
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
-        # the classifier's logits are negative distances
-        # hardness sharpens the softmax; L_pl below uses the distance without it (eq.
-        # 10)
+        # hardness sharpens the softmax of negative distances; L_pl below has no hardness
+        # (eq. 10)
         logits = hardness * output.logits
         return heads.cross_entropy(logits, batch.label, competing(classes, task), batch.mask)
 
@@ -198,7 +197,7 @@ def lora_losses(options: PiloraLoraOptions) -> ClientRule:
         pair = step.trainable.adapter
         task_pairs = step.context.cached.adapter
         penalty = 0.0
-        # one pair that serves all tasks has no earlier ones to be orthogonal to
+        # a single pair for all tasks has no earlier pairs to be orthogonal to
         if isinstance(task_pairs, Lora) and not options.wo_orthogonality:
             overlap = orthogonality(task_pairs, pair, step.context.task.index)
             penalty = options.orthogonality_weight * overlap
@@ -238,9 +237,8 @@ def _absolute_products(
     earlier: Bool[Array, " tasks"],
 ) -> Float[Array, ""]:
     """Return the sum over earlier tasks and blocks of the entries of |A_i A_t^T|."""
-    # in full precision: the loss drives these products to 0, where bfloat16 would leave its rounding
-    # stop_gradient: earlier pairs are constants of the paper's loss, also where they
-    # are cached
+    # in full precision, because the loss drives these products to 0; earlier pairs are
+    # constants
     product = exact_einsum("tmrd,msd->tmrs", jax.lax.stop_gradient(task_a), current_a)
     return jnp.sum(jnp.where(earlier[:, None, None, None], jnp.abs(product), 0.0))
 

@@ -58,7 +58,7 @@ from fcljax.types import (
     Weighted,
 )
 
-# Names of the client rule and of the server rule
+# names of the client rule and the server rule
 RECONSTRUCTION = "reconstruction"
 RESTORE = "restore"
 
@@ -111,7 +111,7 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     Raises:
       InputError: for a network without a decoder.
     """
-    # fails before anything is compiled
+    # raises before anything is compiled
     autoencoder = autoencoder_of(run.network)
     learner = linear_learner(run)
     client_rules = ()
@@ -247,15 +247,14 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
         masking = masks_of(options, step, autoencoder)
         latent = autoencoder.encode(step.context.frozen.network, image, masking.keep)
         offered = Restore(latent, masking.restore, batch.mask)
-        # another purpose than the mask: the choice must not depend on what is hidden
+        # an independent draw: the choice must not depend on the hidden patches
         priority = jax.vmap(jax.random.uniform)(example_keys(step, 1))
         return draw_examples(sample, step.context.task, offered, priority, batch)
 
     def finalize(_end: ClientEnd, sample: RestoreSample) -> Restore:
         return in_order(sample)
 
-    # robust rules act on what is averaged
-    # the server merges nothing of it, so that the run may choose any aggregation rule
+    # the server merges no images, so the run may choose any aggregation rule
     view = pass_over(run.training.batch_size)
     return Report(RESTORE, init, offer, finalize, view, follows_rule=True, possible=possible_tokens)
 
@@ -307,7 +306,7 @@ def draw_examples(
     sampled = jnp.where(same_class, sample.priority, -1.0).reshape(classes, classes * u)
     has_label = (task.classes[:, None] == batch.label) & offered.present
     candidates = jnp.concatenate([sampled, jnp.where(has_label, priority, -1.0)], axis=1)
-    # ties between empty places have priority -1 and stay absent
+    # empty places have priority -1 and stay absent
     highest, index = jax.lax.top_k(candidates, u)
 
     def pick(old: Array, new: Array) -> Array:
@@ -376,8 +375,7 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
     def update(round: ServerRound, params: Params, pool: RestorePool) -> ServerUpdate:
         task = round.task.index
         reported: Restore = round.reports[RESTORE]
-        # tokens of the previous task have moved to the host
-        # a task's tokens leave the device with the task
+        # a task's tokens leave the device at its end
         present = pool.restore.present & (pool.task == task)
         restore = pool.restore._replace(present=present)
         # an index beyond the last client is dropped
@@ -401,7 +399,7 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
 
     Adam is new in every round.
     """
-    # no learning-rate schedule: the rate is applied by hand below
+    # the learning rate is constant, and applied below
     adam = optax.scale_by_adam()
 
     def start(
@@ -424,7 +422,6 @@ def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
         batch = restored_batch(options, round_context, learner, pool_of(server), images)
 
         def loss_of(trainable: Params) -> tuple[Array, Array]:
-            # clients cache a part of them; the server has all
             # the server has the parameters of all tasks, of which clients cache some
             output = learner.forward(frozen, server.params, trainable, batch, task, False)
             logits = output.logits

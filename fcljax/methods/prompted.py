@@ -10,7 +10,7 @@ from fcljax.adapters.full import FullOptions
 from fcljax.data.sampled import Sampled
 from fcljax.settings import NoOptions, Preset, RunConfig, with_changes, with_mini
 
-# clients that exist for one round, and are averaged whatever they have
+# clients exist for one round and are averaged without weights
 _RUN = RunConfig(partition="sampled", aggregator="uniform", lr_schedule="epoch_cosine")
 _PAPER = dataclasses.replace(_RUN, lr_schedule="epoch_cosine_lag")
 _RELEASED = dataclasses.replace(
@@ -24,5 +24,5 @@ CLIENT = with_mini(
     },
     lr=1e-2,
 )
-# baselines that train the whole network (section 5)
+# of baselines that train the whole network (section 5)
 WHOLE = with_mini(with_changes(CLIENT, adapters=(FullOptions(full_lr=5e-5),), lr=5e-5), lr=5e-3, full_lr=5e-4)

@@ -66,8 +66,8 @@ def controlled_averaging(run: Run) -> tuple[ClientRule, ServerRule]:
     Raises:
       InputError: for an optimiser whose steps are not the gradients.
     """
-    # c_i is read off from how far the client moved, which equals K steps of its mean
-    # gradient only under plain descent
+    # c_i follows from the client's change, which is K steps of its mean gradient only
+    # under plain descent
     check_plain_descent(run.training.optimiser)
     # adapters with a learning rate of their own: eta differs between the leaves
     adapter_rate = run.adapter.rate
@@ -106,7 +106,7 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
     with jax.ensure_compile_time_eval():  # a method may be made inside of jit (`federated/rates.py`)
         gradient = jnp.float32(2.0)
         start = jnp.zeros(())
-        # Adam differs in the first step, momentum in the second
+        # Adam's first step is another one, momentum's second
         step_1, state = optimiser.update(gradient, optimiser.init(start), start)
         step_2, _ = optimiser.update(gradient, state, start)
     if any(abs(float(step) - 2.0) > 1e-6 for step in jax.tree.leaves((step_1, step_2))):
@@ -136,7 +136,7 @@ def mean_gradient(
     # lower learning rate counts by its factor
     epochs = sum(training.rate_factor(context, epoch) for epoch in range(training.epochs))
     steps = epochs * jnp.ceil(context.client.examples / training.batch_size)
-    # a client without examples has K = 0 and has not moved: 0 / 1, not 0 / 0
+    # without examples K = 0, and the change 0 / 1 is 0
     steps = jnp.where(steps > 0, steps, 1)
     adapter_scale, scale = (1 / (rate * steps) for rate in rates)
     adapter = optax.tree.scale(adapter_scale, difference.adapter)
@@ -147,14 +147,14 @@ def correction(step: ClientStep, memory: OfTask) -> Float[Array, ""]:
     """Return <c - c_i, y>, whose gradient is c - c_i; its value does not count as loss."""
     difference = optax.tree.sub(step.context.payload.sent["scaffold"], memory.params)
     term = jnp.asarray(optax.tree.vdot(difference, without_stats(step.trainable)))
-    # minus its own value: the loss that is reported stays the cross-entropy
+    # minus its value, so that the reported loss stays the cross-entropy
     return term - jax.lax.stop_gradient(term)
 
 
 def server_variate(task: Task, state: ServerVariate) -> Params:
     """Return c, which is 0 when a task begins."""
     examples = num_examples(state.seen)
-    # c of an earlier task would correct towards another objective
+    # c of an earlier task corrects towards another objective
     same_task = state.seen.task == task.index
     return jax.tree.map(lambda total: jnp.where(same_task, total / examples, 0.0), state.total)
 

@@ -63,7 +63,7 @@ class GLFCOptions(proxy.ProxyOptions):
     (share)."""
 
 
-# clients are averaged equally, whatever they have
+# clients are averaged without weights
 _RUN = RunConfig(aggregator="uniform", lr=1e-3)
 _ADAPTERS = (LoraOptions(lora_pairs="one"), FullOptions(full_lr=3e-4))
 _RELEASED = GLFCOptions(
@@ -230,7 +230,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         # the union of exemplars and the client's examples, as one data set (GLFC, B5)
         examples = context.client.examples
         index = herding.draw_union(exemplars, task.old, batch_size, examples, key)
-        # `stored` has the buffer of the upcoming exemplars behind that of the current ones
+        # in `stored`, the upcoming exemplars follow the current ones
         offset = jnp.where(changed, budget.size(sizes), 0)
         return jnp.where(index >= 0, index + offset, -1)
 
@@ -247,8 +247,8 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
         _trainable: Params,
         memory: ClientMemory,
     ) -> ClientMemory:
-        # a client that was absent in the whole task adopts now what it chose before it: in the
-        # release clients look for changes in every round, also those that do not train
+        # a client that was absent for the whole task adopts the exemplars that it had
+        # chosen before: in the release all clients look for changes in every round
         memory = adopt_exemplars(memory, memory.was_absent)
         upcoming = herding.renew(memory.current, gathered, context.task, budget, sizes)
         has_class = jnp.zeros(sizes.classes, bool).at[gathered.label].max(gathered.index >= 0)
@@ -348,18 +348,19 @@ def weighted_loss(
     batch = step.batch
     logits = step.output.logits
     one_hot = jax.nn.one_hot(batch.label, logits.shape[-1])
-    # gaps of old and new classes are weighed apart, by `weigh`
+    # `weigh` normalises the gaps of old and of new classes separately
     weight = weights.weigh(gap_of(logits, batch.label), batch, memory, context.task)
     seen = context.task.seen
     binary_loss = functools.partial(weighted_binary_loss, logits, seen=seen, mask=batch.mask)
 
     def old_outputs() -> Float[Array, "B C"]:
         output = step.learner.forward(context.frozen, context.cached, old.trainable, batch, old.task, False)
-        # classes that the old model does not know have their labels as targets
+        # classes that the old model has not seen have their labels as targets
         return jnp.where(old.task.seen, jax.nn.sigmoid(output.logits), one_hot)
 
     has_old = old.task.index >= 0
-    # the cond holds no gradient: libtpu 0.0.42 crashes on one that returns a rounded array twice
+    # no gradient inside the cond: libtpu 0.0.42 crashes on one that returns a rounded
+    # array twice
     old_target = jax.lax.cond(has_old, old_outputs, lambda: one_hot)
     old_weight = jnp.ones_like(weight)
     if weights.weighs_old:

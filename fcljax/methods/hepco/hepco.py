@@ -142,7 +142,7 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
       InputError: for an ablation of what the generators do not see anyway, or generators
         of two features.
     """
-    # each check names an option that nothing would read
+    # options that the other options leave without effect are refused
     if options.features == "both" and options.latents != "gaussian":
         raise InputError(
             "features: generators produce one kind of feature, not both; nearest: --latents gaussian"
@@ -231,8 +231,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         options.label_width,
         options.generator_norm,
     )
-    # sums of features are an upload of their own, so they are sent only if something
-    # reads them
+    # sums of features are an upload of their own, sent only if something reads them
     needs_features = options.diagnose or options.latents == "gaussian"
 
     def init(params: Params, trainable: Params) -> History:
@@ -246,15 +245,14 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         task = round.task
         # one key each: generator of new classes, of older ones, distillation
         keys = jax.random.split(round.key, 3)
-        # examples weigh the teachers, so an upload that is not valid weighs 0
+        # teachers are weighted by examples, so an invalid upload has weight 0
         client_examples = valid_examples(round)
         class_examples = client_examples.sum(0)
-        # before the generators train: they draw the classes of this round too
+        # the generators also draw the classes of this round
         history = updated_history(history, round, class_examples)
 
         model = LatentModel(options, round.learner, params, task)
-        # teachers are constants of the round: parameters of the clients, not of the
-        # averaged model
+        # teachers are the clients' parameters, constant in the round
         clients = client_teachers(options, round, params, client_examples)
         previous = previous_teacher(params, history, task)
         generators, generator_loss = train_generators(
@@ -263,8 +261,7 @@ def latent_distillation(options: HepcoOptions, run: Run) -> ServerRule:
         draw = functools.partial(draw_latents, options, shape, class_examples, history, task, generators)
         trainable, metrics = distil(model, clients, previous, draw, keys[2], jnp.any(round.valid))
         if options.diagnose:
-            # apart from the keys above: a run with diagnosis must end with the same
-            # model
+            # another key: a run with diagnosis must end with the same model
             key = jax.random.fold_in(round.key, 3)
             metrics |= diagnosis(model, shape, generators, class_examples, history, key)
         merged = round.learner.merge(params, task, trainable)
@@ -298,7 +295,7 @@ def valid_examples(round: ServerRound) -> Float[Array, "clients C"]:
 
 def updated_history(history: History, round: ServerRound, class_examples: Float[Array, " C"]) -> History:
     """Return the history with the reports of a round, `class_examples` summed over clients."""
-    # None stays None: one structure for the whole run
+    # None stays None, so that the state keeps its structure
     features = history.features
     if features is not None:
         features = jax.tree.map(jnp.add, features, round.reports["features"])
@@ -430,7 +427,7 @@ def train_generators(
     if options.wo_previous:
         return Generators(current), loss
     old_steps = steps_of_older(options, steps, model.task.index)
-    # classes of earlier tasks alone; those of the current one have the other generator
+    # only classes of earlier tasks; those of the current one have the other generator
     old_frequencies = log_frequencies(history.class_examples * model.task.old)
     old, _ = train_generator(model, shape, previous, keys[1], old_steps, old_frequencies)
     return Generators(current, old), loss
@@ -465,8 +462,7 @@ def train_generator(
       frequencies: log-probabilities of the classes that latents are drawn for.
     """
     options = model.options
-    # made once: the products of the teachers' bases do not change while the generator
-    # trains
+    # computed once: they do not depend on the generator
     gaps = prompt_gaps(model, teachers)
     adam = optax.adam(options.generator_lr)
     generator = init_generator(shape, jax.random.fold_in(key, 0))

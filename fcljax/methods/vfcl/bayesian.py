@@ -100,15 +100,15 @@ def mean_over_draws(
 ) -> PyTree:
     """Return the mean of a function over parameters drawn from their posteriors: an
     estimate of the expectation in eq. 6."""
-    # keyed by the first example: whoever holds the examples gets the same parameters
+    # keyed by the first example, so that all holders of the examples draw the same
+    # parameters
     batch_key = key
     if batch.keys is not None:
         batch_key = batch.keys[0]
     keys = jax.random.split(jax.random.fold_in(batch_key, StepKey.DRAWN_PARAMS), draws)
     if draws == 1:
         return function(draw_parameters(keys[0], trainable))
-    # one after the other: side by side, every convolution
-    # would have its own kernels for each draw
+    # one after the other: in a batch every convolution would have a kernel per draw
     values = jax.lax.map(lambda key: function(draw_parameters(key, trainable)), keys)
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
 

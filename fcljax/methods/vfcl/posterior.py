@@ -98,8 +98,7 @@ def flat(posterior: Posterior) -> Posterior:
 def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
     """Draw parameters mean + sigma * eps, eps ~ N(0, 1); gradients reach both mean and
     rho."""
-    # one draw for all leaves: one each takes minutes
-    # to compile for a network of a hundred
+    # one draw for all leaves: separate draws for a hundred leaves take minutes to compile
     mean, unflatten = ravel_pytree(posterior.mean)
     rho, _ = ravel_pytree(posterior.rho)
     noise = jax.random.normal(key, mean.shape, mean.dtype)
@@ -167,7 +166,7 @@ def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
     blocks = -(-count // size)
 
     def divide(vector: Array) -> Array:
-        # zeros fill up the last block; softplus and logs are finite there
+        # zeros, for which softplus and logarithms are finite, pad the last block
         return jnp.pad(vector, (0, blocks * size - count)).reshape(blocks, size)
 
     results = jax.lax.map(function, tuple(divide(vector) for vector in vectors))

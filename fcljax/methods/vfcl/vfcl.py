@@ -71,7 +71,8 @@ class VFCLOptions:
 _RUN = RunConfig(lr=0.01, optimiser="sgd", rounds=10)
 _ADAPTERS = (FullOptions(full_lr=0.01),)
 _PAPER = Preset(VFCLOptions(merge="conflation"), _RUN, _ADAPTERS)
-# a client has a tenth of the paper's examples, over which the priors' weight is divided
+# the priors' weight is divided by the examples, of which a client has a tenth of the
+# paper's
 PRESETS = with_mini(
     {
         "intended": Preset(VFCLOptions(), _RUN, _ADAPTERS),
@@ -145,8 +146,7 @@ def two_priors(options: VFCLOptions, run: Run) -> ClientRule:
         return of_task_before(state, context.task)
 
     def loss(step: ClientStep, prior: ClientPrior) -> Float[Array, ""]:
-        # in a client's first task there is the global prior alone
-        # a client without a previous task has only the global prior
+        # without a previous task there is only the global prior
         global_weight = jnp.where(prior.task < 0, 1.0, options.global_share)
         global_posterior: Posterior = step.context.payload.trainable.adapter
         adapter = of_this_task(run.adapter, global_posterior, prior.adapter)
@@ -200,7 +200,7 @@ def log_posterior_ratio(
       prior: the client's component of the mixture p; the other one is what it received.
       global_weight: lambda_k.
     """
-    # as one vector each: leaf by leaf, a network of a hundred takes minutes to compile
+    # as vectors: leaf by leaf, a network of a hundred leaves takes minutes to compile
     w, _ = ravel_pytree(step.drawn.adapter)
     q = posterior.flat(step.trainable.adapter)
     global_prior = posterior.flat(step.context.payload.trainable.adapter)
@@ -314,7 +314,7 @@ def bounded_certainty(
     # parameters that became less certain bring no information
     gains = jax.tree.map(information, client.sigma, received.sigma)
     total = posterior.sum_all(gains)
-    # one factor for all of them: who learned more keeps more
+    # one factor for all of them, so that their proportions stay
     share = nats / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
     def bound(sigma: Array, received: Array, gain: Array) -> Array:
@@ -349,8 +349,7 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
         nats = weight * math.log(classes)  # the weight is the number of examples
         sigma = bounded_certainty(trainable.adapter, reference.adapter, nats)
         precision, precision_mean = precision_terms(trainable.adapter.mean, sigma)
-        # the two terms travel in the places of mean and rho, so that the upload keeps
-        # its shape
+        # mean and rho of the upload have the two terms, so that it keeps its shape
         terms = Posterior(precision_mean, precision)
         # a client without examples adds nothing; all others count once, by their
         # precision
@@ -359,7 +358,7 @@ def conflation(options: VFCLOptions, rule: Aggregation, classes: int) -> Aggrega
     def post(
         merged: Params, _reference: Params, state: tuple, count: Array, _key: PRNGKeyArray
     ) -> tuple[Params, tuple]:
-        # the mean of the terms: as certain as one client, not as all together
+        # tempered: the mean of the terms is as certain as one client, not as all together
         factor = 1.0  # tempered: the mean of the clients' terms
         if options.merge == "conflation":  # their sum
             factor = count
