@@ -112,6 +112,12 @@ CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
 
 OWN = "own"  # stands in files for an object of the user's own
 
+
+def summaries(name: str) -> dict[str, str]:
+    """Return value -> summary, of an option that has options of its own."""
+    return {value: entry.summary for value, entry in CHOICES[name].items()}
+
+
 # ---- one choice --------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Fields of dataclasses of settings: what a value may be stands beside the field, as its metadata.
 
-The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at least 0; and
-both are numbers of 32 bits, which is what devices compute with. A default of `None`, 0, "" or "auto" may
-stand for "none" or "automatic", and `option(..., unset=...)` says which.
+The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at
+least 0; and both are numbers of 32 bits, which is what devices compute with. A default of `None`,
+0, "" or "auto" may stand for "none" or "automatic", and `option(..., unset=...)` says which.
 """
 
 import ast
@@ -33,7 +33,7 @@ def option(
     unset: str = "",
     learning_rate: bool = False,
 ) -> Value:
-    """A field of settings with a range of its own; typed, as `dataclasses.field` is, like its default.
+    """Make a field of settings with a range; typed, as `dataclasses.field` is, like its default.
 
     Args:
       default: of the field; a field that may be None has its range all the same.
@@ -41,16 +41,22 @@ def option(
       most: the largest value.
       below: what a value must be less than.
       positive: 0 is no value either.
-      only: the option that decides whether this one is read, and its values with which it is.
+      only: the option that decides whether this one is read, and its values with which it is. A
+        value with a colon, such as "mix:NAME", stands for all values that begin as it does.
       needs: the option without which nothing reads this one: it must not be at its default.
-      unset: what the default means, for the help. In a file of settings null stands for this default.
+      unset: what the default means, for the help. In a file of settings null stands for this
+        default.
       learning_rate: whether `--scale fit` and `--rate-factor` multiply it.
     """
-    metadata = {"least": least, "most": most, "below": below, "positive": positive}
-    metadata |= {
+    metadata = {
+        "least": least,
+        "most": most,
+        "below": below,
+        "positive": positive,
         "only": only,
         "needs": needs,
         "unset": unset,
+        # a preset may give the field of a run's dataclass another default
         "default": default,
         "learning_rate": learning_rate,
     }
@@ -58,7 +64,7 @@ def option(
 
 
 def shown_default(field: dataclasses.Field, value: object) -> str:
-    """A default as help shows it: with its meaning where it stands for "none" or "automatic"."""
+    """Return a default as help shows it, with its meaning where it stands for "none" or "automatic"."""
     meaning = field.metadata.get("unset", "")
     if value is None or value == "":
         return meaning or "none"
@@ -68,54 +74,56 @@ def shown_default(field: dataclasses.Field, value: object) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that decimal digits without a sign say, up to 20 of them; None for any other text, such as a
-    superscript two, which `str.isdigit` takes and `int` does not."""
+    """Return the number that up to 20 decimal digits without a sign say; None for any other text."""
     digits = text.strip()
+    # `str.isdigit` takes a superscript two, which `int` does not
     if digits.isascii() and digits.isdecimal() and len(digits) <= 20:
         return int(digits)
     return None
 
 
 def flag(name: str) -> str:
-    """A field's name as it is typed on the command line."""
+    """Return a field's name as it is typed on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def fields_of(options: type) -> tuple[dataclasses.Field, ...]:
-    """The fields of a dataclass of settings."""
+    """Return the fields of a dataclass of settings."""
     return dataclasses.fields(options)
 
 
 @functools.cache
 def help_of(options: type) -> dict[str, str]:
-    """Field -> help: the docstring below the field, in the class or in those that it derives from."""
-    found = {}
+    """Return field -> help: the docstring below the field, in the class or in a base class."""
+    texts = {}
     for kind in reversed(options.__mro__):
-        for part in vars(kind).get("parts", ()):  # options of what was chosen (`choices.class_with`)
-            found |= help_of(part)
+        # options of what was chosen (`choices.class_with`)
+        for choice in vars(kind).get("parts", ()):
+            texts |= help_of(choice)
         if not dataclasses.is_dataclass(kind) or "__annotations__" not in vars(kind):
             continue
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        except (OSError, TypeError, ValueError):  # a class that is made while the program runs
+        # a class that is made while the program runs has no source, and no docstrings either
+        except (OSError, TypeError, ValueError):
             continue
         assert isinstance(node, ast.ClassDef)
         for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return texts
 
 
-def load(package: str, part: Any) -> Any:
-    """What "MODULE:NAME" names in a package; anything but text is returned as it is."""
-    if not isinstance(part, str):
-        return part
-    module, _, name = part.partition(":")
+def load(package: str, reference: Any) -> Any:
+    """Return what "MODULE:NAME" names in a package; anything but text is returned as it is."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def replaced(options: Value, **values: Any) -> Value:
-    """Options, a frozen dataclass, with other values of some fields."""
+    """Return options, a frozen dataclass, with other values of some fields."""
     return dataclasses.replace(options, **values)  # pyrefly: ignore[bad-specialization]
 
 
@@ -129,12 +137,14 @@ def check_ranges(options: object) -> None:
         check_value(field, getattr(options, field.name))
 
 
-def check_read(options: object, usual: object | None = None, given: Collection[str] = ()) -> None:
-    """Check that something reads every option that is not as usual, or that was given.
+def check_read(options: object, usual: object | None = None, typed: Collection[str] = ()) -> None:
+    """Check that something reads every option that is not as usual, or that was typed.
 
     Args:
-      usual: options with the values that pass though nothing reads them; the dataclass's defaults if None.
-      given: names of options that the user typed, whatever their values.
+      options: to check.
+      usual: options with the values that pass though nothing reads them; the dataclass's defaults
+        if None.
+      typed: names of options that the user typed, whatever their values.
 
     Raises:
       InputError: naming the first option that nothing reads, and what would read it.
@@ -143,39 +153,58 @@ def check_read(options: object, usual: object | None = None, given: Collection[s
         usual = type(options)()
     for field in fields_of(type(options)):
         changed = getattr(options, field.name) != getattr(usual, field.name)
-        if not is_read(field, options) and (changed or field.name in given):
+        if (changed or field.name in typed) and not is_read(field, options):
             raise InputError(f"{field.name}: {_what_reads(field, options)}")
 
 
 def is_read(field: dataclasses.Field, options: object) -> bool:
-    """Check whether the other options have values with which a field is read."""
-    decider, *readers = field.metadata.get("only") or ("",)
+    """Check whether the options beside a field have values with which it is read."""
     needed = field.metadata.get("needs", "")
     if needed and getattr(options, needed) == _default(type(options), needed):
         return False
-    return not decider or getattr(options, decider) in readers
+    decider, *readers = field.metadata.get("only") or ("",)
+    if not decider:
+        return True
+    value = str(getattr(options, decider))
+    # of a value such as mix:a+b the form decides
+    form = value.partition(":")[0] + ":"
+    return any(value == reader or reader.startswith(form) for reader in readers)
+
+
+def deciders(options: type) -> set[str]:
+    """Return the options that decide whether others are read."""
+    fields = fields_of(options)
+    needed = {field.metadata.get("needs") for field in fields}
+    only = {field.metadata["only"][0] for field in fields if field.metadata.get("only")}
+    return (needed | only) - {None, ""}
 
 
 def _default(options: type, name: str) -> object:
     """Return the default that a field was written with, whatever a preset makes of it."""
-    field = next(field for field in fields_of(options) if field.name == name)
+    field = _field(options, name)
     return field.metadata.get("default", field.default)
+
+
+def _field(options: type, name: str) -> dataclasses.Field:
+    """Return the field of a name."""
+    return next(field for field in fields_of(options) if field.name == name)
+
+
+# examples of values, by the type of an option
+_EXAMPLES = {int: " 1", float: " 0.1", bool: ""}
 
 
 def _what_reads(field: dataclasses.Field, options: object) -> str:
     """Return which values of other options would make a field read."""
-    if needed := field.metadata.get("needs", ""):
-        (other,) = (other for other in fields_of(type(options)) if other.name == needed)
-        example = {int: " 1", float: " 0.1"}.get(other.type, "")  # pyrefly: ignore[no-matching-overload]
-        return (
-            f"only {flag(needed)} reads it, and {getattr(options, field.name)!r} was given; nearest: "
-            f"{flag(needed)}{example}"
-        )
+    needed = field.metadata.get("needs", "")
+    if needed:
+        needed_type: Any = _field(type(options), needed).type
+        example = _EXAMPLES.get(needed_type, f" {needed.upper()}")
+        value = getattr(options, field.name)
+        return f"only {flag(needed)} reads it, and {value!r} was given; nearest: {flag(needed)}{example}"
     decider, *readers = field.metadata["only"]
-    return (
-        f"{only_read_by(readers)}, and {decider} is {getattr(options, decider)!r}; nearest: "
-        f"{flag(decider)} {readers[0]}"
-    )
+    decided = getattr(options, decider)
+    return f"{only_read_by(readers)}, and {decider} is {decided!r}; nearest: {flag(decider)} {readers[0]}"
 
 
 def only_read_by(names: Sequence[str]) -> str:
@@ -191,10 +220,11 @@ def check_value(field: dataclasses.Field, value: object) -> None:
     Raises:
       InputError: naming the field, the value and the nearest valid one.
     """
+    # bool is a subclass of int
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     name = field.name
-    rule = field.metadata
+    limits = field.metadata
     whole = "float" not in str(field.type)
     # what holds where the field says nothing
     least: float | int = 0
@@ -202,28 +232,30 @@ def check_value(field: dataclasses.Field, value: object) -> None:
     if whole:
         least = 1
         most = LARGEST_INT
-    if rule.get("least") is not None:
-        least = rule["least"]
-    if rule.get("most") is not None:
-        most = rule["most"]
+    if limits.get("least") is not None:
+        least = limits["least"]
+    if limits.get("most") is not None:
+        most = limits["most"]
     if whole and value < least:
         raise InputError(f"{name}: {_shown(value)} is too small; nearest valid value: {least}")
-    if not least <= value < math.inf or (rule.get("positive") and not value):
+    # NaN fails every comparison
+    if not least <= value < math.inf or (limits.get("positive") and not value):
         wanted = f"{least} or more"
-        if rule.get("positive"):
+        if limits.get("positive"):
             wanted = "positive"
         if field.default:
             wanted += f", such as {field.default}"
         raise InputError(f"{name}: {value} must be finite and {wanted}")
     if value > most:
         raise InputError(f"{name}: {_shown(value)} is too large; nearest valid value: {most}")
-    below = rule.get("below")
+    below = limits.get("below")
     if below is not None and value >= below:
         raise InputError(f"{name}: {value} is too large; it must be below {below}")
 
 
 def _shown(value: float | int) -> str:
-    """A number, of which Python does not write a whole one of thousands of digits."""
+    """Return a number as text."""
+    # Python refuses to write whole numbers of thousands of digits
     if isinstance(value, float) or abs(value) < 10**40:
         return str(value)
     return f"a number of {value.bit_length()} bits"
@@ -231,8 +263,9 @@ def _shown(value: float | int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SurrogateOptions:
-    """Options of methods that need images of another data set; runs with these fields have them as
-    `Frozen.surrogate`."""
+    """Options of methods that need images of another data set.
+
+    Runs with these fields have them as `Frozen.surrogate`."""
 
     surrogate: str = "other"
     """Data set of the surrogate images, named as with --dataset; other means glyphs, or

@@ -64,22 +64,22 @@ class ImageConfig:
     mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
-    class_list: str = option("none", unset="none")
-    """File with one WordNet id per line, for imagenet100 and imagenet200."""
+    class_list: str = option("none", unset="none", only=("dataset", "imagenet100", "imagenet200", "mix:NAME"))
+    """File of the classes, one WordNet id per line."""
     skip_corrupt: bool = False
-    """Skip and list images that cannot be decoded or have no label."""
+    """List and skip images without a label or that cannot be decoded."""
     store_size: int | None = option(None, most=MOST_SIDE, unset="256/224 of the image size")
-    """Side in pixels at which training images of mixed sizes are stored."""
+    """Pixels per side of stored training images of mixed sizes."""
     image_size: int | None = option(None, most=MOST_SIDE, unset="the backbone's own")
-    """Side in pixels of the network's input."""
+    """Pixels per side of the network's input."""
     preprocess: Pipeline = "fppl"
-    """Release whose resizing, cropping and flipping of images are used."""
-    glyph_train: int = option(100, most=MOST_GLYPHS)
+    """Release whose resizing, cropping and flipping is used."""
+    glyph_train: int = option(100, most=MOST_GLYPHS, only=("dataset", "glyphs", "mix:NAME"))
     """Training images per class of the data set glyphs."""
-    glyph_test: int = option(20, most=MOST_GLYPHS)
+    glyph_test: int = option(20, most=MOST_GLYPHS, only=("dataset", "glyphs", "mix:NAME"))
     """Test images per class of the data set glyphs."""
     seed: int = option(2023, least=0, most=2**32 - 1)
-    """Seed of the class order, the partition, the initial weights and all random draws."""
+    """Seed of all random draws."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,9 @@ class SplitConfig(ImageConfig):
     """Which of the images are trained on."""
 
     holdout: float = option(0.0, least=0.0, below=1.0)
-    """Fraction of each class's training images to evaluate on instead of the test images,
-    for choosing settings."""
+    """Fraction of each class's training images that replaces the test images."""
     verify: bool = False
-    """Verify the checksums of prepared images even if the files look unchanged."""
+    """Verify checksums of prepared images that look unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,41 +97,38 @@ class BackboneConfig:
     """The network, and the range of pixels that it gets."""
 
     backbone: str = "auto"
-    """Network: a backbone of `fcljax list`; downloaded weights by timm's name
-    (vit_base_patch16_224.augreg_in21k) or the hub's (facebook/dinov2-base); or auto, the
-    checkpoint's network, without a checkpoint vit_micro."""
+    """Network: a backbone of `fcljax list`, a timm name, a hub name (OWNER/NAME), or auto:
+    the checkpoint's network, without a checkpoint vit_micro."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
     """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or hf:OWNER/NAME."""
-    stem: StemChoice = option("auto", unset="cifar below 64 pixels, else imagenet")
+    stem: StemChoice = option("auto", unset="cifar below 64 pixels, else imagenet", needs="backbone")
     """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling
     (imagenet), or 3 x 3 (cifar)."""
-    heads: int | None = option(None, unset="width / 64")
+    heads: int | None = option(None, unset="width / 64", needs="checkpoint")
     """Attention heads, for a checkpoint that does not state them."""
     normalise: Pixels = "checkpoint"
-    """Pixel range: that of the weights (checkpoint), that of the paper's release, or a
-    named one."""
+    """Pixel range: the checkpoint's, the paper's release's, or a named one."""
     positions: Positions = "antialiased"
-    """Interpolation of position embeddings to another image size; the releases use plain."""
+    """Interpolation of position embeddings; the releases use plain."""
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = option(
         "auto", unset="bfloat16 for a frozen network on an accelerator, else float32"
     )
-    """Number format of the backbone's products. float32 is exact on every device; tf32
-    rounds factors on GPUs and TPUs. Trained parameters are float32 in every format."""
+    """Number format of the backbone's products: float32 is exact on every device, tf32
+    rounds factors. Trained parameters are float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig(BackboneConfig, SplitConfig):
     """The network with its images, and the devices that compute."""
 
-    decoder: str | None = option(None, unset="the checkpoint's, or the packaged one of vit_micro")
-    """Decoder weights of a masked autoencoder, from `fcljax pretrain-decoder` or a
-    checkpoint."""
+    decoder: str | None = option(None, unset="the checkpoint's or the packaged one")
+    """Decoder weights of a masked autoencoder (`fcljax pretrain-decoder`)."""
     eval_batch_size: int = 64
     """Images per evaluation step on each device."""
     devices: int = 1
-    """Number of accelerators that share clients, evaluation and features."""
+    """Number of accelerators that share the work."""
     data_budget: int | None = option(None, unset="half of the device's memory")
-    """MiB of device memory for images; the other images stay in host memory."""
+    """MiB of device memory for images; others stay on the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +140,15 @@ class PartitionConfig(SplitConfig):
     clients: int = 5
     """Number of clients K."""
     partition: Chosen = "dirichlet"
-    """How clients get their examples. dirichlet and iid partition all tasks at once;
-    quantity, shards, task_dirichlet and whole_classes (GLFC) partition each task; sampled
-    draws new clients in every round (HePCo); private gives each client its own stream of
-    tasks (VFCL); file:PATH lists example or file name and client; column:NAME is a column
-    of the data set."""
+    """How clients get their examples (described by `fcljax list`)."""
     population: Literal["static", "redrawn", "independent", "online"] = "static"
-    """How long clients keep their examples. static: for the whole run; redrawn: for a
-    round, then all are reassigned; independent: each client draws its own in every round,
-    with overlaps; online: each example comes in one round and is seen once."""
+    """How long clients keep their examples. static: always; redrawn: until all are
+    reassigned in the next round; independent: each client draws some in every round, with
+    overlaps; online: each example is seen in one round only."""
     new_clients: int = option(0, least=0)
-    """Number of the --clients that join with each task after the first (GLFC)."""
+    """Clients that join with each task after the first (GLFC)."""
     move_on: float = option(1.0, least=0.0, most=1.0)
-    """Fraction of existing clients that receive data of the new task, redrawn per task
-    (GLFC: 0.9)."""
+    """Fraction of clients that receive data of a new task (GLFC: 0.9)."""
     stay_behind: Literal["keep", "leave"] = option("keep", needs="move_on")
     """The other existing clients keep the examples of their last task, or leave for good."""
     train_share: float = option(1.0, positive=True, most=1.0)
@@ -166,7 +157,7 @@ class PartitionConfig(SplitConfig):
     """Order in which tasks take the classes; python shuffles as HePCo's release does. A
     file has one class per line; classes are names, or numbers from 0."""
     tasks_by: Chosen = "class"
-    """A task is a group of classes, or a domain that a column of the data set names."""
+    """A task is a group of classes, or a domain of a column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +165,7 @@ class TrainConfig:
     """How clients train, and which parameters."""
 
     adapter: str = ""
-    """Adapter, which decides what parameters train: one of `fcljax list`."""
+    """Adapter, which decides what trains: one of `fcljax list`."""
     participation: float = option(1.0, positive=True)
     """Fraction of clients sampled per round, or their number if 2 or more."""
     rounds: int = option(3, most=MOST_ROUNDS)
@@ -188,15 +179,14 @@ class TrainConfig:
     lr: float = option(1e-3, positive=True, learning_rate=True)
     """Client learning rate."""
     lr_schedule: Chosen = "constant"
-    """Learning-rate schedule of clients over the rounds of each task, or over the epochs of
-    each round."""
+    """Learning-rate schedule of clients over the rounds of a task or the epochs of a
+    round."""
     optimiser: Chosen = "adam"
     """Client optimiser; its state is reset in every round."""
     prox_weight: float = 0.0
-    """Weight of the FedProx term, which keeps clients close to the global model."""
+    """Weight of the FedProx term, the distance to the global model."""
     norm_bound: float = option(0.0, unset="no bound")
-    """Maximum L2 distance of a client's trainable parameters from the global model; every
-    step projects onto it."""
+    """Maximum L2 distance of client parameters from the global model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +194,13 @@ class AggregationOptions:
     """How the server merges uploads."""
 
     aggregator: Chosen = "mean"
-    """Aggregation rule; mean weights clients by their number of examples, uniform
-    equally."""
+    """Aggregation rule; mean weights clients by examples, uniform equally."""
     clip_norm: float = option(0.0, unset="no clipping")
     """L2 norm to which each client's update is clipped."""
     noise_multiplier: float = option(0.0, unset="no noise", needs="clip_norm")
     """Noise standard deviation divided by --clip-norm (central DP)."""
     server_optimiser: Chosen = "none"
-    """Server optimiser, which steps along the mean client update."""
+    """Server optimiser of the merged client update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +208,7 @@ class FaultOptions:
     """Which clients misbehave, and how."""
 
     malicious: int = option(0, least=0)
-    """Number of malicious clients, taken from the lowest ids."""
+    """Number of malicious clients, those with the lowest ids."""
     attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"] = (
         option("sign_flip", needs="malicious")
     )
@@ -235,24 +224,21 @@ class EngineConfig:
     """How clients share the machine, and what is kept of a run."""
 
     lanes: int = option(0, least=0, unset="chosen for the device")
-    """Number of clients that train at the same time."""
+    """Number of clients that train at a time."""
     lane_mode: Literal["auto", "loop", "vmap", "unroll"] = option("auto", unset="chosen for the device")
-    """How these clients are computed: one after the other (loop), batched (vmap), or as
-    copies of the code (unroll)."""
+    """Compute these clients one by one (loop), batched (vmap), or as copies of the code
+    (unroll)."""
     batch_devices: int = option(0, least=0, unset="chosen for the devices, 1 on a CPU")
-    """Number of devices that share each client batch; the update is unchanged up to
-    rounding."""
+    """Number of devices that share each client batch."""
     microbatch: int = option(0, least=0, unset="the whole batch; on accelerators as many as fit")
     """Gradient accumulation: split each batch into microbatches of at most N images; the
     update is unchanged up to rounding."""
     remat: bool = False
-    """Save memory: recompute the blocks of a ViT in the backward pass."""
+    """Recompute the blocks of a ViT in the backward pass, to save memory."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
-    checkpoint_every: int | None = option(
-        None, least=1, unset="1; checkpoints above 64 MiB take at most 3 % of the time"
-    )
-    """Rounds between checkpoints; the last round always writes one."""
+    checkpoint_every: int | None = option(None, least=1, unset="1; above 64 MiB at most 3 % of the time")
+    """Rounds between checkpoints."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep on disk."""
 
@@ -265,16 +251,14 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     method: str = ""
     """Method: one of `fcljax list`, or your own as FILE.py, FILE.py:NAME or MODULE:NAME."""
     fidelity: Fidelity = "intended"
-    """Reading of the paper: intended (the paper, without the release's bugs), paper (its
-    literal equations), released (the authors' code), or improved (chosen on held-out
-    images; some methods have it)."""
+    """Reading of the paper. intended: without the release's bugs; paper: its literal
+    equations; released: the authors' code; improved: chosen on held-out images."""
     scale: Scale = "auto"
-    """Scale of the learning rates and of the server's training. paper: the paper's; mini:
-    for small networks and images; fit: searches learning rates on held-out training
-    images before the first round, is otherwise mini, and uses --fidelity improved if the
-    method has it. auto: mini for a micro network without a checkpoint; else fit, if a
-    client takes at most a third or at least three times the preset's steps per task and
-    you set no option that fit decides; else paper."""
+    """Scale of learning rates and server training. paper: the paper's; mini: for small
+    networks and images; fit: learning rates are searched on held-out training images, and
+    --fidelity is improved if the method has it. auto: mini for a micro network without a
+    checkpoint; else fit, if clients take at most 1/3 or at least 3 times the preset's steps
+    and no option that fit decides is set; else paper."""
     rate_factor: float = option(0.0, unset="decided or searched when the run begins")
     """Factor on all learning rates of the method, including the server's."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported", needs="noise_multiplier")

@@ -365,6 +365,19 @@ def test_help_shows_what_the_options_beside_it_read(capsys):
     usual = names_in_help(capsys, "pilora", "--server-optimiser", "adam", "--optimiser", "sgd")
     assert {"--server-adaptivity", "--momentum"} <= usual
     assert not {"--split-ratio", "--malicious-bound"} & usual
+    decided = ["--dataset", "glyphs", "--clip-norm", "1", "--malicious", "1", "--coordinator", "auto"]
+    needing = {"--glyph-train", "--noise-multiplier", "--attack", "--processes"}
+    assert needing <= names_in_help(capsys, "pilora", *decided) and not needing & usual
+
+
+@pytest.mark.parametrize("method", ["pilora", "fppl", "hepco", "vfcl", "pmae"])
+def test_help_of_a_method_is_short(method, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run", method, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 285 and max(map(len, lines)) <= 80
+    assert sum(line.startswith("  --") for line in lines) <= 102
 
 
 def test_list_names_methods_data_sets_and_backbones(capsys):

@@ -1,5 +1,5 @@
-"""The parser of all commands, made of dataclasses of options: it reads what was typed, prints the help and
-completes in the shell. Text becomes a value in `config.typed_value`, as in YAML files."""
+"""The parser of all commands, made of dataclasses of options: it reads what was typed, prints the
+help and completes in the shell. Text becomes a value in `config.typed_value`, as in YAML files."""
 
 import argparse
 import dataclasses
@@ -39,8 +39,7 @@ class ProgramOptions:
 
 
 def keep_compiled(folder: str | None) -> None:
-    """Set up what of compiled programs is kept, as `--compile-cache` says; a line on stderr if nothing can
-    be."""
+    """Keep compiled programs as `--compile-cache` says; print a line on stderr if none can be kept."""
     from rich.console import Console
 
     from fcljax.runs import compile_cache
@@ -50,11 +49,15 @@ def keep_compiled(folder: str | None) -> None:
 
 
 def passed_on(options: ProgramOptions) -> tuple[str, ...]:
-    """The same options as arguments of a command that this one starts."""
-    return ("--compile-cache", options.compile_cache) if options.compile_cache else ()
+    """Return these options as arguments of a command that this one starts."""
+    if options.compile_cache:
+        return ("--compile-cache", options.compile_cache)
+    return ()
 
 
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+HELP_COLUMN = 30  # where the text of an option begins
+MOST_COLUMNS = 110  # of the help in a wide terminal
 
 
 # ---- the parser --------------------------------------------------------------------------------------------
@@ -81,10 +84,12 @@ def parse(
     about: str,
     words: Words = NO_WORDS,
 ) -> tuple[list[str], dict[str, Any]]:
-    """The words and the options that were given, as values by field name; the last one of an option counts.
+    """Return the words, and the typed options as values by field name; of an option that is typed
+    twice the last one counts.
 
     Args:
-      groups: title -> options, whose values are the defaults in the help; together one flat namespace.
+      groups: title -> options, whose values are the defaults in the help; together one flat
+        namespace.
       arguments: what was typed after the command.
       command: what was typed before, such as ("run", "fppl").
       about: the first line of the help.
@@ -98,51 +103,64 @@ def parse(
     if completing():
         import argcomplete
 
-        os.environ["_ARGCOMPLETE"] = str(1 + len(command))  # the words that come before the parser's own
+        # the words that come before the parser's
+        os.environ["_ARGCOMPLETE"] = str(1 + len(command))
         argcomplete.autocomplete(parser, always_complete_options=False)
     fields = {field.name: field for group in groups.values() for field in fields_of(type(group))}
-    spelled = [re.sub("^--[\\w-]+", lambda found: flag(found[0][2:]), word) for word in arguments]
+    # --batch_size is understood as --batch-size
+    spelled = [re.sub("^--[\\w-]+", lambda match: flag(match[0][2:]), word) for word in arguments]
     try:
-        given, rest = parser.parse_known_args(spelled)
+        namespace, rest = parser.parse_known_args(spelled)
     except argparse.ArgumentError as error:
-        typed = (error.argument_name or "").split("/")[0]
-        name = typed.removeprefix("--").replace("-", "_")
-        if name in fields and fields[name].type is not bool:
-            raise InputError(f"{name}: {typed} needs a value") from None
-        raise InputError(f"{name}: {typed} takes no value; choose {typed} or {flag('no_' + name)}") from None
+        raise InputError(_misused(error, fields)) from None
     if rest and rest[0].startswith("--"):
         typed = rest[0].partition("=")[0]
         name = typed.removeprefix("--").replace("-", "_")
         defaults = {name: value for group in groups.values() for name, value in vars(group).items()}
+        # an option of a choice that is not chosen is no unknown one
         check_unread(fields, {name: ""}, defaults, (name,))
         known = (flag(name) for name in fields if name != "method")
         raise InputError(f"option: unknown option {typed!r}; {nearest(typed, known)}")
     if rest:
         raise InputError(f"option: unexpected argument {rest[0]!r}; options start with --")
-    texts = {name: value for name, value in vars(given).items() if isinstance(value, str)}
-    empty = next((name for name, value in texts.items() if not value.strip()), None)
-    if empty:
-        raise InputError(f"{empty}: the value is empty; give one, or leave out {flag(empty)}")
-    values = {
-        name: value if isinstance(value, bool) else config.typed_value(name, fields[name].type, value)
-        for name, value in vars(given).items()
-        if name != "words"
-    }
-    return getattr(given, "words", []), values
+    values = {}
+    for name, value in vars(namespace).items():
+        if name == "words":
+            continue
+        if isinstance(value, str) and not value.strip():
+            raise InputError(f"{name}: the value is empty; give one, or leave out {flag(name)}")
+        # argparse has made a switch True or False
+        if not isinstance(value, bool):
+            value = config.typed_value(name, fields[name].type, value)
+        values[name] = value
+    return getattr(namespace, "words", []), values
+
+
+def _misused(error: argparse.ArgumentError, fields: Mapping[str, dataclasses.Field]) -> str:
+    """Return that an option lacks its value, or that a switch has one."""
+    typed = (error.argument_name or "").split("/")[0]
+    name = typed.removeprefix("--").replace("-", "_")
+    if name in fields and fields[name].type is not bool:
+        return f"{name}: {typed} needs a value"
+    return f"{name}: {typed} takes no value; choose {typed} or {flag('no_' + name)}"
 
 
 def parsed(
-    options: Value, arguments: Sequence[str], command: Sequence[str], about: str, words: Words = NO_WORDS
+    options: Value,
+    arguments: Sequence[str],
+    command: Sequence[str],
+    about: str,
+    words: Words = NO_WORDS,
 ) -> tuple[list[str], Value]:
-    """The words and the options of a command that has one group of them, checked.
+    """Return the words and the options of a command with one group of them, checked.
 
     Raises:
       InputError: as `parse`, or for a number out of its range.
     """
-    given, values = parse({command[-1]: options}, arguments, command, about, words)
+    typed_words, values = parse({command[-1]: options}, arguments, command, about, words)
     filled = replaced(options, **values)
     check_ranges(filled)
-    return given, filled
+    return typed_words, filled
 
 
 def typed_options(arguments: Sequence[str]) -> dict[str, str]:
@@ -150,9 +168,14 @@ def typed_options(arguments: Sequence[str]) -> dict[str, str]:
     values = {}
     for typed, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = typed.partition("=")
-        if name.startswith("--"):
-            name = name.removeprefix("--").replace("-", "_")
-            values[name] = values[name.removeprefix("no_")] = value if equals else following
+        if not name.startswith("--"):
+            continue
+        if not equals:
+            value = following
+        name = name.removeprefix("--").replace("-", "_")
+        values[name] = value
+        # what is switched off is typed as well
+        values[name.removeprefix("no_")] = value
     return values
 
 
@@ -162,95 +185,135 @@ def chosen_in(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def completing() -> bool:
-    """Whether a shell wants to know how what is typed could go on."""
+    """Check whether a shell asks how the typed words could go on."""
     return "_ARGCOMPLETE" in os.environ
 
 
 def typed_so_far() -> list[str]:
-    """The words before the one to complete, without the program's name."""
+    """Return the words before the one to complete, without the program's name."""
     from argcomplete.lexers import split_line
 
     return split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3][1:]
 
 
 class _Help(argparse.HelpFormatter):
-    """Help whose lines end between words, so that --an-option stays whole."""
+    """Help whose lines end between words, and that shows a switch by its first form."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        # an --option stays whole
         return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0]
+        return super()._format_action_invocation(action)
 
 
 def _parser(
     groups: Mapping[str, object], command: Sequence[str], about: str, words: Words
 ) -> argparse.ArgumentParser:
     prog = shlex.join(["fcljax", *command])
-    width = min(shutil.get_terminal_size().columns, 110)
+    usage = [prog, words.usage, "[options]"]
+    width = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    if any(field.type is bool for options in groups.values() for field in fields_of(type(options))):
+        about = f"{about} (A switch --NAME is turned off by --no-NAME.)"
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage=" ".join(filter(None, [prog, words.usage, "[options]"])),
+        usage=" ".join(filter(None, usage)),
         description=_escaped(about),
-        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=width),
+        formatter_class=lambda prog: _Help(prog, max_help_position=HELP_COLUMN, width=width),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,
     )
     if words.usage:
         action = parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-        action.completer = _completer(lambda: words.known, words.files)  # pyrefly: ignore[missing-attribute]
+        complete = _completer(lambda: words.known, words.files)
+        action.completer = complete  # pyrefly: ignore[missing-attribute]
     for title, options in groups.items():
         group = parser.add_argument_group(title)
         texts = help_of(type(options))
-        order = getattr(options, "order", ())  # options of a choice stand behind it
-        fields = fields_of(type(options))
-        for field in sorted(fields, key=lambda field: order.index(field.name)) if order else fields:
-            if field.name != "method":  # which is named before the options
-                # what nothing reads is parsed all the same, so that an error can say what would read it
-                text = texts.get(field.name, "") if is_read(field, options) else argparse.SUPPRESS
-                _add(group, field, getattr(options, field.name), text)
+        for field in _in_order(options):
+            text = texts.get(field.name, "")
+            if not is_read(field, options):
+                # it is parsed all the same, so that an error can say what would read it
+                text = argparse.SUPPRESS
+            _add(group, field, getattr(options, field.name), text)
     return parser
 
 
+def _in_order(options: object) -> list[dataclasses.Field]:
+    """Return the fields as the help lists them: options of a choice stand behind it."""
+    # the method is named before the options
+    fields = {field.name: field for field in fields_of(type(options)) if field.name != "method"}
+    names = (*getattr(options, "order", ()), *fields)
+    return [fields[name] for name in dict.fromkeys(names) if name in fields]
+
+
 def _add(group: argparse._ArgumentGroup, field: dataclasses.Field, default: object, text: str) -> None:
+    """Add the argument of a field to a group of a parser."""
     name = field.name
-    switch = field.type is bool
-    if text != argparse.SUPPRESS:
-        shown = ("on" if default else "off") if switch else shown_default(field, default)
-        text = _escaped(f"{text} [default: {shown}]")
-    if switch:
+    if field.type is bool:
+        state = "off"
+        if default:
+            state = "on"
+        text = _with_default(text, state)
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         return
     choices = choices_of(field)
-    metavar = "{" + ",".join(choices) + "}" if choices else METAVARS[_kind(field)]
+    metavar = METAVARS.get(_kind(field), "TEXT")
+    if choices:
+        metavar = "{" + ",".join(choices) + "}"
+        if len(f"  {flag(name)} {metavar}") > 2 * HELP_COLUMN:
+            # too long for a line of its own
+            metavar = "NAME"
+            text = f"{text} Values: {', '.join(choices)}."
+    text = _with_default(text, shown_default(field, default))
     action = group.add_argument(flag(name), dest=name, metavar=metavar, help=text)
     files = _kind(field) in (str, Path) and name not in _NAMED and not choices
-    action.completer = _completer(_NAMED.get(name, lambda: choices), files)  # pyrefly: ignore[missing-attribute]
+    known = _NAMED.get(name, lambda: choices)
+    action.completer = _completer(known, files)  # pyrefly: ignore[missing-attribute]
+
+
+def _with_default(text: str, default: str) -> str:
+    """Return the help of an option with its default; help that is hidden stays so."""
+    if argparse.SUPPRESS in text:
+        return argparse.SUPPRESS
+    return _escaped(f"{text} [default: {default}]")
 
 
 def _escaped(text: str) -> str:
+    """Return text in which argparse replaces nothing."""
     return text.replace("%", "%%")
 
 
 def _kind(field: dataclasses.Field) -> type:
-    """The type of an option's value, which may be None besides."""
-    parts = [part for part in typing.get_args(field.type) if part is not type(None)]
-    return field.type if isinstance(field.type, type) else parts[0] if isinstance(parts[0], type) else str
+    """Return the type of an option's value, which may be None besides."""
+    if isinstance(field.type, type):
+        return field.type
+    kind = next(part for part in typing.get_args(field.type) if part is not type(None))
+    if isinstance(kind, type):
+        return kind
+    return str  # the words of a Literal
 
 
 def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
-    """The values of an option that has few."""
+    """Return the values of an option that has few."""
     if field.name in CHOICES:
         return tuple(CHOICES[field.name])
     for kind in (field.type, *typing.get_args(field.type)):
         if typing.get_origin(kind) is Literal:
             return tuple(map(str, typing.get_args(kind)))
-    return ("true", "false") if bool in typing.get_args(field.type) else ()
+    if bool in typing.get_args(field.type):
+        return ("true", "false")
+    return ()
 
 
 # ---- what the shell offers ---------------------------------------------------------------------------------
 
 
 def datasets() -> list[str]:
-    """The names of data sets that are no pattern."""
+    """Return the names of data sets that are no pattern."""
     from fcljax.data.files.names import DATASETS
 
     return [name for name in DATASETS if ":" not in name]
@@ -271,11 +334,15 @@ _NAMED: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def _completer(known: Callable[[], Iterable[str]], files: bool) -> Callable[..., list[str]]:
+    """Return a function that offers known words, and perhaps files, to the shell."""
+
     def complete(prefix: str, **_: Any) -> list[str]:
         from argcomplete.completers import FilesCompleter
 
-        found = list(known())
-        return found + (list(FilesCompleter()(prefix)) if files else [])
+        offers = list(known())
+        if files:
+            offers += FilesCompleter()(prefix)
+        return offers
 
     return complete
 
@@ -284,7 +351,7 @@ def _completer(known: Callable[[], Iterable[str]], files: bool) -> Callable[...,
 
 
 def print_rows(rows: Sequence[tuple[str, object]]) -> None:
-    """A table of names and values."""
+    """Print a table of names and values."""
     from rich.console import Console
     from rich.table import Table
 
@@ -297,11 +364,13 @@ def print_rows(rows: Sequence[tuple[str, object]]) -> None:
 
 
 def new_folder(*parts: str) -> str:
-    """A folder in runs/ that no other command has: the parts of its name, the time, and a number."""
+    """Return a folder in runs/ that no other command has: the parts of its name, the time, and a
+    random number."""
     # two runs may begin in the same second, and clocks may be set back
     return "runs/" + "-".join([*parts, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(3)])
 
 
 def slug(text: str) -> str:
-    """A data set's name as part of a folder's name."""
-    return "".join(c if c.isalnum() else "-" for c in Path(text.partition(":")[2] or text).stem)[:60]
+    """Return a data set's name as part of a folder's name."""
+    path = Path(text.partition(":")[2] or text)
+    return re.sub(r"[\W_]", "-", path.stem)[:60]

@@ -104,6 +104,9 @@ def _data_show(arguments: list[str]) -> int:
 def _named(options: Value, arguments: list[str], command: str, about: str) -> Value:
     """Parse a data set's name and the options after it; the name becomes one of them."""
     words = Words("NAME", tuple(datasets()))
+    # the help lists the options of this data set
+    if arguments and not arguments[0].startswith("-"):
+        options = replaced(options, dataset=arguments[0])
     names, filled = parsed(options, arguments, ["data", command], about, words)
     if len(names) != 1:
         count = "no name"

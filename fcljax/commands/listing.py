@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fcljax.commands.arguments import parse
+from fcljax.options import flag
 from fcljax.terminal import add_row, new_table
 
 
@@ -16,6 +17,7 @@ def list_(arguments: list[str]) -> int:
     parse({}, arguments, ["list"], about)
 
     from fcljax.adapters import ADAPTERS
+    from fcljax.choices import CHOICES, summaries
     from fcljax.data.files.names import DATASETS
     from fcljax.data.geometry import PIPELINES
     from fcljax.methods import METHODS
@@ -50,6 +52,7 @@ def list_(arguments: list[str]) -> int:
         "data sets": DATASETS,
         "backbones": backbones,
         "pipelines": PIPELINES,
+        **{flag(name): summaries(name) for name in CHOICES},
         "attacks": ATTACKS,
     }
     for title, rows in by_title.items():

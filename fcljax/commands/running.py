@@ -23,13 +23,13 @@ from fcljax.commands.arguments import (
 )
 from fcljax.errors import InputError, Value
 from fcljax.methods import METHODS, find_method
-from fcljax.options import fields_of, flag, option, replaced
+from fcljax.options import deciders, fields_of, flag, option, replaced
 from fcljax.runs import signals
 from fcljax.settings import HostOptions
 from fcljax.terminal import add_row, say
 
-# options that decide which others a run reads, or their defaults; and so do all choices
-DECIDING = ("adapter", "fidelity", "scale", "backbone", "checkpoint", "malicious", "coordinator")
+# options that decide the defaults of others; and so do all choices
+DECIDING = ("adapter", "fidelity", "scale", "backbone", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,15 +249,24 @@ def parse_run(
     choices = config.chosen_by(method, values | deciding)
     groups = config.option_groups(method, adapter, choices)
     if {"-h", "--help"} & set(arguments):
+        reading = set().union(*map(deciders, groups.values()))
+        deciding |= {name: typed[name] for name in reading if name in typed}
         values = deciding | {name: value for name, value in values.items() if name not in typed}
         shown = config.from_mapping(method, values, str(source or "options"))
     else:
         shown = config.preset(method, adapter, choices=choices)
     config.check_known(method, adapter, typed, "options")
     run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
-    others = {"files": Paths(), "hosts": HostOptions()} if besides is None else besides
-    parts = dict([*own, run, *others.items()])
+    if besides is None:
+        besides = {"files": Paths(), "hosts": HostOptions()}
+    shown_besides = {title: _with_deciders(options, typed) for title, options in besides.items()}
+    parts = dict([*own, run, *shown_besides.items()])
     return parse(parts, arguments, [command, method], about)[1]
+
+
+def _with_deciders(options: Value, typed: Mapping[str, str]) -> Value:
+    """Return options with what is typed for those that decide whether others are read."""
+    return replaced(options, **{name: typed[name] for name in deciders(type(options)) if name in typed})
 
 
 def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
