@@ -173,10 +173,13 @@ def is_read(field: dataclasses.Field, options: object) -> bool:
 
 def deciders(options: type) -> set[str]:
     """Return the options that decide whether others are read."""
-    fields = fields_of(options)
-    needed = {field.metadata.get("needs") for field in fields}
-    only = {field.metadata["only"][0] for field in fields if field.metadata.get("only")}
-    return (needed | only) - {None, ""}
+    names = set()
+    for field in fields_of(options):
+        if field.metadata.get("needs"):
+            names.add(field.metadata["needs"])
+        if field.metadata.get("only"):
+            names.add(field.metadata["only"][0])
+    return names
 
 
 def _default(options: type, name: str) -> object:
