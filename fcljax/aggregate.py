@@ -1,15 +1,16 @@
-"""Functional primitives: how a server merges the uploads of K clients, as pure functions on pytrees.
+"""Functional primitives: how a server merges the uploads of K clients, as pure functions
+on pytrees.
 
-All have one signature, `rule(uploads, weight=None, valid=None, *, ...)`, and run under `jax.jit`, `jax.vmap`
-and `jax.grad`:
+All have one signature, `rule(uploads, weight=None, valid=None, *, ...)`, and run under
+`jax.jit`, `jax.vmap` and `jax.grad`:
 
     uploads   a list with one pytree for each client; any other pytree is taken as stacked, leaves [K, ...]
     weight    [K], at least 0, usually the clients' numbers of examples; None: all weigh the same
     valid     [K] of booleans, which uploads arrived; None: all. The others have no influence, NaN included
 
-Robust rules and means of prototypes ignore `weight`, because a weight is the client's own claim. Valid
-uploads must be finite. Results have the dtypes of the leaves. The engine's rules (`fcljax.federated.rules`)
-are the same functions behind `--aggregator`.
+Robust rules and means of prototypes ignore `weight`, because a weight is the client's own
+claim. Valid uploads must be finite. Results have the dtypes of the leaves. The engine's
+rules (`fcljax.federated.rules`) are the same functions behind `--aggregator`.
 """
 
 from collections.abc import Sequence
@@ -74,14 +75,14 @@ class ObservedPrototypes(NamedTuple):
     """Classes of which the client has examples."""
 
 
-# ---- means -----------------------------------------------------------------------------------------------
+# ---- means -----------------------------------------------------------------------------
 
 
 def weighted_mean(uploads: PyTree, weight: PerClient = None, valid: PerClient = None) -> PyTree:
     """Return sum_k n_k w_k / sum_k n_k (FedAvg, McMahan et al. 2017, algorithm 1).
 
-    >>> weighted_mean([{"w": jnp.array([0.0, 4.0])}, {"w": jnp.array([3.0, 1.0])}], weight=[1, 2])
-    {'w': Array([2., 2.], dtype=float32)}
+    >>> weighted_mean([{"w": jnp.array([0.0, 4.0])}, {"w": jnp.array([3.0, 1.0])}],
+    weight=[1, 2]) {'w': Array([2., 2.], dtype=float32)}
     """
     return rules.weighted_mean(*_clients(uploads, weight, valid))
 
@@ -95,7 +96,7 @@ def uniform_mean(uploads: PyTree, weight: PerClient = None, valid: PerClient = N
     return rules.uniform_mean(*_clients(uploads, weight, valid))
 
 
-# ---- robust rules: `weight` is ignored, except by the geometric median -----------------------------------
+# ---- robust rules: `weight` is ignored, except by the geometric median -----------------
 
 
 def coordinate_median(uploads: PyTree, weight: PerClient = None, valid: PerClient = None) -> PyTree:
@@ -147,7 +148,8 @@ def geometric_median(
 
 
 def krum(uploads: PyTree, weight: PerClient = None, valid: PerClient = None, *, malicious: int) -> PyTree:
-    """Return the upload nearest to its n - malicious - 2 nearest others (Blanchard et al. 2017, section 4).
+    """Return the upload nearest to its n - malicious - 2 nearest others (Blanchard et al.
+    2017, section 4).
 
     >>> krum(jnp.array([1.0, 1.1, 1.3, 1e9, 1.15]), malicious=1)
     Array(1.1, dtype=float32)
@@ -166,7 +168,8 @@ def multi_krum(
     malicious: int,
     chosen: int | None = None,
 ) -> PyTree:
-    """Return the mean of the `chosen` uploads that `krum` ranks first (Blanchard et al. 2017, section 5).
+    """Return the mean of the `chosen` uploads that `krum` ranks first (Blanchard et al.
+    2017, section 5).
 
     >>> multi_krum(jnp.array([1.0, 1.1, 1.3, 1e9, 1.15]), malicious=1).round(2)
     Array(1.14, dtype=float32)
@@ -194,8 +197,8 @@ def centred_clipping(
 
         v <- v + 1/n sum_k (x_k - v) min(1, radius / ||x_k - v||)          (`steps` times)
 
-    >>> centred_clipping(jnp.array([1.0, 1e9]), centre=jnp.array(0.0), radius=1.0, steps=1)
-    Array(1., dtype=float32)
+    >>> centred_clipping(jnp.array([1.0, 1e9]), centre=jnp.array(0.0), radius=1.0,
+    steps=1) Array(1., dtype=float32)
 
     Args:
       centre: leaves [...], what the clients started from.
@@ -211,7 +214,7 @@ def centred_clipping(
     return rules.centred_clipping(stacked, weight, valid, centre=centre, radius=radius, steps=steps)
 
 
-# ---- distributions, prototypes, closed forms -------------------------------------------------------------
+# ---- distributions, prototypes, closed forms -------------------------------------------
 
 
 def gaussian_conflation(uploads: PyTree, weight: PerClient = None, valid: PerClient = None) -> Gaussian:
@@ -255,7 +258,8 @@ def prototype_reweight(
     temperature: float = 0.2,
     temperature_mode: str = "divide",
 ) -> Float[Array, "classes width"]:
-    """Return prototypes weighted by their closeness to all clients' features (PILoRA, eq. 11 to 14).
+    """Return prototypes weighted by their closeness to all clients' features (PILoRA, eq.
+    11 to 14).
 
     `weight` is ignored.
 
@@ -306,13 +310,14 @@ def ridge_regression(
 
     Args:
       uploads: `Moments` of each client.
-      ridge: added to the diagonal; where it is too small for the rounding, the result is not finite.
+      ridge: added to the diagonal; where it is too small for the rounding, the result is
+        not finite.
     """
     total = ridge_sums(uploads, weight, valid)
     return solve_ridge(total.gram, total.products, ridge)
 
 
-# ---- arguments -------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------
 
 
 def _clients(

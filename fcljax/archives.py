@@ -30,7 +30,8 @@ def check_members(archive: zipfile.ZipFile, limit: int) -> None:
     """Check the names of all members and the size of their contents.
 
     Raises:
-      ValueError: for a member that leads out of the archive, or more than `limit` bytes when unpacked.
+      ValueError: for a member that leads out of the archive, or more than `limit` bytes
+        when unpacked.
     """
     for name in archive.namelist():
         if leads_out(name):
@@ -65,8 +66,9 @@ def read_npz(
       names: the arrays to read, as far as they are there; None reads all.
 
     Raises:
-      ValueError: as `check_members`, and for an array that is cut off or holds Python objects. A damaged file
-        can raise anything else that the parsers of zip and npy raise.
+      ValueError: as `check_members`, and for an array that is cut off or holds Python
+        objects. A damaged file can raise anything else that the parsers of zip and npy
+        raise.
     """
     with zipfile.ZipFile(path) as archive:  # np.load would also take a bare .npy or a pickle of this name
         check_members(archive, limit)

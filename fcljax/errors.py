@@ -62,7 +62,8 @@ def install_command(extra: str) -> str:
 class InputError(ValueError):
     """Bad input from outside.
 
-    The message is one line that names the field, the value and what would be valid; long values are cut.
+    The message is one line that names the field, the value and what would be valid; long
+    values are cut.
     """
 
     def __init__(self, message: str):
@@ -72,8 +73,8 @@ class InputError(ValueError):
 def one_line(text: str) -> str:
     """Return any text as one line that every terminal takes.
 
-    Values of more than 300 characters are cut in their middle, and what cannot be printed is written with
-    backslashes.
+    Values of more than 300 characters are cut in their middle, and what cannot be printed
+    is written with backslashes.
     """
     line = printable(re.sub(r"[\r\n\t\v\f]+", " ", text))
     line = _LONG.sub(lambda value: _cut(value[0], MOST), line)
@@ -92,20 +93,22 @@ def reason(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text where what cannot be printed, such as half a surrogate pair, has backslashes."""
+    """Return a text where what cannot be printed, such as half a surrogate pair, has
+    backslashes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(text: str, most: int) -> str:
-    """Cut the middle of a text that is too long; what remains is two thirds of the start and the end."""
+    """Cut the middle of a text that is too long; what remains is two thirds of the start
+    and the end."""
     if len(text) <= most:
         return text
     return f"{text[: 2 * most // 3]} ... {text[-most // 3 + 5 :]}"
 
 
 def nearest(value: object, options: Iterable[str]) -> str:
-    """Return a hint for an unknown name: its name in this package, else the closest of `options`, or all of
-    them when none is close."""
+    """Return a hint for an unknown name: its name in this package, else the closest of
+    `options`, or all of them when none is close."""
     options = sorted({str(option) for option in options})
     synonym = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
     for name in (synonym, "--" + synonym.replace("_", "-")):

@@ -316,11 +316,11 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
       backend: cpu, gpu or tpu; None: that of this process.
       lean: for programs of small networks, which take longer to compile than to run. On a
         CPU, XLA's newer emitters of fusions keep some megabytes for each kernel until a
-        program is compiled, up to 0.7 GB in all, and the older ones do not; but steps of a
-        ViT-Ti and evaluations are up to a tenth slower with these (docs/results/speed.md).
-        On a GPU, XLA times no kernels to choose from, which on an H200 spares a first run
-        a quarter of the time to compile and three fifths of the CPU's
-        (docs/accelerators.md).
+        program is compiled, up to 0.7 GB in all, and the older ones do not; but steps of
+        a ViT-Ti and evaluations are up to a tenth slower with these
+        (docs/results/speed.md). On a GPU, XLA times no kernels to choose from, which on
+        an H200 spares a first run a quarter of the time to compile and three fifths of
+        the CPU's (docs/accelerators.md).
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     backend = backend or jax.default_backend()

@@ -1,5 +1,4 @@
-"""Client partitions and the task schedule of a run: the training examples of each client
-in every round."""
+"""Client partitions and the task schedule: each client's training examples in every round."""
 
 import functools
 from collections.abc import Callable
@@ -48,22 +47,25 @@ ONLINE = 35  # the purpose of a draw, among those of the seed
 class Scenario(NamedTuple):
     """The task schedule and the client partitions of a run.
 
-    Labels are positions in the class order."""
+    Labels are positions in the class order.
+    """
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
-    tasks: tuple[Task, ...]  # where clients have streams of their own, with the classes of all clients
-    partitions: list[list[ClientPartition]]  # [task][round]
-    holdings: Int[np.ndarray, "K C"]  # training examples per client and class, over all rounds if redrawn
-    # the task of each test example; None: the classes of a task decide, because clients
-    # draw tasks of a pool
+    tasks: tuple[Task, ...]
+    """Of the run; where clients have their own tasks, with the classes of all clients."""
+    partitions: list[list[ClientPartition]]
+    """[task][round]."""
+    holdings: Int[np.ndarray, "K C"]
+    """Training examples per client and class, over all rounds if they are redrawn."""
     test_task: Int[np.ndarray, " M"] | None = None
-    # [task]: the clients' examples of all its rounds,
-    # where each of them comes in one round only
+    """The task of each test example; None: a task tests its classes, which other tasks
+    may test too (private streams)."""
     whole: tuple[ClientPartition, ...] = ()
+    """[task]: the clients' examples of all rounds, for an online population."""
 
     def current(self, task: int, client: int | None = None) -> Bool[np.ndarray, " C"]:
-        """The classes of a task, or of a client's own task if it has one."""
+        """Return the classes of a task, or those of the client's own task."""
         client_task = None
         if client is not None:
             client_task = self.partitions[task][0].task
@@ -72,18 +74,17 @@ class Scenario(NamedTuple):
         return np.asarray(client_task.current[client])
 
     def tests(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
-        """Which test examples belong to a task, or to a client's own if it has tasks of
-        its own."""
+        """Return which test examples belong to a task, or to the client's own task."""
         if self.test_task is None:
             return self.current(task, client)[self.test_label]
         return self.test_task == task
 
     def tests_seen(self, task: int, client: int | None = None) -> Bool[np.ndarray, " M"]:
-        """Which test examples belong to a task or one before it."""
+        """Return which test examples belong to a task or an earlier one."""
         return np.any([self.tests(t, client) for t in range(task + 1)], axis=0)
 
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
-        """The classes of which each client has had examples by the end of a task."""
+        """Return the classes of which each client has had examples by the end of a task."""
         partitions = [partition for of_task in self.partitions[: task + 1] for partition in of_task]
         return np.any([partition.class_examples > 0 for partition in partitions], axis=0)
 
@@ -94,14 +95,13 @@ def make_scenario(
     rounds: int,
     joint: bool,
 ) -> Scenario:
-    """The scenario of a simulation, in which all training examples are assigned to
-    clients.
+    """Assign all training examples to the clients of a simulation.
 
     Args:
       dataset: the examples.
       options: how to assign them.
       rounds: of every task.
-      joint: whether all tasks' classes come at once, as one task.
+      joint: whether all classes form one task.
 
     Raises:
       InputError: for options that the data set cannot meet.
@@ -130,17 +130,16 @@ def make_scenario(
             if assigned.reported:
                 reported = assigned.reported(t, r)
             of_task.append(ClientPartition(*owned, reported, client_tasks))
-            # over redrawn rounds they add up; examples of an
-            # earlier task were counted in that task
+            # the sum over redrawn rounds; a client that is still in an earlier task has
+            # been counted there
             holdings = holdings + assigned.newly(t)[:, None] * counts
-        # the same object: its tables are made once
+        # the same object in all rounds, so that its tables are computed once
         partitions.append(of_task * (rounds // drawn_rounds))
-        # reports at a task's start and end read all of a
-        # client's examples, not one round's
+        # statistics rounds read the examples of all rounds
         if online:
             owned = merge([assigned.indices(t, r) for r in range(rounds)])
             all_rounds.append(ClientPartition(*owned, _counts(owned, label, classes), client_tasks))
-        # a task that nobody can train would leave the model as it was, without a word
+        # without this error such a task would silently leave the model unchanged
         if not any(len(partition.indices) for partition in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
     test_label = assigned.test_label
@@ -155,28 +154,35 @@ def scenario_of_counts(
     joint: bool,
     counts: Int[np.ndarray, "T K"],
 ) -> Scenario:
-    """The scenario of a server without training examples, which knows how many examples
-    clients report for each task, but neither their indices nor their classes."""
+    """Return the scenario of a server that only knows the clients' numbers of examples.
+
+    Args:
+      dataset: of the test examples.
+      options: of the partition.
+      rounds: of every task.
+      joint: whether all classes form one task.
+      counts: number of examples of each client in each task.
+    """
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
-    # the server must not know classes: reports would be checked against them
-    none = np.zeros((options.clients, len(dataset.class_names)), np.int32)
+    # zeros for "not known": reports are not checked against them
+    no_classes = np.zeros((options.clients, len(dataset.class_names)), np.int32)
 
     def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
-        return ClientPartition(np.zeros(int(count.sum()), np.int32), np.cumsum([0, *count]), none)
+        indices = np.zeros(int(count.sum()), np.int32)
+        return ClientPartition(indices, np.cumsum([0, *count]), no_classes)
 
     partitions = [[partition(count)] * rounds for count in counts]
-    return Scenario(label, test_label, schedule.tasks, partitions, none, schedule.test)
+    return Scenario(label, test_label, schedule.tasks, partitions, no_classes, schedule.test)
 
 
 def scenario_of_one(
     dataset: Dataset, options: PartitionConfig, rounds: int, joint: bool, client: int
 ) -> Scenario:
-    """The scenario of a client with data of its own: it has all training examples, each
-    in the task of its class."""
+    """Return the scenario of a client that has all training examples of its own data set."""
     label, test_label, schedule = _schedule_apart(dataset, options, joint)
+    # the other clients have no examples
     parts = [np.empty(0, np.int32)] * options.clients
     parts[client] = np.arange(len(label), dtype=np.int32)
-    # the client alone has examples; the others keep their numbers
     owned = [client_indices(parts, schedule.train, task) for task in range(len(schedule.tasks))]
     counts = [_counts(task_indices, label, len(dataset.class_names)) for task_indices in owned]
     partitions = [
@@ -188,7 +194,7 @@ def scenario_of_one(
 
 
 def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Labels of both splits as positions in the class order."""
+    """Return the labels of both splits as positions in the class order."""
     order = order_of_classes(dataset, options, np.random.RandomState(options.seed))
     return relabel(dataset.y_train, order), relabel(dataset.y_test, order)
 
@@ -196,11 +202,10 @@ def _labels(dataset: Dataset, options: PartitionConfig) -> tuple[np.ndarray, np.
 def _schedule_apart(
     dataset: Dataset, options: PartitionConfig, joint: bool
 ) -> tuple[np.ndarray, np.ndarray, TaskSchedule]:
-    """Labels of both splits and the task schedule, where no process has the examples of
-    all clients.
+    """Return labels and task schedule where no process has the examples of all clients.
 
     Raises:
-      InputError: for a schedule that needs them all.
+      InputError: for a schedule that needs all examples.
     """
     source = chosen("tasks_by", options)
     needs_all_examples = [
@@ -227,14 +232,14 @@ def _schedule_apart(
 def _schedule(
     dataset: Dataset, options: PartitionConfig, label: np.ndarray, test_label: np.ndarray
 ) -> TaskSchedule:
-    """The tasks, and which examples belong to each.
+    """Return the tasks and the task of each example.
 
     Raises:
       InputError: for a schedule that does not fit the data set.
     """
     classes = len(dataset.class_names)
     source = chosen("tasks_by", options)
-    # a file that lists tasks is the schedule, whatever the options' defaults say
+    # a file with tasks decides; `_check_listed` refuses options that say otherwise
     if says_tasks(options.partition):
         _check_listed(options)
         return tasks_of_examples(read_tasks(options.partition, dataset), label, test_label, classes)
@@ -247,26 +252,24 @@ def _schedule(
     schedule = by_class(source.sizes(classes, options.tasks), label, test_label)
     if not source.blurry:
         return schedule
-    # a stream of its own, so that blurring leaves the partition's draws as they are
-    draws = np.random.RandomState([options.seed, PURPOSE])
-    return blurred(schedule, label, source.blurry, source.disjoint, draws)
+    # another stream than the partition's, whose draws must not change
+    rng = np.random.RandomState([options.seed, PURPOSE])
+    return blurred(schedule, label, source.blurry, source.disjoint, rng)
 
 
 def domains_of(dataset: Dataset, options: PartitionConfig) -> list[str] | None:
-    """The domains that are tasks, in the order of the tasks; None where tasks are of
-    classes."""
+    """Return the domains that are the tasks, in their order; None if tasks are of classes."""
     source = chosen("tasks_by", options)
     if not isinstance(source, ByColumn):
         return None
     if source.task_order:
         return [name.strip() for name in source.task_order.split(",")]
-    # sorted as people count: domain 2 before domain 10
+    # natural order: domain 2 before domain 10
     return natural_order(dataset.columns[str(options.tasks_by).partition(":")[2]])
 
 
 def fit_partition(options: Value, dataset: Dataset) -> Value:
-    """Options with the numbers of clients and tasks that a partition of the user's own
-    and the sizes of tasks decide.
+    """Set the numbers of clients and tasks that a user's partition or the sizes of tasks decide.
 
     Raises:
       InputError: for a partition or sizes that do not fit the data set.
@@ -277,7 +280,7 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
     source = chosen("tasks_by", options)
-    # only then must labels be read to know the number of tasks
+    # the labels are read only if they decide the number of tasks
     decided = isinstance(source, ByColumn) or source.classes_per_task or source.task_sizes
     if decided or says_tasks(options.partition):
         tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
@@ -285,17 +288,16 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
 
 
 def _check_listed(options: PartitionConfig) -> None:
-    """No option says what a partition's file says.
+    """Check that no option sets the tasks, which a partition's file lists.
 
     Raises:
       InputError: naming the first one that does.
     """
     source = chosen("tasks_by", options)
-    if isinstance(source, ByColumn):
-        chosen_names = ["tasks_by"]
-    else:
-        chosen_names = [field.name for field in fields_of(ByClass) if getattr(source, field.name)]
-    for name in chosen_names:
+    names = ["tasks_by"]
+    if not isinstance(source, ByColumn):
+        names = [field.name for field in fields_of(ByClass) if getattr(source, field.name)]
+    for name in names:
         # `disjoint` has no effect without `blurry`, and its default is not 0
         if name != "disjoint":
             raise InputError(
@@ -307,32 +309,32 @@ def _counts(owned: ClientIndices, label: np.ndarray, classes: int) -> np.ndarray
     return owned.class_counts(label, classes).astype(np.int32)
 
 
-# ---- assigning examples to clients -------------------------------------------------------------------------
+# ---- assigning examples to clients -----------------------------------------------------
 
 
 class Assignment(NamedTuple):
     """The training examples of each client in every round.
 
-    Labels are positions in the class order."""
+    Labels are positions in the class order.
+    """
 
     train_label: Int64[np.ndarray, " N"]
     test_label: Int64[np.ndarray, " M"]
     tasks: tuple[Task, ...]
-    # (task, round) -> the task's training examples of each client in that round
     indices: Callable[[int, int], ClientIndices]
-    # (task, round) -> examples of each class [K, C] that clients report, if they differ
-    # from those they have
+    """indices(task, round) -> training examples of each client."""
     reported: Callable[[int, int], np.ndarray] | None = None
-    # each client's own tasks, leaves [K, ...], if clients do not share the tasks
+    """reported(task, round) -> number of examples per class [K, C] that clients report;
+    None: the true numbers."""
     own: tuple[Task, ...] = ()
-    # the task of each test example; None: see `Scenario.test_task`
+    """Tasks of each client, leaves [K, ...]; (): clients share the tasks."""
     test_task: Int[np.ndarray, " M"] | None = None
-    # [task, client]: the task whose examples the client has in a task; None: all have
-    # those of the task
+    """As of `Scenario`."""
     holds: Int[np.ndarray, "T K"] | None = None
+    """The task whose examples each client has in each task; None: the same task."""
 
     def newly(self, task: int) -> Bool[np.ndarray, " K"] | np.ndarray:
-        """Which clients have examples of the task itself, not those of one before."""
+        """Return which clients have the examples of this task, not of an earlier one."""
         if self.holds is None:
             return np.ones(1, bool)
         return self.holds[task] == task
@@ -341,18 +343,20 @@ class Assignment(NamedTuple):
 def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assignment:
     """Assign the training examples to clients and tasks.
 
-    The class order and the partition of a static population come from one legacy numpy
-    stream, in this order, as in FPPL's release (specification section 6). A partition
-    by task is drawn task after task; the natural class order draws nothing. `dirichlet`
-    and `iid` split the whole training set, and a task uses its own examples.
+    The class order and a static partition come from one legacy numpy stream, in this
+    order, as in FPPL's release (specification section 6). A partition by task is drawn
+    task after task; the natural class order draws nothing. `dirichlet` and `iid` split
+    the whole training set, and a task uses its own examples.
 
-    A static population has the same examples in every round of a task. A redrawn one
-    has a new partition in each round, which depends on (seed, task, round) alone and is
-    drawn when `Assignment.indices` is called. In an independent one a partition is
-    drawn for each client, who takes its part of it, as in PILoRA's release: clients may
-    share examples, and some examples belong to no client. Sampled clients depend on
-    (seed, task, round, client), as HePCo's release draws them. Private streams
-    (`streams.py`) continue the legacy stream.
+        population    examples of a client
+        static        the same in every round of a task
+        redrawn       of a new partition in each round, drawn from (seed, task, round) when
+                      `Assignment.indices` is called
+        independent   its part of a partition that is drawn for this client, as in PILoRA's
+                      release: clients may share examples, and some examples have no client
+
+    Sampled clients are drawn from (seed, task, round, client), as in HePCo's release.
+    Private streams (`streams.py`) continue the legacy stream.
 
     Args:
       dataset: the examples.
@@ -360,14 +364,13 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
       rounds: of every task; the seeds of sampled clients depend on it.
 
     Raises:
-      InputError: for options that the data set cannot meet. For a redrawn population, `Assignment.indices`
-        raises what its partition does.
+      InputError: for options that the data set cannot meet. For a redrawn population
+        `Assignment.indices` raises the errors of its partition.
     """
     # RandomState, not a Generator: releases draw from this legacy stream
     stream = np.random.RandomState(options.seed)
     order = order_of_classes(dataset, options, stream)
-    # a share of each class is taken before anything is
-    # drawn, so that the draw is of it alone
+    # before the draws, which are then only of this share
     used = first_share(dataset.y_train, options.train_share)
     partition = chosen("partition", options)
     if isinstance(partition, Private):
@@ -376,7 +379,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     test_label = relabel(dataset.y_test, order)
     schedule = _schedule(dataset, options, label, test_label)
     data = _Data(dataset, options, partition, schedule, used, rounds)
-    # sampled clients are drawn by numbers of their own, and never read the stream
+    # sampled clients have their own seeds, and never read the stream
     if isinstance(partition, Sampled):
         indices_of = data.sampled
     elif options.population in ("redrawn", "independent"):
@@ -395,7 +398,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
             return reported_counts(data.samples(task, round_), position)
 
         assigned = assigned._replace(reported=reported)
-    # clients that join, stay or leave change who holds a task, not how it is divided
+    # attendance decides which clients have a task, not how it is divided
     if changes(options):
         assigned = _attended(assigned, data.holds)
     if options.population == "online":
@@ -404,13 +407,12 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
 
 
 class _Data(NamedTuple):
-    """What a partition is drawn from."""
+    """The inputs of a partition."""
 
     dataset: Dataset
     options: PartitionConfig
     partition: Any
-    """What was chosen: a `Partition`, or one of those that assign by rules of their
-    own."""
+    """A `Partition`, or `Sampled`, or owners."""
     schedule: TaskSchedule
     used: Int[np.ndarray, " n"]
     """Indices of the training examples that are used."""
@@ -418,12 +420,12 @@ class _Data(NamedTuple):
 
     @property
     def holds(self) -> Int[np.ndarray, "T K"]:
-        """The task whose examples each client has in each task."""
+        """Return the task whose examples each client has in each task."""
         return attendance(self.options, len(self.schedule.tasks))
 
     @property
     def all_tasks(self) -> bool:
-        """Whether one partition divides the examples of all tasks."""
+        """Return whether one partition divides the examples of all tasks."""
         return getattr(self.partition, "all_tasks", False)
 
     def of_task(self, task: int) -> np.ndarray:
@@ -433,21 +435,18 @@ class _Data(NamedTuple):
         return self.used[self.schedule.train[self.used] == task]
 
     def parts(self, task: int, rng: np.random.RandomState) -> ClientIndices:
-        """Return a partition of a task, or of all; of a task among the clients that have
-        it."""
+        """Draw a partition of a task, or of all tasks."""
         rows = self.of_task(task)
         clients = np.arange(self.options.clients)
-        # examples of a task are divided among the
-        # clients that have it, none to the others
+        # a task is divided among the clients that have it
         if changes(self.options) and not self.all_tasks:
             clients = np.flatnonzero(self.holds[task] == task)
         divide: Partition = self.partition
         parts = divide(self.dataset.y_train[rows], len(clients), rng)
-        # a user's partition may return anything
+        # the partition may be a user's function
         check_parts(parts, len(clients), len(rows))
         owned = ClientIndices.of(parts)
         sizes = np.zeros(self.options.clients, np.int64)
-        # clients without the task have no examples in it
         sizes[clients] = np.diff(owned.offset)
         offset = np.concatenate([[0], np.cumsum(sizes)])
         return ClientIndices(rows[owned.indices].astype(np.int32), offset)
@@ -462,28 +461,26 @@ class _Data(NamedTuple):
         )
 
     def sampled(self, task: int, round_: int) -> ClientIndices:
-        """The examples of HePCo's clients."""
+        """Return the examples of HePCo's clients of a round."""
         return ClientIndices.of([sample.indices for sample in self.samples(task, round_)])
 
     def redrawn(self, task: int, round_: int) -> ClientIndices:
-        """A partition of one round."""
+        """Draw the partition of a round."""
         return self.parts(task, np.random.RandomState([self.options.seed, task, round_]))
 
     def independent(self, task: int, round_: int) -> ClientIndices:
-        """Of each client's own partition of one round its part."""
-        everyone = range(self.options.clients)
-        seeds = [[self.options.seed, task, round_, client] for client in everyone]
-        return ClientIndices.of(
-            # a partition per client, of which it takes its
-            # part: parts of two clients may overlap
-            [self.parts(task, np.random.RandomState(seeds[k])).by_client()[k] for k in everyone]
-        )
+        """Return each client's part of the partition drawn for that client; parts may overlap."""
+        parts = []
+        for client in range(self.options.clients):
+            rng = np.random.RandomState([self.options.seed, task, round_, client])
+            parts.append(self.parts(task, rng).by_client()[client])
+        return ClientIndices.of(parts)
 
     def static(
         self,
         stream: np.random.RandomState,
     ) -> Callable[[int, int], ClientIndices]:
-        """Partitions that stay over the rounds, of all tasks or drawn task after task."""
+        """Return indices(task, round) of partitions that are the same in all rounds."""
         options = self.options
         count = len(self.schedule.tasks)
         if is_owned(options.partition):
@@ -505,24 +502,27 @@ class _Data(NamedTuple):
 
 
 def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment:
-    """The examples of clients that join, stay behind or leave. One that stays behind
-    has the classes of its own last task as the current ones, and has seen those of all
-    tasks so far."""
+    """Return the assignment for clients that join, stay in an earlier task, or leave.
+
+    A client that stays has the classes of its last task as the current ones, and has seen
+    those of all tasks so far.
+    """
 
     def indices(task: int, round_: int) -> ClientIndices:
         held_tasks = holds[task].tolist()
-        of_tasks = {
+        by_client_of = {
             held_task: assigned.indices(held_task, round_).by_client()
             for held_task in set(held_tasks) - {AWAY}
         }
-        none = np.empty(0, np.int32)
-        return ClientIndices.of(
-            [none if held_task == AWAY else of_tasks[held_task][k] for k, held_task in enumerate(held_tasks)]
-        )
+        parts = [np.empty(0, np.int32)] * len(held_tasks)
+        for client, held_task in enumerate(held_tasks):
+            if held_task != AWAY:
+                parts[client] = by_client_of[held_task][client]
+        return ClientIndices.of(parts)
 
     client_tasks = ()
     tasks = assigned.tasks
-    # a client that stays behind has a task of its own, with the classes of its last one
+    # some client stays in an earlier task, so clients need tasks of their own
     if np.any((holds >= 0) & (holds < np.arange(len(holds))[:, None])):
         tasks_of_clients = [
             [tasks[held_task]._replace(seen=task.seen) for held_task in held_tasks]
@@ -536,11 +536,13 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
 
 
 def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assignment:
-    """Each client's examples of a task divided over its rounds, in an order that
-    depends on (seed, task, client)."""
+    """Divide each client's examples of a task over its rounds.
+
+    The order is drawn from (seed, task, client).
+    """
 
     def indices(task: int, round_: int) -> ClientIndices:
-        # seeded by client: a client's order does not depend on who else takes part
+        # a seed per client, so that its order does not depend on the other clients
         seeds = [[options.seed, ONLINE, task, client] for client in range(options.clients)]
         draws = map(np.random.RandomState, seeds)
         of_clients = zip(draws, assigned.indices(task, 0).by_client(), strict=True)
@@ -552,7 +554,7 @@ def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assi
 
 
 def _joint(assigned: Assignment, classes: int) -> Assignment:
-    """The same examples, with all tasks as one.
+    """Return the same examples, as one task.
 
     Raises:
       InputError: for private streams.
@@ -573,12 +575,11 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
         assert reported is not None
         return np.sum([reported(task, round_) for task in all_tasks], axis=0)
 
-    return assigned._replace(
-        tasks=make_tasks(classes, 1),
-        indices=indices,
-        reported=all_reported if reported else None,
-        test_task=np.zeros(len(assigned.test_label), int),
-    )
+    test_task = np.zeros(len(assigned.test_label), int)
+    joint = assigned._replace(tasks=make_tasks(classes, 1), indices=indices, test_task=test_task)
+    if reported is None:
+        return joint
+    return joint._replace(reported=all_reported)
 
 
 def _private(
@@ -589,8 +590,10 @@ def _private(
     used: np.ndarray,
     rng: np.random.RandomState,
 ) -> Assignment:
-    """Private streams: of shared tasks, or of tasks that each client draws from a
-    pool."""
+    """Return the assignment of private streams.
+
+    Clients share the tasks, or each client draws its own from a pool.
+    """
     label = relabel(dataset.y_train, order)
     test_label = relabel(dataset.y_test, order)
     classes = len(order)
@@ -620,12 +623,14 @@ def _private(
 
 
 def _stacked(shared: Task, client_tasks: tuple[Task, ...]) -> Task:
-    """A task of every client, leaves [K, ...]. All clients have the run's class
-    positions, so that their reports can be added up; `current` and `seen` say which
-    classes are the client's."""
+    """Stack the clients' tasks to leaves [K, ...].
+
+    All have the run's class positions, so that reports add up; `current` and `seen` are
+    the client's.
+    """
 
     def repeated(leaf: Array | np.ndarray) -> np.ndarray:
-        # a view: K copies of the same row
+        # a view of K equal rows
         return np.broadcast_to(np.asarray(leaf), (len(client_tasks), *np.shape(leaf)))
 
     current, seen = (np.stack([getattr(task, name) for task in client_tasks]) for name in ("current", "seen"))
@@ -635,13 +640,15 @@ def _stacked(shared: Task, client_tasks: tuple[Task, ...]) -> Task:
 def order_of_classes(
     dataset: Dataset, options: PartitionConfig, stream: np.random.RandomState
 ) -> Int64[np.ndarray, " C"]:
-    """The class order, as original labels.
+    """Return the class order, as original labels.
 
-    Only the shuffled one draws from the stream."""
+    Only the shuffled order draws from the stream.
+    """
     classes = len(dataset.class_names)
     kind = options.class_order
     if kind.startswith("file:"):
-        return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
+        names = read_order(kind.removeprefix("file:"), ORDER_BYTES)
+        return listed_order(dataset.class_names, names)
     if "," in kind:
         return listed_order(dataset.class_names, [name.strip() for name in kind.split(",")])
     match kind:
@@ -651,8 +658,3 @@ def order_of_classes(
             return python_order(classes, options.seed)
         case _:
             return class_order(classes, stream)
-
-
-def _lines(path: str) -> list[str]:
-    """The classes that a file lists."""
-    return read_order(path, ORDER_BYTES)

@@ -1,7 +1,8 @@
 """The settings that runs of every method share, as frozen dataclasses.
 
-A field's docstring is its help on the command line and its entry on the API page. Ranges, and which other
-option must have which value for a field to be read, stand beside the field (`options.option`).
+A field's docstring is its help on the command line and its entry on the API page. Ranges,
+and which other option must have which value for a field to be read, stand beside the
+field (`options.option`).
 """
 
 import dataclasses
@@ -48,7 +49,8 @@ ARRAY_NETS = {
 }
 TEXT_NETS = ("text_micro",)  # networks of text
 
-# Upper bounds, where a number beyond them would end a run in another way than with a line that names it.
+# Upper bounds, where a number beyond them would end a run in another way than with a line
+# that names it.
 MOST_SIDE = 6324  # images of 40 megapixels or more are refused
 MOST_GLYPHS = 10_000  # 3 GB in memory
 MOST_ROUNDS = 100_000  # the plan of every round is in memory
@@ -60,8 +62,8 @@ class ImageConfig:
     """Which images are read, and how they are stored."""
 
     dataset: str = "digits"
-    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, list:FILE, hf:OWNER/NAME, tfds:NAME or
-    mix:NAME+NAME."""
+    """Data set: a name of `fcljax list`, npz:PATH, folder:PATH, list:FILE, hf:OWNER/NAME,
+    tfds:NAME or mix:NAME+NAME."""
     data_dir: str | None = option(None, unset="$FCLJAX_DATA, else ~/.cache/fcljax")
     """Folder of raw and prepared data sets."""
     class_list: str = option("none", unset="none", only=("dataset", "imagenet100", "imagenet200", "mix:NAME"))
@@ -97,10 +99,11 @@ class BackboneConfig:
     """The network, and the range of pixels that it gets."""
 
     backbone: str = "auto"
-    """Network: a backbone of `fcljax list`, a timm name, a hub name (OWNER/NAME), or auto:
-    the checkpoint's network, without a checkpoint vit_micro."""
+    """Network: a backbone of `fcljax list`, a timm name, a hub name (OWNER/NAME), or
+    auto: the checkpoint's network, without a checkpoint vit_micro."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
-    """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or hf:OWNER/NAME."""
+    """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or
+    hf:OWNER/NAME."""
     stem: StemChoice = option("auto", unset="cifar below 64 pixels, else imagenet", needs="backbone")
     """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling
     (imagenet), or 3 x 3 (cifar)."""
@@ -245,8 +248,8 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, PartitionConfig, InputConfig):
-    """What every method shares. The defaults run on the handwritten digits with the packaged micro ViT and
-    need no download."""
+    """What every method shares. The defaults run on the handwritten digits with the
+    packaged micro ViT and need no download."""
 
     method: str = ""
     """Method: one of `fcljax list`, or your own as FILE.py, FILE.py:NAME or MODULE:NAME."""
@@ -257,20 +260,22 @@ class RunConfig(EngineConfig, FaultOptions, AggregationOptions, TrainConfig, Par
     """Scale of learning rates and server training. paper: the paper's; mini: for small
     networks and images; fit: learning rates are searched on held-out training images, and
     --fidelity is improved if the method has it. auto: mini for a micro network without a
-    checkpoint; else fit, if clients take at most 1/3 or at least 3 times the preset's steps
-    and no option that fit decides is set; else paper."""
+    checkpoint; else fit, if clients take at most 1/3 or at least 3 times the preset's
+    steps and no option that fit decides is set; else paper."""
     rate_factor: float = option(0.0, unset="decided or searched when the run begins")
     """Factor on all learning rates of the method, including the server's."""
     dp_delta: float = option(0.0, most=1.0, unset="not reported", needs="noise_multiplier")
     """Delta at which the privacy spent is reported as epsilon; needs --noise-multiplier
     and the optional dependency `privacy`."""
     source: ClassVar[Any] = None
-    """What `methods.find_method` finds the method by: its name, or the entry itself (`config.run_class`)."""
+    """What `methods.find_method` finds the method by: its name, or the entry itself
+    (`config.run_class`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostOptions:
-    """Processes that share a run, on one host or several; each gets the same options and its own number."""
+    """Processes that share a run, on one host or several; each gets the same options and
+    its own number."""
 
     coordinator: str | None = option(None, unset="one process")
     """HOST:PORT of process 0, for a run on the devices of several processes; auto asks
@@ -301,11 +306,12 @@ class Preset(NamedTuple):
     run: RunConfig = RunConfig()
     """What all methods share."""
     adapters: tuple = ()
-    """Options of adapters, at most one instance of each adapter's dataclass. Adapters that are not among them
-    have their own preset."""
+    """Options of adapters, at most one instance of each adapter's dataclass. Adapters
+    that are not among them have their own preset."""
     mini: Mapping = {}
-    """Option -> value at the scale mini, for micro networks and a few dozen steps: learning rates and
-    training of the server. Options of adapters that a run does not have are left out."""
+    """Option -> value at the scale mini, for micro networks and a few dozen steps:
+    learning rates and training of the server. Options of adapters that a run does not
+    have are left out."""
 
 
 Presets = Mapping[str, Preset]  # fidelity -> preset; a fidelity that is missing is the intended one
@@ -324,7 +330,8 @@ def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
 def with_mini(presets: Presets, **values: Any) -> Presets:
     """Presets with these values at the scale mini.
 
-    They were chosen on held-out training images of digits, glyphs and, where a comment says so, with a real
-    network, never on test images; docs/results/embedded.md has the accuracies.
+    They were chosen on held-out training images of digits, glyphs and, where a comment
+    says so, with a real network, never on test images; docs/results/embedded.md has the
+    accuracies.
     """
     return {name: preset._replace(mini=values) for name, preset in presets.items()}

@@ -1,9 +1,11 @@
-"""The protocol between methods and the engine: named tuples of arrays and of pure functions, no maths.
+"""The protocol between methods and the engine: named tuples of arrays and of pure
+functions, no maths.
 
-A method is a `Method`: pure functions over pytrees that the method chooses (server state, client state, local
-state, upload). Shapes are fixed for a whole run: C classes, T tasks, K clients, batches of B examples. A task
-is data (an index and masks), never a Python int inside jit, so one trace of each function serves all rounds
-of all tasks. Most methods are made of parts (`parts/federate.py`); the engine plays any `Method`.
+A method is a `Method`: pure functions over pytrees that the method chooses (server state,
+client state, local state, upload). Shapes are fixed for a whole run: C classes, T tasks,
+K clients, batches of B examples. A task is data (an index and masks), never a Python int
+inside jit, so one trace of each function serves all rounds of all tasks. Most methods are
+made of parts (`parts/federate.py`); the engine plays any `Method`.
 
 The engine passes all arguments by position, so functions may name them as they like.
 """
@@ -51,7 +53,8 @@ class Sizes(NamedTuple):
     rounds: int = 1
     """Rounds per task, for schedules over the rounds of a task."""
     examples: int = 0
-    """The most examples that a client has in a round, for buffers that hold all of them; 0: not known."""
+    """The most examples that a client has in a round, for buffers that hold all of them;
+    0: not known."""
 
 
 @runtime_checkable
@@ -69,7 +72,8 @@ class MergingRule(Protocol):
     ) -> PyTree:
         """Return leaves [...], merged from leaves [K, ...].
 
-        `reference` [...] is what the clients started from; `valid` says whose upload arrived and is finite.
+        `reference` [...] is what the clients started from; `valid` says whose upload
+        arrived and is finite.
         """
         ...
 
@@ -84,7 +88,8 @@ class TaskPool(Protocol):
 
 
 class OptaxOptimiser(Protocol):
-    """An optimiser of optax, such as `optax.adamw(1e-3)`. Type checkers that cannot read optax know this."""
+    """An optimiser of optax, such as `optax.adamw(1e-3)`. Type checkers that cannot read
+    optax know this."""
 
     @property
     def init(self) -> Callable[..., object]:
@@ -128,20 +133,22 @@ class LearningRateSchedule(Protocol):
 
 @runtime_checkable
 class ServerOptimiser(Protocol):
-    """Makes the optimiser of the server, which steps along what clients started from, minus their mean."""
+    """Makes the optimiser of the server, which steps along what clients started from,
+    minus their mean."""
 
     def build(self) -> optax.GradientTransformation:
         """Return the optimiser."""
         ...
 
 
-# ---- networks ----------------------------------------------------------------------------------------------
+# ---- networks --------------------------------------------------------------------------
 
 
 class Frozen(NamedTuple):
     """Arrays that are never trained and that all clients share.
 
-    They are an argument of every function: an array that jit closes over becomes a constant of the program.
+    They are an argument of every function: an array that jit closes over becomes a
+    constant of the program.
     """
 
     network: PyTree
@@ -149,7 +156,8 @@ class Frozen(NamedTuple):
     decoder: PyTree = ()
     """Parameters of a masked autoencoder's decoder, where the checkpoint has one."""
     surrogate: PyTree = ()
-    """Images of another data set [S, H, W, 3], grey levels 0..255, where a method asks for them."""
+    """Images of another data set [S, H, W, 3], grey levels 0..255, where a method asks
+    for them."""
     rates: PyTree = ()
     """Learning rates by the names of their options, where they are data (`federated/rates.py`)."""
 
@@ -171,9 +179,11 @@ class Autoencoder(NamedTuple):
     """A masked autoencoder around a network."""
 
     encode: Callable[..., Array]
-    """encode(params, image [B, H, W, 3], keep [B, kept]) -> latent [B, 1 + kept, D] of visible patches."""
+    """encode(params, image [B, H, W, 3], keep [B, kept]) -> latent [B, 1 + kept, D] of
+    visible patches."""
     decode: Callable[..., Array]
-    """decode(decoder, latent, restore [B, patches], prompt or None) -> [B, patches, patch * patch * 3]."""
+    """decode(decoder, latent, restore [B, patches], prompt or None) -> [B, patches, patch
+    * patch * 3]."""
     patch: int
     """Side of a patch in pixels."""
     patches: int
@@ -181,7 +191,8 @@ class Autoencoder(NamedTuple):
     width: int
     """Width of the decoder's tokens, and so of the prompts among them."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Subtracted from pixels in [0, 1] that it reads and makes; it may differ from the network's."""
+    """Subtracted from pixels in [0, 1] that it reads and makes; it may differ from the
+    network's."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Divisor of these pixels after the subtraction."""
 
@@ -192,10 +203,11 @@ class Network(NamedTuple):
     init: Callable[[PRNGKeyArray], PyTree]
     """init(key) -> fresh parameters."""
     apply: Callable[..., tuple[Features, PyTree]]
-    """apply(params, input [B, ...], injection or None, train, mask [B] or None) -> (Features, params).
+    """apply(params, input [B, ...], injection or None, train, mask [B] or None) ->
+    (Features, params).
 
-    Where there are running statistics and `train` is set, the returned parameters hold the ones updated with
-    the examples of the mask (None: all examples).
+    Where there are running statistics and `train` is set, the returned parameters hold
+    the ones updated with the examples of the mask (None: all examples).
     """
     width: int
     """D, the width of a feature."""
@@ -217,15 +229,16 @@ class Network(NamedTuple):
     """longest(params) -> a bound on the Euclidean norm of every feature; None: there is none."""
 
 
-# ---- what clients and server read --------------------------------------------------------------------------
+# ---- what clients and server read ------------------------------------------------------
 
 
 class Task(NamedTuple):
     """One task as data.
 
-    Classes are numbered by their position in the shuffled class order, so a task that all clients share has a
-    contiguous range. Where every client has its own stream, a client's task has any classes, and the server's
-    task has those of all clients. The host makes it of numpy arrays, and jit turns them into jax arrays.
+    Classes are numbered by their position in the shuffled class order, so a task that all
+    clients share has a contiguous range. Where every client has its own stream, a
+    client's task has any classes, and the server's task has those of all clients. The
+    host makes it of numpy arrays, and jit turns them into jax arrays.
     """
 
     index: Int[Array, ""]
@@ -288,7 +301,8 @@ class Batch(NamedTuple):
     query: Float[Array, "B D"] | None = None
     """Cached features of the un-prompted backbone, where the input is deterministic."""
     keys: Key[Array, " B"] | None = None
-    """Keys for draws that belong to examples: they depend on (round, phase, step, example) alone."""
+    """Keys for draws that belong to examples: they depend on (round, phase, step,
+    example) alone."""
     term_weights: Float[Array, " terms"] | None = None
     """Factors of the loss's terms (`Phase.terms`); None: each counts once."""
 
@@ -329,7 +343,7 @@ class RoundContext(NamedTuple):
         return cls(frozen, task, np.int32(round_), np.bool_(last))
 
 
-# ---- what crosses the network ------------------------------------------------------------------------------
+# ---- what crosses the network ----------------------------------------------------------
 
 
 class Broadcast(NamedTuple):
@@ -338,12 +352,13 @@ class Broadcast(NamedTuple):
     payload: PyTree
     """Sent to clients in every round, and counted as download."""
     cached: PyTree = ()
-    """What every client already has from earlier rounds, such as frozen prompts of past tasks; counted as
-    extra storage."""
+    """What every client already has from earlier rounds, such as frozen prompts of past
+    tasks; counted as extra storage."""
 
 
 class Upload(NamedTuple):
-    """What one client sends. `mean` and `sum` are streamed; `gather` reaches the server one per client."""
+    """What one client sends. `mean` and `sum` are streamed; `gather` reaches the server
+    one per client."""
 
     mean: PyTree = ()
     """Averaged over clients, with `weight`."""
@@ -358,7 +373,8 @@ class Upload(NamedTuple):
 class Aggregate(NamedTuple):
     """What the server sees after a round of at most P participants, in the order of their ids.
 
-    Entries of absent, dropped and non-finite clients have valid False and weight 0, and no sum has them.
+    Entries of absent, dropped and non-finite clients have valid False and weight 0, and
+    no sum has them.
     """
 
     mean: PyTree
@@ -375,7 +391,7 @@ class Aggregate(NamedTuple):
     """Which entries are clients whose upload arrived."""
 
 
-# ---- what a client does ------------------------------------------------------------------------------------
+# ---- what a client does ----------------------------------------------------------------
 
 
 class View(NamedTuple):
@@ -423,11 +439,13 @@ class Phase(NamedTuple):
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
     terms: tuple[str, ...] = ()
-    """Names of the terms of the loss, if there are several. Before the step in the middle of its phase, one
-    participant of every round takes the gradient of each term alone: `Batch.term_weights` is 1 for that term
-    and 0 for the others, and nothing counts but the step's metric "gradient_norm"."""
+    """Names of the terms of the loss, if there are several. Before the step in the middle
+    of its phase, one participant of every round takes the gradient of each term alone:
+    `Batch.term_weights` is 1 for that term and 0 for the others, and nothing counts but
+    the step's metric "gradient_norm"."""
     trains: bool = True
-    """Whether parameters train in it. If not, it measures statistics, which no batch size may change."""
+    """Whether parameters train in it. If not, it measures statistics, which no batch size
+    may change."""
 
 
 @runtime_checkable
@@ -465,8 +483,8 @@ class Claim(NamedTuple):
     name: str
     """Name of the quantity, for messages."""
     holds: Callable[[ClientContext, Upload], Bool[Array, ""]]
-    """holds(context, upload) -> whether a client with so many examples can have sent it. The server knows
-    `context.client.examples`, but not those of each class."""
+    """holds(context, upload) -> whether a client with so many examples can have sent it.
+    The server knows `context.client.examples`, but not those of each class."""
 
 
 class Program(NamedTuple):
@@ -481,16 +499,17 @@ class Program(NamedTuple):
     receive: ReceiveUpload | None = None
     """What the server does to an upload as it arrives; None: nothing."""
     replay_buffer: Callable[[ClientState], Int[Array, " M"]] | None = None
-    """replay_buffer(state) -> indices of the training examples that the client may replay, -1 for none.
+    """replay_buffer(state) -> indices of the training examples that the client may
+    replay, -1 for none.
 
     A client keeps indices, never images.
     """
     claims: tuple[Claim, ...] = ()
-    """What its uploads say of the client, besides their weight. An upload with an impossible claim is left
-    out."""
+    """What its uploads say of the client, besides their weight. An upload with an
+    impossible claim is left out."""
 
 
-# ---- what the server does ----------------------------------------------------------------------------------
+# ---- what the server does --------------------------------------------------------------
 
 Who = Literal["sampled", "everyone"]
 When = Literal["task_start", "round", "after_round", "task_end"]
@@ -513,15 +532,16 @@ class Round(NamedTuple):
     program: Program
     """What clients do."""
     server: ServerFunction | None = None
-    """What the server does with their uploads. None: the server merges nothing; clients only get the
-    broadcast and change their state."""
+    """What the server does with their uploads. None: the server merges nothing; clients
+    only get the broadcast and change their state."""
     who: Who = "sampled"
     """The sampled participants, or every client that has examples."""
     when: When = "round"
-    """Before a task's first round, in every round, after every round, or after a task's last round."""
+    """Before a task's first round, in every round, after every round, or after a task's
+    last round."""
 
 
-# ---- a server that replays examples (`Method.server_replay`, of pMAE) --------------------------------------
+# ---- a server that replays examples (`Method.server_replay`, of pMAE) ------------------
 
 
 class ReplayBuffer(NamedTuple):
@@ -555,7 +575,8 @@ class ReplayPlan(Protocol):
     """Says, on the host, which tasks' examples the server replays in a round."""
 
     def __call__(self, task: int, last: bool, /) -> tuple[tuple[int, int], ...]:
-        """Return pairs of task numbers: the task whose examples are used, and the task as whose they count.
+        """Return pairs of task numbers: the task whose examples are used, and the task as
+        whose they count.
 
         `last`: whether this is the task's last round.
         """
@@ -580,7 +601,8 @@ class ReplayStep(Protocol):
 
 
 class Reconstruction(NamedTuple):
-    """Images, and what a server could make of what it receives of them, as pixels of about 0 to 1."""
+    """Images, and what a server could make of what it receives of them, as pixels of
+    about 0 to 1."""
 
     original: Float[Array, "B H W 3"]
     """The images themselves."""
@@ -596,8 +618,8 @@ class Reconstruction(NamedTuple):
 
 @runtime_checkable
 class Reconstruct(Protocol):
-    """Reconstructs images from what the server receives of them, for a run's figures, and to measure what is
-    given away."""
+    """Reconstructs images from what the server receives of them, for a run's figures, and
+    to measure what is given away."""
 
     def __call__(
         self,
@@ -614,8 +636,8 @@ class Reconstruct(Protocol):
 class ServerReplay(NamedTuple):
     """Training of the server, after its step of a round, on examples that it keeps of every task.
 
-    The server's state holds the examples of the current task. When a task is over they move to the host, and
-    come back in batches.
+    The server's state holds the examples of the current task. When a task is over they
+    move to the host, and come back in batches.
     """
 
     buffer: Callable[[RoundContext, Server], ReplayBuffer]
@@ -633,10 +655,11 @@ class ServerReplay(NamedTuple):
     finish: Callable[[RoundContext, Server, Local], Server]
     """finish(round_context, server, local) -> the new server state."""
     reconstruct: Reconstruct | None = None
-    """What the server could reconstruct of images, where the examples that it keeps disclose them."""
+    """What the server could reconstruct of images, where the examples that it keeps
+    disclose them."""
 
 
-# ---- the whole ---------------------------------------------------------------------------------------------
+# ---- the whole -------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -668,7 +691,8 @@ def _unchanged_server(_round_context: RoundContext, server: Server, _key: PRNGKe
 
 
 class Method(NamedTuple):
-    """A federated continual learning method: pure functions, all of them traced once for a whole run."""
+    """A federated continual learning method: pure functions, all of them traced once for
+    a whole run."""
 
     init: Callable[[PRNGKeyArray, PyTree], Server]
     """init(key, frozen) -> the first server state."""
@@ -681,19 +705,22 @@ class Method(NamedTuple):
     init_client: Callable[[PRNGKeyArray, Server], ClientState] = _no_client_state
     """init_client(key, server) -> the state of one client before it ever takes part."""
     begin_task: Callable[[RoundContext, Server, PRNGKeyArray], Server] = _unchanged_server
-    """begin_task(round_context, server, key) -> the server state before the first round of a task."""
+    """begin_task(round_context, server, key) -> the server state before the first round
+    of a task."""
     queries: bool = False
-    """Whether steps and `predict` read the class token of the frozen network without prompts. It is cached
-    wherever images are deterministic."""
+    """Whether steps and `predict` read the class token of the frozen network without
+    prompts. It is cached wherever images are deterministic."""
     batchwise: tuple[str, ...] = ()
-    """Options of the run that make a prediction depend on the other images of its batch; (): it never does,
-    as `fcljax check` tests."""
+    """Options of the run that make a prediction depend on the other images of its batch;
+    (): it never does, as `fcljax check` tests."""
     predict_client: PredictClient | None = None
     """Logits of a client's personal model."""
     trainable: Callable[[RoundContext, Server], dict[str, PyTree]] | None = None
-    """trainable(round_context, server) -> named parts of what a client trains, for counting only."""
+    """trainable(round_context, server) -> named parts of what a client trains, for
+    counting only."""
     handover: Callable[[RoundContext, Server], PyTree] | None = None
-    """handover(round_context, server) -> what clients get of the finished task when the next one begins.
+    """handover(round_context, server) -> what clients get of the finished task when the
+    next one begins.
 
     No round has sent them its last state, and they cache it from then on. For counting only.
     """
@@ -702,10 +729,11 @@ class Method(NamedTuple):
     predict_provisional: Predict | None = None
     """Logits of the merged model, before the server's training changes it."""
     server_replay: ServerReplay | None = None
-    """Training of the server on examples that it keeps, after every round in which clients train."""
+    """Training of the server on examples that it keeps, after every round in which
+    clients train."""
     predict_drawn: PredictClient | None = None
-    """Logarithms of the mean probabilities of a Bayesian personal model over parameters drawn from its
-    posterior, for calibration."""
+    """Logarithms of the mean probabilities of a Bayesian personal model over parameters
+    drawn from its posterior, for calibration."""
     personal: bool = False
-    """Whether a run's accuracy is that of personal models. Each client is then evaluated on the classes that
-    it has learned, and `predict` is the server's model alone."""
+    """Whether a run's accuracy is that of personal models. Each client is then evaluated
+    on the classes that it has learned, and `predict` is the server's model alone."""

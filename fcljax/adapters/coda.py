@@ -73,7 +73,8 @@ def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:
     """Return CODA-Prompt's adapter for a ViT.
 
     Raises:
-      InputError: for fewer components than tasks, an odd length, or more blocks than the network has.
+      InputError: for fewer components than tasks, an odd length, or more blocks than the
+        network has.
     """
     check_blocks("coda_blocks", options.coda_blocks, network)
     if options.coda_components < sizes.tasks:

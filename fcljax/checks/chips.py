@@ -1,9 +1,10 @@
 """Compile the programs of a round for a chip that is not present, by XLA's description of it.
 
-Nothing runs. Memory is what the compiler plans. Operations and traffic are counted in the compiled program,
-kernel by kernel. A program's time is the sum over its kernels, which run one after the other, at the rates
-that kernels were measured to reach on a chip, or are assumed to (`Rates`). This needs the optional
-dependency `accelerators-aot` (libtpu for TPUs, jax's CUDA plugin for GPUs; neither needs a driver).
+Nothing runs. Memory is what the compiler plans. Operations and traffic are counted in the
+compiled program, kernel by kernel. A program's time is the sum over its kernels, which
+run one after the other, at the rates that kernels were measured to reach on a chip, or
+are assumed to (`Rates`). This needs the optional dependency `accelerators-aot` (libtpu
+for TPUs, jax's CUDA plugin for GPUs; neither needs a driver).
 """
 
 import itertools
@@ -52,8 +53,8 @@ class Rates(NamedTuple):
     def uncertainty(self) -> tuple[float, float]:
         """Return the factors between which a time may be of what these rates give.
 
-        FPPL's step of 48 ms on an H200 is predicted within a tenth, other programs were not measured there;
-        of assumed rates no prediction was ever checked.
+        FPPL's step of 48 ms on an H200 is predicted within a tenth, other programs were
+        not measured there; of assumed rates no prediction was ever checked.
         """
         return (0.75, 1.35) if self.measured else (0.65, 2.0)
 
@@ -77,7 +78,8 @@ def _of_hopper(bandwidth: float, measured: bool) -> Rates:
         bandwidth=bandwidth * 5 / 6,
         # of 15.3 and 38.2 GFLOP for 128 images of 197 tokens in 12 heads of 64: 0.168 and 0.552 ms
         attention={"forward": 91e12, "backward": 69e12},
-        # GELU of 128 x 197 x 3072 values and its gradient, which needs both functions: 0.144 and 0.195 ms
+        # GELU of 128 x 197 x 3072 values and its gradient, which needs both functions:
+        # 0.144 and 0.195 ms
         erf=538e9,
         exponentials=1.5e12,
         measured=measured,
@@ -87,8 +89,8 @@ def _of_hopper(bandwidth: float, measured: bool) -> Rates:
 def _of_tpu(flops: float, bandwidth: float) -> Rates:
     """Return rates assumed for a TPU, by the shares of its peaks that an H200 reaches of its own.
 
-    A product of float32 is six of bfloat16, and one of tf32 three. Heads of 64 channels fill half of the
-    columns of a product.
+    A product of float32 is six of bfloat16, and one of tf32 three. Heads of 64 channels
+    fill half of the columns of a product.
     """
     reached = 0.7 * flops
     return Rates(
@@ -147,11 +149,12 @@ class Footprint(NamedTuple):
     flops: float
     """Operations of one call, with one step of the loop over steps."""
     traffic: float
-    """Bytes read and written by the same call. The compiler for GPUs counts neither: then these are those of
-    `kernels`, and `flops` are the products of the program as written."""
+    """Bytes read and written by the same call. The compiler for GPUs counts neither: then
+    these are those of `kernels`, and `flops` are the products of the program as
+    written."""
     useful: float
-    """Matrix products and convolutions of the program as written, over the operations of the compiled one; 0
-    without products."""
+    """Matrix products and convolutions of the program as written, over the operations of
+    the compiled one; 0 without products."""
     collectives: dict[str, int]
     """Instructions that exchange data between chips, by kind."""
     seconds: float
@@ -170,13 +173,13 @@ class Footprint(NamedTuple):
         return max(1, self.steps) * self.step_seconds(chip)
 
     def share(self, chip: Chip) -> float:
-        """Return the share of the chip's peak operations that the program has in the expected time; 0: it
-        has no kernels, since it does not fit."""
+        """Return the share of the chip's peak operations that the program has in the
+        expected time; 0: it has no kernels, since it does not fit."""
         seconds = self.step_seconds(chip)
         return self.flops / seconds / chip.flops if seconds else 0.0
 
 
-# ---- chips -------------------------------------------------------------------------------------------------
+# ---- chips -----------------------------------------------------------------------------
 
 
 def machine(name: str) -> tuple[Machine, Placement]:
@@ -197,7 +200,8 @@ def _tpus(chip: Chip) -> list[Any]:
     from jax.experimental import topologies
 
     _needs("libtpu")
-    # libtpu asks a cloud's metadata server, and lets one process at a time use the chips, which are not here
+    # libtpu asks a cloud's metadata server, and lets one process at a time use the chips,
+    # which are not here
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -235,7 +239,8 @@ def _needs(package: str) -> None:
 
 
 def _target(chip: Chip) -> str:
-    """Return the description of a Hopper GPU, as openxla/xla has them in backends/gpu/target_config/specs."""
+    """Return the description of a Hopper GPU, as openxla/xla has them in
+    backends/gpu/target_config/specs."""
     clock = 3750000 if chip.topology == "h200" else 2619000  # kHz, of the memory
     full = 1.8295201  # GHz
     boost = 1.98  # GHz
@@ -271,7 +276,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 """
 
 
-# ---- programs ----------------------------------------------------------------------------------------------
+# ---- programs --------------------------------------------------------------------------
 
 
 def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") -> Iterator[Footprint]:
@@ -289,7 +294,8 @@ def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") ->
 
 
 def report(program: RoundProgram, kind: str) -> Footprint:
-    """Compile a program for the device of its arguments, a chip of this kind, and return its figures."""
+    """Compile a program for the device of its arguments, a chip of this kind, and return
+    its figures."""
     began = time.process_time()
     with traced_for(_device_of(program)):
         traced = program.trace()
@@ -345,8 +351,9 @@ def traced_for(device: Any) -> AbstractContextManager[None]:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=described))
 
 
-# With a GPU the compiler tries kernels for each product, and on an H200 takes cuBLAS's for most. Without one
-# it would take Triton's throughout, which have no tiles for some shapes.
+# With a GPU the compiler tries kernels for each product, and on an H200 takes cuBLAS's
+# for most. Without one it would take Triton's throughout, which have no tiles for some
+# shapes.
 _AS_MEASURED: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 _COLLECTIVE = re.compile(
@@ -355,10 +362,12 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Return the operations of the matrix products and convolutions whose results a traced program uses.
+    """Return the operations of the matrix products and convolutions whose results a
+    traced program uses.
 
-    A backward pass computes gradients of frozen weights too; nobody uses them, so they do not count. A loop
-    of known length counts as often as it runs, any other loop once, and a conditional by its largest branch.
+    A backward pass computes gradients of frozen weights too; nobody uses them, so they do
+    not count. A loop of known length counts as often as it runs, any other loop once, and
+    a conditional by its largest branch.
 
     Args:
       jaxpr: the program.

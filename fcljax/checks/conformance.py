@@ -65,7 +65,7 @@ def check(settings: RunConfig) -> list[Statement]:
     return [statement(federation, history) for statement in STATEMENTS]
 
 
-# ---- the statements ----------------------------------------------------------------------------------------
+# ---- the statements --------------------------------------------------------------------
 
 
 def stays_finite(federation: Federation, history: list[PlayedState]) -> Statement:

@@ -83,7 +83,7 @@ def healthy(findings: Iterable[Finding]) -> bool:
     return all(finding.state != "failed" for finding in findings)
 
 
-# ---- packages ----------------------------------------------------------------------------------------------
+# ---- packages --------------------------------------------------------------------------
 
 
 def packages() -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def _problem(requirement: Requirement) -> str:
     return ""
 
 
-# ---- devices -----------------------------------------------------------------------------------------------
+# ---- devices ---------------------------------------------------------------------------
 
 
 def devices() -> Iterator[Finding]:
@@ -208,7 +208,7 @@ def _product() -> tuple[bool, float, float]:
     return bool(close), compile_s, 2 * SIDE**3 * count / (time.perf_counter() - began)
 
 
-# ---- weights -----------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------
 
 
 def weights() -> Iterator[Finding]:
@@ -239,7 +239,7 @@ def checkpoint(name: str) -> Finding:
     return Finding("checkpoints", name, "ok", "; ".join((value, *network.notes)))
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------
 
 
 def folders(data_dir: str | None = None) -> Iterator[Finding]:

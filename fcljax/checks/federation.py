@@ -311,7 +311,7 @@ def receive(
     return received, states
 
 
-# ---- pytrees -----------------------------------------------------------------------------------------------
+# ---- pytrees ---------------------------------------------------------------------------
 
 
 def parts_of(received: Accumulator) -> tuple[PyTree, PyTree, PyTree]:

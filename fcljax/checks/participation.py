@@ -1,7 +1,8 @@
 """Statements about clients that take part in some of a task's rounds only.
 
-participation   the states after rounds of some of the clients are those of a plain loop over these clients
-late clients    what a client keeps of the broadcast does not depend on the round in which it first takes part
+participation   the states after rounds of some of the clients are those of a plain loop
+over these clients late clients    what a client keeps of the broadcast does not depend on
+the round in which it first takes part
 """
 
 from collections.abc import Sequence

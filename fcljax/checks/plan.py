@@ -1,7 +1,8 @@
-"""Estimates for a chip that is not present: memory, time of a round, and the settings that would run.
+"""Estimates for a chip that is not present: memory, time of a round, and the settings
+that would run.
 
-The programs of a round are compiled for the chip (`checks/chips.py`). Weights are shapes, and so are images
-where there are none. Nothing runs.
+The programs of a round are compiled for the chip (`checks/chips.py`). Weights are shapes,
+and so are images where there are none. Nothing runs.
 """
 
 import dataclasses
@@ -106,8 +107,9 @@ def plan(settings: config.RunConfig, name: str, stand: Stand | None = None) -> C
       stand: stands for the images; None loads those that the settings name.
 
     Raises:
-      InputError: for an unknown chip or a missing compiler, for what `load_inputs` refuses, or if the run
-        does not fit: the line gives the bytes needed, the bytes present and the nearest settings.
+      InputError: for an unknown chip or a missing compiler, for what `load_inputs`
+        refuses, or if the run does not fit: the line gives the bytes needed, the bytes
+        present and the nearest settings.
     """
     target, placement = machine(name)
     chip = CHIPS[name]
@@ -172,7 +174,8 @@ def _beside(exp: Experiment) -> int:
 def experiment(
     settings: config.RunConfig, target: Machine, chip: Chip, stand: Stand | None = None
 ) -> Experiment:
-    """Return the experiment of these settings on a machine that is not present; arguments as of `plan`."""
+    """Return the experiment of these settings on a machine that is not present; arguments
+    as of `plan`."""
     settings = dataclasses.replace(settings, dtype=compute_type(settings, target.backend))
     if settings.data_budget is None:
         settings = dataclasses.replace(settings, data_budget=int(RESIDENT_SHARE * chip.memory / 2**20))

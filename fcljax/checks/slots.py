@@ -94,8 +94,8 @@ def with_other_slots(
 
     Args:
       clients: states, stacked over clients.
-      slots: path of a trainable leaf -> mask; a leaf of a state belongs to it by the end of its path and its
-        shape.
+      slots: path of a trainable leaf -> mask; a leaf of a state belongs to it by the end
+        of its path and its shape.
     """
     names = []
 

@@ -201,7 +201,7 @@ def _written(inner: Computation) -> int:
     return sum(bytes_of(instruction) for instruction in inner.values() if instruction.root)
 
 
-# ---- operations --------------------------------------------------------------------------------------------
+# ---- operations ------------------------------------------------------------------------
 
 
 def _work(
@@ -293,7 +293,7 @@ def _format_of(computation: Computation, instruction: Instruction) -> Dtype:
     return "tf32"
 
 
-# ---- text --------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------
 
 
 def axes(shape: str) -> list[int]:

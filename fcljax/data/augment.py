@@ -104,8 +104,8 @@ def input_pipeline(name: str, image_size: int, fills_frame: bool = False) -> Pre
     Args:
       name: one of `PIPELINES`.
       image_size: side of the network's input in pixels.
-      fills_frame: the clean view resizes whole images, without a margin; for letters and other images that
-        reach their border.
+      fills_frame: the clean view resizes whole images, without a margin; for letters and
+        other images that reach their border.
 
     Raises:
       InputError: for an unknown name or an invalid size.
@@ -132,8 +132,8 @@ def train_view(
       preprocess: the pipeline.
       images: as they are stored.
       keys: one per image.
-      sizes: height and width of each image before it was squeezed to height x width (`Geometry`); None:
-        pixels are square.
+      sizes: height and width of each image before it was squeezed to height x width
+        (`Geometry`); None: pixels are square.
     """
     if sizes is None:
         # pixels are square unless the sizes before squeezing say otherwise

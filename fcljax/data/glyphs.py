@@ -474,8 +474,8 @@ def render(
     characters.
 
     Raises:
-      InputError: for an unknown font, a character that no font has, or a count, seed or size that is too
-        small.
+      InputError: for an unknown font, a character that no font has, or a count, seed or
+        size that is too small.
     """
     _check_counts(count_per_class=(count_per_class, 0), seed=(seed, 0), size=(size, 8), chars=(len(chars), 1))
     return _render(glyph_fields(chars, fonts), chars, count_per_class, (seed,), size, style or Style())

@@ -1,8 +1,8 @@
 """The kinds of data besides images: arrays of any shape, and text as tokens.
 
-A kind is static: it says how stored examples become a network's input, inside jit, and what a user may
-give in place of a stored example. Images have `augment.Preprocess` in its place, since their views depend
-on the network.
+A kind is static: it says how stored examples become a network's input, inside jit, and
+what a user may give in place of a stored example. Images have `augment.Preprocess` in its
+place, since their views depend on the network.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class ArrayData:
 class TextData:
     """Text as {"ids": int32 [L], "mask": bool [L]}, by a tokenizer without a file.
 
-    A token is a word of lower-case letters, a number, or any other character that is no space. Its id is
-    1 + crc32(token) mod (vocabulary - 1): no list of words is needed, and some words share an id.
+    A token is a word of lower-case letters, a number, or any other character that is no
+    space. Its id is 1 + crc32(token) mod (vocabulary - 1): no list of words is needed,
+    and some words share an id.
     """
 
     word: ClassVar[str] = "text"

@@ -1,11 +1,11 @@
-"""Which client owns which training examples: a dataclass for each way to divide them.
+"""Partitions of the training examples among clients: a dataclass and a function for each.
 
-`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904) does, but for the examples of a
-class that clients cannot share equally (`iid`): they continue the numpy stream that drew the class order
-(`tasks.class_order`), work in original label order, allow no other draw in between, and cover the whole
-training set at once; a client's examples of one task follow from that.
-`quantity`, `shards` and `dirichlet` also split the examples of one task (PILoRA, Guo et al., ECCV 2024). All
-parts are indices into the `labels` that were given.
+`dirichlet` and `iid` split bit for bit as FPPL's release (arXiv 2411.01904), except for
+the examples of a class that clients cannot share equally (`iid`). They divide the whole
+training set at once, in the order of the original labels, and continue the numpy stream
+that has just drawn the class order (`tasks.class_order`). `quantity`, `shards` and
+`dirichlet` also split the examples of one task (PILoRA, Guo et al., ECCV 2024). All parts
+are indices into the given `labels`.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
+from numpy.random import RandomState
 
 from fcljax.data.sampled import sample_client as sample_client  # a client of one round
 from fcljax.errors import InputError
 from fcljax.options import flag, option
 
-MOST_DRAWN_APART = 100_000  # clients; a draw for each of a million takes seconds
-_PASSES = 1000  # draws before a setting counts as hopeless
-# far above it the draw is IID in all but name, and further up the gamma variates overflow
+MOST_DRAWN_APART = 100_000  # clients with a draw each; for a million this takes seconds
+_PASSES = 1000  # draws of a partition before an error
+# at this size the partition is IID in all but name; far above it, gamma variates overflow
 _LARGEST_ALPHA = 1e6
 
 Parts = list[Int64[np.ndarray, " _"]]  # the indices of each client
@@ -33,20 +34,18 @@ Parts = list[Int64[np.ndarray, " _"]]  # the indices of each client
 class Partition(Protocol):
     """Divides training examples among clients.
 
-    A partition with the class attribute `all_tasks = True` divides all examples once,
-    and a client's examples of a task follow; any other divides the examples of one task
-    after the other.
+    A partition with the class attribute `all_tasks = True` divides the examples of all
+    tasks at once; others divide task after task.
     """
 
-    def __call__(self, labels: Int[np.ndarray, " N"], clients: int, rng: np.random.RandomState, /) -> Parts:
+    def __call__(self, labels: Int[np.ndarray, " N"], clients: int, rng: RandomState, /) -> Parts:
         """Return the indices, into the labels, of each client's examples."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Dirichlet:
-    """Each class is spread over the clients by a Dirichlet draw (FPPL), once for all
-    tasks."""
+    """Each class is divided by a Dirichlet draw, once for all tasks (FPPL)."""
 
     alpha: float = option(0.5, positive=True)
     """Dirichlet concentration; smaller is less even."""
@@ -54,18 +53,13 @@ class Dirichlet:
     """Minimum number of examples per client; a partition below it is redrawn."""
     all_tasks: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.RandomState,
-    ) -> Parts:
+    def __call__(self, labels: np.ndarray, clients: int, rng: RandomState) -> Parts:
         return dirichlet(labels, clients, self.alpha, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskDirichlet(Dirichlet):
-    """Each class of a task is spread over the clients by a Dirichlet draw (PILoRA)."""
+    """Each class of a task is divided by a Dirichlet draw (PILoRA)."""
 
     all_tasks: ClassVar[bool] = False
 
@@ -78,50 +72,33 @@ class IID:
     """Minimum number of examples per client; a partition below it is redrawn."""
     all_tasks: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.RandomState,
-    ) -> Parts:
+    def __call__(self, labels: np.ndarray, clients: int, rng: RandomState) -> Parts:
         return iid(labels, clients, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """Each client owns some classes of each task, whose examples their owners share
-    (PILoRA)."""
+    """Each client owns some classes of each task; owners share a class's examples (PILoRA)."""
 
     classes_per_client: int = 2
     """Classes per client and task."""
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.RandomState,
-    ) -> Parts:
+    def __call__(self, labels: np.ndarray, clients: int, rng: RandomState) -> Parts:
         return quantity(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Each client draws some shards of each task's examples in the order of their
-    classes."""
+    """Each client draws some shards of each task's examples, which are sorted by class."""
 
     classes_per_client: int = 2
     """Shards of 1/100 of a task's examples per client."""
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.RandomState,
-    ) -> Parts:
+    def __call__(self, labels: np.ndarray, clients: int, rng: RandomState) -> Parts:
         return shards(labels, clients, self.classes_per_client, rng, min_size=self.min_examples)
 
 
@@ -134,12 +111,7 @@ class WholeClasses:
     min_examples: int = option(0, least=0)
     """Minimum number of examples per client; a partition below it is redrawn."""
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.RandomState,
-    ) -> Parts:
+    def __call__(self, labels: np.ndarray, clients: int, rng: RandomState) -> Parts:
         return whole_classes(labels, clients, self.classes_per_client, rng, self.min_examples)
 
 
@@ -147,103 +119,100 @@ def dirichlet(
     labels: Int[np.ndarray, " N"],
     clients: int,
     alpha: float,
-    rng: np.random.RandomState,
+    rng: RandomState,
     min_size: int = 10,
 ) -> Parts:
-    """Label-skewed partition: every class is spread over clients by a draw from
-    Dirichlet(alpha, ..., alpha).
+    """Divide every class by a draw from Dirichlet(alpha, ..., alpha): label skew.
 
-    Clients that already own their fair share N / clients get nothing more, and the
-    whole partition is drawn again until every client has `min_size` examples. Each
-    client's examples are shuffled. FPPL's release splits the whole training set like
-    this, PILoRA's the examples of one task ("distribution-based").
+    Clients that already own their fair share N / clients get nothing more, and the whole
+    partition is redrawn until every client has `min_size` examples. Each client's
+    examples are shuffled. FPPL's release splits the whole training set like this,
+    PILoRA's the examples of one task ("distribution-based").
 
     Args:
       labels: original labels.
       clients: number of clients K.
-      alpha: concentration; small is skewed. Above 0: an IID partition is `iid`.
+      alpha: concentration; small is skewed.
       rng: the stream that has just drawn the class order.
-      min_size: least number of examples of a client over all classes in `labels`.
+      min_size: minimum number of examples of a client over all classes in `labels`.
 
     Raises:
-      InputError: for alpha not in (0, 1e6], less than one client, or a `min_size` that cannot be met.
+      InputError: for alpha not in (0, 1e6], no client, or a `min_size` that cannot be met.
     """
     if not 0 < alpha <= _LARGEST_ALPHA:  # also refuses NaN
         raise InputError(
             f"alpha: {alpha} is not a Dirichlet concentration; choose 0 < alpha <= 1e6, or partition iid"
         )
     check_clients(len(labels), clients, min_size)
-    # class by class from one stream: the order of the draws is the release's
-    parts = _redrawn(
-        lambda: _one_pass(labels, clients, alpha, rng), min_size, len(labels), clients, f"alpha {alpha}"
-    )
-    # shuffled last, so that a client's first examples are not of the lowest class
+
+    def draw() -> Parts:
+        return _dirichlet_draw(labels, clients, alpha, rng)
+
+    parts = _redrawn(draw, min_size, len(labels), clients, f"alpha {alpha}")
+    # otherwise a client's examples would be sorted by class
     return _shuffled(parts, rng)
 
 
 def iid(
     labels: Int[np.ndarray, " N"],
     clients: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
     min_size: int = 10,
 ) -> Parts:
-    """Every class is shuffled and cut into equal parts.
+    """Shuffle every class and divide it evenly.
 
-    The examples of a class that are left over go round: its first goes to the client
-    after the one that the class before it ended with, beginning at a client that is
-    drawn. So all clients' sizes differ by one at most. In FPPL's release they go to the
-    first clients, class after class; where all classes divide evenly, nothing is drawn
-    and the partition is the release's.
+    Examples of a class that are left over go to clients in turn, each class continuing
+    where the class before it ended, from a random first client: all clients' sizes differ
+    by at most one. In FPPL's release they go to the first clients, class after class. If
+    all classes divide evenly, nothing is drawn and the partition is the release's.
 
     Raises:
-      InputError: for less than one client, or a `min_size` that is not met.
+      InputError: for no client, or a `min_size` that is not met.
     """
     check_clients(len(labels), clients, min_size)
     shuffled = [rng.permutation(members) for members in _classes(labels)]
     left_over = np.array([len(members) % clients for members in shuffled])
-    # drawn only if something is left over: where classes
-    # divide evenly, the release draws nothing
     first_client = 0
+    # the release draws nothing
     if left_over.any():
         first_client = rng.randint(clients)
     starts = first_client + np.cumsum(left_over) - left_over
-    everyone = np.arange(clients)
-    # each client's turn begins where the class before it ended
-    turns = zip(shuffled, starts, strict=True)
-    return _shuffled(_by_owner([_evenly(each, np.roll(everyone, -at)) for each, at in turns], clients), rng)
+    owned = []
+    for members, start in zip(shuffled, starts, strict=True):
+        owners = np.roll(np.arange(clients), -start)
+        owned.append(_evenly(members, owners))
+    return _shuffled(_by_owner(owned, clients), rng)
 
 
 def quantity(
     labels: Int[np.ndarray, " N"],
     clients: int,
     per_client: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
     min_size: int = 0,
 ) -> Parts:
-    """Every client owns `per_client` labels, and the examples of a label are split
-    equally among its owners.
+    """Give every client `per_client` labels, and divide each label evenly among its owners.
 
-    "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based partition of
-    PILoRA's paper. First the labels are assigned in turn: client k gets label k modulo
-    the number of labels and, where labels outnumber clients, every `clients`-th label
-    after it, up to `per_client`; then it draws others at random. So every label has an
-    owner if clients * per_client >= labels; otherwise all owned labels differ and the
-    examples of the others are unused. NIID-Bench takes the labels in their own order
-    and gives each client only one of them before the draw; here their order is drawn,
-    so that chance decides which labels stay unused. The first owners of a label get one
-    example more where its examples do not divide evenly.
+    This is "#C = alpha" of NIID-Bench (Li et al., ICDE 2022), the quantity-based
+    partition of PILoRA's paper. First the labels are assigned in turn, in a random order:
+    client k gets label k modulo the number of labels and, if there are more labels than
+    clients, every `clients`-th label after it, up to `per_client`. Then it draws others
+    at random. So every label has an owner if clients * per_client >= labels; otherwise
+    all owned labels differ, and the examples of the others are unused. NIID-Bench does
+    not shuffle the labels, and gives each client only one of them before the draw. If a
+    label does not divide evenly, its first owners get one example more.
 
     Args:
       labels: labels of the examples to split.
       clients: number of clients K.
       per_client: labels per client.
-      rng: draws the order of the labels, then client by client the others (of more than `MOST_DRAWN_APART`
-        clients at once), then label by label which examples each owner gets.
-      min_size: least number of examples of a client; below it all is drawn again.
+      rng: draws the order of the labels, then client by client the others (at once for
+        more than `MOST_DRAWN_APART` clients), then label by label each owner's examples.
+      min_size: minimum number of examples of a client; below it the partition is redrawn.
 
     Raises:
-      InputError: for less than one client, a `per_client` that is not between 1 and the number of labels, or
-        a `min_size` that is not met.
+      InputError: for no client, a `per_client` that is not between 1 and the number of
+        labels, or a `min_size` that is not met.
     """
     check_clients(len(labels), clients, min_size)
     members = _classes(labels)
@@ -253,8 +222,8 @@ def quantity(
         owns = _label_owners(len(members), clients, per_client, rng)
         owners_by_label = []
         for label, examples in enumerate(members):
-            # a label without owner leaves its examples unused
             owners = np.flatnonzero(owns[:, label])
+            # the examples of a label without an owner are unused
             if len(owners):
                 owners_by_label.append(_evenly(rng.permutation(examples), owners))
         return _by_owner(owners_by_label, clients)
@@ -266,24 +235,25 @@ def whole_classes(
     labels: Int[np.ndarray, " N"],
     clients: int,
     per_client: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
     min_size: int = 0,
 ) -> Parts:
-    """Every client draws `per_client` labels, and has all their examples, which clients
-    share (GLFC's release, in which `per_client` is 6 of a task's 10 classes).
+    """Give every client all examples of `per_client` random labels; clients share examples.
+
+    In GLFC's release `per_client` is 6 of a task's 10 classes.
 
     Args:
       labels: labels of the examples.
       clients: number of clients K.
       per_client: labels per client.
       rng: draws the labels of one client after the other.
-      min_size: least number of examples of a client; below it all is drawn again.
+      min_size: minimum number of examples of a client; below it the partition is redrawn.
 
     Raises:
-      InputError: for less than one client, a `per_client` that is not between 1 and the number of labels, or
-        a `min_size` that is not met.
+      InputError: for no client, a `per_client` that is not between 1 and the number of
+        labels, or a `min_size` that is not met.
     """
-    # 0: the least size is checked on what is drawn, since clients share examples
+    # no minimum here: clients share examples, so their number is no limit
     check_clients(len(labels), clients, 0)
     label_ids = np.unique(labels)
     _check_per_client(per_client, len(label_ids), "label ids")
@@ -299,30 +269,29 @@ def shards(
     labels: Int[np.ndarray, " N"],
     clients: int,
     per_client: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
     count: int = 100,
     min_size: int = 0,
 ) -> Parts:
-    """Examples in the order of their labels are cut into `count` shards; each client
-    draws `per_client`.
+    """Cut the examples, sorted by label, into `count` shards; each client draws `per_client`.
 
-    The quantity-based partition of PILoRA's release. The shards of one client differ,
-    but clients draw independently: some shards belong to several clients, some to none.
-    The first N modulo `count` shards have one example more. A client has at most
-    `per_client` labels where the examples of every label fill whole shards; elsewhere a
-    shard may reach from one label into the next.
+    This is the quantity-based partition of PILoRA's release. The shards of a client
+    differ, but clients draw independently: some shards belong to several clients, some to
+    none. The first N modulo `count` shards have one example more. A client has at most
+    `per_client` labels if every label fills whole shards; otherwise a shard may have two
+    labels.
 
     Args:
       labels: labels of the examples to split.
       clients: number of clients K.
       per_client: shards per client.
       rng: draws the shards of one client after the other.
-      count: shards.
-      min_size: least number of examples of a client; below it all is drawn again.
+      count: number of shards.
+      min_size: minimum number of examples of a client; below it the partition is redrawn.
 
     Raises:
-      InputError: for less than one client, a `per_client` not between 1 and `count`, fewer examples than
-        shards, or a `min_size` that is not met.
+      InputError: for no client, a `per_client` not between 1 and `count`, fewer examples
+        than shards, or a `min_size` that is not met.
     """
     check_clients(len(labels), clients, 0)
     _check_per_client(per_client, count, "shards")
@@ -331,7 +300,7 @@ def shards(
             f"partition: shards needs {count} examples for {count} shards, and a task has only "
             f"{len(labels)}; nearest: quantity"
         )
-    # stable: examples of a label stay in the order of the data set
+    # stable, so that examples of a label keep the order of the data set
     cut = np.array_split(np.argsort(labels, kind="stable"), count)
 
     def draw() -> Parts:
@@ -342,7 +311,7 @@ def shards(
 
 
 def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray, " n"]:
-    """The first `share` of the examples of each class, rounded up, in ascending order.
+    """Return the first `share` of each class, rounded up, as ascending indices.
 
     PILoRA's release trains on the first 80 %.
 
@@ -353,18 +322,19 @@ def first_share(labels: Int[np.ndarray, " N"], share: float) -> Int64[np.ndarray
         raise InputError(
             f"train_share: {share} is not a share of the examples; choose more than 0 and at most 1"
         )
-    # without the slack 0.07 of 100 examples would be 8,
-    # since 0.07 * 100 > 7 in floating point
-    return np.sort(
-        np.concatenate([members[: math.ceil(share * len(members) - 1e-9)] for members in _classes(labels)])
-    )
+    parts = []
+    for members in _classes(labels):
+        # the slack, since 0.07 * 100 > 7 in floating point
+        size = math.ceil(share * len(members) - 1e-9)
+        parts.append(members[:size])
+    return np.sort(np.concatenate(parts))
 
 
 def count_matrix(
     labels: Int[np.ndarray, " N"], parts: list[Int[np.ndarray, " _"]], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
-    """How many examples of each class each client owns."""
-    # an empty array first, because no part may have any example
+    """Return the number of examples of each client and class."""
+    # starts with an empty array, because all parts may be empty
     indices = np.concatenate([np.empty(0, np.int64), *parts])
     return class_counts(labels[indices], np.array([len(part) for part in parts], int), num_classes)
 
@@ -372,10 +342,15 @@ def count_matrix(
 def class_counts(
     labels: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " K"], num_classes: int
 ) -> Int64[np.ndarray, "K C"]:
-    """How many examples of each class each client owns, from the labels of the first
-    client's examples, of the second's, and so on."""
+    """Return the number of examples of each client and class.
+
+    Args:
+      labels: of the first client's examples, of the second's, and so on.
+      sizes: number of examples of each client.
+      num_classes: C.
+    """
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    # one bincount of (client, class) pairs, in place of a loop over millions of clients
+    # one bincount of (client, class) pairs, not a loop over millions of clients
     counts = np.bincount(owner * num_classes + labels, minlength=len(sizes) * num_classes)
     return counts.reshape(len(sizes), num_classes)
 
@@ -420,15 +395,13 @@ def _redrawn(
     clients: int,
     setting: str,
 ) -> Parts:
-    """Return the first drawn partition in which every client has `min_size` of the
-    examples.
+    """Draw until every client has `min_size` of the examples.
 
     Raises:
       InputError: after `_PASSES` draws, naming the setting.
     """
     for _ in range(_PASSES):
         parts = draw()
-        # the smallest client decides; a redraw keeps the stream's later draws
         if min(map(len, parts)) >= min_size:
             return parts
     name, _, _ = setting.partition(" ")
@@ -446,27 +419,25 @@ def _check_per_client(per_client: int, most: int, what: str) -> None:
         )
 
 
-def _label_owners(
-    labels: int, clients: int, per_client: int, rng: np.random.RandomState
-) -> Bool[np.ndarray, "K L"]:
-    # a random order, so that chance decides which labels nobody owns
+def _label_owners(labels: int, clients: int, per_client: int, rng: RandomState) -> Bool[np.ndarray, "K L"]:
+    # a random order, so that chance decides which labels have no owner
     order = rng.permutation(labels)
     position = np.arange(max(clients, labels))
-    assigned, client = np.divmod(position, clients)
-    # fewer labels than clients: some labels have several owners in turn
-    owned = np.full((clients, -(-len(position) // clients)), labels)  # `labels` stands for none
-    owned[client, assigned] = order[position % labels]
+    turn, client = np.divmod(position, clients)
+    # the number `labels` marks an empty entry
+    owned = np.full((clients, -(-len(position) // clients)), labels)
+    owned[client, turn] = order[position % labels]
     owned = np.sort(owned[:, :per_client], axis=1)
     num_owned = (owned < labels).sum(axis=1)
     draw = _draw_together
     if clients <= MOST_DRAWN_APART:
         draw = _draw_apart
     drawn = draw(labels, labels - num_owned, per_client - num_owned, per_client, rng)
-    # in ascending order of labels: each one that a
-    # client has shifts the later ones by one
-    for label in owned.T:  # from positions among the labels that a client does not have yet to labels
+    # `drawn` counts only labels that the client does not own yet; in ascending order,
+    # each owned label shifts the later ones by one
+    for label in owned.T:
         drawn += drawn >= label[:, None]
-    # one more column takes the stand-ins for none
+    # the last column takes the empty entries
     owns = np.zeros((clients, labels + 1), bool)
     for labels_of_client in (owned, np.minimum(drawn, labels)):
         np.put_along_axis(owns, labels_of_client, True, axis=1)
@@ -478,13 +449,15 @@ def _draw_apart(
     free: Int[np.ndarray, " K"],
     num_drawn: Int[np.ndarray, " K"],
     most: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
 ) -> Int[np.ndarray, "K most"]:
-    """For each client `wanted` of the first `free` numbers, drawn client after client;
-    then `labels`."""
+    """Draw for each client `num_drawn` of its first `free` numbers, client after client.
+
+    Empty entries have the number `labels`.
+    """
     drawn = np.full((len(free), most), labels)
-    for row, left, count in zip(drawn, free.tolist(), num_drawn.tolist(), strict=True):
-        row[:count] = rng.permutation(left)[:count]
+    for row, numbers, count in zip(drawn, free.tolist(), num_drawn.tolist(), strict=True):
+        row[:count] = rng.permutation(numbers)[:count]
     return drawn
 
 
@@ -493,53 +466,52 @@ def _draw_together(
     free: Int[np.ndarray, " K"],
     num_drawn: Int[np.ndarray, " K"],
     most: int,
-    rng: np.random.RandomState,
+    rng: RandomState,
 ) -> Int[np.ndarray, "K most"]:
-    """The same with all clients at once, from other draws: the first steps of a shuffle
-    (Fisher and Yates) in each row."""
+    """Draw as `_draw_apart`, for all clients at once and so with other results.
+
+    Each row takes the first steps of a shuffle (Fisher and Yates).
+    """
     client = np.arange(len(free))
     deck = np.tile(np.arange(labels), (len(free), 1))
     for i in range(most):
-        # a client without labels left swaps a number with itself
-        left = np.maximum(free - i, 1)
-        j = np.minimum(i + (rng.random_sample(len(free)) * left).astype(int), labels - 1)
+        # at least 1: a row whose numbers have run out swaps an entry with itself
+        remaining = np.maximum(free - i, 1)
+        j = np.minimum(i + (rng.random_sample(len(free)) * remaining).astype(int), labels - 1)
         deck[client, i], deck[client, j] = deck[client, j], deck[client, i]
     return np.where(np.arange(most) < num_drawn[:, None], deck[:, :most], labels)
 
 
 def split_at(values: np.ndarray, sizes: Int[np.ndarray, " n"]) -> list[np.ndarray]:
-    """Parts of these sizes, one after the other.
-
-    `np.split` takes microseconds for each."""
+    """Split values into parts of these sizes; `np.split` would take microseconds per part."""
     ends = np.cumsum(sizes).tolist()
     return [values[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def even(examples: int, parts: int) -> Int64[np.ndarray, " parts"]:
-    """Sizes of equal parts; the first ones are larger by one where they do not divide
-    evenly."""
+    """Return sizes of equal parts, the first ones larger by one if there is a remainder."""
     return examples // parts + (np.arange(parts) < examples % parts)
 
 
 def _classes(labels: np.ndarray) -> list[np.ndarray]:
-    """The indices of each class."""
+    """Return the indices of each class."""
     return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-_Owned = tuple[np.ndarray, np.ndarray]  # indices of one class, and the owner of each
+_Owned = tuple[np.ndarray, np.ndarray]  # indices of a class, and the owner of each
 
 
 def _evenly(members: np.ndarray, owners: np.ndarray) -> _Owned:
     return members, np.repeat(owners, even(len(members), len(owners)))
 
 
-def _one_pass(
+def _dirichlet_draw(
     labels: np.ndarray,
     clients: int,
     alpha: float,
-    rng: np.random.RandomState,
+    rng: RandomState,
 ) -> Parts:
-    """One draw of `dirichlet`, in which clients may still have too few examples."""
+    """Draw a partition, in which clients may have fewer than the minimum of examples."""
     sizes = np.zeros(clients, np.int64)
     owned: list[_Owned] = []
     for members in _classes(labels):
@@ -557,12 +529,10 @@ def _one_pass(
 def _shares(
     below: np.ndarray,
     alpha: float,
-    rng: np.random.RandomState,
+    rng: RandomState,
 ) -> Float[np.ndarray, " K"]:
-    """Dirichlet shares among the clients `below` their fair share, of whom there is at
-    least one."""
-    # the draw is of all clients also where some are left
-    # out: the stream must not depend on sizes
+    """Draw Dirichlet shares for the clients `below` their fair share, of which there is one."""
+    # drawn for all clients: the stream must not depend on sizes
     shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:
@@ -574,10 +544,10 @@ def _shares(
 
 def _by_owner(owned: list[_Owned], clients: int) -> Parts:
     members, owners = (np.concatenate(part) for part in zip(*owned, strict=True))
-    # stable: examples keep their order within a client
+    # stable, so that a client's examples keep their order
     ordered = members[np.argsort(owners, kind="stable")]
     return split_at(ordered, np.bincount(owners, minlength=clients))
 
 
-def _shuffled(parts: Parts, rng: np.random.RandomState) -> Parts:
+def _shuffled(parts: Parts, rng: RandomState) -> Parts:
     return [rng.permutation(part.astype(np.int64)) for part in parts]

@@ -138,7 +138,7 @@ def _text(path: str) -> str:
     return read_user_text("partition", path, MOST_BYTES)
 
 
-# ---- tables ------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------
 
 
 def _from_table(text: str, examples: _Examples, dataset: Dataset) -> Assigned:
@@ -215,7 +215,7 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
     return find
 
 
-# ---- JSON and arrays ---------------------------------------------------------------------------------------
+# ---- JSON and arrays -------------------------------------------------------------------
 
 
 def _from_content(content: Any, examples: _Examples) -> np.ndarray:

@@ -38,8 +38,9 @@ def sample_client(
       split: gamma.
       category: kappa, the share of the task's classes that a client has.
       imbalance: beta, the size of the last class over that of the first; 1: all alike.
-      applied: False, as in most of the release's data sets: the client has floor(split * n) of the n examples
-        of each of its classes, whatever the imbalance, and yet reports the numbers above.
+      applied: False, as in most of the release's data sets: the client has floor(split *
+        n) of the n examples of each of its classes, whatever the imbalance, and yet
+        reports the numbers above.
     """
     # the release's generator, whose draws a Generator cannot reproduce
     rng = np.random.RandomState(seed)

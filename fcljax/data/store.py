@@ -15,7 +15,8 @@ class Split(NamedTuple):
 
     input: PyTree  # arrays [N, ...] as they are stored; images are one, uint8 [N, H, W, 3]
     label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
-    # height and width before images were squeezed into a square (`augment.Geometry`); None: they are square
+    # height and width before images were squeezed into a square (`augment.Geometry`);
+    # None: they are square
     size: Int[Array | np.ndarray, "N 2"] | None = None
     # cached features of the frozen backbone for all examples under the clean view
     query: Float[Array | np.ndarray, "N D"] | None = None
@@ -55,7 +56,8 @@ class ClientIndices(NamedTuple):
 def client_indices(
     parts: Sequence[Int[np.ndarray, " _"]] | ClientIndices, task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
-    """Select the examples of each client that belong to the task; clients and examples keep their order.
+    """Select the examples of each client that belong to the task; clients and examples
+    keep their order.
 
     Args:
       parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).

@@ -116,8 +116,8 @@ def split_pool(
     """Return the classes of each task of a pool.
 
     Args:
-      kind: order, neighbours in the class order; superclasses, CIFAR-100's; sources, neighbours that belong
-        to the same data set of a mixture.
+      kind: order, neighbours in the class order; superclasses, CIFAR-100's; sources,
+        neighbours that belong to the same data set of a mixture.
       names: of the classes, in the class order.
       sources: the data set of each class.
       size: classes of a task; leftover classes are unused. Superclasses have five.
@@ -181,8 +181,8 @@ def shared_streams(
       tasks: the classes of each task.
       clients: number of clients K.
       share: share of a task's classes that one client draws, at least one class.
-      rng: draws task by task the number of clients, the clients and their classes; then the owner of each
-        example.
+      rng: draws task by task the number of clients, the clients and their classes; then
+        the owner of each example.
 
     Raises:
       InputError: for less than one client, or a class with fewer examples than owners.
@@ -211,11 +211,12 @@ def own_streams(
       pool: the classes of each task.
       clients: number of clients K.
       tasks: T, of each client.
-      rng: draws the order of the pool, or client by client its tasks, and then the owner of each example.
+      rng: draws the order of the pool, or client by client its tasks, and then the owner
+        of each example.
 
     Raises:
-      InputError: for less than one client, more tasks than the pool has, or a class with fewer examples than
-        owners.
+      InputError: for less than one client, more tasks than the pool has, or a class with
+        fewer examples than owners.
     """
     check_clients(len(labels), clients, 0)
     if not 1 <= tasks <= len(pool):

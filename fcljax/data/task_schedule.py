@@ -95,10 +95,11 @@ def blurred(
     Args:
       schedule: the tasks that keep most examples of each class, and all its test examples.
       label: of the training examples.
-      share: share of the examples of each blurry class that move to the other tasks, equally many to each.
+      share: share of the examples of each blurry class that move to the other tasks,
+        equally many to each.
       disjoint: share of the classes that are not blurry.
-      rng: draws these classes, then class by class the examples and, if they do not divide evenly, the tasks
-        that get one more.
+      rng: draws these classes, then class by class the examples and, if they do not
+        divide evenly, the tasks that get one more.
     """
     train = schedule.train.copy()
     tasks = len(schedule.tasks)
@@ -134,7 +135,8 @@ def by_domain(
       classes: C.
 
     Raises:
-      InputError: for an order that does not name all domains once, or a domain without test examples.
+      InputError: for an order that does not name all domains once, or a domain without
+        test examples.
     """
     number = {name: task for task, name in enumerate(order)}
     domains = natural_order(domain)

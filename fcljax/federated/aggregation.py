@@ -77,8 +77,8 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
     this channel's floating leaves in float32: narrower leaves are rounded after clipping.
 
     Raises:
-      InputError: an unknown name, a value out of range, or noise without clipping or with a
-        rule that is not a mean.
+      InputError: an unknown name, a value out of range, or noise without clipping or with
+        a rule that is not a mean.
     """
     # an unknown name or range fails here, before anything is compiled
     rule = chosen("aggregator", options)
@@ -134,7 +134,7 @@ def _name(options: AggregationOptions) -> str:
     return ", ".join(parts)
 
 
-# ---- on arrival: clipping, and equal weights --------------------------------------------------------------
+# ---- on arrival: clipping, and equal weights -------------------------------------------
 
 
 def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
@@ -170,12 +170,13 @@ def clip_change(mean: PyTree, reference: PyTree, bound: float) -> PyTree:
 
 
 def _equal_weight(weight: Num[Array, ""] | float) -> Array:
-    """Return 1 for a valid weight, and an invalid one unchanged, which the finite guard rejects."""
+    """Return 1 for a valid weight, and an invalid one unchanged, which the finite guard
+    rejects."""
     weight = jnp.asarray(weight)
     return jnp.where(jnp.isfinite(weight) & (weight >= 0), jnp.ones_like(weight), weight)
 
 
-# ---- at the server: noise, then the optimiser --------------------------------------------------------------
+# ---- at the server: noise, then the optimiser ------------------------------------------
 
 
 def _at_server(
@@ -211,8 +212,8 @@ def _at_server(
 def add_noise(mean: PyTree, std: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
     """Add Gaussian noise with this standard deviation to the floating leaves [...].
 
-    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on an unweighted
-    mean (McMahan et al. 2018, algorithm 1).
+    With noise_multiplier * clip_norm / count this is the Gaussian mechanism on an
+    unweighted mean (McMahan et al. 2018, algorithm 1).
     """
 
     def noisy(index: int, leaf: Array) -> Array:
@@ -223,7 +224,8 @@ def add_noise(mean: PyTree, std: Float[Array, ""], key: PRNGKeyArray) -> PyTree:
 
 
 def _optimiser(options: AggregationOptions) -> optax.GradientTransformation | None:
-    """Return the server optimiser, for the pseudo-gradient reference - mean; None: no optimiser."""
+    """Return the server optimiser, for the pseudo-gradient reference - mean; None: no
+    optimiser."""
     choice = chosen("server_optimiser", options)
     if label_of("server_optimiser", options.server_optimiser) == "none":
         return None

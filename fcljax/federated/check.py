@@ -232,8 +232,8 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
       example: what it is tried on.
 
     Raises:
-      InputError: for a function that returns something else than the protocol says, or that uses a task as a
-        Python number.
+      InputError: for a function that returns something else than the protocol says, or
+        that uses a task as a Python number.
     """
     data = example.data
     task = example.task
@@ -451,7 +451,7 @@ def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
     return _LeafUse(_reads(traced, context, local, needed), changes)
 
 
-# ---- what a client keeps between phases -------------------------------------------------------------------
+# ---- what a client keeps between phases ------------------------------------------------
 
 
 def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
@@ -477,7 +477,7 @@ def _stored_leaves(
     return tuple(reversed(stored))
 
 
-# ---- calls and comparisons ---------------------------------------------------------------------------------
+# ---- calls and comparisons -------------------------------------------------------------
 
 
 def _call(part: str, function: Callable, *args) -> PyTree:
@@ -491,8 +491,8 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
     function returns.
 
     Raises:
-      InputError: if it cannot take these arguments, reads a traced value as a number, or returns something
-        that is no array.
+      InputError: if it cannot take these arguments, reads a traced value as a number, or
+        returns something that is no array.
     """
     ended = []
     name = name_part(part, function)

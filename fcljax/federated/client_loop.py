@@ -1,8 +1,9 @@
 """The compiled loop over the clients of a round, and their uploads.
 
-Everything here runs inside jit; `engine.py` compiles and calls it. Lanes run side by side,
-and each trains its clients one after the other, by a table of the host (`schedule.py`).
-Read `run_ticks` first: clients start, every lane takes a step, clients finish.
+Everything here runs inside jit; `engine.py` compiles and calls it. Lanes run side by
+side, and each trains its clients one after the other, by a table of the host
+(`schedule.py`). Read `run_ticks` first: clients start, every lane takes a step, clients
+finish.
 
 A client's upload depends on (seed, task, round, client id) and its examples only: every
 draw is keyed that way, never by lane, device, slot or other participants.
@@ -95,9 +96,9 @@ def _stored_before(shapes: Shapes, phase_index: int) -> frozenset[int]:
 class Accumulator(NamedTuple):
     """The uploads received so far, of a round with P participants or of one chunk.
 
-    A chunk's accumulator has an entry per slot instead of one per participant. Sums are in
-    float32 at least. On a mesh every device has all sums, and an equal part of the clients'
-    entries, whose number is a multiple of the devices.
+    A chunk's accumulator has an entry per slot instead of one per participant. Sums are
+    in float32 at least. On a mesh every device has all sums, and an equal part of the
+    clients' entries, whose number is a multiple of the devices.
     """
 
     mean: PyTree  # sum of weight * leaf
@@ -224,7 +225,7 @@ def over_lanes(function: Callable, lanes: Lanes) -> Callable:
     return looped_lanes
 
 
-# ---- uploads that a round receives -------------------------------------------------------------------------
+# ---- uploads that a round receives -----------------------------------------------------
 
 
 def empty_accumulator(
@@ -266,7 +267,8 @@ def _add_uploads(
     """Add the uploads of the clients that have just finished; also return which are valid.
 
     If guarded, non-finite uploads and uploads of negative weight get weight 0 and are
-    counted. Otherwise they are added too, and `is_sound` finds them at the end of the chunk.
+    counted. Otherwise they are added too, and `is_sound` finds them at the end of the
+    chunk.
 
     Args:
       accumulator: uploads received so far.
@@ -306,8 +308,9 @@ def _add_uploads(
 def is_sound(accumulator: Accumulator) -> Bool[Array, ""]:
     """Return whether all uploads are finite, with weights that are not negative.
 
-    A single non-finite upload makes a sum or an entry non-finite. Sums of finite uploads may
-    also overflow: then no client is at fault, and the guarded rerun gives the same sums.
+    A single non-finite upload makes a sum or an entry non-finite. Sums of finite uploads
+    may also overflow: then no client is at fault, and the guarded rerun gives the same
+    sums.
     """
     received = (accumulator.mean, accumulator.sum, accumulator.gather, accumulator.weight)
     return is_finite(received) & jnp.all(accumulator.weight >= 0)
@@ -349,7 +352,7 @@ def receive_sent(
     return accumulator, valid[0]
 
 
-# ---- chunks ------------------------------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------------
 
 
 def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
@@ -465,7 +468,7 @@ def over_devices(received: Accumulator, mesh: AnyMesh) -> Accumulator:
     )
 
 
-# ---- the loop ----------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------
 
 
 def run_ticks(
@@ -602,8 +605,8 @@ def _at_width(
 ) -> PyTree:
     """Return function(width) for the smallest of the ascending widths that holds the examples.
 
-    Real examples come before padding, and draws per example are the same for every width. A
-    step whose result's shape depends on the batch size is computed at the full width.
+    Real examples come before padding, and draws per example are the same for every width.
+    A step whose result's shape depends on the batch size is computed at the full width.
     """
 
     def result_shapes(width: int) -> PyTree:
@@ -632,9 +635,9 @@ def recorded(
 ) -> Metrics:
     """Return what a tick adds to its phase's metrics.
 
-    A training step adds its metrics. A step that measures a term of the loss adds the norm
-    of the term's gradient to the total of that term's share, and to the weight of every
-    term's share.
+    A training step adds its metrics. A step that measures a term of the loss adds the
+    norm of the term's gradient to the total of that term's share, and to the weight of
+    every term's share.
     """
     of_training = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
     if not phase.terms:
@@ -674,7 +677,7 @@ def _add_metrics(
     return accumulator._replace(metrics=tuple(totals))
 
 
-# ---- keys --------------------------------------------------------------------------------------------------
+# ---- keys ------------------------------------------------------------------------------
 
 
 class _StepKeys(NamedTuple):
@@ -698,7 +701,7 @@ def _client_key(call: Call, slot: Int[Array, ""]) -> PRNGKeyArray:
     return fold(call.key, RoundKey.CLIENT, call.chunk.id[slot])
 
 
-# ---- examples ----------------------------------------------------------------------------------------------
+# ---- examples --------------------------------------------------------------------------
 
 
 def indices_of_ticks(
@@ -849,7 +852,7 @@ def context_of(call: Call, slot: Int[Array, ""]) -> ClientContext:
     return ClientContext(call.frozen, call.broadcast.payload, call.broadcast.cached, task, client)
 
 
-# ---- pytrees -----------------------------------------------------------------------------------------------
+# ---- pytrees ---------------------------------------------------------------------------
 
 
 def _at(tree: PyTree, index) -> PyTree:

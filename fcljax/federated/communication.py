@@ -41,8 +41,8 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
     """Count what one client sends and receives in one round.
 
     Args:
-      upload: one client's upload, leaves without a client axis: mean, sum and gather are counted; the weight
-        adds 4 bytes. None: nothing is sent.
+      upload: one client's upload, leaves without a client axis: mean, sum and gather are
+        counted; the weight adds 4 bytes. None: nothing is sent.
       broadcast: only `payload` is counted; `cached` is storage, see `extra_storage`.
     """
     upload_scalars = 0

@@ -257,9 +257,10 @@ def make_engine(
     Args:
       method: the method.
       fetch: reads examples of the data.
-      lanes: how clients share the machine; with a mesh, `lanes.count` is the total over devices and must be a
-        multiple of them.
-      capacities: the run's static shapes (`schedule.capacities`), one for each of the method's rounds.
+      lanes: how clients share the machine; with a mesh, `lanes.count` is the total over
+        devices and must be a multiple of them.
+      capacities: the run's static shapes (`schedule.capacities`), one for each of the
+        method's rounds.
       example: parameters, data and a task, of which shapes and types count. Data may be a `Host`.
       mesh: devices under the axis name `clients`; None uses one device.
       shapes: the result of `check_method` for these arguments, if it is known already.
@@ -446,7 +447,7 @@ def _carry_of_mesh(carry: Carry, mesh: AnyMesh | None) -> Carry:
     return expand(carry)
 
 
-# ---- client states -----------------------------------------------------------------------------------------
+# ---- client states ---------------------------------------------------------------------
 
 
 def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray) -> PyTree:
@@ -498,7 +499,7 @@ def _strong(tree: PyTree) -> PyTree:
     return jax.tree.map(strong, tree)
 
 
-# ---- one round ---------------------------------------------------------------------------------------------
+# ---- one round -------------------------------------------------------------------------
 
 
 class RoundInputs(NamedTuple):
@@ -550,18 +551,20 @@ def run_round(
     Args:
       engine: from `make_engine`.
       server: the server's state.
-      states: all clients' states, stacked [K, ...]; donated. On a mesh they should be as `mesh.put_shared`
-        returns them, and as many are returned as are given.
+      states: all clients' states, stacked [K, ...]; donated. On a mesh they should be as
+        `mesh.put_shared` returns them, and as many are returned as are given.
       inputs: what else the round needs.
-      section: a context manager that is entered around the parts "client" and "server", to time them.
+      section: a context manager that is entered around the parts "client" and "server",
+        to time them.
       clients: runs the clients; None: this engine does. Others are clients on other machines.
-      guarded: check every upload as it arrives. Otherwise the uploads of a chunk are checked as a whole, and
-        from the first chunk on that is not finite all are run again, guarded. The bits are the same; guarded
-        is faster where bad uploads are to be expected.
+      guarded: check every upload as it arrives. Otherwise the uploads of a chunk are
+        checked as a whole, and from the first chunk on that is not finite all are run
+        again, guarded. The bits are the same; guarded is faster where bad uploads are to
+        be expected.
 
     Returns:
-      The new server state (the old one if no upload was finite, or if the result is not), the new client
-      states, and a report.
+      The new server state (the old one if no upload was finite, or if the result is not),
+        the new client states, and a report.
     """
     # (key, task, round) alone: a resumed run needs no history of keys
     round_key = fold(inputs.key, inputs.task.index, inputs.round)
@@ -701,7 +704,7 @@ def _exchange(
     return outcome.server_result.server, outcome.states, report
 
 
-# ---- the clients of a round --------------------------------------------------------------------------------
+# ---- the clients of a round ------------------------------------------------------------
 
 
 def _run_clients(
@@ -899,7 +902,7 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devi
     return int(np.clip(devices * data.window // examples_of_tick, 1, len(table.slot)))
 
 
-# ---- one client alone --------------------------------------------------------------------------------------
+# ---- one client alone ------------------------------------------------------------------
 
 
 def sending(method: Method) -> Method:
@@ -968,7 +971,7 @@ def alone_capacity(capacity: Capacity) -> Capacity:
     return capacity._replace(clients=1, participants=1, widths=full_widths)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def _server_step(
@@ -1018,7 +1021,7 @@ def _aggregate(
     )
 
 
-# ---- reports -----------------------------------------------------------------------------------------------
+# ---- reports ---------------------------------------------------------------------------
 
 
 def _report(

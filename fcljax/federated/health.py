@@ -19,8 +19,9 @@ def training_warnings(lines: Sequence[Line]) -> list[str]:
     or after which the model was worse than a guess.
 
     Args:
-      lines: of the rounds, in their order. A round has `participants`, `rejected` and, if clients train,
-        `loss`; those of a run also have `task` and `round`, from 0 on. Other keys may be missing.
+      lines: of the rounds, in their order. A round has `participants`, `rejected` and, if
+        clients train, `loss`; those of a run also have `task` and `round`, from 0 on.
+        Other keys may be missing.
     """
     return [*_no_upload(lines), *_not_finite(lines), *_worse_than_guessing(lines)]
 

@@ -19,13 +19,15 @@ def epsilon(
     """Return the epsilon of (epsilon, delta) differential privacy of one client's data
     after noisy means.
 
-    This is the Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et al. 2019, arXiv
-    1908.10530; Google's dp-accounting), for data sets that differ by one whole client. Simulations sample a
-    fixed number of clients without replacement, and divide by the number that arrived. Treating that as
-    Poisson sampling is the usual approximation (McMahan et al. 2018), not a proof.
+    This is the Renyi accountant of the Poisson-subsampled Gaussian mechanism (Mironov et
+    al. 2019, arXiv 1908.10530; Google's dp-accounting), for data sets that differ by one
+    whole client. Simulations sample a fixed number of clients without replacement, and
+    divide by the number that arrived. Treating that as Poisson sampling is the usual
+    approximation (McMahan et al. 2018), not a proof.
 
     Args:
-      noise_multiplier: standard deviation of the noise on the sum of uploads, in units of clip_norm.
+      noise_multiplier: standard deviation of the noise on the sum of uploads, in units of
+        clip_norm.
       participation: share of the clients that take part in a round, in (0, 1].
       rounds: noisy means in the whole run, over all tasks; 0 gives epsilon 0.
       delta: in (0, 1), well below 1 / clients.

@@ -38,7 +38,8 @@ def with_rates(build: Build, usual: Rates) -> Method:
     """Return the method whose learning rates are those of `context.frozen.rates`.
 
     Args:
-      build: build(rates) -> the method; it must not decide anything by the values of rates, which are traced.
+      build: build(rates) -> the method; it must not decide anything by the values of
+        rates, which are traced.
       usual: rates that decide the method's structure: its rounds, phases and views.
     """
     method = build(usual)

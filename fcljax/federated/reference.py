@@ -76,7 +76,8 @@ def play_round(
     """Play all that a method does at one time of a task.
 
     Args:
-      method: the method. Training of the server on a replay buffer is not played (`server_replay.py`).
+      method: the method. Training of the server on a replay buffer is not played
+        (`server_replay.py`).
       fetch: reads examples of the data.
       server: the server's state.
       states: all clients' states, in the order of their ids.
@@ -166,7 +167,7 @@ def client_context(
     return ClientContext(inputs.frozen, broadcast.payload, broadcast.cached, task, info)
 
 
-# ---- one client --------------------------------------------------------------------------------------------
+# ---- one client ------------------------------------------------------------------------
 
 
 def train_client(
@@ -188,7 +189,8 @@ def train_client(
       round_key: of the exchange, the same for all clients.
 
     Returns:
-      What the server receives (None: the upload is rejected), what the client keeps, and each step's metrics.
+      What the server receives (None: the upload is rejected), what the client keeps, and
+        each step's metrics.
     """
     client_key = fold(round_key, RoundKey.CLIENT, context.client.id)
     local = jax.jit(program.start)(context, state, fold(client_key, ClientKey.START))
@@ -297,7 +299,7 @@ def read_batch(
     )
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def merge(uploads: dict[int, Upload | None], absent: int) -> Aggregate:

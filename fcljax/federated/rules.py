@@ -175,8 +175,9 @@ def geometric_median(
         v <- sum_k b_k w_k / sum_k b_k,   b_k = a_k / max(smoothing, ||v - w_k||),
                                           a_k = n_k / sum_j n_j
 
-    It starts at the coordinate median, not at the mean, from which one upload of 3e38 takes
-    40 steps to forget. Clients with less than half of the weight cannot move the result far.
+    It starts at the coordinate median, not at the mean, from which one upload of 3e38
+    takes 40 steps to forget. Clients with less than half of the weight cannot move the
+    result far.
 
     Args:
       stacked: leaves [K, ...].
@@ -211,8 +212,8 @@ def krum(
 ) -> PyTree:
     """Return the valid upload [...] that is closest to its neighbours.
 
-    It has the smallest sum of squared distances to its n - malicious - 2 nearest others, n =
-    valid clients; ties go to the first (Blanchard et al. 2017, section 4).
+    It has the smallest sum of squared distances to its n - malicious - 2 nearest others,
+    n = valid clients; ties go to the first (Blanchard et al. 2017, section 4).
 
     Raises:
       InputError: malicious < 0.
@@ -259,9 +260,9 @@ def _krum_scores(
 ) -> Float[Array, " K"]:
     """Return the root of Krum's score of each client, in shrunk units; inf if it is not valid.
 
-    The score is the sum of squared L2 distances to the n - malicious - 2 nearest others, n =
-    valid clients (Blanchard et al. 2017, section 4). Its root has the same order and does
-    not overflow. With too few clients for the formula, one neighbour counts.
+    The score is the sum of squared L2 distances to the n - malicious - 2 nearest others,
+    n = valid clients (Blanchard et al. 2017, section 4). Its root has the same order and
+    does not overflow. With too few clients for the formula, one neighbour counts.
     """
     clients = valid.shape[0]
     count = jnp.sum(valid)
@@ -325,8 +326,8 @@ def _selected(stacked: PyTree, valid: Array) -> PyTree:
 def _mix(share: Array, stacked: PyTree) -> PyTree:
     """Return sum_k share_k leaf_k, as matrix products.
 
-    With one million parameters, a sum over axis 0, which XLA fuses with the computation of
-    its terms, took up to 100 times as long on the CPU.
+    With one million parameters, a sum over axis 0, which XLA fuses with the computation
+    of its terms, took up to 100 times as long on the CPU.
     """
     highest = jax.lax.Precision.HIGHEST  # otherwise accelerators round to fewer bits
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)

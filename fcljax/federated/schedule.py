@@ -546,15 +546,16 @@ def plan_round(
       round_: number of the round within the task.
       lanes: of all devices.
       capacity: the static shapes.
-      measured: number of the participant that measures the terms of its loss; it counts from 0 again behind
-        the last one.
+      measured: number of the participant that measures the terms of its loss; it counts
+        from 0 again behind the last one.
 
     Returns:
-      The chunks, and the round's steps: useful ones, and those that the lanes are busy or idle for. The ratio
-      of both is the slot efficiency.
+      The chunks, and the round's steps: useful ones, and those that the lanes are busy or
+        idle for. The ratio of both is the slot efficiency.
 
     Raises:
-      InputError: more participants than the capacity was made for, which has no entry for their uploads.
+      InputError: more participants than the capacity was made for, which has no entry for
+        their uploads.
     """
     ids = ids[partition.count_of(ids) > 0]
     if len(ids) > capacity.participants:

@@ -91,7 +91,8 @@ def replay_on_server(
       replayer: from `make_replayer`.
       round_context: of the round that is over.
       server: its state after that round.
-      past: examples of the earlier tasks, in the order of the tasks, as `current_buffer` returned them.
+      past: examples of the earlier tasks, in the order of the tasks, as `current_buffer`
+        returned them.
       key: of this training.
       place: puts arrays where the engine works.
     """

@@ -25,11 +25,12 @@ def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
 
     Args:
       shapes: leaves with the shape and dtype of ONE upload, arrays or `jax.ShapeDtypeStruct`.
-      floating: whether uploads are weighted. Integer and boolean leaves are then summed in float32 as well.
+      floating: whether uploads are weighted. Integer and boolean leaves are then summed
+        in float32 as well.
 
     Returns:
-      Zeros [...] in float32 for narrower floats (a bfloat16 sum of ones stops at 256); float64, and without
-      `floating` integers and booleans, keep their dtype.
+      Zeros [...] in float32 for narrower floats (a bfloat16 sum of ones stops at 256);
+        float64, and without `floating` integers and booleans, keep their dtype.
     """
 
     def zero(leaf: Leaf) -> Array:
@@ -80,7 +81,7 @@ def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
 
 
-# ---- clients whose upload is rejected ----------------------------------------------------------------------
+# ---- clients whose upload is rejected --------------------------------------------------
 
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
@@ -151,15 +152,15 @@ def finite_guard(
     or a negative weight.
 
     Returns:
-      (weight, valid, rejected): weight is 0 and valid False for rejected and for already invalid clients;
-      `rejected` counts clients that were valid before.
+      (weight, valid, rejected): weight is 0 and valid False for rejected and for already
+        invalid clients; `rejected` counts clients that were valid before.
     """
     finite = jax.vmap(is_finite)((stacked, weight)) & (weight >= 0)
     accepted = valid & finite
     return jnp.where(accepted, weight, 0), accepted, jnp.sum(valid & ~finite, dtype=jnp.int32)
 
 
-# ---- leaves ------------------------------------------------------------------------------------------------
+# ---- leaves ----------------------------------------------------------------------------
 
 
 def is_float(leaf: Leaf) -> bool:

@@ -31,8 +31,8 @@ class MethodEntry:
     summary: str
     """One line for `fcljax list`."""
     presets: Any
-    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are the
-    one preset; None: the method has no options."""
+    """Fidelity -> `Preset`, or the dataclass of the method's options, whose defaults are
+    the one preset; None: the method has no options."""
     build: Any
     """(options, run: `parts.federate.Run`) -> `types.Method`."""
     adapter: str
@@ -50,7 +50,8 @@ class MethodEntry:
     closed_form: bool = False
     """Whether nothing trains on its own adapter, so that there are no learning rates to search."""
     instead: str = ""
-    """For a method that reads pixels, the nearest one for data that are no images; "": it reads any data."""
+    """For a method that reads pixels, the nearest one for data that are no images; "": it
+    reads any data."""
     name: str = ""
     """A short name for tables and pages; "": the name of `build`, or of the file."""
 

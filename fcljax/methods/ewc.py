@@ -103,7 +103,8 @@ def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRul
     Args:
       options: lambda, the limit of F, and how F is measured.
       learner: says which parameters train in every task.
-      batch_size: of the pass that measures F; it does not matter unless `fisher_gradients` is batches.
+      batch_size: of the pass that measures F; it does not matter unless
+        `fisher_gradients` is batches.
     """
     # the two readings differ in when a client looks, and at which classes
     every_round = options.fisher_measured == "round"
@@ -217,7 +218,8 @@ def microbatches(batch: Batch, most: int) -> Batch:
       most: examples of a microbatch at most.
 
     Returns:
-      Leaves [microbatches, M, 1, ...] with M <= most; the last microbatch is filled up with padding.
+      Leaves [microbatches, M, 1, ...] with M <= most; the last microbatch is filled up
+        with padding.
     """
     count = len(batch.mask)
     # equal microbatches, rounded up: the fewest examples of padding

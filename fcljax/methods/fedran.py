@@ -256,9 +256,9 @@ def possible_summary(
 ) -> Bool[Array, ""]:
     """Check whether a client with so many examples can have reported this.
 
-    |F|^2 is at most the trace of the Gram matrix G, and tr(Q^T G^+ Q) at most the number of
-    examples. What F leaves out of G has no eigenvalue above the least of F F^T (twice that
-    for F of the subspace iteration), nor above its trace: G <= F F^T + rho I.
+    |F|^2 is at most the trace of the Gram matrix G, and tr(Q^T G^+ Q) at most the number
+    of examples. What F leaves out of G has no eigenvalue above the least of F F^T (twice
+    that for F of the subspace iteration), nor above its trace: G <= F F^T + rho I.
     """
     squares = jnp.sum(reported.factor**2, axis=0)
     left_out = jnp.maximum(reported.trace - jnp.sum(squares), 0)

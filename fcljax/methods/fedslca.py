@@ -162,9 +162,9 @@ def possible_statistics(
 ) -> Bool[Array, ""]:
     """Check that these can be sums over the client's examples.
 
-    The numbers of examples fit the client. In each class of n examples the sums G of outer
-    products are a Gram matrix, and no covariance is negative: s s^T <= n G for the sum s of
-    features, which is s^T G^+ s <= n.
+    The numbers of examples fit the client. In each class of n examples the sums G of
+    outer products are a Gram matrix, and no covariance is negative: s s^T <= n G for the
+    sum s of features, which is s^T G^+ s <= n.
     """
     counts_fit = possible_counts(reported.examples, context.client.examples)
     traces = jnp.trace(reported.outer, axis1=1, axis2=2)

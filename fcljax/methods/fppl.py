@@ -84,8 +84,8 @@ class FPPLOptions:
     them also the features without prompts, which the gate reads (both)."""
 
 
-# the paper's 5 server epochs are a few dozen steps, each of which moves a logit by at most
-# lr * sum |feature|
+# the paper's 5 server epochs are a few dozen steps, each of which moves a logit by at
+# most lr * sum |feature|
 PRESETS = with_mini(
     {
         "intended": Preset(FPPLOptions()),
@@ -452,11 +452,11 @@ def screen_prototypes(
     """Return `present` without prototypes that lie far from the merged one of their
     class.
 
-    Kept are those whose L2 distance is at most `factor` times the median distance of
-    the class's holders, which is at least half of them. A class with fewer than 3
-    valid holders keeps all: two cannot say which of them is wrong. `merged` should
-    come from a robust
-    rule: a plain mean of n holders puts a far one at only n - 1 times the others' distance.
+    Kept are those whose L2 distance is at most `factor` times the median distance of the
+    class's holders, which is at least half of them. A class with fewer than 3 valid
+    holders keeps all: two cannot say which of them is wrong. `merged` should come from a
+    robust rule: a plain mean of n holders puts a far one at only n - 1 times the others'
+    distance.
 
     Returns:
       [K, C], False for invalid clients.

@@ -82,8 +82,8 @@ STUDENT_DECAY = 2e-4  # weight decay
 class LanderOptions(SynthesisOptions):
     """Options of LANDER.
 
-    `paper` and `released` have the release's constants for CIFAR-100; `intended` has fewer
-    rounds, images and channels, for machines without an accelerator.
+    `paper` and `released` have the release's constants for CIFAR-100; `intended` has
+    fewer rounds, images and channels, for machines without an accelerator.
     """
 
     bound_weight: float = 5.0

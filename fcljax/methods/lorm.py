@@ -264,7 +264,8 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
 
 
 def possible_change(run: Run, context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
-    """Check that the client's examples can have these Gram matrices, and its training these changes."""
+    """Check that the client's examples can have these Gram matrices, and its training
+    these changes."""
     grams = change.grams
     longest = longest_feature(run, context)
     head_fits = possible_trace(jnp.trace(grams.head), context.client.examples, longest)
@@ -292,8 +293,8 @@ def possible_change(run: Run, context: ClientContext, change: WeightedChange) ->
 def largest_change(run: Run, context: ClientContext, rate: LearningRate) -> Float[Array, ""]:
     """Return the largest change of a parameter in a client's training.
 
-    Adam's steps are at most 3.2 learning rates long (Kingma and Ba 2015, section 2.1); SGD's
-    are as long as the gradient, whose entries are below 1 unless training diverges.
+    Adam's steps are at most 3.2 learning rates long (Kingma and Ba 2015, section 2.1);
+    SGD's are as long as the gradient, whose entries are below 1 unless training diverges.
     """
     view = View(run.training.epochs, run.training.batch_size)
     return jnp.asarray(STEP * rate * phase_steps(context.client.examples, view))

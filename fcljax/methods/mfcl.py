@@ -54,8 +54,8 @@ SMOOTH_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in pixels, of the smoothing's ke
 class MFCLOptions(GeneratorOptions):
     """Options of MFCL.
 
-    `released` has the release's constants for CIFAR-100; `intended` has fewer channels, for
-    machines without an accelerator.
+    `released` has the release's constants for CIFAR-100; `intended` has fewer channels,
+    for machines without an accelerator.
     """
 
     finetune_weight: float = 1.0

@@ -7,11 +7,11 @@
     server    averages the models, and c = sum_i n_i c_i / sum_i n_i over the clients seen so
               far
 
-A client's correction removes the effect of its data differing from the other clients': at the
-optimum of all clients' loss together each step has length 0. Clients are weighted by their
-examples; the paper weighs them equally. A new task has a new objective, so all control variates
-start anew. (x - y_i) / (K eta) is the mean gradient only where clients descend without momentum,
-which is checked.
+A client's correction removes the effect of its data differing from the other clients': at
+the optimum of all clients' loss together each step has length 0. Clients are weighted by
+their examples; the paper weighs them equally. A new task has a new objective, so all
+control variates start anew. (x - y_i) / (K eta) is the mean gradient only where clients
+descend without momentum, which is checked.
 """
 
 from typing import NamedTuple
@@ -132,8 +132,8 @@ def mean_gradient(
     """
     received = without_stats(context.payload.trainable)
     difference = optax.tree.sub(received, without_stats(trainable))
-    # K: the number of batches, the last of which may be padded, in all epochs; a step at a
-    # lower learning rate counts by its factor
+    # K: the number of batches, the last of which may be padded, in all epochs; a step at
+    # a lower learning rate counts by its factor
     epochs = sum(training.rate_factor(context, epoch) for epoch in range(training.epochs))
     steps = epochs * jnp.ceil(context.client.examples / training.batch_size)
     # without examples K = 0, and the change 0 / 1 is 0

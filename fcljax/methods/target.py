@@ -1,4 +1,5 @@
-"""TARGET: federated class-continual learning via exemplar-free distillation (Zhang et al., ICCV 2023).
+"""TARGET: federated class-continual learning via exemplar-free distillation (Zhang et
+al., ICCV 2023).
 
 client     trains on  L_ce + weight * L_distil,  which distils the model that the task
            began with on synthetic images
@@ -59,10 +60,10 @@ REPTILE = 67.0  # factor of a generator's change in a round, as its gradient (re
 class TargetOptions(SynthesisOptions):
     """Options of TARGET.
 
-    `released` has the release's constants for CIFAR-100, with which the warm-up never ends;
-    `paper` the same with as many rounds as its 8,000 images need; `intended` those of a port to
-    vision transformers, with half of its generator's steps and channels, for machines without an
-    accelerator.
+    `released` has the release's constants for CIFAR-100, with which the warm-up never
+    ends; `paper` the same with as many rounds as its 8,000 images need; `intended` those
+    of a port to vision transformers, with half of its generator's steps and channels, for
+    machines without an accelerator.
     """
 
     distill_weight: float = 25.0
@@ -72,8 +73,8 @@ class TargetOptions(SynthesisOptions):
     local_classes: Literal["current", "seen", "all"] = "current"
     """Classes in the clients' cross-entropy."""
     synthesis_warmup: int = 20
-    """Number of generator rounds before the student learns; the disagreement counts from the
-    last of them on."""
+    """Number of generator rounds before the student learns; the disagreement counts from
+    the last of them on."""
     noise_lr: float = option(0.01, positive=True)
     """Learning rate of the noise, which is new in every generator round."""
     meta_update: Literal["fomaml", "reptile"] = "fomaml"
@@ -106,7 +107,7 @@ def target(options: TargetOptions, run: Run) -> Method:
     )
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
 def distil_synthetic(options: TargetOptions) -> ClientRule:
@@ -125,7 +126,7 @@ def distil_synthetic(options: TargetOptions) -> ClientRule:
     return ClientRule("target", loss)
 
 
-# ---- server: image synthesis -------------------------------------------------------------------------------
+# ---- server: image synthesis -----------------------------------------------------------
 
 
 class TargetState(NamedTuple):
@@ -202,8 +203,8 @@ def synthesis_loss(
 ) -> Float[Array, ""]:
     """Return label_weight * CE(teacher, label) + adversarial_weight * L_adv.
 
-    L_adv = -mean(1[teacher and student agree] KL(teacher || student)) counts once images are
-    `disputed`.
+    L_adv = -mean(1[teacher and student agree] KL(teacher || student)) counts once images
+    are `disputed`.
     """
     teacher_logits = teacher(pixels)
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(teacher_logits, label)

@@ -24,8 +24,9 @@ from fcljax.models.shapes import ChipKind
 FEWEST = 16
 MOST = {"tpu": 640, "gpu": 256}
 QUERIES = {"forward": 64, "backward": 32}  # that a GPU takes at a time
-# Of 32 threads, which share a GPU's registers. On an H200 the forward pass takes 0.17 ms with 4 of them and
-# 0.28 with 8, and the backward pass is faster with 8 (docs/accelerators.md).
+# Of 32 threads, which share a GPU's registers. On an H200 the forward pass takes 0.17 ms
+# with 4 of them and 0.28 with 8, and the backward pass is faster with 8
+# (docs/accelerators.md).
 WARPS = {"forward": 4, "backward": 8}
 
 
@@ -136,7 +137,7 @@ def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-# ---- TPU: some heads at a time, all tokens of each ---------------------------------------------------------
+# ---- TPU: some heads at a time, all tokens of each -------------------------------------
 
 
 def _layout_on_tpu(shape: tuple[int, ...], keys: int) -> _Layout:
@@ -186,9 +187,9 @@ def _attend_back(
         grad_v[i] = _product(weights, gradient[i], 0, 0).astype(grad_v.dtype)
 
 
-# ---- GPU: one head, some queries at a time -----------------------------------------------------------------
-# Triton's arrays have powers of 2, and so have the blocks: since jax 0.12 no slice may reach beyond a block.
-# Rows beyond the last token are read as zeros and not written.
+# ---- GPU: one head, some queries at a time ---------------------------------------------
+# Triton's arrays have powers of 2, and so have the blocks: since jax 0.12 no slice may
+# reach beyond a block. Rows beyond the last token are read as zeros and not written.
 
 
 def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:

@@ -175,7 +175,7 @@ def conv_general_dilated(
     return conv(window, lhs, rhs, options.get("precision"))
 
 
-# ---- pooling -----------------------------------------------------------------------------------------------
+# ---- pooling ---------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -64,11 +64,12 @@ def random_mask(
     """Hide a random share of the patches, a new one for every sample (MAE, section 3).
 
     Args:
-      key: one key, from which sample i gets fold_in(key, i), or one key per sample, [batch]: a sample's mask
-        depends on its key alone.
+      key: one key, from which sample i gets fold_in(key, i), or one key per sample,
+        [batch]: a sample's mask depends on its key alone.
       batch: samples.
       patches: patches per sample.
-      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay (with 0 all, in random order).
+      ratio: share that is hidden, in [0, 1]; int(patches * (1 - ratio)) stay (with 0 all,
+        in random order).
 
     Raises:
       InputError: for a ratio outside [0, 1].
@@ -163,12 +164,12 @@ def decode(
 
     Args:
       config: the static shape.
-      params: as from `init_decoder` or `models.weights.pretrained`; an argument, never closed over. No
-        gradient reaches the fixed `pos`.
+      params: as from `init_decoder` or `models.weights.pretrained`; an argument, never
+        closed over. No gradient reaches the fixed `pos`.
       latent: the encoder's tokens after its final norm: class token, then the visible patches.
       restore: from the `Masking` with which they were encoded.
-      prompt: tokens that join the input of block 0 and are dropped after it, [length, width] or [batch,
-        length, width] (pMAE's reconstructive prompt).
+      prompt: tokens that join the input of block 0 and are dropped after it, [length,
+        width] or [batch, length, width] (pMAE's reconstructive prompt).
 
     Returns:
       [batch, patches, patch * patch * 3].

@@ -126,7 +126,7 @@ def _divided_autoencoder(pair: Autoencoder, divide: Divide) -> Autoencoder:
     return pair._replace(encode=encode, decode=decode)
 
 
-# ---- in turn -----------------------------------------------------------------------------------------------
+# ---- in turn ---------------------------------------------------------------------------
 
 
 def in_pieces(function: Callable[[PyTree], PyTree], batch: PyTree, size: int) -> PyTree:
@@ -156,7 +156,7 @@ def _pad_first_axis(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-# ---- several devices ---------------------------------------------------------------------------------------
+# ---- several devices -------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

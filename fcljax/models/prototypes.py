@@ -21,8 +21,8 @@ def distances(
     Args:
       feature: f.
       prototypes: m.
-      form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| / sqrt(width) (its
-        release), whose gradient where f = m is taken as 0.
+      form: "squared" is ||f - m||^2 (PILoRA eq. 8 and 10); "sqrt_scaled" is ||f - m|| /
+        sqrt(width) (its release), whose gradient where f = m is taken as 0.
     """
     # Not ||f||^2 + ||m||^2 - 2 f.m: its cancellation would cost most digits, and all of
     # them in bfloat16. XLA fuses the difference into the sum, so [batch, classes,

@@ -208,7 +208,7 @@ CONVNEXTS: dict[str, ConvNeXtConfig] = {
 CONVNETS: dict[str, ResNetConfig | DenseNetConfig | ConvNeXtConfig] = {**RESNETS, **DENSENETS, **CONVNEXTS}
 
 
-# ---- networks of data that are no images -------------------------------------------------------------------
+# ---- networks of data that are no images -----------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """A pre-norm Vision Transformer in Flax with named intermediates, into which adapters
 inject.
 
-The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position embeddings,
-class token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout. DINOv2 (Oquab et al. 2024)
-adds scaled layers and registers, DINOv3 (Siméoni et al. 2025) rotary positions, CLIP (Radford et al.
-2021) a norm before the blocks. Adapters change it through an `Injection` and never touch this code.
+The architecture is timm's `vit_*_patch16_224` (Dosovitskiy et al. 2021): learned position
+embeddings, class token, biased qkv, LayerNorm with eps 1e-6, exact GELU, no dropout.
+DINOv2 (Oquab et al. 2024) adds scaled layers and registers, DINOv3 (Siméoni et al. 2025)
+rotary positions, CLIP (Radford et al. 2021) a norm before the blocks. Adapters change it
+through an `Injection` and never touch this code.
 """
 
 import functools
@@ -554,8 +555,8 @@ def apply_vit(
       params: as from `init_vit` or `models.weights.pretrained`; an argument, never closed over.
       image: float images in the range that the checkpoint expects.
       injection: what an adapter adds.
-      full: also return all tokens; else the last block computes only those that are read (same
-        values, cheaper).
+      full: also return all tokens; else the last block computes only those that are read
+        (same values, cheaper).
       remat: for gradients, store each block's input and recompute the rest.
     """
     # pyrefly: ignore[bad-return]  # a pair only where variables may change
@@ -585,7 +586,8 @@ def attention_inputs(
 
 
 def longest_attention_inputs(params: PyTree, blocks: int) -> Float[Array, " blocks"]:
-    """Return a bound on the norm of `attention_inputs` of one image, all tokens of a block together.
+    """Return a bound on the norm of `attention_inputs` of one image, all tokens of a
+    block together.
 
     Tokens that an adapter adds are not counted: pairs have none.
     """

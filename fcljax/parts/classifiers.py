@@ -39,8 +39,8 @@ def linear(
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
     """Return a linear classifier with the initial values of the adapter's authors.
 
-    L2P and DualPrompt draw theirs from a truncated normal distribution (pMAE specification,
-    section 6).
+    L2P and DualPrompt draw theirs from a truncated normal distribution (pMAE
+    specification, section 6).
     """
     if adapter.truncated:
         return linear(width, classes, init_truncated)

@@ -1,4 +1,5 @@
-"""A method from its parts: `federate` turns a learner, client rules and server rules into a `Method`.
+"""A method from its parts: `federate` turns a learner, client rules and server rules into
+a `Method`.
 
     clients   train the payload on their loss and their rules, and send it with their reports
     server    merges the uploads by the run's aggregation rule, then applies the server rules in their order
@@ -133,10 +134,11 @@ def federate(
       client_rules: what clients do besides, in this order; the run's own rules follow.
       server_rules: what the server does after merging, in this order.
       predicts: "seen": classes that were not seen yet never win; "all": they compete.
-      personal: what clients keep to themselves, for all tasks. It is part of a client's state and never sent;
-        rules find () in its place in the payload, and clients are evaluated as themselves.
-      server_replay: training of the server on examples that a server rule keeps; its functions act on
-        `ServerState`.
+      personal: what clients keep to themselves, for all tasks. It is part of a client's
+        state and never sent; rules find () in its place in the payload, and clients are
+        evaluated as themselves.
+      server_replay: training of the server on examples that a server rule keeps; its
+        functions act on `ServerState`.
 
     Raises:
       InputError: for parts that do not fit together, naming them.
@@ -176,8 +178,8 @@ def federate(
 
 
 def rule_names(method: Method) -> dict[str, tuple[str, ...]]:
-    """Return the names of the rules of a method that `federate` made, in the order of their states in
-    `ServerState` and at clients; nothing of other methods."""
+    """Return the names of the rules of a method that `federate` made, in the order of
+    their states in `ServerState` and at clients; nothing of other methods."""
     parts = next(iter(getattr(method.init, "args", ())), None)
     if not isinstance(parts, _Parts):
         return {}
@@ -201,7 +203,8 @@ class _Parts(NamedTuple):
 
     @property
     def merged_by_rules(self) -> tuple[str, ...]:
-        """Names of the parts of the parameters that server rules merge, in place of the aggregation rule."""
+        """Names of the parts of the parameters that server rules merge, in place of the
+        aggregation rule."""
         return merged_by_rules(self.each_round)
 
     @property
@@ -248,7 +251,7 @@ def _check_rules(
             raise InputError(f"personal: {missing[0]} is not sent, and {rule.name} needs it")
 
 
-# ---- parameters --------------------------------------------------------------------------------------------
+# ---- parameters ------------------------------------------------------------------------
 
 
 def _first_task(sizes: Sizes) -> Task:
@@ -266,8 +269,8 @@ def _trainable(parts: _Parts, params: Params, task: Task) -> Params:
 
 
 def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
-    """Return the parameters of all tasks with the merged ones in their place. What server rules merge, or
-    clients keep to themselves, stays as it was."""
+    """Return the parameters of all tasks with the merged ones in their place. What server
+    rules merge, or clients keep to themselves, stays as it was."""
     trainable = _trainable(parts, params, task)
     # they are () or the broadcast's own value in `mean`, and would overwrite the model
     unmerged = {name: getattr(trainable, name) for name in (*parts.merged_by_rules, *parts.personal)}
@@ -291,8 +294,8 @@ class SentParams(NamedTuple):
     """The trainable parameters that a client sends, or those of all clients, [P, ...]."""
 
     averaged: Params
-    """What the aggregation rule merges, parameter by parameter; () in the place of the rest. Where uploads
-    stream, the server has the mean of all clients here."""
+    """What the aggregation rule merges, parameter by parameter; () in the place of the
+    rest. Where uploads stream, the server has the mean of all clients here."""
     by_rules: dict[str, PyTree]
     """The parts that server rules merge, by name."""
 
@@ -324,11 +327,12 @@ class SentParams(NamedTuple):
         return self.averaged, self.by_rules
 
 
-# ---- what clients keep to themselves -----------------------------------------------------------------------
+# ---- what clients keep to themselves ---------------------------------------------------
 
 
 def _personal_params(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
-    """Return the parameters that a client keeps to itself, by name. They stand behind its rules' states."""
+    """Return the parameters that a client keeps to itself, by name. They stand behind its
+    rules' states."""
     if parts.personal:
         return state[-1]
     return {}
@@ -349,7 +353,8 @@ def _personal_after(
 
 
 def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params:
-    """Return the trainable parameters that a client starts from: the payload's, and its personal ones."""
+    """Return the trainable parameters that a client starts from: the payload's, and its
+    personal ones."""
     params = dict(_personal_params(parts, state))
     for name, part in _parts_over_tasks(parts, params):
         params[name] = part.trainable(params[name], context.task)
@@ -359,7 +364,8 @@ def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params
 def _parts_over_tasks(
     parts: _Parts, personal: dict[Personal, PyTree]
 ) -> list[tuple[Personal, Adapter | Classifier]]:
-    """Return the personal parts of the learner that select a task's parameters from those of all tasks."""
+    """Return the personal parts of the learner that select a task's parameters from those
+    of all tasks."""
     over_tasks: dict[Personal, Adapter | Classifier] = {
         "adapter": parts.learner.adapter,
         "classifier": parts.learner.classifier,
@@ -367,7 +373,7 @@ def _parts_over_tasks(
     return [(name, part) for name, part in over_tasks.items() if name in personal]
 
 
-# ---- the method's functions --------------------------------------------------------------------------------
+# ---- the method's functions ------------------------------------------------------------
 
 
 def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
@@ -404,7 +410,8 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
 def _begin_task(
     parts: _Parts, round_context: RoundContext, server: ServerState, _key: PRNGKeyArray
 ) -> ServerState:
-    """Open the task in the learner. A server optimiser starts anew, since other parameters train now."""
+    """Open the task in the learner. A server optimiser starts anew, since other
+    parameters train now."""
     params = parts.learner.open_task(server.params, round_context.task)
     trainable = _trainable(parts, params, round_context.task)
     state = parts.run.aggregation.init(_averaged(parts, trainable))
@@ -412,7 +419,8 @@ def _begin_task(
 
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
-    """Return the trainable parameters and what server rules send, and what clients cache of earlier tasks."""
+    """Return the trainable parameters and what server rules send, and what clients cache
+    of earlier tasks."""
     # this order is that of `_init`
     states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
@@ -430,7 +438,8 @@ def _counted(parts: _Parts, round_context: RoundContext, server: ServerState) ->
 
 
 def _handover(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
-    """Return the trainable parameters of a task that clients cache from then on, by their paths."""
+    """Return the trainable parameters of a task that clients cache from then on, by their
+    paths."""
 
     def by_path(tree: PyTree) -> dict[str, Array]:
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
@@ -487,7 +496,7 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
     return functions
 
 
-# ---- rounds ------------------------------------------------------------------------------------------------
+# ---- rounds ----------------------------------------------------------------------------
 
 
 def _rounds(parts: _Parts) -> tuple[Round, ...]:
@@ -502,8 +511,8 @@ def _rounds(parts: _Parts) -> tuple[Round, ...]:
 
 
 def _task_end_round(parts: _Parts) -> Round:
-    """Return the round after the last one of a task: rules see the client's examples under the final model,
-    and nothing is sent."""
+    """Return the round after the last one of a task: rules see the client's examples
+    under the final model, and nothing is sent."""
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         memory = client.start_memory(parts.rules, "task_end", context, state, key)
@@ -520,7 +529,8 @@ def _task_end_round(parts: _Parts) -> Round:
 
 
 def _report_round(parts: _Parts, number: int) -> Round:
-    """Return a round of once per task: every client with examples reports under the current model."""
+    """Return a round of once per task: every client with examples reports under the
+    current model."""
     rule = parts.per_task[number]
     position = len(parts.each_round) + number
     # in the order of the data and as in evaluation: what is reported is a statistic, no
@@ -556,12 +566,12 @@ def _report_round(parts: _Parts, number: int) -> Round:
     return Round(program, server, who="everyone", when=rule.when)
 
 
-# ---- the client --------------------------------------------------------------------------------------------
+# ---- the client ------------------------------------------------------------------------
 
 
 def _program(parts: _Parts) -> Program:
-    """Return what participants do in a round: passes before training, training, passes after it, the
-    upload."""
+    """Return what participants do in a round: passes before training, training, passes
+    after it, the upload."""
     learner = parts.learner
     training = parts.training
     reports = reports_of(parts.each_round)
@@ -601,8 +611,8 @@ def _program(parts: _Parts) -> Program:
 
 
 def _replay(parts: _Parts) -> tuple[View, ChooseReplay | None, Callable[[tuple], Array] | None]:
-    """Return how training reads examples, and of the rule that replays past ones: which it chooses in a step,
-    and which it may choose."""
+    """Return how training reads examples, and of the rule that replays past ones: which
+    it chooses in a step, and which it may choose."""
     training = parts.training
     replaying = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
     if not replaying:
@@ -678,7 +688,7 @@ def _receive(parts: _Parts) -> ReceiveUpload | None:
     return receive
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------
 
 
 def _serve(
@@ -754,7 +764,7 @@ def _updated(
     return result.params, result.state, metrics
 
 
-# ---- learners ----------------------------------------------------------------------------------------------
+# ---- learners --------------------------------------------------------------------------
 
 
 def feature_width(run: Run, features: Reads) -> int:
@@ -763,6 +773,7 @@ def feature_width(run: Run, features: Reads) -> int:
 
 
 def linear_learner(run: Run, keys: Keys = two_keys, features: Reads = "prompted") -> Learner:
-    """Return the run's network and adapter with a linear classifier, the learner of most methods."""
+    """Return the run's network and adapter with a linear classifier, the learner of most
+    methods."""
     classifier = linear_on(run.adapter, feature_width(run, features), run.sizes.classes)
     return learner(run.network, run.adapter, classifier, keys, features)

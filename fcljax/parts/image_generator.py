@@ -37,9 +37,9 @@ def conv_of_doubled(
 ) -> Float[Array, "batch 2*h 2*w d"]:
     """Compute the 3x3 convolution, zero-padded, of images with doubled sides.
 
-    The images are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows and
-    columns, with 4/9 of the products. Even and odd rows and columns each have a convolution;
-    one for all is slower (docs/results/speed.md).
+    The images are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows
+    and columns, with 4/9 of the products. Even and odd rows and columns each have a
+    convolution; one for all is slower (docs/results/speed.md).
     """
     # even outputs also read the previous pixel, odd ones the next pixel
     sides = ((1, 0), (0, 1))

@@ -381,10 +381,12 @@ def learner(
       adapter: what trains inside it.
       classifier: what reads its features.
       keys: derives the keys of the adapter's and the classifier's first values.
-      features: what the classifier reads; both are [2 width] (APER, Zhou et al. 2023, arXiv 2303.07338).
+      features: what the classifier reads; both are [2 width] (APER, Zhou et al. 2023,
+        arXiv 2303.07338).
 
     Raises:
-      InputError: for a function of the adapter or the classifier with the wrong number of arguments.
+      InputError: for a function of the adapter or the classifier with the wrong number of
+        arguments.
     """
     _check_parts(adapter, classifier)
     both = features == "both"
@@ -516,7 +518,7 @@ def _features(
     return adapter.feature(features), query, stats
 
 
-# ---- the clients' own loss ---------------------------------------------------------------------------------
+# ---- the clients' own loss -------------------------------------------------------------
 
 Classes = Literal["current", "seen", "all"]
 

@@ -59,7 +59,7 @@ def pass_over(batch_size: int) -> View:
     return View(1, batch_size, shuffle=False, augment=False)
 
 
-# ---- uniformly ---------------------------------------------------------------------------------------------
+# ---- uniformly -------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
@@ -137,7 +137,7 @@ def _concatenate(exemplars: Exemplars, new: Exemplars) -> Exemplars:
     return jax.tree.map(join, exemplars, new)
 
 
-# ---- by herding --------------------------------------------------------------------------------------------
+# ---- by herding ------------------------------------------------------------------------
 
 
 class Gathered(NamedTuple):

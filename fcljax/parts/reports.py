@@ -46,9 +46,9 @@ class Longest(Protocol):
 def longest_feature(run: Run, context: ClientContext, features: Reads = "prompted") -> Float[Array, ""]:
     """Return an upper bound on the Euclidean norm of the classifier's input.
 
-    A network that ends in a layer norm has a finite bound, whatever is injected into it. If
-    the network itself trains, the bound is `TRAINING_FACTOR` times that of the broadcast
-    weights.
+    A network that ends in a layer norm has a finite bound, whatever is injected into it.
+    If the network itself trains, the bound is `TRAINING_FACTOR` times that of the
+    broadcast weights.
     """
     network = run.network
     broadcast = context.payload.trainable.adapter
@@ -175,8 +175,8 @@ def prototype_distance(
 ) -> Float[Array, ""]:
     """Return how far learned prototypes are from the mean features of their classes.
 
-    It is the mean distance to the own class's mean over the mean distance between the means
-    of two classes; 0 if there are fewer than two classes.
+    It is the mean distance to the own class's mean over the mean distance between the
+    means of two classes; 0 if there are fewer than two classes.
 
     Args:
       prototype: of each class.
@@ -228,12 +228,14 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
 
 
 def longest_inputs(context: ClientContext, blocks: int) -> Float[Array, " blocks"]:
-    """Return a bound on the norm of one example's `inputs_of_pairs`, over all tokens of a block."""
+    """Return a bound on the norm of one example's `inputs_of_pairs`, over all tokens of a
+    block."""
     return longest_attention_inputs(context.frozen.network, blocks)
 
 
 def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
-    """Add the clients' sums of the task's classes [Ct] to a `nearest_mean` classifier, once per task.
+    """Add the clients' sums of the task's classes [Ct] to a `nearest_mean` classifier,
+    once per task.
 
     Args:
       run: for the sizes.

@@ -27,7 +27,8 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine(Constant):
-    """Half a cosine over the rounds of a task (PILoRA): (1 + cos(pi r / R)) / 2 in round r of R."""
+    """Half a cosine over the rounds of a task (PILoRA): (1 + cos(pi r / R)) / 2 in round
+    r of R."""
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         decay_round = jnp.maximum(progress.round - self.warmup_rounds, 0)
@@ -53,7 +54,8 @@ class EpochCosine:
 
 @dataclasses.dataclass(frozen=True)
 class EpochCosineLag:
-    """HePCo's release: `EpochCosine` one epoch late, with the full rate in the first two epochs."""
+    """HePCo's release: `EpochCosine` one epoch late, with the full rate in the first two
+    epochs."""
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         return epoch_cosine(jnp.maximum(progress.epoch - 1, 0), progress.epochs)

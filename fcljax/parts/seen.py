@@ -1,9 +1,9 @@
 """Numbers of examples of the clients that have taken part in a task.
 
-A weighted mean over all clients, such as SCAFFOLD's c, needs the weights of clients that do
-not take part in the round. The server knows those of the participants so far, so the
-denominator grows: a rule stores the weighted sum, and divides it by `num_examples` when it
-is used.
+A weighted mean over all clients, such as SCAFFOLD's c, needs the weights of clients that
+do not take part in the round. The server knows those of the participants so far, so the
+denominator grows: a rule stores the weighted sum, and divides it by `num_examples` when
+it is used.
 """
 
 from typing import NamedTuple

@@ -134,7 +134,8 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
     """Check that each server rule can work under the run's aggregation rule.
 
     Raises:
-      InputError: naming the aggregation rule and the server rule that merges by a formula of its own.
+      InputError: naming the aggregation rule and the server rule that merges by a formula
+        of its own.
     """
     # the plain mean: nothing is left that a rule's own formula could ignore
     if aggregation.pre is None and aggregation.reduce is None and aggregation.post is None:

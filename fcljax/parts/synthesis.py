@@ -1,7 +1,7 @@
 """Image synthesis without data, at the server: what TARGET, MFCL and LANDER share.
 
-A generator trains towards images that the global model recognises, and (TARGET, LANDER) on
-which a student disagrees that learned from the images so far. It needs nothing of the
+A generator trains towards images that the global model recognises, and (TARGET, LANDER)
+on which a student disagrees that learned from the images so far. It needs nothing of the
 clients besides their models.
 """
 
@@ -31,7 +31,7 @@ STUDENT_MOMENTUM = 0.9  # of the student's gradient descent
 BETAS = (0.5, 0.999)  # of the generator's Adam
 
 
-# ---- options -----------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def generator_config(options: GeneratorOptions, run: Run) -> ImageGeneratorConfi
     return ImageGeneratorConfig(height, width, options.noise_width, options.generator_channels)
 
 
-# ---- client ------------------------------------------------------------------------------------------------
+# ---- client ----------------------------------------------------------------------------
 
 
 def synthetic_pixels(
@@ -94,7 +94,7 @@ def synthetic_pixels(
     return jitter(jitter_key, images[index] / 255, options.crop_padding)
 
 
-# ---- server: when images are made --------------------------------------------------------------------------
+# ---- server: when images are made ------------------------------------------------------
 
 
 @runtime_checkable
@@ -148,7 +148,7 @@ def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> 
     return synthesis_rule("synthesis", run, functools.partial(jnp.zeros, shape, jnp.uint8), synthesise)
 
 
-# ---- server: models that judge images ----------------------------------------------------------------------
+# ---- server: models that judge images --------------------------------------------------
 
 
 Logits = Callable[[Float[Array, "batch h w 3"]], Float[Array, "batch C"]]  # of pixels in [0, 1]
@@ -216,7 +216,7 @@ def distillation_at(
     return temperature**2 * jnp.mean(kl(teacher / temperature, student / temperature, seen))
 
 
-# ---- server: rounds of a generator -------------------------------------------------------------------------
+# ---- server: rounds of a generator -----------------------------------------------------
 
 
 class Best(NamedTuple):

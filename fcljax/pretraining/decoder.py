@@ -8,10 +8,10 @@ trained). Where the paper is silent, MAE's release decides: AdamW with betas (0.
 and weight decay 0.05 on the matrices, a linear warm-up and half a cosine to 0, crops of
 20 to 100 % of the area (bicubic) and flips.
 
-The default data are the letters of `data.glyphs.PRETRAIN`, drawn afresh for every step, so the packaged
-decoder has seen neither a digit nor a letter of `data.glyphs.GLYPHS`. Its learning rate was chosen by the
-validation loss on 600 fresh letters after 600 steps of 64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393, 0.370 and
-0.402.
+The default data are the letters of `data.glyphs.PRETRAIN`, drawn afresh for every step,
+so the packaged decoder has seen neither a digit nor a letter of `data.glyphs.GLYPHS`. Its
+learning rate was chosen by the validation loss on 600 fresh letters after 600 steps of
+64: peaks of 1e-3, 2e-3 and 4e-3 gave 0.393, 0.370 and 0.402.
 
 The defaults took 13 minutes of one shared CPU core (20 by the clock) and gave the
 packaged file. Its validation loss (mean squared error of hidden patches, pixels in
@@ -196,7 +196,7 @@ class Strips(NamedTuple):
     original: UInt8[Array, "n H W 3"]
 
 
-# ---- training images ---------------------------------------------------------------------------------------
+# ---- training images -------------------------------------------------------------------
 
 
 def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
@@ -269,7 +269,7 @@ def random_crops(
     return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # at this size it only normalises
 
 
-# ---- one step ----------------------------------------------------------------------------------------------
+# ---- one step --------------------------------------------------------------------------
 
 
 def _reconstruct(
@@ -332,7 +332,7 @@ def _keys(seed: int) -> Key[Array, "2"]:
     return jax.random.split(jax.random.key(seed))
 
 
-# ---- held-out images ---------------------------------------------------------------------------------------
+# ---- held-out images -------------------------------------------------------------------
 
 
 def _held_out_views(plan: DecoderPlan, images: StoredImages, start: Array) -> tuple[Array, Masking]:
@@ -398,7 +398,7 @@ def baseline_loss(plan: DecoderPlan, held_out: StoredImages) -> float:
     return float(_mean_over_batches(loss, held_out, batch_size))
 
 
-# ---- all steps ---------------------------------------------------------------------------------------------
+# ---- all steps -------------------------------------------------------------------------
 
 
 def _vit_of(backbone: Pretrained) -> ViTConfig:
@@ -498,7 +498,7 @@ def _start_or_resume(plan: DecoderPlan, manager: CheckpointManager) -> tuple[Dec
     return snapshot.state, snapshot.step
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------
 
 
 def _checkpoints_folder(out: Path) -> Path:
@@ -623,8 +623,9 @@ def pretrain_decoder(
       console: for notes; None: standard error.
 
     Returns:
-      A summary by name: file, figure, seconds of this process, training loss at the end of the curve, and the
-        validation loss of the stored decoder and of the mean patch of each position.
+      A summary by name: file, figure, seconds of this process, training loss at the end
+        of the curve, and the validation loss of the stored decoder and of the mean patch
+        of each position.
 
     Raises:
       InputError: for bad settings or files, or a training that diverges.

@@ -264,7 +264,8 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     Returns:
       out, bytes, steps, seconds.
       loss, accuracy: of training, over the last 100 steps.
-      validation: nearest-class-mean accuracy of the stored weights on GLYPHS, which were not trained on.
+      validation: nearest-class-mean accuracy of the stored weights on GLYPHS, which were
+        not trained on.
 
     Raises:
       InputError: for an option that is out of range.

@@ -83,8 +83,9 @@ def training_bar(
     """Show a progress bar with these metrics.
 
     Yields:
-      show(step, *values): each value is a list of scalars or vectors, whose mean is shown. Values are read
-        only when the bar is updated, every few steps, so that JAX can compute in the background.
+      show(step, *values): each value is a list of scalars or vectors, whose mean is
+        shown. Values are read only when the bar is updated, every few steps, so that JAX
+        can compute in the background.
     """
     label = "  ".join(f"{metric} {{task.fields[{metric}]:.3f}}" for metric in metrics)
 

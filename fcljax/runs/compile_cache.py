@@ -46,8 +46,9 @@ def keep(option: str | None, say: Callable[[str], None]) -> None:
     """Configure jax to cache compiled programs and to read those of other processes.
 
     Args:
-      option: a folder, or "off". None: jax's setting (JAX_COMPILATION_CACHE_DIR), else the environment's
-        FCLJAX_COMPILED, a folder or "off", else the first usable one of `usual_folders`.
+      option: a folder, or "off". None: jax's setting (JAX_COMPILATION_CACHE_DIR), else
+        the environment's FCLJAX_COMPILED, a folder or "off", else the first usable one of
+        `usual_folders`.
       say: is called with a line if nothing is cached; runs work without the cache.
     """
     # pyrefly: ignore[missing-attribute]  # attributes of jax.config are made while jax is imported

@@ -49,8 +49,8 @@ def embed(
       console: where the progress bar and notes go.
 
     Returns:
-      A summary by name: counts, width, speed, and the test accuracy of the nearest class mean of the training
-        features.
+      A summary by name: counts, width, speed, and the test accuracy of the nearest class
+        mean of the training features.
 
     Raises:
       InputError: for bad settings or files, or if `out` exists.

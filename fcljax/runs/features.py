@@ -1,7 +1,7 @@
 """Features of the frozen backbone, with which prompt methods choose their prompts.
 
-They are computed once for each image whose input is deterministic. `fcljax embed` writes them to files, which
-later runs read.
+They are computed once for each image whose input is deterministic. `fcljax embed` writes
+them to files, which later runs read.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ def frozen_features(
     on_progress: Callable[[int], None] = lambda images: None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Array | np.ndarray]:
-    """Return a function (frozen, split, index) -> class tokens [n, width] of images without augmentation.
+    """Return a function (frozen, split, index) -> class tokens [n, width] of images
+    without augmentation.
 
     Without an index it computes those of all images.
 
@@ -82,10 +83,11 @@ def _of_batch(inputs: Inputs) -> tuple[Callable[[Frozen, Array], Array], Callabl
 def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
     """Return fill(exp, tasks, section), which adds the query features that these tasks read.
 
-    It fills every split whose input is deterministic: the test split, and the training split if some phase
-    reads it without augmentation. Tasks are filled in their order, so that the first round does not wait for
-    images of later tasks, whose features are NaN until then. Features that `fcljax embed` has written are
-    read all at once. `section` is entered as "eval" or "client", to time the work.
+    It fills every split whose input is deterministic: the test split, and the training
+    split if some phase reads it without augmentation. Tasks are filled in their order, so
+    that the first round does not wait for images of later tasks, whose features are NaN
+    until then. Features that `fcljax embed` has written are read all at once. `section`
+    is entered as "eval" or "client", to time the work.
 
     Args:
       exp: the experiment.
@@ -201,13 +203,14 @@ def _with_query(split: Split | Host, query: PyTree) -> Split | Host:
     return split._replace(query=query)
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------
 
 
 def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
     """Return the file of a split's features.
 
-    Its name depends on everything that decides their bits: weights, images, view, batches and device.
+    Its name depends on everything that decides their bits: weights, images, view, batches
+    and device.
     """
     facts = {
         "weights": inputs.backbone.digest,
@@ -226,7 +229,8 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
 
 
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
-    """Return the features that `fcljax embed` has written for these options; None unless they are intact."""
+    """Return the features that `fcljax embed` has written for these options; None unless
+    they are intact."""
     count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
     try:
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:

@@ -1,7 +1,8 @@
 """Fit a run's training steps into the memory of its devices, by the compiler's analysis.
 
 First fewer lanes, which cost no operations; then microbatches, which cost another forward
-pass. The choice becomes part of the run's settings, so that a resumed run computes the same.
+pass. The choice becomes part of the run's settings, so that a resumed run computes the
+same.
 """
 
 import dataclasses
@@ -110,8 +111,8 @@ def fit_memory(
 def largest_need(exp: Experiment) -> Need:
     """Return the largest need of an experiment's training steps.
 
-    All programs of a round and of an evaluation are compiled in parallel and cached: the run
-    waits for the slowest compilation, not for their sum.
+    All programs of a round and of an evaluation are compiled in parallel and cached: the
+    run waits for the slowest compilation, not for their sum.
     """
     round_programs = list(programs_of(exp))
     test_bytes = 0

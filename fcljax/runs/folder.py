@@ -22,8 +22,9 @@ def check_new(out: Path) -> None:
     """Check that a new run directory can be made at `out`.
 
     Raises:
-      InputError: if something other than an empty folder is there, nothing can be written, or its name is not
-        UTF-8, which the library that writes checkpoints needs.
+      InputError: if something other than an empty folder is there, nothing can be
+        written, or its name is not UTF-8, which the library that writes checkpoints
+        needs.
     """
     try:
         os.fsencode(out.absolute()).decode("utf-8")

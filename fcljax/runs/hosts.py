@@ -75,7 +75,7 @@ def check_hosts(hosts: HostOptions) -> None:
         )
 
 
-# ---- in the run --------------------------------------------------------------------------------------------
+# ---- in the run ------------------------------------------------------------------------
 
 
 class Refused(InputError):
@@ -281,7 +281,7 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
     jax.distributed.shutdown()
 
 
-# ---- the child that works, and its parent ------------------------------------------------------------------
+# ---- the child that works, and its parent ----------------------------------------------
 
 
 def report_folder(out: str, log: TextIO) -> None:

@@ -1,4 +1,5 @@
-"""The inputs of a run: a backbone with its weights, and the examples of a data set as it reads them.
+"""The inputs of a run: a backbone with its weights, and the examples of a data set as it
+reads them.
 
 Files are read here; everything after works on what was loaded.
 """
@@ -47,7 +48,8 @@ from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
-# share of a device's memory for images if no budget is given; the network needs the rest while it works
+# share of a device's memory for images if no budget is given; the network needs the rest
+# while it works
 RESIDENT_SHARE = 0.5
 
 
@@ -101,8 +103,8 @@ def load_inputs(
     size = backbone.config.image_size
     if dataset is None:
         dataset = load_split(cfg, size)
-    # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these images are resized as
-    # a whole, without the margin.
+    # Objects fill the frame in data sets that suggest no crops (digits, glyphs): these
+    # images are resized as a whole, without the margin.
     preprocess = input_pipeline(cfg.preprocess, size, fills_frame=not dataset.augment)
     preprocess = with_constants(preprocess, cfg, backbone)
     surrogate = ()
@@ -153,8 +155,8 @@ def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pret
 def _array_net(cfg: InputConfig, x: PyTree) -> str:
     """Return the name of the network for arrays.
 
-    By default classifiers on frozen features get the numbers themselves, since a network of random values
-    that never trains would only mix them.
+    By default classifiers on frozen features get the numbers themselves, since a network
+    of random values that never trains would only mix them.
 
     Raises:
       InputError: for a network of images.
@@ -193,7 +195,8 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
 def load_network(
     cfg: BackboneConfig, image_size: int | None, decoder: str | None = None, seed: int = 0
 ) -> Pretrained:
-    """Load the network that the settings name. Without weights it has random values, which `seed` decides.
+    """Load the network that the settings name. Without weights it has random values,
+    which `seed` decides.
 
     Raises:
       InputError: as `load_backbone`, and for the name of weights that are not here.
@@ -325,8 +328,8 @@ def report_notes(backbone: Pretrained, console: Console) -> None:
 
 
 def image_options(cfg: ImageConfig, image_size: int) -> DataOptions:
-    """Return the options of `load_dataset` and `prepare` under these settings, for a network that takes
-    images of image_size pixels."""
+    """Return the options of `load_dataset` and `prepare` under these settings, for a
+    network that takes images of image_size pixels."""
     geometry = input_pipeline(cfg.preprocess, image_size).geometry
     return DataOptions(
         geometry=geometry._replace(train=cfg.store_size or geometry.train),
@@ -356,8 +359,8 @@ def read_clean(preprocess: Preprocess | Kind, split: Split, index: Array) -> PyT
 def inputs_of(
     preprocess: Preprocess | Kind, augments: bool, split: Split, index: Array, keys: Array, augment: bool
 ) -> tuple[PyTree, Array, Array | None]:
-    """Read examples for the engine: the network's input, the labels, and the query features where they are
-    cached and valid."""
+    """Read examples for the engine: the network's input, the labels, and the query
+    features where they are cached and valid."""
     examples = _take(split, index)
     if augment and augments and isinstance(preprocess, Preprocess):
         # cached query features are those of the clean view
@@ -367,20 +370,20 @@ def inputs_of(
 
 def _take(split: Split, index: Array) -> PyTree:
     """Return a split of these examples."""
-    # The barrier keeps XLA from fusing the gather with what follows. Otherwise the arithmetic after it would
-    # be compiled differently for arrays of another length, and images on the host would not give the same
-    # bits as resident ones.
+    # The barrier keeps XLA from fusing the gather with what follows. Otherwise the
+    # arithmetic after it would be compiled differently for arrays of another length, and
+    # images on the host would not give the same bits as resident ones.
     return jax.lax.optimization_barrier(jax.tree.map(lambda array: array[index], split))
 
 
-# ---- images on the device or on the host -------------------------------------------------------------------
+# ---- images on the device or on the host -----------------------------------------------
 
 
 def make_splits(
     dataset: Dataset, labels: tuple[np.ndarray, np.ndarray], budget: int | None, eval_batch_size: int
 ) -> tuple[Split | Host, Split | Host]:
-    """Return training and test split, on the device if both fit into the budget, else on the host: the larger
-    one, or both.
+    """Return training and test split, on the device if both fit into the budget, else on
+    the host: the larger one, or both.
 
     Args:
       dataset: the images.
@@ -407,7 +410,8 @@ def make_splits(
         )
     if train.input_bytes + test.input_bytes <= available_bytes:
         return _resident(train), _resident(test)
-    # a split on the host has two windows on the device, one of which is read while the other is used
+    # a split on the host has two windows on the device, one of which is read while the
+    # other is used
     window_bytes = available_bytes / 4
     if test.input_bytes <= available_bytes / 2:
         return _host(train, window_bytes), _resident(test)
@@ -443,7 +447,7 @@ def _host(split: Split, window_bytes: float) -> Host:
     return Host(split, int(window_bytes // split.example_bytes))
 
 
-# ---- the network's cost -----------------------------------------------------------------------------------
+# ---- the network's cost ----------------------------------------------------------------
 
 
 def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, PyTree]:
@@ -456,8 +460,8 @@ def forward_pass(backbone: Pretrained) -> tuple[jax.stages.Traced, PyTree]:
 
 
 def forward_flops(backbone: Pretrained) -> float:
-    """Return the floating-point operations of the forward pass of one example, as XLA counts them; where
-    it does not, two for each parameter."""
+    """Return the floating-point operations of the forward pass of one example, as XLA
+    counts them; where it does not, two for each parameter."""
     traced, _ = forward_pass(backbone)
     costs = traced.lower().cost_analysis() or {}
     # a backbone that hands the numbers on has neither

@@ -115,10 +115,11 @@ def run(
     """Train and evaluate a method, or resume a run that was interrupted.
 
     Args:
-      settings: resolved; with `resume` they must be those of the run, but see `resume.check_settings`.
+      settings: resolved; with `resume` they must be those of the run, but see
+        `resume.check_settings`.
       out: the run directory, which must be new unless `resume`.
-      resume: continue from the newest intact checkpoint in `out`; the result equals the uninterrupted run's
-        bit for bit, on other hardware up to rounding.
+      resume: continue from the newest intact checkpoint in `out`; the result equals the
+        uninterrupted run's bit for bit, on other hardware up to rounding.
       observer: who follows the run; None: a progress bar on standard error.
       supplied: images or a network in memory, in place of those that the settings name.
 
@@ -127,8 +128,8 @@ def run(
 
     Raises:
       Stopped: when `observer.stop` or a signal asks for it.
-      InputError: for bad settings or files, if `out` cannot be written or another process works in it, or if
-        it holds another run.
+      InputError: for bad settings or files, if `out` cannot be written or another process
+        works in it, or if it holds another run.
     """
     observer = observer or Observer()
     hosts = Hosts.connected()
@@ -236,7 +237,8 @@ def _complete(
       session: the run.
       exp: its experiment.
       finished: the summary of a run of which only figures are missing.
-      hardware_change: how the hardware differs from that of the newest checkpoint; empty: it does not.
+      hardware_change: how the hardware differs from that of the newest checkpoint; empty:
+        it does not.
     """
     report_notes(exp.inputs.backbone, session.observer.console)
     session.observer.say(explain_scale(session.settings))
@@ -415,7 +417,8 @@ def _play(
     """Play all remaining rounds, and update `progress.records`.
 
     Returns:
-      The experiment with the query features that were cached on the way, and the state after the last round.
+      The experiment with the query features that were cached on the way, and the state
+        after the last round.
     """
     settings, out, observer, hosts, _ = session
     state, records, first_step = progress

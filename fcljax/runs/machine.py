@@ -1,7 +1,9 @@
-"""What an experiment makes of the machine: lanes and devices for its clients, memory for the clients of a
-chunk, batch sizes that are worth compiling, and the attention kernel of its chip.
+"""What an experiment makes of the machine: lanes and devices for its clients, memory for
+the clients of a chunk, batch sizes that are worth compiling, and the attention kernel of
+its chip.
 
-A run asks for what it wants in its settings. What they leave open is chosen here so that a round is short.
+A run asks for what it wants in its settings. What they leave open is chosen here so that
+a round is short.
 """
 
 import importlib.util
@@ -24,14 +26,15 @@ from fcljax.models.weights.pretrained import Pretrained
 from fcljax.runs.inputs import forward_flops
 from fcljax.types import Method, Round
 
-# FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s, as for a ViT-Ti
+# FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s,
+# as for a ViT-Ti
 COMPILING = 1e12
 TRAINING = 3  # a training step takes the time of so many forward passes
-# FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with less, clients side by
-# side cost no time. No chip has been measured yet.
+# FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with
+# less, clients side by side cost no time. No chip has been measured yet.
 FILLING = 1e12
-# Memory on a device for the clients that one call of the compiled program plays. A call costs milliseconds,
-# which would be noticeable if tiny clients had one each.
+# Memory on a device for the clients that one call of the compiled program plays. A call
+# costs milliseconds, which would be noticeable if tiny clients had one each.
 CHUNK_BYTES = 2**28
 MOST_PER_CHUNK = 4096
 
@@ -50,7 +53,7 @@ class Machine(NamedTuple):
         return 1 if self.mesh is None else self.mesh.size
 
 
-# ---- lanes and devices -------------------------------------------------------------------------------------
+# ---- lanes and devices -----------------------------------------------------------------
 
 
 def plan_lanes(
@@ -62,10 +65,11 @@ def plan_lanes(
 ) -> tuple[Lanes, AnyMesh | None]:
     """Return the lanes and the devices that they share: what the settings ask for, else what pays.
 
-    A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes and holds one client
-    at a time, though small networks gain from 4 lanes (`experiments/bench_engine.py lanes`). An accelerator
-    gets as many as shorten a round, which for a large network is one for each device. If there are more
-    devices than clients for them, several share the batches of one.
+    A CPU gets one lane for each device: on a ViT-Ti that is as fast as 4 vmapped lanes
+    and holds one client at a time, though small networks gain from 4 lanes
+    (`experiments/bench_engine.py lanes`). An accelerator gets as many as shorten a round,
+    which for a large network is one for each device. If there are more devices than
+    clients for them, several share the batches of one.
 
     Args:
       settings: resolved.
@@ -75,7 +79,8 @@ def plan_lanes(
       machine: what the experiment is compiled for.
 
     Raises:
-      InputError: for lanes that the devices cannot share evenly, or devices that the batches cannot.
+      InputError: for lanes that the devices cannot share evenly, or devices that the
+        batches cannot.
     """
     _check_batch_devices(settings.batch_devices, machine.devices)
     lanes = settings.lanes
@@ -107,8 +112,8 @@ def _shortest_round(
     backbone: Pretrained,
     devices: int,
 ) -> tuple[int, int]:
-    """Return the number of lanes, and of devices that share a batch, with which rounds on an accelerator are
-    shortest."""
+    """Return the number of lanes, and of devices that share a batch, with which rounds on
+    an accelerator are shortest."""
     most_examples = max(int(partition.count.max()) for partition in partitions)
     batch_size = largest_batch(settings.batch_size, most_examples)
     if settings.batch_devices:
@@ -150,7 +155,7 @@ def _check_lanes(lanes: int, groups: int) -> None:
         )
 
 
-# ---- the shapes of a run -----------------------------------------------------------------------------------
+# ---- the shapes of a run ---------------------------------------------------------------
 
 
 def plan_shapes(
@@ -182,7 +187,8 @@ def plan_shapes(
 
 
 def _with_widths(fit: Callable[..., tuple[Capacity, ...]], lanes: Lanes, backbone: Pretrained) -> tuple:
-    """Return the run's static shapes, with further batch sizes of a step if they are worth compiling."""
+    """Return the run's static shapes, with further batch sizes of a step if they are
+    worth compiling."""
     if not batches_alone(lanes):
         return fit(worth=np.inf)
     # most partitions have no use for a further batch size, and then nobody counts FLOPs
@@ -195,8 +201,9 @@ def _with_widths(fit: Callable[..., tuple[Capacity, ...]], lanes: Lanes, backbon
 def clients_per_chunk(
     method: Method, shapes: tuple[Shapes, ...], examples: int, image: int, lanes: int
 ) -> int:
-    """Return how many clients one call of the compiled program plays on a device: those whose state, gathered
-    uploads and replay buffers fit into `CHUNK_BYTES`, at least one for each lane, at most `MOST_PER_CHUNK`.
+    """Return how many clients one call of the compiled program plays on a device: those
+    whose state, gathered uploads and replay buffers fit into `CHUNK_BYTES`, at least one
+    for each lane, at most `MOST_PER_CHUNK`.
 
     Args:
       method: the method.
@@ -224,11 +231,12 @@ def image_bytes(data: Split | Host) -> int:
     return split.example_bytes
 
 
-# ---- the attention kernel ----------------------------------------------------------------------------------
+# ---- the attention kernel --------------------------------------------------------------
 
 
 def kernel_on(machine: Machine) -> AttentionKernel:
-    """Return the kernel that computes attention in one program: on TPUs and on NVIDIA's large GPUs."""
+    """Return the kernel that computes attention in one program: on TPUs and on NVIDIA's
+    large GPUs."""
     several = machine.mesh is not None
     if machine.backend == "tpu":
         return AttentionKernel("tpu", single_device=several)
@@ -238,9 +246,9 @@ def kernel_on(machine: Machine) -> AttentionKernel:
 
 
 def _holds_kernel() -> bool:
-    """Return whether the GPU, if one is here, has the shared memory of the kernel: A100, H100, H200, B200, by
-    their compute capabilities; others have at most 99 KiB. And whether jax still has Pallas for Triton, in
-    which the kernel is written."""
+    """Return whether the GPU, if one is here, has the shared memory of the kernel: A100,
+    H100, H200, B200, by their compute capabilities; others have at most 99 KiB. And
+    whether jax still has Pallas for Triton, in which the kernel is written."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return False
     return getattr(jax.devices()[0], "compute_capability", "9.0") in ("8.0", "9.0", "10.0")

@@ -1,8 +1,9 @@
-"""The model that a run ends with: it predicts, and is saved in one file that needs neither the method's code
-nor the data.
+"""The model that a run ends with: it predicts, and is saved in one file that needs
+neither the method's code nor the data.
 
-The file contains a program (StableHLO), which runs when the model predicts. It may compute, allocate and take
-time as it likes. It may call no native code (`CUSTOM_CALLS`), so that it reaches no files and no network.
+The file contains a program (StableHLO), which runs when the model predicts. It may
+compute, allocate and take time as it likes. It may call no native code (`CUSTOM_CALLS`),
+so that it reaches no files and no network.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Model:
     """A trained model of all classes of a run."""
 
     logits: Callable[[list[Array], PyTree, Array], Array]
-    """logits(arrays, stored [B, ...], mask [B] bool) -> [B, C]; images are stored as uint8 [B, H, W, 3]; B, H
-    and W are `image`'s. `mask` is False for padding."""
+    """logits(arrays, stored [B, ...], mask [B] bool) -> [B, C]; images are stored as
+    uint8 [B, H, W, 3]; B, H and W are `image`'s. `mask` is False for padding."""
     arrays: list[Array]
     """What the model is made of."""
     image: tuple[int, int, int]
@@ -70,7 +71,8 @@ class Model:
     labels: np.ndarray
     """The label of each class, as the data have it; in the order of the logits."""
     geometry: Geometry | None = None
-    """How the run brings images to one size; None: not known, so only images of H x W pixels are taken."""
+    """How the run brings images to one size; None: not known, so only images of H x W
+    pixels are taken."""
     stored: PyTree = None
     """Shapes and types of one example as it is stored, for data that are no images."""
 
@@ -87,10 +89,10 @@ class Model:
         """Return the labels of examples.
 
         Args:
-          images: [N, H, W, 3], uint8 or float in [0, 1]; a list may have arrays or images of Pillow. For data
-            that are no images, examples as the run was given them.
-          preprocess: whether images of any size, and lists of several sizes, are brought to the size of the
-            run's images, as the run prepares those of its test set.
+          images: [N, H, W, 3], uint8 or float in [0, 1]; a list may have arrays or images
+            of Pillow. For data that are no images, examples as the run was given them.
+          preprocess: whether images of any size, and lists of several sizes, are brought
+            to the size of the run's images, as the run prepares those of its test set.
 
         Raises:
           InputError: for anything else.
@@ -214,10 +216,12 @@ class Model:
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
-        """The model of a file that `save` wrote. Load only files of people whom you trust: it is a program.
+        """The model of a file that `save` wrote. Load only files of people whom you
+        trust: it is a program.
 
         Raises:
-          InputError: for any other file, a damaged one, or a program that calls code outside of itself.
+          InputError: for any other file, a damaged one, or a program that calls code
+            outside of itself.
         """
         try:
             file = read_npz(Path(path), machine_memory())
@@ -271,7 +275,8 @@ def _check_program(text: str) -> None:
       ValueError: for another call, by name.
     """
     targets = [quoted or plain for quoted, plain in _CUSTOM_CALL.findall(text)]
-    # another form of a call, or a name that imitates one, is not read: there are none in what `save` writes
+    # another form of a call, or a name that imitates one, is not read: there are none in
+    # what `save` writes
     if len(targets) != text.count("custom_call"):
         raise ValueError("it calls native code in an unknown way")
     for target in targets:

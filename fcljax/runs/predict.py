@@ -86,7 +86,8 @@ def make_predict(
     """Make a loop over images that predicts their classes, compiled once.
 
     Args:
-      predict: (round_context, *model, batch) -> logits, as in the method protocol. Labels in the batch are 0.
+      predict: (round_context, *model, batch) -> logits, as in the method protocol. Labels
+        in the batch are 0.
       read: (split, index [B]) -> network input.
       batch_size: images per step of a device.
       capacity: the most images of a call. Fewer cost less, and need no other trace.

@@ -92,7 +92,8 @@ def programs_of(
     server's step.
 
     Args:
-      exp: the experiment; its weights may be shapes. Images on the host count as resident on the device.
+      exp: the experiment; its weights may be shapes. Images on the host count as resident
+        on the device.
       placement: of the arguments; on a mesh it is that of the experiment's programs.
     """
     # cached queries change the programs' arguments, so their shapes belong to them

@@ -116,7 +116,7 @@ def _trial_to_json(trial: Tried) -> dict[str, Any]:
     return fields | trial.candidate._asdict()
 
 
-# ---- choosing: shared with `fcljax leaderboard` and `fcljax tune` ------------------------------------------
+# ---- choosing: shared with `fcljax leaderboard` and `fcljax tune` ----------------------
 
 
 def best(
@@ -146,7 +146,7 @@ def scaled(rates: Mapping[str, float], factor: float) -> dict[str, float]:
     return {name: float(f"{rate * factor:.4g}") for name, rate in rates.items()}
 
 
-# ---- the search --------------------------------------------------------------------------------------------
+# ---- the search ------------------------------------------------------------------------
 
 
 def is_due(settings: RunConfig) -> bool:
@@ -285,7 +285,7 @@ def _counts(trials: Sequence[Tried], seconds: float) -> str:
     return f"a range test and {count} trials, {time_taken}"
 
 
-# ---- what is played ----------------------------------------------------------------------------------------
+# ---- what is played --------------------------------------------------------------------
 
 
 class Design(NamedTuple):

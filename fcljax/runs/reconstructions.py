@@ -90,11 +90,11 @@ def closeness(images: Reconstruction, label: np.ndarray) -> dict[str, Any]:
 
     Returns:
       images: their number.
-      mse_restored, mse_unprompted: mean squared error over hidden pixels in [0, 1], with and without the
-        prompt.
+      mse_restored, mse_unprompted: mean squared error over hidden pixels in [0, 1], with
+        and without the prompt.
       psnr, psnr_unprompted: mean over images, of all pixels, in dB.
-      identified: the share of images whose nearest original of their class, by mean squared error, is their
-        own.
+      identified: the share of images whose nearest original of their class, by mean
+        squared error, is their own.
       chance: the share that guessing would identify.
     """
     original, unprompted, restored = map(np.asarray, (images.original, images.unprompted, images.restored))

@@ -114,8 +114,8 @@ class Records:
           report: of the round.
           evaluated: accuracies after the round.
           sent: traffic of all clients together.
-          besides: reports of exchanges at a task's start and end. The totals have them already; their metrics
-            join those of the round.
+          besides: reports of exchanges at a task's start and end. The totals have them
+            already; their metrics join those of the round.
           classes_seen: number of classes of the tasks so far; None: unknown.
         """
         line: dict[str, Any] = {"task": t, "round": r, **_metrics(report, besides)}

@@ -106,7 +106,8 @@ def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str
     """Return the sha256 of the user's own files and columns, by name; {} if settings name none.
 
     The digest is that of a file's meaning, so that its layout may change; but a program's
-    is that of its bytes. Without a data set, only files whose meaning needs none are read.
+    is that of its bytes. Without a data set, only files whose meaning needs none are
+    read.
 
     Raises:
       InputError: for a file that cannot be read any more.
@@ -188,8 +189,8 @@ def stored_settings(values: dict[str, Any], devices: int | None = None) -> dict[
 
     Args:
       values: of config.yaml.
-      devices: number of devices of the resumed run; None: the same. On another number, the
-        run chooses the settings in `PER_DEVICES` again.
+      devices: number of devices of the resumed run; None: the same. On another number,
+        the run chooses the settings in `PER_DEVICES` again.
     """
     if devices is None or devices == values.get("devices", RunConfig.devices):
         return dict(values)
@@ -197,7 +198,8 @@ def stored_settings(values: dict[str, Any], devices: int | None = None) -> dict[
 
 
 def chosen_before(out: Path, settings: RunConfig) -> dict[str, Any]:
-    """Return the earlier choices of the run in this folder, for settings that are automatic now."""
+    """Return the earlier choices of the run in this folder, for settings that are
+    automatic now."""
     path = out / "config.yaml"
     if not path.is_file():
         return {}
@@ -238,8 +240,8 @@ def check_settings(
 
     They must be those of its checkpoints, except for those in `ROUNDING`. The number of
     rounds per task may change if all rounds so far are before the last round of the first
-    task: those are the same with both numbers, and the run then equals one that had the new
-    number from its beginning.
+    task: those are the same with both numbers, and the run then equals one that had the
+    new number from its beginning.
 
     Args:
       before: `origin` of the newest checkpoint; None: there is no checkpoint.
@@ -277,7 +279,8 @@ def check_settings(
 
 
 def names_files(settings: RunConfig, supplied: Supplied) -> bool:
-    """Return whether settings name user files besides images and weights, or owners are in memory."""
+    """Return whether settings name user files besides images and weights, or owners are
+    in memory."""
     needs_no_data = file_of(settings.source) is not None or settings.class_list != "none"
     return needs_no_data or _needs_data(settings, supplied)
 

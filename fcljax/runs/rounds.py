@@ -91,8 +91,8 @@ def make_play_round(
       exp: the experiment; a call may give it with other query features.
       records: where rounds are recorded.
       clock: measures the time of clients, server and evaluation.
-      clients: plays the clients' part, if the engine does not: clients on other machines. A server that does
-        not have the personal models that count evaluates nothing then.
+      clients: plays the clients' part, if the engine does not: clients on other machines.
+        A server that does not have the personal models that count evaluates nothing then.
     """
     play = make_play(exp, records, clock, clients)
     settings = exp.settings

@@ -1,8 +1,8 @@
 """Signals that end a program: SIGINT and SIGTERM set a flag, which its loops read.
 
-A loop that reads the flag stops in order. If none does within `GRACE` seconds (a round may
-take hours), or if a second signal arrives, a thread ends the process. That is safe at any
-time: files are written whole or not at all.
+A loop that reads the flag stops in order. If none does within `GRACE` seconds (a round
+may take hours), or if a second signal arrives, a thread ends the process. That is safe at
+any time: files are written whole or not at all.
 """
 
 import contextlib

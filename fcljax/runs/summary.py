@@ -483,7 +483,7 @@ def _rate(amount: float | int, seconds: float) -> float:
     return amount / seconds
 
 
-# ---- figures ---------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------
 
 FIGURES = ("accuracy.png", "matrix.png", "reliability.png", "classes.png")
 RESTORED = "restored.png"  # where a method's server can reconstruct images

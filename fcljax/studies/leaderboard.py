@@ -144,7 +144,7 @@ class Standing(NamedTuple):
         return float(np.mean([total_seconds(run) for run in self.summaries])) / 60
 
 
-# ---- planning ----------------------------------------------------------------------------------------------
+# ---- planning --------------------------------------------------------------------------
 
 
 def plan(
@@ -258,7 +258,7 @@ def _scaled(settings: RunConfig, tuned: Sequence[str], factor: float) -> dict[st
     return rate_search.scaled({name: getattr(settings, name) for name in tuned}, factor)
 
 
-# ---- running -----------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------
 
 
 def run(
@@ -356,7 +356,7 @@ def _differs(entry: Contender, name: str) -> bool:
     return len({run.given.get(name) for run in entry.trials.values()}) > 1
 
 
-# ---- the page ----------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------
 
 HEAD = ("method", "seeds", "A_last", "A_avg", "forgetting", "MB", "minutes", "chosen", "A_last of trials")
 PERSONAL = "†"  # marks methods that are evaluated with the clients' own models

@@ -77,17 +77,19 @@ def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
 
     Args:
       settings: of a row, at the paper's scale.
-      unchanged: fields that the row itself sets or that the table varies. They stay as they are, except for
-        learning rates: these are multiplied as the method's own is.
+      unchanged: fields that the row itself sets or that the table varies. They stay as
+        they are, except for learning rates: these are multiplied as the method's own is.
 
     How each field changes:
-      dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen; for a pool of
-        sources the mixture of digits and glyphs. `surrogate`, if the method has it: digits.
+      dataset: `glyphs`, 100 rendered letters, which the packaged network has never seen;
+        for a pool of sources the mixture of digits and glyphs. `surrogate`, if the method
+        has it: digits.
       glyph_train: 20 images per class, 100 with sampled clients. `glyph_test`: 10.
-      backbone: vit_micro with its packaged weights and decoder, also in place of a convolutional network,
-        which learns next to nothing from random weights in so few steps. At its own `image_size` of 32, with
-        `preprocess` fppl, the weights' own pixels and no random crops or flips, since mirrored letters are
-        other letters. `checkpoint`, `stem`, `heads`, `dtype` and where images are stored: the defaults.
+      backbone: vit_micro with its packaged weights and decoder, also in place of a
+        convolutional network, which learns next to nothing from random weights in so few
+        steps. At its own `image_size` of 32, with `preprocess` fppl, the weights' own
+        pixels and no random crops or flips, since mirrored letters are other letters.
+        `checkpoint`, `stem`, `heads`, `dtype` and where images are stored: the defaults.
       tasks, clients: at most 5. rounds, epochs: at most 3; 9 epochs if a task has one round.
       batch_size: at most 16; the server's (`server_batch_size`) is the same.
       partition, alpha, imbalance, population, participation, class_order, train_share and all else of the
@@ -96,9 +98,11 @@ def mini(settings: RunConfig, unchanged: Collection[str] = ()) -> RunConfig:
         order, still five of them.
       lr and all other learning rates, with their optimiser, and what else `mini` of its presets has: the
         method's defaults at the scale mini, since the paper's are for longer schedules and larger networks.
-      blocks with prompts or LoRA pairs: the same number, at most the network's 6. Their lengths stay.
+      blocks with prompts or LoRA pairs: the same number, at most the network's 6. Their
+        lengths stay.
       exemplars, memory_size: at most 2 per class, and 100 in all.
-      mask_ratio: half of the network's 16 patches are visible; a quarter shows too little of a letter.
+      mask_ratio: half of the network's 16 patches are visible; a quarter shows too little
+        of a letter.
       Epochs and steps of training on the server: at most those of MOST.
       Everything else, including every switch and weight: unchanged.
 

@@ -130,7 +130,7 @@ def _name(column: Column, row: Row, option: str) -> str:
     return " ".join([row.method, *words_of(settings)])
 
 
-# ---- drawing -----------------------------------------------------------------------------------------------
+# ---- drawing ---------------------------------------------------------------------------
 
 
 def draw_figure(figure: FigureEntry, results: Sequence[RowResult]) -> Figure | None:

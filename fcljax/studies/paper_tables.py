@@ -101,7 +101,7 @@ class Pair(NamedTuple):
         return self.ours is not None and self.ours > 0
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
+# ---- numbers ---------------------------------------------------------------------------
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -163,7 +163,7 @@ def status_of(
     return "not reproduced"
 
 
-# ---- the order of the rows ---------------------------------------------------------------------------------
+# ---- the order of the rows -------------------------------------------------------------
 
 
 def orderings(results: Sequence[RowResult]) -> list[Pair]:
@@ -207,7 +207,7 @@ def _pair(labels: tuple[str, str], left: Compared, right: Compared) -> Pair | No
     return Pair(left.metric, *labels, abs(gap), ours)
 
 
-# ---- text --------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------
 
 HEAD = ("row", "metric", "paper", "ours", "seeds", "ours - paper", "95 % interval", "note")
 

@@ -178,7 +178,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-# ---- reading -----------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------
 
 
 def find_columns(folder: str | Path, system: str, table: str) -> list[Column]:
@@ -319,7 +319,7 @@ def _number(value: object, where: str) -> Number | None:
     return Number(typed.converted(float, mean, where), deviation)
 
 
-# ---- writing -----------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------
 
 
 def write_verified(path: str | Path, verdicts: Mapping[str, Verified]) -> None:

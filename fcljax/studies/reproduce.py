@@ -65,7 +65,7 @@ class Plan(NamedTuple):
         return self.parts[0].column
 
 
-# ---- runs --------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------
 
 
 def settings_of(column: Column, row: Row) -> RunConfig:
@@ -205,7 +205,7 @@ def command(run: Planned) -> str:
     return shlex.join(["fcljax", "run", run.method, *papers.words_of(options)])
 
 
-# ---- results -----------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------
 
 
 def results(plan: Plan, outcomes: Mapping[str, Outcome], out: Path) -> list[RowResult]:

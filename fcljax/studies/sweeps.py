@@ -119,7 +119,7 @@ def advice(out: Path, command: str) -> str:
     return ""
 
 
-# ---- files of the folder -----------------------------------------------------------------------------------
+# ---- files of the folder ---------------------------------------------------------------
 
 
 def _write_plan(runs: Sequence[Planned], out: Path) -> None:
@@ -239,7 +239,7 @@ def result(runs: Sequence[Planned], outcomes: Mapping[str, Outcome]) -> dict[str
     return counts | {"runs": rows}
 
 
-# ---- running -----------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------
 
 
 def run_all(
@@ -346,7 +346,7 @@ def _rounds(folder: Path) -> int:
         return 0
 
 
-# ---- tables ------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------
 
 
 def finished_folders(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:

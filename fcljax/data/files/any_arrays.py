@@ -63,7 +63,8 @@ def dataset_of_any_arrays(
 ) -> Labelled:
     """Make the data set of (x, y) or (x, y, x_test, y_test), where x are no images.
 
-    Without test examples, every fifth example of a class is one, chosen at random and the same for all runs.
+    Without test examples, every fifth example of a class is one, chosen at random and the
+    same for all runs.
 
     Args:
       arrays: examples as `checked_examples` takes them, and labels as `checked_labels` does.
@@ -128,7 +129,8 @@ def _checked_numbers(where: str, key: str, array: np.ndarray) -> np.ndarray:
     """Return an array of numbers [N, ...] in a type of at most 32 bits.
 
     Raises:
-      InputError: for anything but numbers, for none at all, and for values that no classifier can read.
+      InputError: for anything but numbers, for none at all, and for values that no
+        classifier can read.
     """
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         hint = "numbers; nearest: write categories as one-hot columns"

@@ -36,7 +36,8 @@ def cifar(
 
     Args:
       folder: its folder below `base`.
-      train, test, names: the files of the training images, the test images and the names of classes.
+      train, test, names: the files of the training images, the test images and the names
+        of classes.
       label_bytes: number of labels before each image; the last one is read.
     """
     root = base / folder

@@ -1,4 +1,5 @@
-"""Check labelled images: arrays, `.npz` files, tables and lists pass `checked_images` and `checked_labels`.
+"""Check labelled images: arrays, `.npz` files, tables and lists pass `checked_images` and
+`checked_labels`.
 
 Unambiguous values are converted; wrong ones are reported in one line that names the array.
 """
@@ -36,8 +37,8 @@ def dataset_of_arrays(arrays: Any, class_names: Sequence[str] | None = None) -> 
     """Make the data set of (x, y, x_test, y_test).
 
     Args:
-      arrays: images as `checked_images` takes them, and labels as `checked_labels` does. They may be anything
-        that numpy reads, such as jax arrays.
+      arrays: images as `checked_images` takes them, and labels as `checked_labels` does.
+        They may be anything that numpy reads, such as jax arrays.
       class_names: of the sorted labels; None: the labels themselves.
 
     Raises:
@@ -219,7 +220,8 @@ def is_mixed(values: Any, array: np.ndarray) -> bool:
 
 
 def is_masked(values: Any) -> bool:
-    """Return whether values, or some in a list, are masked arrays: numpy forgets the masks of a list."""
+    """Return whether values, or some in a list, are masked arrays: numpy forgets the
+    masks of a list."""
     listed = values if isinstance(values, list | tuple) else ()
     return any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed))
 
@@ -254,7 +256,7 @@ def check_lengths(where: str, x: str, images: np.ndarray, y: str, labels: np.nda
         )
 
 
-# ---- labels ------------------------------------------------------------------------------------------------
+# ---- labels ----------------------------------------------------------------------------
 
 
 class _Labels(NamedTuple):
@@ -281,10 +283,12 @@ def checked_labels(where: str, key: str, labels: np.ndarray) -> np.ndarray:
 
 
 def checked_splits(where: str, labels: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Return `checked_labels` of the splits of one data set, by name; all must write labels in the same way.
+    """Return `checked_labels` of the splits of one data set, by name; all must write
+    labels in the same way.
 
     Raises:
-      InputError: as `checked_labels`, and for integers in one split and text or one-hot labels in another.
+      InputError: as `checked_labels`, and for integers in one split and text or one-hot
+        labels in another.
     """
     labels_of = {key: _labels(where, key, key_labels) for key, key_labels in labels.items()}
     if len({key_labels.kind for key_labels in labels_of.values()}) > 1:
@@ -342,7 +346,8 @@ def _described(key: str, labels: np.ndarray) -> str:
 
 
 def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
-    """Convert bytes, numpy's new strings and Python objects to text or integers, if they all are that."""
+    """Convert bytes, numpy's new strings and Python objects to text or integers, if they
+    all are that."""
     if labels.dtype.kind == "T":
         return labels.astype(str)
     if labels.dtype.kind == "S":
@@ -402,7 +407,7 @@ def _missing_hint(key: str, labels: np.ndarray) -> str:
     return "; leave out examples without a label"
 
 
-# ---- images ------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------
 
 
 def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray, "N H W 3"]:
@@ -411,8 +416,8 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     Args:
       where: the field or file, for messages.
       key: of the array in it.
-      images: uint8, float in [0, 1], or bool; [N, H, W], or with 1 or 3 channels last or first. If both are
-        possible, channels are last.
+      images: uint8, float in [0, 1], or bool; [N, H, W], or with 1 or 3 channels last or
+        first. If both are possible, channels are last.
 
     Raises:
       InputError: with the way to convert them.

@@ -1,7 +1,7 @@
 """Read untrusted parquet and arrow files.
 
-The sizes that a file declares are compared with its bytes and with the memory before it is read, and whatever
-the library raises becomes one line that names the file.
+The sizes that a file declares are compared with its bytes and with the memory before it
+is read, and whatever the library raises becomes one line that names the file.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ def open_table(path: Path, name: str) -> Table:
     """Open a table of either kind.
 
     Raises:
-      InputError: for a damaged file, one that declares more rows than it can contain, and a repeated column.
+      InputError: for a damaged file, one that declares more rows than it can contain, and
+        a repeated column.
     """
     with _reading(path):
         table = _parquet(path, name) if path.suffix == ".parquet" else _arrow(path, name)

@@ -1,9 +1,10 @@
 """Read folders of images, with a folder for each class: `folder:PATH`.
 
-Expected are PATH/train/CLASS/* and PATH/test/CLASS/*. `val` or `valid` stands for a missing test folder, and
-without folders of splits a random fifth is for testing. Images may lie in folders below their class. Above
-the classes there may be a folder for each site. A note says which folders are classes and which are sites. If
-that cannot be known, the folder is refused with both readings.
+Expected are PATH/train/CLASS/* and PATH/test/CLASS/*. `val` or `valid` stands for a
+missing test folder, and without folders of splits a random fifth is for testing. Images
+may lie in folders below their class. Above the classes there may be a folder for each
+site. A note says which folders are classes and which are sites. If that cannot be known,
+the folder is refused with both readings.
 """
 
 from collections import Counter
@@ -102,7 +103,7 @@ def _layout(root: Path) -> _SplitFolders:
     return _SplitFolders(train, test_folder, unread, note)
 
 
-# ---- sites and classes -------------------------------------------------------------------------------------
+# ---- sites and classes -----------------------------------------------------------------
 
 
 def _view(root: Path, inside: str) -> _View:
@@ -194,7 +195,7 @@ def _tree(root: Path, view: _View, has_sites: bool) -> Tree:
     return tree_of_sites
 
 
-# ---- scans -------------------------------------------------------------------------------------------------
+# ---- scans -----------------------------------------------------------------------------
 
 
 def _scan(root: Path, layout: _SplitFolders) -> Scan:

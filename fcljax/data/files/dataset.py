@@ -17,10 +17,11 @@ from fcljax.errors import InputError
 class Dataset(NamedTuple):
     """Labelled examples, all of one size within a split.
 
-    Examples are images, uint8 [N, H, W, 3], or of another `kind`: arrays [N, ...] and pytrees of them. Labels
-    are original ones: 0..C-1, before any class order. The arrays may be memory-mapped. `size_train` and
-    `size_test` are height and width of each image before it was squeezed into its square
-    (`augment.Geometry`); None: pixels are square. `digest` identifies the examples of both splits.
+    Examples are images, uint8 [N, H, W, 3], or of another `kind`: arrays [N, ...] and
+    pytrees of them. Labels are original ones: 0..C-1, before any class order. The arrays
+    may be memory-mapped. `size_train` and `size_test` are height and width of each image
+    before it was squeezed into its square (`augment.Geometry`); None: pixels are square.
+    `digest` identifies the examples of both splits.
     """
 
     name: str
@@ -61,7 +62,8 @@ def names_file(folder: Path, split: str) -> Path:
 
 
 def columns_file(folder: Path, split: str) -> Path:
-    """Return the file of the columns of a split's prepared images, which exists if they have any."""
+    """Return the file of the columns of a split's prepared images, which exists if they
+    have any."""
     return folder / f"columns_{split}.json"
 
 
@@ -87,7 +89,8 @@ def prepared_columns(folder: Path, split: str, count: int) -> dict[str, np.ndarr
 
 
 def image_names(dataset: Dataset, split: str) -> list[str] | None:
-    """Return the names of all images of a split, held-out ones included; None for images that are no files.
+    """Return the names of all images of a split, held-out ones included; None for images
+    that are no files.
 
     Raises:
       InputError: for data that an earlier version prepared, which kept no names.
@@ -113,8 +116,8 @@ def natural_order(names: Sequence[str] | np.ndarray) -> list[str]:
 
 
 def _sort_key(name: str) -> tuple[bool, int, str, str]:
-    # A number is compared by its digits: `int` refuses thousands of them, and characters such as a
-    # superscript two are digits but no number.
+    # A number is compared by its digits: `int` refuses thousands of them, and characters
+    # such as a superscript two are digits but no number.
     if name.isascii() and name.isdecimal():
         digits = name.lstrip("0")
         return False, len(digits), digits, name

@@ -1,11 +1,14 @@
-"""Download official archives of published data sets, check them, and unpack them into `listings`' layouts.
+"""Download official archives of published data sets, check them, and unpack them into
+`listings`' layouts.
 
-An interrupted download is resumed. An archive must have its known size and sha256. It is unpacked beside its
-target, so that a data set appears whole or not at all. Only regular files of the needed folder are written.
+An interrupted download is resumed. An archive must have its known size and sha256. It is
+unpacked beside its target, so that a data set appears whole or not at all. Only regular
+files of the needed folder are written.
 
 The table of archives (assets/archives.tsv) has the sizes and checksums of the registry of
-tensorflow-datasets, of domainnet those of its repository, which the package lacks. It has no tiny_imagenet,
-whose checksum is the one that many projects have published for the archive of its official address.
+tensorflow-datasets, of domainnet those of its repository, which the package lacks. It has
+no tiny_imagenet, whose checksum is the one that many projects have published for the
+archive of its official address.
 """
 
 import contextlib
@@ -109,10 +112,12 @@ def fetch(
     console: Console | None = None,
     timeout: float = 60.0,
 ) -> None:
-    """Download the archives of a data set and unpack them below `folder`, unless another process has done so.
+    """Download the archives of a data set and unpack them below `folder`, unless another
+    process has done so.
 
-    All archives are downloaded and checked before the first is unpacked, and removed when the data set is in
-    its place. An incomplete download stays in `folder` as ARCHIVE.part, and the next call resumes it.
+    All archives are downloaded and checked before the first is unpacked, and removed when
+    the data set is in its place. An incomplete download stays in `folder` as
+    ARCHIVE.part, and the next call resumes it.
 
     Args:
       archives: official files that together make one folder below `folder`.
@@ -120,8 +125,9 @@ def fetch(
       timeout: seconds without an answer after which a server counts as lost.
 
     Raises:
-      InputError: naming the file and the failure, for an archive that is incomplete, is not the official one
-        or has unexpected members; for a folder without room or that cannot be written.
+      InputError: naming the file and the failure, for an archive that is incomplete, is
+        not the official one or has unexpected members; for a folder without room or that
+        cannot be written.
     """
     console = console or Console(stderr=True)
     root = folder / archives[0].place.parts[0]
@@ -240,7 +246,7 @@ def _move(source: Path, target: Path) -> None:
             raise OSError(error.errno, f"{str(target / entry.name)!r} is in the way") from error
 
 
-# ---- downloading -------------------------------------------------------------------------------------------
+# ---- downloading -----------------------------------------------------------------------
 
 
 def _download(archive: Archive, part: Path, update: Callable[..., None], timeout: float) -> None:
@@ -293,7 +299,8 @@ def _broken_off(archive: Archive, position: int, problem: str) -> str:
 
 @contextlib.contextmanager
 def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
-    """Open the server's answer: the archive from `start` on (status 206), or all of it (status 200)."""
+    """Open the server's answer: the archive from `start` on (status 206), or all of it
+    (status 200)."""
     headers = {"User-Agent": f"fcljax/{fcljax.__version__}"}
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -323,7 +330,7 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         yield response
 
 
-# ---- unpacking ---------------------------------------------------------------------------------------------
+# ---- unpacking -------------------------------------------------------------------------
 
 _DAMAGE = (
     zipfile.BadZipFile,

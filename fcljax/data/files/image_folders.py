@@ -31,7 +31,8 @@ _SUBSET_SEED = 1993  # of the ImageNet subsets
 
 
 def split_or_pooled(base: Path, _choice: Choice, *, split: str, official: str) -> Raw | None:
-    """Find the published split in the folder `split`, or else the official folder, split at random."""
+    """Find the published split in the folder `split`, or else the official folder, split
+    at random."""
     if _is_split(base / split):
         return folder_of_classes(base / split)
     root = base / official
@@ -61,7 +62,8 @@ def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -
 
 
 def eurosat(base: Path, _choice: Choice) -> Raw | None:
-    """Find EuroSAT's RGB images, which are split at random; archives name their folder in two ways."""
+    """Find EuroSAT's RGB images, which are split at random; archives name their folder in
+    two ways."""
     root = next((base / name for name in ("EuroSAT_RGB", "2750") if (base / name).is_dir()), None)
     return Raw(root, partial(_scan_pooled, root, [""])) if root else None
 
@@ -116,7 +118,8 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _scan_pooled(root: Path, insides: Sequence[str], by_name: bool = False) -> Scan:
-    """Scan the files of all folders by class; `by_name` in the order that they would have in one folder."""
+    """Scan the files of all folders by class; `by_name` in the order that they would have
+    in one folder."""
     tree = pooled(root, insides)
     if by_name:
         for files in tree.values():

@@ -1,8 +1,8 @@
 """Decode one image from an untrusted file to RGB pixels of the size in which they are stored.
 
-The header is read first: an image that is too small, too large or not of 8 bits is refused before a pixel is
-decoded. Resizing is Pillow's own, with the rounding of torchvision's Resize and CenterCrop, so that stored
-test images equal theirs bit by bit.
+The header is read first: an image that is too small, too large or not of 8 bits is
+refused before a pixel is decoded. Resizing is Pillow's own, with the rounding of
+torchvision's Resize and CenterCrop, so that stored test images equal theirs bit by bit.
 """
 
 import contextlib
@@ -50,8 +50,9 @@ class Decoded(NamedTuple):
 def quiet() -> Iterator[None]:
     """Suppress Pillow's warnings inside the block.
 
-    Dangerous images are refused anyway; other warnings concern unused metadata. Filters belong to the process
-    and not to a thread, so wrap the loop and not the decoding of one image.
+    Dangerous images are refused anyway; other warnings concern unused metadata. Filters
+    belong to the process and not to a thread, so wrap the loop and not the decoding of
+    one image.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")
@@ -95,7 +96,8 @@ def resize_whole(
 
 
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """Resize the short side to `side` and cut out the centre: torchvision's Resize, CenterCrop (on PIL)."""
+    """Resize the short side to `side` and cut out the centre: torchvision's Resize,
+    CenterCrop (on PIL)."""
     short, long = sorted(image.size)
     length = int(side * long / short)
     columns = side
@@ -107,8 +109,9 @@ def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resam
     top = int(round((rows - side) / 2.0))
     if columns * rows < MAX_PIXELS:
         return image.resize((columns, rows), kernel).crop((left, top, left + side, top + side))
-    # Of an image so narrow that all of it would have MAX_PIXELS or more (at 224 pixels: 800 times as long as
-    # wide), only the square is computed, which can differ by a few grey levels.
+    # Of an image so narrow that all of it would have MAX_PIXELS or more (at 224 pixels:
+    # 800 times as long as wide), only the square is computed, which can differ by a few
+    # grey levels.
     x = image.width / columns
     y = image.height / rows
     right = min((left + side) * x, image.width)
@@ -136,8 +139,8 @@ def decode(picture: Picture, name: str, fit: Fit | None = None) -> Decoded:
     Transparency is dropped, orientation tags are ignored.
 
     Raises:
-      InputError: naming `name`, for a truncated file, a file that is no image, a side of one pixel, 40
-        megapixels or more, and more than 8 bits per channel.
+      InputError: naming `name`, for a truncated file, a file that is no image, a side of
+        one pixel, 40 megapixels or more, and more than 8 bits per channel.
       OSError: for a file that cannot be opened.
     """
     if isinstance(picture, InputError):

@@ -15,7 +15,8 @@ def parse_json(where: str, text: str, what: str = "name") -> Any:
       what: the names in objects stand for, for messages.
 
     Raises:
-      InputError: for text that is no JSON, contains NaN or infinity, is nested too deeply, or repeats a name.
+      InputError: for text that is no JSON, contains NaN or infinity, is nested too
+        deeply, or repeats a name.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

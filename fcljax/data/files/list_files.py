@@ -1,9 +1,10 @@
 """Read lists of images: text files with a path and a label in each line, `list:FILE`.
 
-Values are separated by commas, semicolons, tabs or blanks: `path label`, `path,label,client,task`. A first
-line may name the columns, in any order; other columns become columns of the data set. Paths are relative to
-the file. A column `split` separates training from test images, or two files do: `list:train.txt,test.txt`;
-else a random fifth is for testing.
+Values are separated by commas, semicolons, tabs or blanks: `path label`,
+`path,label,client,task`. A first line may name the columns, in any order; other columns
+become columns of the data set. Paths are relative to the file. A column `split` separates
+training from test images, or two files do: `list:train.txt,test.txt`; else a random fifth
+is for testing.
 """
 
 import hashlib
@@ -90,7 +91,7 @@ def _scan(paths: list[Path]) -> Scan:
     return Scan(checksum.hexdigest(), lambda: _listing(paths, lists))
 
 
-# ---- lines -------------------------------------------------------------------------------------------------
+# ---- lines -----------------------------------------------------------------------------
 
 
 def _read(path: Path) -> _List:
@@ -169,7 +170,7 @@ def _split(where: str, value: str) -> str:
     return split
 
 
-# ---- listings ----------------------------------------------------------------------------------------------
+# ---- listings --------------------------------------------------------------------------
 
 
 def _listing(paths: list[Path], lists: list[_List]) -> Listing:

@@ -1,7 +1,8 @@
 """Find named data sets in files or tensorflow-datasets, and say how to get them.
 
-Finding takes three steps of growing cost: `find` checks whether a layout exists, `Raw.scan` lists its files
-for their fingerprint, and `Scan.listing` lists the images with their labels and splits. Nothing is decoded.
+Finding takes three steps of growing cost: `find` checks whether a layout exists,
+`Raw.scan` lists its files for their fingerprint, and `Scan.listing` lists the images with
+their labels and splits. Nothing is decoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +35,8 @@ class Named(NamedTuple):
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:
     """Find the raw data of a named set below the data folder.
 
-    Official files come first, then what tensorflow-datasets has prepared. Files are looked for in `folder`
-    and in `folder`/name.
+    Official files come first, then what tensorflow-datasets has prepared. Files are
+    looked for in `folder` and in `folder`/name.
 
     Raises:
       InputError: for an incomplete layout.
@@ -201,7 +202,8 @@ NAMED = {
         f"fashion_mnist/{array_files.IDX_FILES}",
         partial(
             array_files.idx,
-            # the files in the data folder itself are taken for these, and never for MNIST's of the same names
+            # the files in the data folder itself are taken for these, and never for
+            # MNIST's of the same names
             folders=("", "fashion_mnist", "FashionMNIST/raw"),
             classes=array_files.FASHION,
         ),

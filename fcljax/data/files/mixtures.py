@@ -1,4 +1,5 @@
-"""Join several data sets, for streams whose tasks come from different ones (NonIID-50 of FedWeIT)."""
+"""Join several data sets, for streams whose tasks come from different ones (NonIID-50 of
+FedWeIT)."""
 
 import hashlib
 
@@ -12,8 +13,8 @@ from fcljax.data.files.dataset import Dataset, check_images
 def mixed(name: str, parts: list[Dataset]) -> Dataset:
     """Join the classes of all data sets under the names SOURCE/CLASS.
 
-    Images of another size than the first data set's are resized to it (bicubic). Random crops and flips are
-    off unless all data sets allow them.
+    Images of another size than the first data set's are resized to it (bicubic). Random
+    crops and flips are off unless all data sets allow them.
 
     Args:
       name: of the mixture.

@@ -1,5 +1,5 @@
-"""The data sets that can be named, each in one line. `fcljax list` starts at once because nothing
-is imported here."""
+"""The data sets that can be named, each in one line. `fcljax list` starts at once because
+nothing is imported here."""
 
 from fcljax.settings import ARRAY_NETS, TEXT_NETS
 
@@ -62,6 +62,7 @@ ARRAY_SETS = ("wine", "breast_cancer", "digits_table", "csv", "text")
 
 
 def has_arrays(dataset: str, backbone: str) -> bool:
-    """Check whether a data set has no images; a .npz file has them unless the backbone reads arrays."""
+    """Check whether a data set has no images; a .npz file has them unless the backbone
+    reads arrays."""
     form = dataset.partition(":")[0]
     return form in ARRAY_SETS or (form == "npz" and backbone in (*ARRAY_NETS, *TEXT_NETS))

@@ -26,7 +26,8 @@ from fcljax.errors import InputError, reason
 from fcljax.files import in_home, machine_memory
 
 CLASS_NAMES = "class_names"
-# names of images and labels of a split: ours, which are also scikit-learn's with a capital X, and MedMNIST's
+# names of images and labels of a split: ours, which are also scikit-learn's with a
+# capital X, and MedMNIST's
 _KEYS = (("x_{0}", "y_{0}"), ("{0}_images", "{0}_labels"))
 
 
@@ -101,13 +102,15 @@ def npz_dataset(
 def load_part(
     name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None, augment: bool
 ) -> Dataset:
-    """Read one split of a .npz file, and class_names if it has any; the other split is one black image.
+    """Read one split of a .npz file, and class_names if it has any; the other split is
+    one black image.
 
     Args:
       name: of the data set that it is a part of.
       path: of the file.
       split: "train" or "test".
-      class_names: of all classes; None: those of the file, else the numbers up to its largest label.
+      class_names: of all classes; None: those of the file, else the numbers up to its
+        largest label.
       augment: whether crops keep the classes.
 
     Raises:
@@ -164,7 +167,8 @@ def _part(
     split: str,
     as_arrays: bool = False,
 ) -> _Part:
-    """Return a split with images as grey levels, or numbers as they are, and labels as in the file."""
+    """Return a split with images as grey levels, or numbers as they are, and labels as in
+    the file."""
     kind = None
     if as_arrays:
         images, kind = checked_examples(where, keys.images, arrays[keys.images])
@@ -234,7 +238,8 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np
 
 
 def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[str, ...]:
-    """Return the names of these labels, integers or text; without names in the file, the labels."""
+    """Return the names of these labels, integers or text; without names in the file, the
+    labels."""
     if names is None:
         return tuple(map(str, classes))
     where = f"dataset: {str(path)!r}: {CLASS_NAMES}"
@@ -253,7 +258,7 @@ def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[s
     return tuple(str(names[label]) for label in classes)
 
 
-# ---- names and arrays --------------------------------------------------------------------------------------
+# ---- names and arrays ------------------------------------------------------------------
 
 
 def _names(path: Path, field: str) -> list[str]:

@@ -1,8 +1,9 @@
 """Decode images once into arrays on disk, the prepared cache, which later runs map into memory.
 
-A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written under another name and
-renamed when it is complete, so that a reader sees all of it or nothing. Its name ends in a key, a hash of
-everything that decides the pixels: another source file or geometry gives another folder.
+A prepared data set is a folder of `.npy` files and a `manifest.json`. It is written under
+another name and renamed when it is complete, so that a reader sees all of it or nothing.
+Its name ends in a key, a hash of everything that decides the pixels: another source file
+or geometry gives another folder.
 """
 
 import contextlib
@@ -121,9 +122,9 @@ def build(
 ) -> None:
     """Decode everything into `target`, unless another process has done so in the meantime.
 
-    Memory does not grow with the data set. Images that all have one size, with a short side of at most
-    `geometry.test`, are stored as they are; others are brought to `geometry.train` and `geometry.test`, see
-    `images.fits`.
+    Memory does not grow with the data set. Images that all have one size, with a short
+    side of at most `geometry.test`, are stored as they are; others are brought to
+    `geometry.train` and `geometry.test`, see `images.fits`.
 
     Args:
       facts: the manifest's entries on the source, its name included.
@@ -131,8 +132,8 @@ def build(
       force: replace the folder at `target`.
 
     Raises:
-      InputError: for an image that cannot be decoded or has no label, for a class without images, and for a
-        folder that cannot be written. Nothing is left behind then.
+      InputError: for an image that cannot be decoded or has no label, for a class without
+        images, and for a folder that cannot be written. Nothing is left behind then.
     """
     console = console or Console(stderr=True)
     if not skip_corrupt:
@@ -163,8 +164,8 @@ def build(
 def open_prepared(target: Path, name: str, full: bool = False) -> Prepared:
     """Open the prepared data set in `target`, and check it.
 
-    The manifest, labels, sizes, columns and names are compared with their checksums, and images if `full` or
-    if their file's time has changed.
+    The manifest, labels, sizes, columns and names are compared with their checksums, and
+    images if `full` or if their file's time has changed.
 
     Raises:
       InputError: for damaged data, with the command that rebuilds the data set `name`.
@@ -268,7 +269,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     return (array[start : start + length] for start in range(0, len(array), length))
 
 
-# ---- writing -----------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------
 
 
 class _Work(NamedTuple):
@@ -293,8 +294,8 @@ def one_process(target: Path, console: Console, remove_on_error: bool = False) -
         say(console, f"waiting for another process that prepares {target.name}")
 
     with owned(target.parent / f".{target.name}.lock", wait, remove_on_error) as locked:
-        # On file systems without locks all processes decode. The first to finish wins, and each removes its
-        # own leftovers.
+        # On file systems without locks all processes decode. The first to finish wins,
+        # and each removes its own leftovers.
         for folder in leftovers(target) if locked else ():
             shutil.rmtree(folder, ignore_errors=True)
         yield
@@ -420,7 +421,8 @@ def _progress(console: Console, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> None:
-    """Check that the labels of both splits contain every class; `lack` is "no" or "no readable"."""
+    """Check that the labels of both splits contain every class; `lack` is "no" or "no
+    readable"."""
     for split, present in zip(("training", "test"), labels, strict=True):
         missing = np.setdiff1d(np.arange(len(listing.class_names)), present)
         if len(missing):
@@ -452,7 +454,8 @@ def _check_space(work: _Work, listing: Listing) -> None:
 
 
 def _common_size(listing: Listing, geometry: Geometry, pool: Executor) -> tuple[int, int] | None:
-    """Return the height and width of all readable images, if they are the same and small enough to store."""
+    """Return the height and width of all readable images, if they are the same and small
+    enough to store."""
     common = None
     for split in (listing.train, listing.test):
         for size in [split.size] if split.size else _sizes(split, pool):
@@ -499,7 +502,8 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
 
 
 def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[str, dict], list[dict]]:
-    """Write the arrays of a split; return the manifest's entries on them and on the skipped images."""
+    """Write the arrays of a split; return the manifest's entries on them and on the
+    skipped images."""
     shape = _shape(work, split)
     path = work.folder / f"x_{split}.npy"
     checksum = hashlib.sha256()

@@ -1,7 +1,8 @@
 """Describe raw data before anything is decoded: files or records, labels and splits.
 
-Splits that have no official file are random, by the rule of HePCo's release: all images class by class, files
-sorted, shuffled by Python's Random(0); the first int(0.8 n) are for training, the rest for testing.
+Splits that have no official file are random, by the rule of HePCo's release: all images
+class by class, files sorted, shuffled by Python's Random(0); the first int(0.8 n) are for
+training, the rest for testing.
 """
 
 import os
@@ -70,7 +71,8 @@ def file_facts(entry: os.DirEntry | Path, path: str) -> File:
 
 
 def visible(folder: Path) -> list[os.DirEntry]:
-    """List the entries of a folder by name, without those of file managers, archivers and notebooks.
+    """List the entries of a folder by name, without those of file managers, archivers and
+    notebooks.
 
     Raises:
       InputError: for a folder that cannot be read.

@@ -1,8 +1,9 @@
 """Load data sets by name: built-in ones, published ones, and those of users.
 
-Published ones come from official files or tensorflow-datasets. Image files are decoded once into a cache
-(`prepared`) and mapped into memory from then on; small and built-in sets are arrays in memory. Nothing is
-ever unpickled, a run downloads nothing, and an error in a user's file is one line that names it.
+Published ones come from official files or tensorflow-datasets. Image files are decoded
+once into a cache (`prepared`) and mapped into memory from then on; small and built-in
+sets are arrays in memory. Nothing is ever unpickled, a run downloads nothing, and an
+error in a user's file is one line that names it.
 """
 
 import gzip
@@ -128,8 +129,8 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
       force: decode again, and replace what was prepared.
 
     Raises:
-      InputError: as `load_dataset`, and for a download that fails or is not possible, with advice on which
-        official files to put where.
+      InputError: as `load_dataset`, and for a download that fails or is not possible,
+        with advice on which official files to put where.
     """
     if _is_in_memory(_kind(name, options)):
         dataset = _in_memory(name, options)
@@ -141,7 +142,8 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """Return the folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else ~/.cache/fcljax.
+    """Return the folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else
+    ~/.cache/fcljax.
 
     Raises:
       InputError: for a home folder that does not exist.
@@ -152,8 +154,8 @@ def data_folder(data_dir: str | Path | None = None) -> Path:
 def known_datasets(data_dir: str | Path | None = None) -> list[tuple[str, str, str]]:
     """List name, description and state of every data set.
 
-    The state is "built in", "prepared", "raw files found", "via tensorflow-datasets" (prepared by it) or "not
-    here: " and what to put where.
+    The state is "built in", "prepared", "raw files found", "via tensorflow-datasets"
+    (prepared by it) or "not here: " and what to put where.
     """
     folder = data_folder(data_dir)
     return [
@@ -315,7 +317,8 @@ def _find_tfds(builder: str, folder: Path) -> Raw:
 
 
 def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
-    """Prepare raw data if need be; return their folder, and whether they were prepared just now."""
+    """Prepare raw data if need be; return their folder, and whether they were prepared
+    just now."""
     kind, _, path = name.partition(":")
     label = name
     if path:
@@ -396,7 +399,8 @@ def _digits() -> Dataset:
 
 
 def _sklearn_table(name: str) -> Dataset:
-    """Return a table that comes with scikit-learn; a fifth of it is for testing, the same for all seeds."""
+    """Return a table that comes with scikit-learn; a fifth of it is for testing, the same
+    for all seeds."""
     from sklearn import datasets
 
     loaded: Any = getattr(datasets, f"load_{name.removesuffix('_table')}")()
@@ -446,13 +450,15 @@ def _glyphs(options: DataOptions) -> Dataset:
 
 
 def load_part(name: str, path: str | Path, split: str, class_names: tuple[str, ...] | None = None) -> Dataset:
-    """Read one split of a .npz file, and class_names if it has any; the other split is one black image.
+    """Read one split of a .npz file, and class_names if it has any; the other split is
+    one black image.
 
     Args:
       name: of the whole data set, which decides whether crops preserve its classes.
       path: of the file.
       split: "train" or "test".
-      class_names: of all classes; None: those of the file, else the numbers up to its largest label.
+      class_names: of all classes; None: those of the file, else the numbers up to its
+        largest label.
 
     Raises:
       InputError: naming what is wrong with the file.

@@ -1,11 +1,13 @@
-"""Read data sets that tensorflow-datasets has prepared with file_format="array_record", without TensorFlow.
+"""Read data sets that tensorflow-datasets has prepared with file_format="array_record",
+without TensorFlow.
 
-It needs the extra `tfds`, and was tried with version 4.9.10 on archives in the official layout. The library's
-imagenet_r and caltech_birds2011 contain the names of files and its cifar10 and cifar100 the number of each
-image, so these give the same arrays as the official files, bit by bit. Its fashion_mnist, omniglot and
-domainnet have another order: the same images (of domainnet the cleaned version), but other drawings of
-omniglot and other images of domainnet are for testing. Preparing anything needs TensorFlow itself, and so
-`download` does without the library.
+It needs the extra `tfds`, and was tried with version 4.9.10 on archives in the official
+layout. The library's imagenet_r and caltech_birds2011 contain the names of files and its
+cifar10 and cifar100 the number of each image, so these give the same arrays as the
+official files, bit by bit. Its fashion_mnist, omniglot and domainnet have another order:
+the same images (of domainnet the cleaned version), but other drawings of omniglot and
+other images of domainnet are for testing. Preparing anything needs TensorFlow itself, and
+so `download` does without the library.
 """
 
 import hashlib
@@ -53,7 +55,8 @@ class _Row(NamedTuple):
 
 
 def find_builders(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
-    """Return the data that all of these builders have prepared in `folder`; None if one has not."""
+    """Return the data that all of these builders have prepared in `folder`; None if one
+    has not."""
     versions = []
     for builder in builders:
         newest = _newest(folder / builder)

@@ -531,8 +531,8 @@ def generator_loss(
         disagreement = divergence(teacher_logits, server_logits, seen, options.kl_direction)
         loss = loss - options.kl_weight * jnp.sum(weight * disagreement)
 
-    # L_MSE, eq. 4b. The release takes the query out of the gradient in its prompt module, so
-    # that this loss does not move its generators: generator_mse "none" does the same
+    # L_MSE, eq. 4b. The release takes the query out of the gradient in its prompt module,
+    # so that this loss does not move its generators: generator_mse "none" does the same
     if model.learner.adapter.prompt and options.generator_mse != "none" and not options.wo_mse:
         gap = jnp.sum(weight * gaps(latent))
         if options.generator_mse == "mean":

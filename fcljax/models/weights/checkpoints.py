@@ -116,9 +116,10 @@ def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
     several files, or one of these files.
 
     Raises:
-      InputError: if the file is missing, of another kind, damaged, too large, wants to run code, or needs a
-        package that is not installed; for hub files also if they cannot be downloaded, or differ from the
-        hub's checksum. Such a file is removed from the cache.
+      InputError: if the file is missing, of another kind, damaged, too large, wants to
+        run code, or needs a package that is not installed; for hub files also if they
+        cannot be downloaded, or differ from the hub's checksum. Such a file is removed
+        from the cache.
     """
     if str(checkpoint).startswith("hf:"):
         return _read_hub(str(checkpoint))
@@ -184,7 +185,7 @@ def imports(stream: io.BufferedIOBase) -> list[str]:
     return names
 
 
-# ---- kinds of files ----------------------------------------------------------------------------------------
+# ---- kinds of files --------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:
@@ -460,7 +461,7 @@ def _numpy(name: str, tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-# ---- the hub -----------------------------------------------------------------------------------------------
+# ---- the hub ---------------------------------------------------------------------------
 
 
 def _read_hub(spec: str) -> Checkpoint:

@@ -59,7 +59,8 @@ def convert(
 
     Args:
       source: as `load_backbone`'s checkpoint.
-      target: the .safetensors file to write, a new one; None takes the source's name, in the current folder.
+      target: the .safetensors file to write, a new one; None takes the source's name, in
+        the current folder.
       options: see there.
 
     Returns:

@@ -167,7 +167,8 @@ def translate(tensors: Tensors, family: str = "timm") -> Translated:
       family: one of `DIALECTS`.
 
     Raises:
-      InputError: for unsupported networks: with rotary positions other than DINOv3's, or with gated MLPs.
+      InputError: for unsupported networks: with rotary positions other than DINOv3's, or
+        with gated MLPs.
     """
     _refuse(tensors, family)
     dialect = DIALECTS[family]

@@ -196,7 +196,7 @@ def _no_network(tensors: Tensors) -> str:
     )
 
 
-# ---- one of several ----------------------------------------------------------------------------------------
+# ---- one of several --------------------------------------------------------------------
 
 
 def components(prefix: str) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def _is_second(prefixes: Iterable[str]) -> Callable[[str], bool]:
     return lambda prefix: not second.isdisjoint(components(prefix))
 
 
-# ---- other content -----------------------------------------------------------------------------------------
+# ---- other content ---------------------------------------------------------------------
 
 
 def split_content(

@@ -101,7 +101,8 @@ def get_weights(
     """Download a network's weights and JSON files, unless a cache has the weights.
 
     Raises:
-      InputError: for a wrong name, a file that the hub lacks or refuses, or one whose checksum differs.
+      InputError: for a wrong name, a file that the hub lacks or refuses, or one whose
+        checksum differs.
     """
     if not is_hub_name(name):
         raise InputError(

@@ -235,8 +235,8 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
       facts: must not contradict the tensors.
 
     Raises:
-      InputError: if it is of a kind that is not supported, or tensors are missing, unexpected, misshaped or
-        not finite.
+      InputError: if it is of a kind that is not supported, or tensors are missing,
+        unexpected, misshaped or not finite.
     """
     naming = network.naming
     tensors = network.tensors
@@ -353,7 +353,7 @@ def _notes(network: NamedViT, config: ViTConfig, head: PyTree | None) -> list[st
     return notes
 
 
-# ---- which tensors are the network's -----------------------------------------------------------------------
+# ---- which tensors are the network's ---------------------------------------------------
 
 
 def _without_wrapper(tensors: Tensors) -> Tensors:
@@ -433,7 +433,7 @@ def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
         )
 
 
-# ---- architecture ------------------------------------------------------------------------------------------
+# ---- architecture ----------------------------------------------------------------------
 
 
 def _architecture(
@@ -642,7 +642,7 @@ def _describe(config: ViTConfig) -> str:
     return f"a ViT of {config.depth} blocks, width {config.width} and {config.grid} x {config.grid} patches"
 
 
-# ---- tensors -----------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------
 
 
 def _leaf(naming: Naming, module: str, leaf: str) -> str:

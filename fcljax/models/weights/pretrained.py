@@ -124,14 +124,15 @@ def load_backbone(
     """Load a pretrained network, or make a convolutional one with random values.
 
     Args:
-      name: one of VITS or CONVNETS, which the file must fit; None takes the architecture from the file, or
-        vit_micro if there is none.
+      name: one of VITS or CONVNETS, which the file must fit; None takes the architecture
+        from the file, or vit_micro if there is none.
       checkpoint: a file or folder, as `checkpoints.read_checkpoint` takes them, or
-        `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the weights that ship with the package.
-      image_size: side in pixels, a multiple of the patch size; None keeps the network's own. Position
-        embeddings are interpolated.
-      dtype: compute type; matrix parameters are stored in it unless the network trains, norms and embeddings
-        stay float32.
+        `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the weights that ship with the
+        package.
+      image_size: side in pixels, a multiple of the patch size; None keeps the network's
+        own. Position embeddings are interpolated.
+      dtype: compute type; matrix parameters are stored in it unless the network trains,
+        norms and embeddings stay float32.
       options: see there.
 
     Raises:
@@ -425,8 +426,9 @@ def interpolate_positions(
     Args:
       position: the class token's and those of side x side patches, row by row.
       grid: the new side, in patches.
-      how: "antialiased" as timm 1.0 and Pillow (a = -0.5, a kernel as wide as the new patches); "plain" as
-        timm 0.6, most releases and torch's `interpolate` (a = -0.75, always four values).
+      how: "antialiased" as timm 1.0 and Pillow (a = -0.5, a kernel as wide as the new
+        patches); "plain" as timm 0.6, most releases and torch's `interpolate` (a = -0.75,
+        always four values).
     """
     cls = position[:1]
     side = round((len(position) - 1) ** 0.5)
@@ -458,7 +460,7 @@ def _plain_bicubic(old: int, new: int, a: float = -0.75) -> np.ndarray:
     return weights.astype(np.float32)
 
 
-# ---- from a file to a network ------------------------------------------------------------------------------
+# ---- from a file to a network ----------------------------------------------------------
 
 
 def load_vit(
@@ -609,7 +611,7 @@ def _to_device(tree: PyTree, dtype: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(store, tree)
 
 
-# ---- decoders ----------------------------------------------------------------------------------------------
+# ---- decoders --------------------------------------------------------------------------
 
 
 def _decoder_in_file(loaded: LoadedViT) -> PretrainedDecoder | None:

@@ -117,7 +117,7 @@ def _checked_facts(
     return NetworkFacts(tensors, epsilon, pixels, tuple(notes))
 
 
-# ---- parts of configs --------------------------------------------------------------------------------------
+# ---- parts of configs ------------------------------------------------------------------
 
 
 def _if_of_network(
@@ -175,7 +175,7 @@ def _refuse_architectures(config: dict[str, Any]) -> None:
         )
 
 
-# ---- single values -----------------------------------------------------------------------------------------
+# ---- single values ---------------------------------------------------------------------
 
 
 def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation | None:

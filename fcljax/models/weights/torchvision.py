@@ -58,7 +58,8 @@ def interpret(tensors: Tensors, name: str | None) -> InterpretedConvNet:
 
     Args:
       tensors: by name, as from `finding.find`.
-      name: one of CONVNETS, which the tensors must fit; None takes the architecture from the tensors.
+      name: one of CONVNETS, which the tensors must fit; None takes the architecture from
+        the tensors.
 
     Raises:
       InputError: for tensors that are missing, unexpected, misshaped or not finite.
