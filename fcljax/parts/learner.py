@@ -374,19 +374,17 @@ def learner(
     keys: Keys = two_keys,
     features: Reads = "prompted",
 ) -> Learner:
-    """Put a network, an adapter and a classifier together.
+    """Compose a network, an adapter and a classifier.
 
     Args:
       network: the frozen network.
       adapter: what trains inside it.
-      classifier: what reads its features.
-      keys: derives the keys of the adapter's and the classifier's first values.
-      features: what the classifier reads; both are [2 width] (APER, Zhou et al. 2023,
-        arXiv 2303.07338).
+      classifier: reads the features.
+      keys: derives the keys of the adapter's and the classifier's initial values.
+      features: input of the classifier; "both" is [2 width] (APER, arXiv 2303.07338).
 
     Raises:
-      InputError: for a function of the adapter or the classifier with the wrong number of
-        arguments.
+      InputError: for a function of adapter or classifier with a wrong number of arguments.
     """
     _check_parts(adapter, classifier)
     both = features == "both"

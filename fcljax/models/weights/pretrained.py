@@ -126,14 +126,13 @@ def load_backbone(
     Args:
       name: one of VITS or CONVNETS, which the file must fit; None takes the architecture
         from the file, or vit_micro if there is none.
-      checkpoint: a file or folder, as `checkpoints.read_checkpoint` takes them, or
-        `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the weights that ship with the
-        package.
+      checkpoint: a file or folder, as of `checkpoints.read_checkpoint`, or
+        `hf:OWNER/NAME[@REVISION][:FILE]`; None takes the packaged weights.
       image_size: side in pixels, a multiple of the patch size; None keeps the network's
         own. Position embeddings are interpolated.
       dtype: compute type; matrix parameters are stored in it unless the network trains,
         norms and embeddings stay float32.
-      options: see there.
+      options: of the weights.
 
     Raises:
       InputError: for an unknown name, a missing or broken file, or tensors that do not fit.
