@@ -25,6 +25,7 @@ test-extras: .venv/extras/ready .venv/weights/ready
 	  tests/test_sweeps.py tests/test_docs.py tests/test_tuning.py
 	.venv/extras/bin/python -m pytest -n 0 -m "" tests/test_types.py
 	JAX_PLATFORMS=cpu nice -n 19 .venv/weights/bin/python experiments/checkpoint_sweep.py
+	.venv/weights/bin/python -m pytest -n 0 tests/test_export.py
 
 # Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
 test-accelerators: .venv/aot/ready
@@ -70,7 +71,7 @@ docs-serve: .venv/docs
 	$(PYTHON) -m venv .venv/weights
 	.venv/weights/bin/python -m pip install --quiet --requirement requirements.txt
 	.venv/weights/bin/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1 timm==1.0.31 \
-	  transformers==5.24.0 open_clip_torch==3.3.0
+	  transformers==5.24.0 open_clip_torch==3.3.0 peft==0.21.2
 	.venv/weights/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -117,6 +117,23 @@ class Result:
         """Write the final model as one file, for `Model.load`."""
         return self.model.save(path)
 
+    def export(self, folder: str | Path, network: bool = False) -> list[str]:
+        """Write the global model for other libraries, see `fcljax export`.
+
+        Args:
+          folder: the folder to make.
+          network: whether to write the network's parameters too.
+
+        Returns:
+          A line for each file.
+
+        Raises:
+          InputError: for a folder that exists, or a model that is not made of parts.
+        """
+        from fcljax.runs.export import export
+
+        return export(self.settings, self.folder, self.metrics, folder, network, self.supplied)
+
     def facts(self) -> dict[str, str]:
         """Return the main results, in words."""
         one = self.metrics

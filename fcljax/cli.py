@@ -19,6 +19,7 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax list                     list methods, adapters, data sets, backbones and incompatible combinations
   fcljax compare RUN_DIR...       compare finished runs, or folders of runs: tables and a figure
   fcljax predict RUN_DIR IMAGE... predict classes of images with the model of a finished run
+  fcljax export RUN_DIR           write a finished run's adapter and classifier for PEFT and timm
   fcljax report RUN_DIR...        write a self-contained HTML report of finished runs
   fcljax watch RUN_DIR            follow runs in the terminal, also runs on another machine
   fcljax sweep FILE.yaml          run a grid of options, variants and seeds
@@ -46,6 +47,7 @@ COMMANDS = {
     "list": "listing:list_",
     "compare": "comparing:compare",
     "predict": "predicting:predict",
+    "export": "exporting:export",
     "report": "report:report",
     "watch": "watch:watch",
     "sweep": "sweeping:sweep",

@@ -177,11 +177,26 @@ def federate(
     )
 
 
+def learner_of(method: Method) -> Learner | None:
+    """Return the learner of a method that `federate` made; None for other methods."""
+    parts = _parts_of(method)
+    if parts is None:
+        return None
+    return parts.learner
+
+
+def _parts_of(method: Method) -> _Parts | None:
+    parts = next(iter(getattr(method.init, "args", ())), None)
+    if isinstance(parts, _Parts):
+        return parts
+    return None
+
+
 def rule_names(method: Method) -> dict[str, tuple[str, ...]]:
     """Return the names of the rules of a method that `federate` made, in the order of
     their states in `ServerState` and at clients; nothing of other methods."""
-    parts = next(iter(getattr(method.init, "args", ())), None)
-    if not isinstance(parts, _Parts):
+    parts = _parts_of(method)
+    if parts is None:
         return {}
     return {
         "server": tuple(rule.name for rule in (*parts.each_round, *parts.per_task)),

@@ -22,7 +22,7 @@ from fcljax.models.shapes import VITS, Activation
 from fcljax.models.vit import ViTConfig, parameter_shapes
 from fcljax.models.weights import finding
 from fcljax.models.weights.dialects import MOCO_V3, Dialect, translate
-from fcljax.models.weights.tensors import Shapes, Tensors, check_tensors, float32, reverse
+from fcljax.models.weights.tensors import Shapes, Tensors, check_tensors, float32, reverse, unreverse
 from fcljax.types import PyTree
 
 
@@ -165,6 +165,7 @@ DECODERS = (
     Naming("huggingface", "torch", *_MAE, "decoder_encoder.layer.%d.", _HF4),  # what transformers 5 writes
 )
 _OUR_ENCODER = ENCODERS[0]
+_TIMM_ENCODER = ENCODERS[1]
 NORM_PRE = "norm_pre"  # the norm before the first block
 _OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
 
@@ -743,3 +744,26 @@ def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
             parts.append(x.reshape(recipe.our_shape))
         flat[name] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return unflatten_dict(flat, sep=".")
+
+
+def timm_tensors(params: PyTree, config: ViTConfig) -> Tensors:
+    """Return a ViT's parameters under timm's names and in torch's layouts, which
+    `interpret` reads back.
+
+    Args:
+      params: of the network; "head" has {"kernel", "bias"} of a classifier, if there is one.
+      config: the network's shape.
+    """
+    flat: dict[str, Any] = flatten_dict(params, sep=".")
+    later_blocks = tuple(_OUR_ENCODER.block % block for block in range(1, config.depth))
+    # a recipe repeats the shapes of the first block
+    shapes = {name: x.shape for name, x in flat.items() if not name.startswith(later_blocks)}
+    tensors = {}
+    for name, recipe in _recipes(_TIMM_ENCODER, _OUR_ENCODER, shapes, config).items():
+        # timm joins queries, keys and values as we do: one tensor for each of ours
+        (file_name,) = recipe.names
+        x = np.asarray(flat[name], np.float32)
+        if recipe.reverse:
+            x = unreverse(x.reshape(reverse(np.empty(recipe.file_shape, np.int8)).shape))
+        tensors[file_name] = x.reshape(recipe.file_shape)
+    return tensors

@@ -73,3 +73,10 @@ def reverse(x: np.ndarray) -> np.ndarray:
     if x.ndim == 4:
         return x.transpose(2, 3, 1, 0)
     return x.T
+
+
+def unreverse(x: np.ndarray) -> np.ndarray:
+    """Undo `reverse`: turn [in, out] or [row, column, in, out] into torch's layout."""
+    if x.ndim == 4:
+        return x.transpose(3, 2, 0, 1)
+    return x.T
