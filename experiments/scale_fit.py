@@ -1,11 +1,13 @@
 """The table of docs/results/fit.md: methods at the learning rates of `--scale fit`, `mini` and `paper`, on
 some images of mini-CIFAR with a ViT-Ti at 64 pixels.
 
-    python experiments/scale_fit.py DATA_FOLDER RESULTS.jsonl [SEED,...] [METHOD,...] [SCALE,...]
+    python experiments/scale_fit.py DATA_FOLDER RESULTS.jsonl [SEED,...] [METHOD,...] [SCALE,...] [STREAM]
 
-Each finished run is a line of RESULTS.jsonl; runs that it already has are not made again. Rates are data in
-all of them, so that a method is compiled once for each seed and fidelity: `paper` and `mini` have their
-learning rates, the fidelity `intended`, and the server training that `fit` takes.
+A stream has `few` or `many` classes in a task (`STREAMS`); `held-out` is `many` with other training images
+in place of the test images, for questions that may lead to changes. Each finished run is a line of
+RESULTS.jsonl; runs that it already has are not made again. Rates are data in all of them, so that a method
+is compiled once for each seed and fidelity: `paper` and `mini` have their learning rates, the fidelity
+`intended`, and the server training that `fit` takes.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,23 +35,32 @@ METHODS = (
     "fedncm scaffold lorm ewc l2p pilora hepco linear fedprox coda-prompt fedproto dualprompt feddyn lwf "
     "dolfin fedavg fppl"
 )
-# Images of a class
-CLASSES = 12
-TRAIN = 20
-TEST = 15
-SETTINGS = dict(
-    tasks=6,
-    clients=4,
-    rounds=2,
-    epochs=3,
-    batch_size=16,
-    partition="dirichlet",
-    alpha=1.0,
-    image_size=64,
-    min_examples=5,
-)
 
 
+class Stream(NamedTuple):
+    """Images, and the options of all runs on them."""
+
+    classes: int
+    """Number of classes, the first ones of the data set."""
+    train: int
+    """Number of training images of each class."""
+    test: int
+    """Number of test images of each class."""
+    options: dict[str, Any]
+    """Options besides method, scale, fidelity and seed."""
+    held_out: bool = False
+    """Whether the test images are other training images."""
+
+
+BUDGET = dict(rounds=2, epochs=3, partition="dirichlet", image_size=64)
+FEW = BUDGET | dict(tasks=6, clients=4, batch_size=16, alpha=1.0, min_examples=5)
+# a client has one or two steps in an epoch
+MANY = BUDGET | dict(tasks=10, clients=5, batch_size=32, alpha=0.5)
+STREAMS = {
+    "few": Stream(12, 20, 15, FEW),
+    "many": Stream(50, 20, 10, MANY),
+    "held-out": Stream(50, 20, 10, MANY, held_out=True),
+}
 SCALES = ("fit", "mini", "paper")
 
 
@@ -78,7 +89,12 @@ def _accuracies(of_seed: dict[int, dict]) -> str:
 
 
 def main(
-    folder: str, results: str, seeds: str = "2023", methods: str = "", scales: str = "fit,mini,paper"
+    folder: str,
+    results: str,
+    seeds: str = "2023",
+    methods: str = "",
+    scales: str = "fit,mini,paper",
+    stream: str = "few",
 ) -> None:
     """Make the runs that are missing."""
     path = Path(results)
@@ -89,11 +105,11 @@ def main(
             wanted = [scale for scale in scales.split(",") if (method, scale, seed) not in done]
             wanted = [scale for scale in wanted if method != "fedncm" or scale == "paper"]
             if wanted:
-                _compare(method, wanted, seed, Path(folder), path)
+                _compare(method, wanted, seed, STREAMS[stream], Path(folder), path)
     print(table(path))
 
 
-def _compare(method: str, scales: list[Any], seed: int, folder: Path, path: Path) -> None:
+def _compare(method: str, scales: list[Any], seed: int, stream: Stream, folder: Path, path: Path) -> None:
     """Make the runs of a method with a seed, and add their lines."""
     made: dict[str, _Player] = {}
     for scale in scales:
@@ -102,10 +118,10 @@ def _compare(method: str, scales: list[Any], seed: int, folder: Path, path: Path
         try:
             fidelity = {} if scale == "fit" else {"fidelity": "intended"}
             settings = config.from_mapping(
-                method, _given(folder, seed) | fidelity | {"scale": "fit"}, "options"
+                method, _given(folder, seed, stream) | fidelity | {"scale": "fit"}, "options"
             )
             if settings.fidelity not in made:
-                made[settings.fidelity] = _Player(_built(settings, folder))
+                made[settings.fidelity] = _Player(_built(settings, stream, folder))
             player = made[settings.fidelity]
             exp = player.exp
             if scale == "fit":
@@ -123,13 +139,13 @@ def _compare(method: str, scales: list[Any], seed: int, folder: Path, path: Path
             file.write(json.dumps(found) + "\n")
 
 
-def _given(folder: Path, seed: int) -> dict:
-    return SETTINGS | {"checkpoint": str(folder / "vit_tiny_patch16_224_imagenet1k.npz"), "seed": seed}
+def _given(folder: Path, seed: int, stream: Stream) -> dict:
+    return stream.options | {"checkpoint": str(folder / "vit_tiny_patch16_224_imagenet1k.npz"), "seed": seed}
 
 
-def _built(settings: config.RunConfig, folder: Path) -> Experiment:
+def _built(settings: config.RunConfig, stream: Stream, folder: Path) -> Experiment:
     network = load_network(settings, settings.image_size)
-    return placed(build(settings, Supplied(dataset_of_arrays(_data(folder))[0], network)))
+    return placed(build(settings, Supplied(dataset_of_arrays(_data(stream, folder))[0], network)))
 
 
 class _Player:
@@ -140,9 +156,17 @@ class _Player:
         self.records = Records()
         self.fill = make_fill(exp)
         self.play = make_play_round(exp, self.records, Clock({}))
+        self.results: dict[tuple, dict] = {}
 
     def run(self, settings: config.RunConfig) -> dict:
-        """A_last and A_avg on test images after all tasks."""
+        """Return what a run with these learning rates ends with; two runs with the same rates are one."""
+        rates = tuple(config.learning_rates(settings).values())
+        if rates not in self.results:
+            self.results[rates] = self._run(settings)
+        return self.results[rates]
+
+    def _run(self, settings: config.RunConfig) -> dict:
+        """Return accuracies on test images and losses after each task."""
         exp = rate_search.with_choice(self.exp, settings)
         past = ()
         vars(self.records).update(vars(Records()))
@@ -152,21 +176,34 @@ class _Player:
                 exp = self.fill(exp, [step // settings.rounds], contextlib.nullcontext)
             state, kept, _ = self.play(exp, state, past, step)
             past += () if kept is None else (kept,)
-        mean = [float(np.mean(each)) for each in self.records.accuracy]
-        loss = self.records.rounds[-1].get("loss")
-        return {"A_last": mean[-1], "A_avg": float(np.mean(mean)), "loss": loss}
+        records = self.records
+        mean = [float(np.mean(each)) for each in records.accuracy]
+        # of the last round of each task
+        losses = [line.get("loss") for line in records.rounds[settings.rounds - 1 :: settings.rounds]]
+        return {
+            "A_last": mean[-1],
+            "A_avg": float(np.mean(mean)),
+            "loss": losses[-1],
+            "losses": losses,
+            "accuracy": records.accuracy,
+            "task_il": records.task_il,
+        }
 
 
-def _data(folder: Path) -> tuple:
-    """The first images of the first classes."""
+def _data(stream: Stream, folder: Path) -> tuple:
+    """Return the first images of the first classes: training images, labels, test images, labels."""
     with np.load(folder / "cifar100_small.npz") as file:
         arrays = {name: file[name] for name in file.files}
-    parts = [(arrays["x_train"], arrays["y_train"], TRAIN), (arrays["x_test"], arrays["y_test"], TEST)]
-    found = []
-    for image, label, count in parts:
-        chosen = np.concatenate([np.flatnonzero(label == each)[:count] for each in range(CLASSES)])
-        found += [image[chosen], label[chosen]]
-    return tuple(found)
+    tests = ("test", 0)
+    if stream.held_out:
+        tests = ("train", stream.train)
+    parts = []
+    for (split, first), count in ((("train", 0), stream.train), (tests, stream.test)):
+        label = arrays[f"y_{split}"]
+        of_classes = [np.flatnonzero(label == class_id) for class_id in range(stream.classes)]
+        chosen = np.concatenate([images[first : first + count] for images in of_classes])
+        parts += [arrays[f"x_{split}"][chosen], label[chosen]]
+    return tuple(parts)
 
 
 if __name__ == "__main__":

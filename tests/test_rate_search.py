@@ -166,7 +166,7 @@ class Experiment(NamedTuple):
     )
 
 
-def test_a_candidate_whose_training_diverged_in_a_task_has_no_accuracy():
+def test_a_trial_says_whether_its_training_diverged_in_a_task():
     losses = iter([0.8, 0.1, 0.6, 0.1])  # guessing has log 2 = 0.69 in the first task
     stage: Any = object.__new__(rate_search._Stage)
     stage.exp = Experiment()
@@ -182,8 +182,42 @@ def test_a_candidate_whose_training_diverged_in_a_task_has_no_accuracy():
         after = rate_search.AfterTasks(None, ())
         for t in (0, 1):
             after = stage.task({"lr": factor}, after, t, lambda: None)
-        found.append(stage.tried(rate_search.Candidate("paper", factor), "tasks", after, 1).accuracy)
-    assert found == [None, 0.9]
+        tried = stage.tried(rate_search.Candidate("paper", factor), "tasks", after, 1)
+        found.append((tried.diverged, tried.accuracy))
+    assert found == [(True, 0.9), (False, 0.9)]
+
+
+def test_a_candidate_that_diverged_wins_by_a_lead_beyond_chance_alone():
+    large, small = Candidate("paper", 30.0), Candidate("paper", 3.0)
+
+    def chosen(accuracy, images):
+        trials = [Tried(large, "tasks", 2, accuracy, images, True), Tried(small, "tasks", 2, 0.5, images)]
+        return rate_search._chosen(trials)
+
+    assert (chosen(0.6, 100), chosen(0.6, 200)) == (small, large)  # the bounds of the test below
+    alone = [Tried(large, "tasks", 2, 0.6, 9, True), Tried(small, "tasks", 2, 0.5, 9, True)]
+    assert rate_search._chosen(alone) == large
+
+
+def test_candidates_of_a_short_schedule_are_multiples_of_mini_s_rates():
+    scaffold = config.from_mapping("scaffold", VIT_TINY | {"scale": "fit"}, "options")
+    candidates = rate_search.candidates_of(scaffold, short=True)
+    assert candidates[:4] == [
+        Candidate("mini", 1.0), Candidate("paper", 1.0), Candidate("mini", 3.0), Candidate("mini", 10.0)
+    ]  # fmt: skip
+    mini = config.preset("scaffold", scale="mini")
+    assert candidates[2].rates(scaffold) == {"lr": 3 * mini.lr, "lora_lr": 3 * mini.lora_lr}
+    # ten times the paper's rates of linear are mini's: no candidate twice
+    linear = config.from_mapping("linear", VIT_TINY | {"scale": "fit"}, "options")
+    for short in (True, False):
+        rates = [candidate.rates(linear)["lr"] for candidate in rate_search.candidates_of(linear, short)]
+        assert len({round(math.log10(rate), 3) for rate in rates}) == len(rates)
+    assert rate_search.candidates_of(linear, short=False)[:2] == [
+        Candidate("mini", 1.0),
+        Candidate("paper", 1.0),
+    ]
+    given = config.from_mapping("scaffold", VIT_TINY | {"scale": "fit", "lr": 0.3}, "options")
+    assert {candidate.scale for candidate in rate_search.candidates_of(given, short=True)} == {"paper"}
 
 
 def test_mini_s_rates_stay_unless_the_lead_of_others_is_beyond_chance():
@@ -300,7 +334,7 @@ def test_a_run_says_what_was_chosen_and_how_and_writes_it(searched):
     assert found["steps"] <= found["run_steps"] / 2 and summary["time"]["search_s"] > 0
     compared = [trial for trial in found["trials"] if trial["stage"] == "tasks"]
     assert len({(trial["scale"], trial["factor"]) for trial in compared}) in (2, 3)
-    assert {"mini"} < {trial["scale"] for trial in compared}
+    assert ("mini", 1.0) in {(trial["scale"], trial["factor"]) for trial in compared}
 
 
 @pytest.mark.long
@@ -357,4 +391,5 @@ def test_a_method_of_a_closed_form_says_that_nothing_is_searched():
 def test_an_entry_from_outside_is_searched_too():
     entry = MethodEntry("mine", None, METHODS["linear"].build, "linear", name="mine")
     settings = config.from_mapping(entry, SMALL | {"scale": "fit"}, "options")
-    assert rate_search.candidates_of(settings)[0].rates(settings) == {"lr": pytest.approx(1e-4)}
+    rates = [candidate.rates(settings)["lr"] for candidate in rate_search.candidates_of(settings, False)]
+    assert rates[:3] == pytest.approx([1e-3, 3e-3, 1e-2])

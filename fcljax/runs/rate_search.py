@@ -1,12 +1,12 @@
 """The search of `--scale fit`: a run chooses its learning rates on held-out training
 examples.
 
-Candidates are all learning rates of a method times one factor, and the rates of the
-scale mini. A range test plays a few steps of some clients with each. The best play the
-first tasks under the run's protocol: the same partition, rounds and draws. Between
-tasks, candidates with lower accuracy on held-out examples are dropped (successive
-halving). Rates are data (`federated/rates.py`), so the run's compiled programs play all
-candidates. Test images are never read.
+A candidate is all learning rates of a preset times one factor. A range test plays a few
+steps of some clients with each. The best play the first tasks under the run's protocol:
+the same partition, rounds and draws. Between tasks, candidates with lower accuracy on
+held-out examples are dropped (successive halving). Rates are data
+(`federated/rates.py`), so the run's compiled programs play all candidates. Test images
+are never read.
 """
 
 import dataclasses
@@ -37,20 +37,22 @@ from fcljax.settings import RunConfig, Scale
 from fcljax.terminal import progress_bar
 from fcljax.types import ReplayBuffer
 
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+# of the base's rates, in the order in which they enter the range test: one step up is
+# the likeliest, since a short schedule ends before small rates have arrived
+FACTORS = (1.0, 3.0, 10.0, 30.0, 0.3, 100.0, 0.1, 300.0, 1000.0)
 HELD_OUT = 0.2  # share of a class's training examples
 MOST_IMAGES = 200  # that evaluate a candidate, of each task
 BUDGET = 0.5  # share of the run's training steps
 RANGE_SHARE = 0.3  # of the budget, for the range test at most
 RANGE_CLIENTS = 3
 RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
-GRIDS = (1, 2, 4)  # take every factor, every second or every fourth
+GRIDS = (len(FACTORS) + 1, 7, 5, 3, 2)  # candidates of the range test: the first that is affordable
 LEAD = 1.645  # standard errors: one-sided, at 5 %
 PURPOSE = 0x46495453  # tells the draw of held-out examples from other draws of the seed
 # candidates that begin, tasks on which they are compared, and the least share of the
 # clients in every trial. The first design within the budget is taken. A single task
-# does not show what a candidate forgets.
-DESIGNS = ((3, 2, 0.5), (2, 2, 0.34), (3, 1, 0.5), (2, 1, 0.0))
+# does not show what a candidate forgets, and the images of clients that stay out evaluate.
+DESIGNS = ((3, 2, 0.5), (2, 2, 0.26), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
 
@@ -77,9 +79,11 @@ class Tried(NamedTuple):
     tasks: int
     """Number of tasks that were played."""
     accuracy: float | None
-    """A_last; None if it is not finite or training diverged."""
+    """A_last; None if it is not finite."""
     images: int
     """Number of images that it was measured on."""
+    diverged: bool = False
+    """Whether a task ended with a training loss above that of guessing."""
 
 
 class ChosenRates(NamedTuple):
@@ -121,7 +125,7 @@ def _trial_to_json(trial: Tried) -> dict[str, Any]:
 
 def best(
     values: Mapping[Key, float | None],
-    prefer: Callable[[Key], float],
+    prefer: Callable[[Key], Any],
 ) -> Key | None:
     """Return the key with the highest value; None if no value is finite.
 
@@ -134,7 +138,7 @@ def best(
 
 def ranked(
     values: Mapping[Key, float | None],
-    prefer: Callable[[Key], float],
+    prefer: Callable[[Key], Any],
 ) -> list[Key]:
     """Return the keys with finite values, the best first; arguments as of `best`."""
     finite = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
@@ -221,22 +225,40 @@ def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
     return {name: getattr(settings, name) for name in names}
 
 
-def candidates_of(settings: RunConfig, step: int = 1) -> list[Candidate]:
-    """Return the settings' rates times each `every`-th factor, and mini's rates unless
-    rates were given.
+def candidates_of(settings: RunConfig, short: bool) -> list[Candidate]:
+    """Return the candidates, the likeliest first.
 
-    A factor that gives mini's rates is left out.
+    They are a base's rates times each factor, and the rates of the other scale. The base
+    of a run whose schedule is shorter than the paper's are mini's rates, whose ratios
+    are made for few steps. Otherwise it is the settings' rates.
+
+    Args:
+      settings: if the user gave a rate, only the settings' rates are a base.
+      short: whether the schedule is shorter than the paper's.
     """
-    multiples = [Candidate("paper", factor) for factor in FACTORS[::step]]
+    multiples_of_paper = [Candidate("paper", factor) for factor in FACTORS]
     if not _is_usual(settings):
-        return multiples
+        return multiples_of_paper
     mini = Candidate("mini", 1.0)
-    return [*(candidate for candidate in multiples if not _same_rates(candidate, mini, settings)), mini]
+    multiples = multiples_of_paper
+    other = mini
+    if short:
+        multiples = [Candidate("mini", factor) for factor in FACTORS]
+        other = Candidate("paper", 1.0)
+        if any(_same_rates(candidate, other, settings) for candidate in multiples):
+            return multiples
+    rest = [candidate for candidate in multiples if not _same_rates(candidate, mini, settings)]
+    return [mini, *(() if other == mini else (other,)), *rest]
 
 
 def _is_usual(settings: RunConfig) -> bool:
     """Return whether the user gave no learning rate."""
     return base_rates(settings, "paper") == config.rates_of_scale(settings, "paper")
+
+
+def _is_short(exp: Experiment) -> bool:
+    """Return whether a client has fewer training steps in a task than in the method's paper."""
+    return config.share_of_schedule(exp.settings, "paper", examples_of_task(exp.scenario)) < 1
 
 
 def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
@@ -246,9 +268,7 @@ def _usual(exp: Experiment, why: str) -> tuple[RunConfig, str]:
     shorter than the method's paper, else the paper's, or those that were given.
     """
     settings = exp.settings
-    examples = examples_of_task(exp.scenario)
-    short = config.share_of_schedule(settings, "paper", examples) < 1
-    if short and _is_usual(settings):
+    if _is_short(exp) and _is_usual(settings):
         rates = base_rates(settings, "mini")
         whose = "mini's"
     else:
@@ -270,8 +290,10 @@ def _whose(settings: RunConfig, chosen: Candidate) -> str:
     """Return the chosen rates in words, such as "30 x the paper's"."""
     multiples = (Candidate("paper", factor) for factor in FACTORS)
     factors = [candidate.factor for candidate in multiples if _same_rates(candidate, chosen, settings)]
-    if not factors:
+    if not factors and chosen.factor == 1:
         return "mini's"
+    if not factors:
+        return f"{chosen.factor:g} x mini's"
     reference = "those given"
     if _is_usual(settings):
         reference = "the paper's"
@@ -348,9 +370,10 @@ def design_of(exp: Experiment, total: int) -> Design | None:
     first_partition = exp.scenario.partitions[0][0]
     ordered = spread(first_partition)
     max_examples = range_examples(exp.settings)
+    every_candidate = candidates_of(exp.settings, _is_short(exp))
     affordable = [
         (candidates, ordered[:n])
-        for candidates in (candidates_of(exp.settings, every) for every in GRIDS)
+        for candidates in (every_candidate[:count] for count in GRIDS)
         for n in range(min(RANGE_CLIENTS, len(ordered)), 0, -1)
         if len(candidates) * steps_of(exp, first_partition, ordered[:n], max_examples) <= RANGE_SHARE * budget
     ]
@@ -580,16 +603,13 @@ class _Stage:
         return AfterTasks(state, past, diverged or health.above_guessing(last_line))
 
     def tried(self, candidate: Candidate, stage: str, after: AfterTasks, t: int) -> Tried:
-        """Evaluate a candidate after task t; one that diverged has no accuracy."""
-        # the few steps of a range test may end above guessing with any rate
-        if after.diverged and stage == "tasks":
-            return Tried(candidate, stage, t + 1, None, int(np.sum(self.exp.scenario.tests_seen(t))))
+        """Evaluate a candidate after task t."""
         shares = np.array(self.evaluate(self.exp.train, after.state, t, Records()).accuracy, float)
         accuracy = None
         if np.isfinite(shares).any():
             accuracy = float(np.nanmean(shares))
         images = int(np.sum(self.exp.scenario.tests_seen(t)))
-        return Tried(candidate, stage, t + 1, accuracy, images)
+        return Tried(candidate, stage, t + 1, accuracy, images, after.diverged)
 
 
 def _trials(
@@ -630,17 +650,15 @@ def _trials(
 def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Candidate]:
     """Return the candidates that go on: mini's rates, if they are one and finite, and the
     best."""
+    mini = Candidate("mini", 1.0)
     order = ranked(accuracy, _size)
-    mini = [candidate for candidate in order if candidate.scale == "mini"]
-    return [*mini, *(candidate for candidate in order if candidate.scale != "mini")][:count]
+    return sorted(order, key=lambda candidate: candidate != mini)[:count]
 
 
-def _size(candidate: Candidate) -> float:
+def _size(candidate: Candidate) -> tuple[bool, float]:
     """Return what orders candidates with equal accuracy: mini's rates first, then smaller
     factors."""
-    if candidate.scale == "mini":
-        return 0.0
-    return candidate.factor
+    return candidate != Candidate("mini", 1.0), candidate.factor
 
 
 def _compared(trials: Sequence[Tried]) -> list[Tried]:
@@ -652,26 +670,35 @@ def _compared(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
-    """Return the best of the candidates compared last, but mini's rates unless the lead
+    """Return the best of the candidates compared last, but the usual one unless the lead
     is beyond chance.
+
+    The usual one are mini's rates; without them, the best that did not diverge. A loss
+    above guessing alone drops nothing: a linear classifier of features with a large norm
+    can have a loss of 40 and the highest accuracy.
 
     The lead of a share p over a share q, both of n images, has the standard error
     sqrt(2 m (1 - m) / n) with m = (p + q) / 2 where they are equal. It has to be `LEAD`
     times as large.
     """
-    accuracy = {trial.candidate: trial.accuracy for trial in _compared(trials)}
-    winner = best(accuracy, _size)
-    mini = Candidate("mini", 1.0)
-    q = accuracy.get(mini)
-    if winner is None or q is None or not math.isfinite(q):
-        return winner
-    p = accuracy[winner]
-    assert p is not None  # the winner's is finite
+    compared = _compared(trials)
+    accuracy = {trial.candidate: trial.accuracy for trial in compared}
+    order = ranked(accuracy, _size)
+    if not order:
+        return None
+    diverged = {trial.candidate for trial in compared if trial.diverged}
+    usual = [candidate for candidate in order if candidate == Candidate("mini", 1.0)]
+    usual += [candidate for candidate in order if candidate not in diverged]
+    if not usual:
+        return order[0]
+    p = accuracy[order[0]]
+    q = accuracy[usual[0]]
+    assert p is not None and q is not None  # ranked: finite
     mean = (p + q) / 2
     error = math.sqrt(2 * mean * (1 - mean) / trials[-1].images)
     if p - q > LEAD * error:
-        return winner
-    return mini
+        return order[0]
+    return usual[0]
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
