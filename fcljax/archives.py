@@ -70,7 +70,8 @@ def read_npz(
         objects. A damaged file can raise anything else that the parsers of zip and npy
         raise.
     """
-    with zipfile.ZipFile(path) as archive:  # np.load would also take a bare .npy or a pickle of this name
+    # np.load would also take a bare .npy or a pickle of this name
+    with zipfile.ZipFile(path) as archive:
         check_members(archive, limit)
     # our own handle: np.load leaves its own open when the archive is damaged
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
@@ -90,7 +91,8 @@ def _array(file: Any, name: str) -> np.ndarray:
             read = np.lib.format.read_array_header_1_0
         try:
             shape, _, kind = read(stream)
-        except Exception as error:  # numpy's parser of headers raises what Python's does
+        except Exception as error:
+            # numpy's parser of headers raises what Python's does
             raise ValueError(f"{name} has no numpy header: {reason(error)}") from None
     if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
         raise ValueError(f"{name} is cut off")

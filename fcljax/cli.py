@@ -85,7 +85,8 @@ def reported(command: Callable[[], int]) -> int:
     except InputError as error:
         print(f"fcljax: {error}", file=sys.stderr)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone, as `head` does: nothing is left to say
+        # the reader of our output has gone, as `head` does: nothing is left to say
+        sys.stderr.close()
         return 141
     except OSError as error:
         where = ""

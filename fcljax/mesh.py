@@ -22,9 +22,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "clients"
 BATCH = "batch"
-AnyMesh = Mesh | AbstractMesh  # the latter for shapes alone: this machine need not have its devices
+# abstract meshes are for shapes: this machine need not have their devices
+AnyMesh = Mesh | AbstractMesh
 WHOLE = PartitionSpec()  # every device has the whole array
-COLLECTED = 2**26  # bytes of an array that a device collects from all devices at a time
+# bytes of an array that a device collects from all devices at a time
+COLLECTED = 2**26
 SHARED = 2**26  # bytes of a server's array from which on accelerators share it
 
 
@@ -328,7 +330,8 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
         options |= {"xla_gpu_autotune_level": 0}
     if backend == "cpu":
         options = {"xla_backend_optimization_level": 1}
-        known = jaxlib.__version__.startswith("0.10.")  # later ones may refuse the option
+        # later ones may refuse the option
+        known = jaxlib.__version__.startswith("0.10.")
         if lean and known:
             options |= {"xla_cpu_use_fusion_emitters": False}
     flags = os.environ.get("XLA_FLAGS", "")

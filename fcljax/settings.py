@@ -314,7 +314,8 @@ class Preset(NamedTuple):
     have are left out."""
 
 
-Presets = Mapping[str, Preset]  # fidelity -> preset; a fidelity that is missing is the intended one
+# fidelity -> preset; a fidelity that is missing is the intended one
+Presets = Mapping[str, Preset]
 
 
 def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:

@@ -21,10 +21,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
 Server: TypeAlias = PyTree  # everything the server keeps between rounds
-ClientState: TypeAlias = PyTree  # everything one client keeps between rounds; () for stateless clients
-Local: TypeAlias = PyTree  # what a client holds within a round: parameters, optimiser state, running sums
+# everything one client keeps between rounds; () for stateless clients
+ClientState: TypeAlias = PyTree
+# what a client holds within a round: parameters, optimiser state, running sums
+Local: TypeAlias = PyTree
 
-LearningRate: TypeAlias = float | Float[Array, ""]  # an array where rates are data (`federated/rates.py`)
+# an array where rates are data (`federated/rates.py`)
+LearningRate: TypeAlias = float | Float[Array, ""]
 
 
 class Weighted(NamedTuple):

@@ -42,11 +42,13 @@ def load_file(option: str, place: str) -> ModuleType:
     """
     if not Path(place).is_file():
         raise InputError(f"{option}: no file {place!r}")
-    name = str(Path(place).resolve())  # no module of the package or of another file has it
+    # no module of the package or of another file has it
+    name = str(Path(place).resolve())
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise InputError(f"{option}: {place!r} is not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # `help_of` reads the source
+    # `help_of` reads the source
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     guarded(option, place, functools.partial(spec.loader.exec_module, module))
     return module
 

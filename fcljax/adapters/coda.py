@@ -66,7 +66,8 @@ class Components(NamedTuple):
     attention: Float[Array, "*tasks blocks n width"]
 
 
-Cached: TypeAlias = Components | tuple[()]  # empty where clients send all components
+# empty where clients send all components
+Cached: TypeAlias = Components | tuple[()]
 
 
 def coda(options: CodaOptions, sizes: Sizes, network: Network) -> Adapter:

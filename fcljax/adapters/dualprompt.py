@@ -68,7 +68,8 @@ PRESETS = {
 }
 
 
-BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")  # options by which predictions depend on the batch
+# options by which predictions depend on the batch
+BATCHWISE = ("dual_eval_batchwise", "dual_reshape_bug")
 
 
 class DualPrompts(NamedTuple):
@@ -85,7 +86,8 @@ class DualPrompts(NamedTuple):
     key: Float[Array, "tasks width"] | Float[Array, " width"]
 
 
-Cached: TypeAlias = DualPrompts | tuple[()]  # the server's parameters, or a client's empty cache
+# the server's parameters, or a client's empty cache
+Cached: TypeAlias = DualPrompts | tuple[()]
 
 
 def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Adapter:
@@ -96,7 +98,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
     slots = Slots(("task_prefix", "key"), whole=options.dual_upload == "all")
-    transfers_before = options.dual_transfer or sizes.tasks  # the first task without transfer
+    # the first task without transfer
+    transfers_before = options.dual_transfer or sizes.tasks
 
     def init(key: PRNGKeyArray, _frozen) -> DualPrompts:
         return uniform_prompts(key, options, sizes.tasks, network.width)
@@ -141,7 +144,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     def prompt(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task
     ) -> Float[Array, "batch n width"]:
-        no_padding = jnp.ones(len(query), bool)  # queries are latents that a server drew
+        # queries are latents that a server drew
+        no_padding = jnp.ones(len(query), bool)
         task_prefix = prefixes(cached, trainable, query, task, False, no_padding)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
         tokens = [prefix.reshape(len(query), -1, network.width) for prefix in (shared, task_prefix)]

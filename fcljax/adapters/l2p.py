@@ -89,7 +89,8 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
     def prompt(
         _cached, trainable: KeyedPrompts, query: Array, _task: Task
     ) -> Float[Array, "batch tokens width"]:
-        no_padding = jnp.ones(len(query), bool)  # queries are latents that a server drew
+        # queries are latents that a server drew
+        no_padding = jnp.ones(len(query), bool)
         return tokens(trainable, query, False, no_padding)
 
     def inject(

@@ -136,7 +136,8 @@ class CachedPrompts(NamedTuple):
     prompt: Float[Array, "tasks blocks length width"]
 
 
-Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]  # the server's parameters, or a client's cache
+# the server's parameters, or a client's cache
+Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]
 
 
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:

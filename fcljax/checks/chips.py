@@ -384,7 +384,8 @@ def product_flops(jaxpr: Any, repeated: bool = True) -> float:
         if equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
         kernel = equation.primitive.name == "pallas_call"
-        if kernel and equation.params["cost_estimate"]:  # in which padding does not count
+        # the kernel's own estimate, in which padding does not count
+        if kernel and equation.params["cost_estimate"]:
             total += equation.params["cost_estimate"].flops
             continue
         times = equation.params["length"] if repeated and equation.primitive.name == "scan" else 1

@@ -36,7 +36,8 @@ State = Literal["ok", "missing", "warning", "failed"]
 
 SIDE = 1024  # of the matrices of the self test
 SECONDS = 0.3  # for which the self test repeats its product
-LITTLE_DISK = 2**30  # bytes; checkpoints of runs are small, prepared data sets are not
+# bytes; checkpoints of runs are small, prepared data sets are not
+LITTLE_DISK = 2**30
 # optional dependencies that no run needs
 MAINTAINERS = ("accelerators-aot", "test", "docs", "notebook", "release")
 

@@ -36,7 +36,8 @@ from fcljax.types import Broadcast, RoundContext
 TASK = 1  # the second task, so that clients have something to keep
 PARTICIPANTS = ((0, 2), (0, 3))  # of its rounds; client 3 comes late
 LATE, OTHERS = 3, (0, 2)
-TOLERANCE = 2e-3  # for rounding, which Adam turns into whole steps where a gradient is nothing else
+# allows for rounding, which Adam turns into whole steps where gradients should be 0
+TOLERANCE = 2e-3
 
 
 def participation_equals_the_reference(

@@ -161,7 +161,8 @@ def many_chips(
       InputError: for an unknown chip, or for settings that the chips cannot share.
     """
     chip = CHIPS[choose("chip", name, CHIPS)]
-    settings = dataclasses.replace(settings, data_budget=1)  # images on the host: none is copied
+    # a small budget leaves the images on the host, so none is copied
+    settings = dataclasses.replace(settings, data_budget=1)
     exp = experiment(settings, Machine(chip.kind, abstract_mesh(chips)), chip, stand)
     return exp, engine_state(exp)
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import source_info_util  # the line of an equation is known nowhere else
+
+# the line of an equation is known nowhere else
+from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import PyTree
 

@@ -18,11 +18,13 @@ from typing import Literal, NamedTuple
 from fcljax.models.shapes import Dtype
 
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)}  # others: no bytes
+# others: no bytes
+BITS |= {f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)}
 
 # what names arrays or parts of them, and moves nothing
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
-_PARTS = ("slice", "dynamic-slice", "gather")  # read of the first operand as much as they return
+# read of the first operand as much as they return
+_PARTS = ("slice", "dynamic-slice", "gather")
 
 
 class Instruction(NamedTuple):

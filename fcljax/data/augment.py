@@ -21,8 +21,10 @@ from fcljax.data.geometry import PIPELINES, Geometry
 from fcljax.errors import InputError, choose
 from fcljax.pixels import NORMALISE
 
-MARGIN = 256 / 224  # the usual ratio of the resized short side to the central crop
-_ATTEMPTS = 10  # of torchvision's RandomResizedCrop before it falls back to a central crop
+# the usual ratio of the resized short side to the central crop
+MARGIN = 256 / 224
+# torchvision's RandomResizedCrop tries so often before it takes a central crop
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,16 @@ class Preprocess:
     image_size: int  # side S of the square output
     mean: tuple[float, float, float] = NORMALISE["unit"][0]
     std: tuple[float, float, float] = NORMALISE["unit"][1]
-    crop_scale: tuple[float, float] | None = (0.05, 1.0)  # crop's share of the area; None: no random crop
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of the crop's width / height
+    # crop's share of the area; None: no random crop
+    crop_scale: tuple[float, float] | None = (0.05, 1.0)
+    # range of the crop's width / height
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5  # probability of a horizontal flip
-    brightness: float = 0.0  # training images times a factor from 1 - brightness to 1 + brightness
+    # training images times a factor from 1 - brightness to 1 + brightness
+    brightness: float = 0.0
     margin: float = MARGIN  # ratio of the resized side to image_size, in the clean view
-    squash: bool = False  # resize both sides instead of the short one, whatever the image's shape
+    # resize both sides instead of the short one, whatever the image's shape
+    squash: bool = False
     kernel: Literal["bicubic", "bilinear"] = "bicubic"  # of the clean view's resize
 
     def __post_init__(self) -> None:
@@ -87,7 +93,8 @@ class Preprocess:
         return Geometry(int(MARGIN * self.image_size), self.resized, self.squash, self.kernel)
 
 
-_RELEASES: dict[str, dict[str, Any]] = {  # of the papers' code, pixel range included
+# pipelines of the papers' releases, pixel range included
+_RELEASES: dict[str, dict[str, Any]] = {
     "fppl": {},
     "pmae": {},
     "pilora": dict(crop_scale=None, brightness=63 / 255, margin=1.0, kernel="bilinear", normalise="cifar100"),

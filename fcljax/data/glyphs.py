@@ -58,8 +58,10 @@ FONTS = (
 )
 
 _CELL = 64  # pixels per side of a distance field
-_REACH = 1.6  # half the side of a field, in half-extents of the glyph: room to thicken strokes
-_CONTROL = 4  # control points per side of the elastic warp and of the pen pressure
+# half the side of a field, in half-extents of the glyph: room to thicken strokes
+_REACH = 1.6
+# control points per side of the elastic warp and of the pen pressure
+_CONTROL = 4
 _UNIT = 1 / 8192  # of the int16 distances
 
 
@@ -80,7 +82,8 @@ class Style:
     elastic: float = 0.2  # largest displacement of a control point
     stroke: tuple[float, float] = (0.05, 0.2)  # half the stroke width
     pressure: float = 0.35  # relative variation of the stroke width along the strokes
-    resolution: tuple[int, int] = (8, 32)  # pixels per side before scaling up to the image; mostly low
+    # pixels per side before scaling up to the image; mostly low
+    resolution: tuple[int, int] = (8, 32)
     blur: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)  # standard deviations in pixels
     contrast: float = 0.45  # least difference between ink and paper, of 1
     noise: float = 0.06  # largest standard deviation of the noise, of 1
@@ -93,9 +96,12 @@ class Fields(NamedTuple):
     The glyphs of class c are first[c] .. first[c] + number[c] - 1.
     """
 
-    distance: Int16[np.ndarray, "glyphs cell cell"]  # to the outline, positive inside, in _UNIT half-extents
-    ink: Float32[np.ndarray, " glyphs"]  # half the typical stroke width, in half-extents of the glyph
-    gap: Float32[np.ndarray, " glyphs"]  # half the typical space between strokes, in half-extents
+    # distance to the outline, positive inside, in _UNIT half-extents
+    distance: Int16[np.ndarray, "glyphs cell cell"]
+    # half the typical stroke width, in half-extents of the glyph
+    ink: Float32[np.ndarray, " glyphs"]
+    # half the typical space between strokes, in half-extents
+    gap: Float32[np.ndarray, " glyphs"]
     first: Int[np.ndarray, " classes"]
     number: Int[np.ndarray, " classes"]
 
@@ -430,7 +436,8 @@ def _render_class(
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
     labels = np.full(count, label)
     blocks = [np.zeros((0, size, size), np.uint8)]
-    for start in range(0, count, 256):  # bounded memory, and arrays that stay in cache
+    # bounded memory, and arrays that stay in cache
+    for start in range(0, count, 256):
         block = slice(start, start + 256)
         blocks.append(draw_glyphs(fields, labels[block], uniform[block], noise[block], style))
     return np.concatenate(blocks)

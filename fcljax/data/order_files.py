@@ -66,7 +66,8 @@ def _read_array(where: str, path: str) -> list[str]:
     # mapped, so that a header that claims too much allocates nothing
     try:
         classes = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy's parser of headers raises what Python's does
+    except Exception as error:
+        # numpy's parser of headers raises what Python's does
         raise InputError(f"{where} is not an array of numbers or text: {reason(error)}") from None
     if classes.ndim != 1 or classes.dtype.kind not in "iuU":
         raise InputError(

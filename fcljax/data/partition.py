@@ -18,11 +18,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
 from numpy.random import RandomState
 
-from fcljax.data.sampled import sample_client as sample_client  # a client of one round
+# public here: the client of one round
+from fcljax.data.sampled import sample_client as sample_client
 from fcljax.errors import InputError
 from fcljax.options import flag, option
 
-MOST_DRAWN_APART = 100_000  # clients with a draw each; for a million this takes seconds
+# clients with a draw each; for a million this takes seconds
+MOST_DRAWN_APART = 100_000
 _PASSES = 1000  # draws of a partition before an error
 # at this size the partition is IID in all but name; far above it, gamma variates overflow
 _LARGEST_ALPHA = 1e6
@@ -498,7 +500,8 @@ def _classes(labels: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-_Owned = tuple[np.ndarray, np.ndarray]  # indices of a class, and the owner of each
+# indices of a class, and the owner of each
+_Owned = tuple[np.ndarray, np.ndarray]
 
 
 def _evenly(members: np.ndarray, owners: np.ndarray) -> _Owned:

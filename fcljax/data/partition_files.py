@@ -282,7 +282,8 @@ def _npy(path: str) -> np.ndarray:
     nothing."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy's parser of headers raises what Python's does
+    except Exception as error:
+        # numpy's parser of headers raises what Python's does
         raise InputError(f"{_where(path)} is not an array of numbers or text: {reason(error)}") from None
 
 
@@ -290,5 +291,6 @@ def _npz(path: str) -> dict[str, np.ndarray]:
     """Read the arrays of a .npz file."""
     try:
         return read_npz(Path(path), MOST_BYTES)
-    except Exception as error:  # the parsers of zip and npy raise what Python's do
+    except Exception as error:
+        # the parsers of zip and npy raise what Python's do
         raise InputError(f"{_where(path)} cannot be read: {reason(error)}") from None

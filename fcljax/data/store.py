@@ -13,7 +13,8 @@ from fcljax.data.partition import class_counts, split_at
 class Split(NamedTuple):
     """One split, on the device or (numpy) on the host."""
 
-    input: PyTree  # arrays [N, ...] as they are stored; images are one, uint8 [N, H, W, 3]
+    # arrays [N, ...] as they are stored; images are one, uint8 [N, H, W, 3]
+    input: PyTree
     label: Int[Array | np.ndarray, " N"]  # positions in the class order (`relabel`)
     # height and width before images were squeezed into a square (`augment.Geometry`);
     # None: they are square

@@ -27,7 +27,8 @@ class Host(NamedTuple):
 
     tree: PyTree  # numpy arrays in memory or mapped from files, an example per row
     window: int  # most examples of a window
-    overlap: bool = True  # False: copy only when the device is idle, which is for measuring
+    # False: copy only when the device is idle, which is for measuring
+    overlap: bool = True
 
     def take(
         self,

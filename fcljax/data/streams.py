@@ -160,7 +160,8 @@ class Stream(NamedTuple):
     The client skips tasks without classes."""
 
     classes: tuple[Int64[np.ndarray, " _"], ...]  # of each task
-    indices: tuple[Int64[np.ndarray, " _"], ...]  # of the client's examples of each task
+    # the client's examples of each task
+    indices: tuple[Int64[np.ndarray, " _"], ...]
 
 
 def shared_streams(

@@ -176,7 +176,8 @@ class _CodeLine(NamedTuple):
 
     def __str__(self) -> str:
         """Return "my_method.py:12 loss()"."""
-        name = self.function.rpartition(".")[-1]  # without the function that it was defined in
+        # the method's name without the function around it
+        name = self.function.rpartition(".")[-1]
         return f"{Path(self.file).name}:{self.line} {name}()"
 
 

@@ -68,7 +68,8 @@ class Shapes(NamedTuple):
     upload: Upload  # one client's upload
     metrics: tuple[Metrics, ...]  # of each phase
     state: PyTree  # a client's state between rounds
-    stored_leaves: tuple[frozenset[int], ...]  # of `local`, after each phase but the last
+    # leaves of `local` that are stored after each phase but the last
+    stored_leaves: tuple[frozenset[int], ...]
 
 
 def slot_bytes(shapes: Shapes) -> int:
@@ -112,7 +113,8 @@ class Accumulator(NamedTuple):
     metrics: tuple[Metrics, ...]  # sums of each phase's metrics
 
 
-_CLIENT_FIELDS = ("gather", "weight", "id", "valid")  # fields of an accumulator with an entry for each client
+# fields of an accumulator with an entry for each client
+_CLIENT_FIELDS = ("gather", "weight", "id", "valid")
 
 
 class Carry(NamedTuple):
@@ -122,7 +124,8 @@ class Carry(NamedTuple):
     accumulator: Accumulator  # uploads of the chunk's clients
     states: PyTree  # states of the chunk's clients, leaves [S, ...]
     written: Bool[Array, " S"]  # which states are new
-    stored: list  # leaves [S, ...] of local states that are stored between phases, or None
+    # leaves [S, ...] of local states that are stored between phases, or None
+    stored: list
 
 
 class Call(NamedTuple):
@@ -155,16 +158,19 @@ class ReplayData(NamedTuple):
     Without `Program.replay_buffer` both arrays are empty."""
 
     data: PyTree  # data that hold the examples
-    index: Int[Array | np.ndarray, "S M"]  # their indices in the training set, -1 for none
+    # their indices in the training set, -1 for none
+    index: Int[Array | np.ndarray, "S M"]
     place: Int[Array | np.ndarray, "S M"]  # their indices in `data`
 
 
 class Merging(NamedTuple):
     """How many chunks of a round are merged, on the device so that the host need not wait."""
 
-    chunks: Int[Array | np.ndarray | np.int32, ""]  # number of merged chunks, from the first
+    # number of merged chunks, from the first
+    chunks: Int[Array | np.ndarray | np.int32, ""]
     current: Int[Array | np.ndarray | np.int32, ""]  # index of the chunk that ends now
-    guarded: Bool[Array | np.bool_, ""]  # whether its uploads were checked as they arrived
+    # whether its uploads were checked as they arrived
+    guarded: Bool[Array | np.bool_, ""]
 
 
 class TickWindow(NamedTuple):
@@ -185,7 +191,8 @@ class PhaseLoop(NamedTuple):
     fetch: Fetch  # reads examples
     lanes: Lanes  # of one device
     widths: tuple[int, ...]  # batch sizes that a step is compiled for, ascending
-    waits: bool  # whether a lane may be idle while others work; its client must then stay as it is
+    # whether a lane may be idle while others work; its client must then stay as it is
+    waits: bool
     shapes: Shapes  # of the program's arrays
 
     @property

@@ -14,7 +14,8 @@ import numpy as np
 
 from fcljax.types import Broadcast, PyTree, Upload
 
-WEIGHT_BYTES = 4  # an upload's weight travels as one float32, whatever its dtype in the program
+# an upload's weight travels as one float32, whatever its dtype in the program
+WEIGHT_BYTES = 4
 
 
 class Traffic(NamedTuple):
@@ -73,5 +74,6 @@ def total_traffic(traffic: Traffic, times: int) -> dict[str, int]:
 
 def _size_dtype(leaf: Any) -> tuple[int, Any]:
     if not hasattr(leaf, "dtype"):
-        leaf = jax.eval_shape(jnp.asarray, leaf)  # a Python number: as jax would store it
+        # a Python number: as jax would store it
+        leaf = jax.eval_shape(jnp.asarray, leaf)
     return int(np.prod(leaf.shape, dtype=np.int64)), leaf.dtype

@@ -16,7 +16,8 @@ from jaxtyping import Array
 from fcljax.types import PyTree
 
 SHRINK = 2.0**-24
-EQUAL_DISTANCES = 1e-6  # relative difference below which distances differ by rounding only
+# relative difference below which distances differ by rounding only
+EQUAL_DISTANCES = 1e-6
 
 
 def difference(x: PyTree, y: PyTree) -> PyTree:

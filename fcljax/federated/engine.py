@@ -142,7 +142,8 @@ class ServerResult(NamedTuple):
 
     server: PyTree  # the server's new state
     metrics: Metrics  # of its step
-    refused: Array | bool  # whether the result was not finite, so that the server keeps its state
+    # whether the result was not finite, so that the server keeps its state
+    refused: Array | bool
 
 
 Serve = Callable[[Accumulator], ServerResult]
@@ -173,7 +174,8 @@ class Player(NamedTuple):
     # replay_indices(carry, chunk) -> the examples that
     # each of the chunk's clients may replay
     replay_indices: Callable[..., Array] | None
-    open: Callable[..., Carry]  # open(accumulator, states, chunk) -> carry before the first tick
+    # open(accumulator, states, chunk) -> carry before the first tick
+    open: Callable[..., Carry]
     # for each phase: run_ticks(call, carry, window, replay_data, parted) -> carry;
     # `parted`: each device has its own part of the window's data
     run_ticks: tuple[Callable[..., Carry], ...]
@@ -205,7 +207,8 @@ class ExchangeOutcome(NamedTuple):
     states: PyTree  # the new client states
     server_result: ServerResult
     ids: Int[np.ndarray, " n"]  # the clients that took part
-    steps: tuple[int, int]  # useful steps, and steps that the lanes were busy or idle for
+    # useful steps, and steps that the lanes were busy or idle for
+    steps: tuple[int, int]
 
 
 @runtime_checkable

@@ -5,10 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NOT_FINITE = "loss_not_finite"  # share of the examples in steps whose loss was NaN or infinite
-CROSS_ENTROPY = "train_cross_entropy"  # of the training batches, among the classes that compete
-GRADIENT_NORM = "gradient_norm"  # L2 norm of a step's gradient, where the loss has several terms
-SHARE = "gradient_share_"  # and a term's name: its gradient's norm, over the sum of all terms' norms
+# share of the examples in steps whose loss was NaN or infinite
+NOT_FINITE = "loss_not_finite"
+# cross-entropy of training batches, among the classes that compete
+CROSS_ENTROPY = "train_cross_entropy"
+# L2 norm of a step's gradient, where the loss has several terms
+GRADIENT_NORM = "gradient_norm"
+# prefix of a term's name: the norm of its gradient over the sum of all terms' norms
+SHARE = "gradient_share_"
 CLASSES = "classes_seen"  # of the tasks so far
 
 Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history

@@ -34,8 +34,10 @@ class RoundKey(IntEnum):
     TASK_START = 4  # the first of the method's rounds of this kind
     TASK_END = 5  # the first of the method's rounds of this kind
     SERVER_REPLAY = 6  # the server's training on its replay buffer
-    EXAMPLE_DRAWS = 7  # draws that belong to examples, by (phase, step, example): `Batch.keys`
-    FURTHER_ROUNDS = 10  # the second of the method's rounds of a kind; the third has 11, and so on
+    # draws that belong to examples, by (phase, step, example): `Batch.keys`
+    EXAMPLE_DRAWS = 7
+    # the second of the method's rounds of a kind; the third has 11, and so on
+    FURTHER_ROUNDS = 10
 
 
 class ClientKey(IntEnum):
@@ -57,7 +59,8 @@ class InitKey(IntEnum):
     """What is derived from the key of `Method.init`, which itself is the learner's."""
 
     PROJECTION = 900  # a random projection of features
-    CLIENT_RULE = 1000  # parameters that the first client rule trains; the second has 1001, and so on
+    # parameters that the first client rule trains; the second has 1001, and so on
+    CLIENT_RULE = 1000
 
 
 class ServerKey(IntEnum):

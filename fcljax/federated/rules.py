@@ -329,5 +329,6 @@ def _mix(share: Array, stacked: PyTree) -> PyTree:
     With one million parameters, a sum over axis 0, which XLA fuses with the computation
     of its terms, took up to 100 times as long on the CPU.
     """
-    highest = jax.lax.Precision.HIGHEST  # otherwise accelerators round to fewer bits
+    # otherwise accelerators round to fewer bits
+    highest = jax.lax.Precision.HIGHEST
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)

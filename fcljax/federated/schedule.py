@@ -19,7 +19,8 @@ from fcljax.errors import InputError
 from fcljax.types import Method, Program, Task, View
 
 Ints = Int[np.ndarray, "..."]
-Counts = Int[Array | np.ndarray | np.integer, "*clients"]  # also of one client, and inside jit
+# counts of one client or of many, on the host or inside jit
+Counts = Int[Array | np.ndarray | np.integer, "*clients"]
 
 # Batch sizes that a step is compiled for: at most so many, chosen from so many
 # candidates. Another one must save this share of a run's examples, and so many
@@ -97,7 +98,8 @@ class Capacity(NamedTuple):
 class LaneTable(NamedTuple):
     """What each lane does at each tick of one phase."""
 
-    slot: Int[np.ndarray, "ticks lanes"]  # whose step it is, among the slots of the lane's device
+    # the client's slot, among those of the lane's device
+    slot: Int[np.ndarray, "ticks lanes"]
     step: Int[np.ndarray, "ticks lanes"]  # number of the step, from 0
     start: Int[np.ndarray, "ticks lanes"]  # 1 at a client's first step
     end: Int[np.ndarray, "ticks lanes"]  # 1 at a client's last step
@@ -120,7 +122,8 @@ class Chunk(NamedTuple):
     count: Int[np.ndarray, " slots"]  # examples of each client
     offset: Int[np.ndarray, " slots"]  # where each client's indices begin
     class_examples: Int[np.ndarray, "slots C"]  # examples of each client and class
-    indices: Int[np.ndarray, " examples"]  # of the training examples, client after client
+    # training examples, client after client
+    indices: Int[np.ndarray, " examples"]
     # slot of each example; padding has slot S, which sorts last
     slot_of_example: Int[np.ndarray, " examples"]
     tables: tuple[LaneTable, ...]  # one for each phase

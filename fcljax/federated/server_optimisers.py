@@ -11,7 +11,8 @@ from jaxtyping import Array
 from fcljax.options import option
 from fcljax.types import PyTree
 
-SERVER_BETA2 = 0.99  # of the adaptive server optimisers (Reddi et al. 2021, section 5)
+# as in the adaptive server optimisers (Reddi et al. 2021, section 5)
+SERVER_BETA2 = 0.99
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Replayed(NamedTuple):
     server: PyTree  # the server's new state
     metrics: Metrics  # added over all steps
     examples: int  # examples read, in all epochs
-    refused: bool  # whether the result was not finite, so that the server kept its state
+    # whether the result was not finite, so that the server kept its state
+    refused: bool
 
 
 def make_replayer(

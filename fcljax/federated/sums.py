@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int, Num
 
 from fcljax.types import PyTree
 
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # where only shape and dtype count
+# an array, or only its shape and dtype
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
 SMALL = 2**16  # scalars of a leaf, up to which leaves share one compiled kernel
 
 

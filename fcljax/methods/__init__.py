@@ -411,7 +411,8 @@ METHODS: dict[str, MethodEntry] = {
     ),
 }
 
-OUTSIDE = "METHOD"  # the name of the entry in a file from outside, where none is given
+# the name of the entry in a file from outside, where none is given
+OUTSIDE = "METHOD"
 
 
 def find_method(method: str | MethodEntry) -> MethodEntry:

@@ -46,7 +46,8 @@ from fcljax.types import ClientContext, Method, Task, View
 
 MOMENTS = "moments"
 AFFINITY = "affinity"
-LEAST_VARIANCE = 1e-4  # of a feature in a class, such as one with a single example
+# least variance of a feature in a class, which may have a single example
+LEAST_VARIANCE = 1e-4
 INITIAL_STD = 0.02  # standard deviation of a compensation prompt's initial values
 
 

@@ -43,7 +43,8 @@ from fcljax.settings import Preset, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Matrices = Float[Array, "blocks D D"]
-ROUNDING = 1e-6  # singular values below this share of the Gram matrix's norm are rounding
+# singular values below this share of the Gram matrix's norm are rounding
+ROUNDING = 1e-6
 ROW_LENGTH = 3**-0.5  # of A: that of the usual uniform draw (InfLoRA's release)
 
 

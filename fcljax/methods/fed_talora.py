@@ -98,7 +98,8 @@ def calibrated(lora: Adapter) -> Adapter:
     ) -> Injection:
         assert lora.inject is not None
         pairs = cached
-        if isinstance(cached, Calibrated):  # in evaluation: the parameters of all tasks
+        # evaluation caches the parameters of all tasks
+        if isinstance(cached, Calibrated):
             pairs = cached.pairs
         injection: Injection = lora.inject(pairs, trainable.pairs, query, task, train, mask)
         # the residual is a constant at clients: only the server changes it

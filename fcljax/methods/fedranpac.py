@@ -39,7 +39,8 @@ from fcljax.settings import Preset
 from fcljax.types import ClientContext, Method, Weighted
 
 RIDGES = 10.0 ** jnp.arange(-8, 9)
-SPLIT = 0  # the key of the split of examples; no result depends on it but through chance
+# key of the split of examples into fit and held-out ones
+SPLIT = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,8 @@ class FedRanPACOptions:
     """Weight lambda of the classifier's squared norm."""
 
 
-_ONE_PAIR = (LoraOptions(lora_pairs="one"),)  # a pair of a later task would change the features
+# a pair of a later task would change the features
+_ONE_PAIR = (LoraOptions(lora_pairs="one"),)
 PRESETS = {
     "intended": Preset(FedRanPACOptions(), adapters=_ONE_PAIR),
     "paper": Preset(FedRanPACOptions(10_000, "task"), adapters=_ONE_PAIR),

@@ -39,7 +39,8 @@ from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
 from fcljax.types import ClientContext, Method, Task
 
-SHRINKAGE = 0.1  # of the first task's means when many tasks have followed (release)
+# scale of the first task's means after many tasks (release)
+SHRINKAGE = 0.1
 EXTRA_VARIANCE = 1e-4  # is added to every variance (release)
 
 

@@ -42,7 +42,8 @@ from fcljax.settings import Preset, with_mini
 from fcljax.types import LearningRate, Method, Metrics, Task, View, Weighted
 
 Average = Literal["holders", "batch"]
-EVALUATED = 1024  # prototypes on which the server measures its classifier, at most
+# most prototypes on which the server measures its classifier
+EVALUATED = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,8 @@ def fppl(options: FPPLOptions, run: Run) -> Method:
     if not options.wo_unified:
         client_rules = (unified_representation(options),)
     server_rules = ()
-    if not (options.wo_unified and options.wo_debias):  # either of them reads prototypes
+    # either of them reads prototypes
+    if not (options.wo_unified and options.wo_debias):
         server_rules = (debias_classifier(options, run),)
     classifier = classifiers.linear(feature_width(run, options.features), run.sizes.classes)
     return federate(

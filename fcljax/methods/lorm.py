@@ -46,7 +46,8 @@ from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import ClientContext, LearningRate, Method, RoundContext, Task, View
 
 Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
-STEP = 10.0  # no training step moves a parameter by more than so many times the learning rate
+# no training step moves a parameter by more than so many times the learning rate
+STEP = 10.0
 
 
 @dataclasses.dataclass(frozen=True)

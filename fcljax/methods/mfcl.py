@@ -47,7 +47,8 @@ from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import Method, Weighted
 
-SMOOTH_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in pixels, of the smoothing's kernel
+# offsets of the smoothing's kernel, in pixels
+SMOOTH_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)
 
 
 @dataclasses.dataclass(frozen=True)

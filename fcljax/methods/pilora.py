@@ -344,7 +344,8 @@ def prototype_weights(
     choose("temperature_mode", temperature_mode, ("divide", "multiply"))
     if not temperature > 0:
         raise InputError(f"temperature: must be positive, got {temperature}; the paper has 0.2")
-    distance_sum = _distance_sums(prototype, feature_mean, present, valid, distance)  # eq. 11
+    # eq. 11
+    distance_sum = _distance_sums(prototype, feature_mean, present, valid, distance)
     closeness = _min_max_inverse(distance_sum, valid)  # eq. 12
     scale = 1 / temperature
     if temperature_mode == "multiply":

@@ -278,7 +278,8 @@ def no_restore(
     # rounded down, as the masked autoencoder does
     visible = int(patches * (1 - options.mask_ratio))
     shape = (sizes.task_classes, options.restore_images)
-    latent = jnp.zeros((*shape, 1 + visible, network.width))  # the class token comes first
+    # the class token comes first
+    latent = jnp.zeros((*shape, 1 + visible, network.width))
     order = jnp.zeros((*shape, patches), jnp.int32)
     return Restore(latent, order, jnp.zeros(shape, bool))
 
@@ -530,7 +531,8 @@ def restored_batch(
     # the decoder predicts in its own range of pixels
     if options.recon_denorm:
         image = between(autoencoder, learner.network, image)
-    no_index = jnp.zeros_like(images.label) - 1  # they are no examples of the training set
+    # these images are not examples of the training set
+    no_index = jnp.zeros_like(images.label) - 1
     return Batch(image, images.label, images.mask, no_index)
 
 

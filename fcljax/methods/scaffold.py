@@ -103,7 +103,8 @@ def check_plain_descent(optimiser: optax.GradientTransformation) -> None:
     Raises:
       InputError: for any other, such as Adam or momentum.
     """
-    with jax.ensure_compile_time_eval():  # a method may be made inside of jit (`federated/rates.py`)
+    # a method may be made inside of jit (`federated/rates.py`)
+    with jax.ensure_compile_time_eval():
         gradient = jnp.float32(2.0)
         start = jnp.zeros(())
         # Adam's first step is another one, momentum's second

@@ -53,7 +53,8 @@ from fcljax.pixels import jitter
 from fcljax.types import Method, Task, Weighted
 
 STUDENT_DECAY = 1e-4  # weight decay
-REPTILE = 67.0  # factor of a generator's change in a round, as its gradient (release)
+# factor of a generator's change in a round, as its gradient (release)
+REPTILE = 67.0
 
 
 @dataclasses.dataclass(frozen=True)

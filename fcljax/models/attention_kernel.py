@@ -76,16 +76,20 @@ class _Layout(NamedTuple):
     heads_at_a_time: int
     to: Callable[[Array], Array]
     back: Callable[[Array, Array], Array]  # back(array, like)
-    block: Callable[[Any], Any]  # the part of an array that one call of the kernel takes
+    # the part of an array that one call of the kernel takes
+    block: Callable[[Any], Any]
     options: Any = None  # for the compiler
-    tokens: Mapping[str, int] = {}  # for the pass's function, if blocks have more rows than that
+    # number of tokens, for functions whose blocks have more rows
+    tokens: Mapping[str, int] = {}
 
 
 class _Pass(NamedTuple):
     """The forward or the backward pass of attention on a chip."""
 
-    layout: Callable[[tuple[int, ...], int], _Layout]  # of q's shape and the number of keys
-    function: Callable[..., None]  # of references to arrays [heads, tokens, size], on a GPU [rows, size]
+    # layout(shape of q, number of keys)
+    layout: Callable[[tuple[int, ...], int], _Layout]
+    # takes references to arrays [heads, tokens, size]; on a GPU [rows, size]
+    function: Callable[..., None]
     products: int  # operations per score, over the size of a head
 
 
@@ -294,6 +298,7 @@ def _on_gpu(direction: str, function: Callable[..., None], products: int) -> _Pa
 
 _FORWARD = {"tpu": _Pass(_layout_on_tpu, _attend, 4), "gpu": _on_gpu("forward", _attend_on_gpu, 4)}
 _BACKWARD = {
-    "tpu": _Pass(_layout_on_tpu, _attend_back, 14),  # it recomputes the output, too
+    # 14 products: it recomputes the output, too
+    "tpu": _Pass(_layout_on_tpu, _attend_back, 14),
     "gpu": _on_gpu("backward", _attend_back_on_gpu, 10),
 }

@@ -214,7 +214,8 @@ def _pool_backward(
     size: Pair, window: Window, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Float[Array, "batch height width channels"]]:
     on_cpu = functools.partial(_pool_gradient_by_pixels, size, window)
-    elsewhere = functools.partial(_pool_gradient_of_xla, size, window)  # a TPU moves a third fewer bytes
+    # a TPU then moves a third fewer bytes
+    elsewhere = functools.partial(_pool_gradient_of_xla, size, window)
     return (lax.platform_dependent(*saved, gradient, cpu=on_cpu, default=elsewhere),)
 
 

@@ -51,7 +51,8 @@ class Masking(NamedTuple):
     """Which patches an encoder sees."""
 
     keep: Int[Array, "batch kept"]  # the visible patches, in their random order
-    restore: Int[Array, "batch patches"]  # the position of every patch in the sequence [visible, masked]
+    # the position of every patch in the sequence [visible, masked]
+    restore: Int[Array, "batch patches"]
     masked: Bool[Array, "batch patches"]  # whether a patch is hidden
 
 

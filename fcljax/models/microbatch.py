@@ -95,7 +95,8 @@ def _divided_network(
             part_inputs, part_injection = batch
             injection = merge_injection(part_injection, injection)
             features, _ = network.apply(params, part_inputs, injection, train, None)
-            return features._replace(taps={})  # else memory would hold the blocks of all images
+            # taps would hold the blocks of all images in memory
+            return features._replace(taps={})
 
         return divide(part, (params, shared_injection), (inputs, of_images)), params
 

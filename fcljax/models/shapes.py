@@ -10,7 +10,8 @@ ChipKind = Literal["none", "tpu", "gpu"]
 # of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP);
 # gelu_tanh: the approximation by tanh (big_vision)
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
-OF_A_RUN = ("dtype", "kernel")  # fields that say how a run computes a network of that shape
+# fields that say how a run computes a network of that shape
+OF_A_RUN = ("dtype", "kernel")
 Dtype = Literal["float32", "tf32", "bfloat16"]
 
 
@@ -68,12 +69,15 @@ class ViTConfig:
     dtype: Dtype = "float32"
     epsilon: float = 1e-6  # of the LayerNorms
     final_norm: bool = True
-    layer_scale: bool = False  # attention and MLP are scaled by channel before they are added (DINOv2)
-    registers: int = 0  # learned tokens beside the class token; their outputs are unused (DINOv2)
+    # attention and MLP are scaled by channel before they are added (DINOv2)
+    layer_scale: bool = False
+    # learned tokens beside the class token; their outputs are unused (DINOv2)
+    registers: int = 0
     qk_norm: bool = False  # LayerNorms of the queries and keys of each head
     pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
     activation: Activation = "gelu"
-    rotary_base: float = 0.0  # base of the patches' rotary positions (DINOv3: 100); 0: none
+    # base of the patches' rotary positions (DINOv3: 100); 0: none
+    rotary_base: float = 0.0
     kernel: AttentionKernel = NO_KERNEL
 
     @property
@@ -105,7 +109,8 @@ def reduction(stem: Stem, stages: int) -> int:
     stem_stride = 1
     if stem == "imagenet":
         stem_stride = 4
-    return stem_stride * 2 ** (stages - 1)  # each stage after the first halves the side
+    # each stage after the first halves the side
+    return stem_stride * 2 ** (stages - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +123,8 @@ class ResNetConfig:
 
     image_size: int = 224
     stages: tuple[int, ...] = (2, 2, 2, 2)  # blocks of each
-    channels: int = 64  # of the first stage; outputs of bottlenecks have four times as many
+    # channels of the first stage; outputs of bottlenecks have four times as many
+    channels: int = 64
     stem: Stem = "imagenet"
     dtype: Dtype = "float32"
     bottleneck: bool = False
@@ -235,7 +241,8 @@ class TextConfig:
 
     vocabulary: int = 4096
     length: int = 64  # most tokens of a text
-    blocks: ViTConfig = ViTConfig(width=64, depth=6, heads=4, mlp=256)  # without its image and patches
+    # shape of the network, without its image and patches
+    blocks: ViTConfig = ViTConfig(width=64, depth=6, heads=4, mlp=256)
     image_size: int = 0  # it reads no images
 
     @property

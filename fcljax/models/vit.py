@@ -57,7 +57,8 @@ class Injection(NamedTuple):
     prompt: Mapping[int, Float[Array, "..."]] = {}
     prefix: Mapping[int, Prefix] = {}
     lora: Mapping[int, Lora] = {}
-    keep: Int[Array, "batch kept"] | None = None  # visible patches (masked autoencoding); None: all
+    # visible patches (masked autoencoding); None: all
+    keep: Int[Array, "batch kept"] | None = None
     # Tokens between the class token and the patches in all blocks, [batch, length,
     # width] or [length, width]. They get the class token's position embedding (L2P) and
     # leave the network as `Features.prompts`.
@@ -186,7 +187,8 @@ def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
     """
     quarter = c.width // c.heads // 4
     period = c.rotary_base ** (jnp.arange(quarter) / quarter)
-    centre = 2 * (jnp.arange(c.grid) + 0.5) / c.grid - 1  # of the patches, from -1 to 1
+    # centres of the patches, from -1 to 1
+    centre = 2 * (jnp.arange(c.grid) + 0.5) / c.grid - 1
     angle = 2 * jnp.pi * centre[:, None] / period
     by_row = jnp.repeat(angle, c.grid, axis=0)
     by_column = jnp.tile(angle, (c.grid, 1))

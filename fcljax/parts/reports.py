@@ -23,7 +23,8 @@ from fcljax.parts.learner import Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, PyTree, Task, View
 
-PROTOTYPE_DISTANCE = "prototype_distance"  # last part of the metric's name; runs warn by it
+# last part of the metric's name; runs warn by it
+PROTOTYPE_DISTANCE = "prototype_distance"
 # factor by which one round of training may raise the bound on a feature's norm
 TRAINING_FACTOR = 4.0
 
@@ -129,7 +130,8 @@ def possible_moments(
     Sums of squares are not negative, and (sum of x)^2 <= n (sum of x^2) in each class and
     channel (Cauchy and Schwarz).
     """
-    most = reported.examples[:, None] * reported.square * (1 + 1e-3)  # up to rounding
+    # up to rounding
+    most = reported.examples[:, None] * reported.square * (1 + 1e-3)
     squares_are_possible = jnp.all(reported.square >= 0) & jnp.all(reported.feature**2 <= most)
     counts_are_possible = possible_counts(reported.examples, context.client.examples)
     trace = jnp.sum(reported.square, axis=1)

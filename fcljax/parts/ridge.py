@@ -89,7 +89,8 @@ def possible_moments(
     which is the number of examples.
     """
     trace_fits = possible_trace(jnp.trace(reported.gram), reported.examples, longest(context))
-    explained = norm_by_gram(reported.gram, reported.products)  # NaN is not below the number of examples
+    # NaN is not below the number of examples
+    explained = norm_by_gram(reported.gram, reported.products)
     counts_fit = possible_counts(reported.examples[None], context.client.examples)
     return trace_fits & (explained <= reported.examples * (1 + SUMS)) & counts_fit
 

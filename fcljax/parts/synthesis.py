@@ -151,7 +151,8 @@ def images_rule(options: SynthesisOptions, run: Run, synthesise: Synthesise) -> 
 # ---- server: models that judge images --------------------------------------------------
 
 
-Logits = Callable[[Float[Array, "batch h w 3"]], Float[Array, "batch C"]]  # of pixels in [0, 1]
+# logits(pixels in [0, 1])
+Logits = Callable[[Float[Array, "batch h w 3"]], Float[Array, "batch C"]]
 
 
 class ImageModel(NamedTuple):

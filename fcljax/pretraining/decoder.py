@@ -144,7 +144,8 @@ class StoredImages(NamedTuple):
     """Some images as they are stored."""
 
     image: Any  # uint8 [N, H, W, 3], of numpy or jax
-    size: Any = None  # [N, 2], before they were squeezed into a square; None: they are square
+    # [N, 2], before they were squeezed into a square; None: they are square
+    size: Any = None
 
     def take(self, index: np.ndarray | slice) -> "StoredImages":
         """Return the images of this index."""
@@ -177,7 +178,8 @@ class DecoderState(NamedTuple):
 
     params: PyTree  # the decoder's
     opt: optax.OptState
-    curve: Float[Array, "2 points"]  # training loss and validation loss; a point is the mean of several steps
+    # training loss and validation loss; a point is the mean of several steps
+    curve: Float[Array, "2 points"]
 
 
 class StepPosition(NamedTuple):
@@ -215,7 +217,8 @@ def _letters(cfg: PretrainDecoderConfig, size: int) -> Images:
 
 
 def _from_dataset(cfg: PretrainDecoderConfig, size: int) -> Images:
-    dataset = load_split(cfg, size)  # its test images are held-out training images
+    # its test images serve as held-out training images
+    dataset = load_split(cfg, size)
     check_images("dataset", dataset)
     train = StoredImages(dataset.x_train, dataset.size_train)
     held_out = StoredImages(dataset.x_test, dataset.size_test)
@@ -266,7 +269,8 @@ def random_crops(
 
     grey = jax.vmap(crop)(images, boxes, flips, original_sizes)
     grey = jnp.clip(jnp.round(grey), 0, 255).astype(jnp.uint8)
-    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)  # at this size it only normalises
+    # images have the network's size, so this only normalises
+    return clean_view(dataclasses.replace(preprocess, margin=1.0), grey)
 
 
 # ---- one step --------------------------------------------------------------------------
@@ -432,7 +436,8 @@ def _plan(
         cfg.decoder_depth,
         cfg.decoder_heads,
         cfg.decoder_mlp,
-        "float32" if cfg.dtype == "auto" else cfg.dtype,  # trainable: not bfloat16 by itself
+        # parameters that train stay float32
+        "float32" if cfg.dtype == "auto" else cfg.dtype,
     )
     preprocess = input_pipeline(cfg.preprocess, vit.image_size, fills_frame=not images.crops)
     preprocess = with_constants(preprocess, cfg, backbone)

@@ -47,7 +47,8 @@ from fcljax.runs import signals
 from fcljax.types import PyTree
 
 _BACKBONE = "vit_micro"
-_REPORTED_STEPS = 100  # at the end, over which the reported loss and accuracy are means
+# the reported loss and accuracy are means over the last steps
+_REPORTED_STEPS = 100
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,8 @@ WIDTH = 7.2  # inches
 ROW_HEIGHT = 0.5  # inches, of a row of dots
 MAX_LABEL = 48  # characters of a name above a row
 HREF = "{http://www.w3.org/1999/xlink}href"
-EXTRA_DIGITS = re.compile(r"(\.\d\d)\d+")  # of a coordinate, more than a screen shows
+# digits of coordinates that no screen shows
+EXTRA_DIGITS = re.compile(r"(\.\d\d)\d+")
 
 
 def inline(
@@ -46,7 +47,8 @@ def inline(
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fcljax"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
+        # a name in letters that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(buffer, format="svg")
     drawing = ElementTree.fromstring(buffer.getvalue())
     # matplotlib defines a marker once and refers to it by an id, which two charts of

@@ -18,7 +18,8 @@ from fcljax.results.metrics import over_seeds, paired_difference
 from fcljax.results.run_folder import Number, Summary, load_summary, run_folders, value_at
 from fcljax.terminal import add_row, duration, new_table
 
-SETUP = ("dataset", "backbone", "fidelity")  # what runs should share to be compared
+# what runs should share to be compared
+SETUP = ("dataset", "backbone", "fidelity")
 # settings that decide where and how fast a run is made, and its numbers by rounding at
 # most; and the method, which has a name of its own in a summary
 ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {

@@ -34,7 +34,8 @@ INK = "#333333"
 GRID = "#DDDDDD"
 MAX_NUMBERED_TASKS = 12  # larger matrices get a colour bar instead of numbers
 MAX_NAME = 80  # characters of a run's name in a legend
-MAX_BUBBLE_CLASSES = 40  # beyond this bubbles overlap, and a heat map reads better
+# beyond this bubbles overlap, and a heat map reads better
+MAX_BUBBLE_CLASSES = 40
 
 # format -> what a file must not say of when and with what it was made
 FORMATS: dict[str, dict[str, Any]] = {
@@ -73,7 +74,8 @@ def save(path: str | Path, figure: Figure) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"svg.hashsalt": "fcljax"}  # or the ids of an SVG are random
     with atomic(path) as temporary, warnings.catch_warnings(), matplotlib.rc_context(settings):
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
+        # a name in letters that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(temporary, format=form, metadata=FORMATS[form])
     return path
 

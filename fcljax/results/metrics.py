@@ -313,7 +313,8 @@ def paired_difference(
     count = len(difference)
     if count < 2:
         raise InputError(f"seeds: {count} pairs of runs have no confidence interval; nearest: 2")
-    from scipy.special import stdtrit  # a fifth of `fcljax compare`, which needs it for several seeds alone
+    # a fifth of `fcljax compare`, which needs it for several seeds alone
+    from scipy.special import stdtrit
 
     half = stdtrit(count - 1, (1 + level) / 2) * difference.std(ddof=1) / np.sqrt(count)
     mean = float(difference.mean())

@@ -17,7 +17,8 @@ Number = float | int
 
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
 SEALED = ("summary.json", "metrics.jsonl", "config.yaml")
-SHARES = "gradient_share_"  # what the keys of shares of the loss's terms in metrics.jsonl begin with
+# what the keys of shares of the loss's terms in metrics.jsonl begin with
+SHARES = "gradient_share_"
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl
 MAX_SUMMARY_BYTES = 2**28  # of a summary.json
 MISSING = object()
@@ -96,7 +97,8 @@ def load_summary(run_dir: str | Path) -> Summary:
         summary = json.loads(read_text(path, MAX_SUMMARY_BYTES))
     except OSError as error:
         raise InputError(f"run: cannot read {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError; nested too deep
+    except (ValueError, RecursionError) as error:
+        # JSONDecodeError and UnicodeDecodeError; nested too deep
         raise InputError(f"run: {str(path)!r} is not JSON ({error})") from None
     if not isinstance(summary, dict):
         raise InputError(f"run: {str(path)!r} lacks every field: it is not a JSON object")

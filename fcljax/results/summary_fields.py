@@ -28,7 +28,8 @@ def is_whole(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Check for a finite number."""
-    return is_whole(value) or (isinstance(value, float) and abs(value) <= LARGEST)  # NaN compares as false
+    # NaN compares as false
+    return is_whole(value) or (isinstance(value, float) and abs(value) <= LARGEST)
 
 
 def is_amount(value: object) -> bool:

@@ -22,7 +22,8 @@ from fcljax.results.run_folder import is_hidden, read_lines, rejected_uploads
 from fcljax.results.summary_fields import is_number
 from fcljax.terminal import add_row, duration, new_table, plain_text
 
-LOCK_TABLE = Path("/proc/locks")  # Linux lists there the locks that processes of this machine hold
+# Linux lists there the locks that processes of this machine hold
+LOCK_TABLE = Path("/proc/locks")
 MAX_WARNINGS = 8
 MAX_TITLES = 3
 

@@ -22,7 +22,8 @@ from fcljax.files import atomic, in_home
 
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
-MOST = 4 * 2**30  # bytes of all compiled programs; a run of a small network leaves about 1 MB
+# bytes of all compiled programs; a run of a small network leaves about 1 MB
+MOST = 4 * 2**30
 # compile time of a cached program; compiling a faster one takes no longer than reading it
 LEAST_SECONDS = 0.05
 # lines of /proc/cpuinfo that distinguish types of CPU, for x86 and Arm
@@ -145,13 +146,15 @@ def _set_up(folder: Path, say: Callable[[str], None]) -> None:
         return
     settings = {
         "jax_persistent_cache_min_compile_time_secs": LEAST_SECONDS,
-        "jax_persistent_cache_enable_xla_caches": "none",  # they put the folder's name into the keys
+        # XLA's own caches would put the folder's name into the keys
+        "jax_persistent_cache_enable_xla_caches": "none",
     }
     for name, value in settings.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    warnings.filterwarnings("ignore", message=UNWRITTEN)  # a full disk needs none for every program
+    # one warning is enough for a full disk
+    warnings.filterwarnings("ignore", message=UNWRITTEN)
 
 
 class CheckedCache:

@@ -88,7 +88,8 @@ def embed(
     head = inputs.backbone.head
     if cfg.keep_head and head is not None:
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
-    with atomic(out) as temporary, temporary.open("wb") as file:  # to a name, numpy would add .npz
+    # to a file object, because numpy adds .npz to names
+    with atomic(out) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
     save_features(cfg, inputs, "train", features[0])
     save_features(cfg, inputs, "test", features[1])

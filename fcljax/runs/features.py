@@ -236,7 +236,8 @@ def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
             features = file["features"]
             sha256 = str(file["sha256"])
-    except Exception:  # a damaged file may raise anything in the parsers of zip and npy
+    except Exception:
+        # a damaged file may raise anything in the parsers of zip and npy
         return None
     expected = (count, inputs.backbone.config.width)
     if features.shape != expected or features.dtype != np.float32 or sha256 != _sha256(features):

@@ -30,7 +30,8 @@ from fcljax.settings import HostOptions
 
 Value = TypeVar("Value")
 
-LOST = 75  # exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
+# exit code when another process has ended: the run can be resumed (EX_TEMPFAIL)
+LOST = 75
 # words in the errors of jax's collectives and of its coordination service when a
 # process is lost
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "Connection")
@@ -109,7 +110,8 @@ class Hosts:
         """Return the texts of all processes, in the order of their numbers."""
         if self.count == 1:
             return [text]
-        from jax.experimental import multihost_utils  # a run of one process need not load it
+        # a run of one process need not load it
+        from jax.experimental import multihost_utils
 
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)

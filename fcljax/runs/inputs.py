@@ -74,7 +74,8 @@ class Inputs(NamedTuple):
     dataset: Dataset
     preprocess: Preprocess | Kind
     augments: bool  # whether the training view differs from the clean one
-    surrogate: np.ndarray | tuple = ()  # images of another data set, where the settings ask for some
+    # images of another data set, where the settings ask for some
+    surrogate: np.ndarray | tuple = ()
 
 
 def load_inputs(

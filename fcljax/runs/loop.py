@@ -39,7 +39,8 @@ from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
 
-PARTITION = "partition.csv"  # the owners of the examples, where the user says who they are
+# the owners of the examples, where the user says who they are
+PARTITION = "partition.csv"
 UP_TO_ROUNDING = "results equal those of the run without this change up to rounding, not bit for bit"
 CHECKPOINTS = "checkpoints"
 SEARCH = "search.json"  # what --scale fit tried and chose
@@ -142,7 +143,8 @@ def run(
     # the first process alone touches the folder; an error of it reaches the others too
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
-    session = session._replace(settings=exp.settings)  # with what was chosen for device and data
+    # the settings now include the choices for device and data
+    session = session._replace(settings=exp.settings)
     with contextlib.ExitStack() as stack:
         hosts.from_first(lambda: stack.enter_context(created(session.out, exp.settings)))
         if hosts.first and is_owned(exp.settings.partition):
@@ -279,7 +281,9 @@ def _complete(
                 personal = personal_accuracy(exp, state, records)
                 drawn_calibration = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
-            del state  # figures are drawn next, and need not add their memory to that of the last state
+            # figures are drawn next, and need not add their memory to that of the last
+            # state
+            del state
             # asynchronous writes must end before the folder is sealed
             if manager:
                 checkpoint.finish(manager)
@@ -455,7 +459,8 @@ def _play(
                 if due:
                     reached = Progress(state, records, step + 1)
                     last_write = _save_checkpoint(session, exp, journal, reached, shared)
-                    del reached  # which would keep this round's memory during the next one
+                    # otherwise this round's memory would be kept during the next one
+                    del reached
             journal.trackers.heard(line)
             bar.update(bar_task, advance=1, **last_round(records))
             if signal and not last_step:

@@ -22,7 +22,8 @@ from fcljax.mesh import device_count
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
+# JAX's event after a compilation
+COMPILED = "/jax/core/compile/backend_compile_duration"
 LONG = 0.5  # seconds: a shorter compilation leaves little memory behind
 
 

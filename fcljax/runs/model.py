@@ -241,7 +241,8 @@ class Model:
             _check_call(program, arrays, side, stored, labels)
             # models of earlier versions do not say
             geometry = _geometry(about["geometry"]) if "geometry" in about else None
-        except Exception as error:  # whatever a damaged file raises in the parsers
+        except Exception as error:
+            # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is not a saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels, geometry, stored)  # pyrefly: ignore[bad-argument-type]
 

@@ -15,7 +15,8 @@ from fcljax.mesh import WHOLE, AnyMesh, by_device, device_count, jit, on_each, p
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, RoundContext
 
-BATCHES_PER_CALL = 16  # of features on each device, at most: between calls, progress is shown
+# most batches per call; progress is shown between calls
+BATCHES_PER_CALL = 16
 BYTES_PER_CALL = 2**27  # of images on each device, unless two batches have more
 
 # on_progress(images): called with the number of images that have been added
@@ -108,7 +109,8 @@ def make_predict(
             query = None
             if split.query is not None:
                 query = split.query[row]
-            label = jnp.zeros_like(batch_index)  # a method must not see the labels of test images
+            # a method must not see the labels of test images
+            label = jnp.zeros_like(batch_index)
             batch = Batch(read(split, row), label, batch_index >= 0, batch_index, query)
             # float32: a softmax over bfloat16 logits ties classes that differ
             logits = predict(round_context, *model, batch).astype(jnp.float32)

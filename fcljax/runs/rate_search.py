@@ -48,7 +48,8 @@ RANGE_CLIENTS = 3
 RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
 GRIDS = (len(FACTORS) + 1, 7, 5, 3, 2)  # candidates of the range test: the first that is affordable
 LEAD = 1.645  # standard errors: one-sided, at 5 %
-PURPOSE = 0x46495453  # tells the draw of held-out examples from other draws of the seed
+# tells the draw of held-out examples from other draws of the seed
+PURPOSE = 0x46495453
 # candidates that begin, tasks on which they are compared, and the least share of the
 # clients in every trial. The first design within the budget is taken. A single task
 # does not show what a candidate forgets, and the images of clients that stay out evaluate.

@@ -52,7 +52,8 @@ class _Flag:
     def __init__(self):
         self.number: int | None = None  # the first signal
         self.is_set = threading.Event()
-        self.advice: list[Callable[[], str]] = []  # what the user can do; the last is printed
+        # what the user can do; the last is printed
+        self.advice: list[Callable[[], str]] = []
         self.unbroken = 0  # number of open `unbroken` blocks
 
     def __call__(self, number: int, frame: object) -> None:
@@ -99,7 +100,8 @@ class _Flag:
                 advice = self.advice[-1]()
             line = last_line(number, advice)
             if sys.stderr.isatty():
-                line = f"\x1b[?25h{line}"  # shows the cursor, which a progress bar hides
+                # shows the cursor, which a progress bar hides
+                line = f"\x1b[?25h{line}"
             os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
         finally:
             os._exit(128 + number)

@@ -42,9 +42,13 @@ LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
 # round, and if it classifies less than the share ARRIVED of its examples correctly
 STEEP = 0.1
 ARRIVED = 0.8
-OF_TRAINING = ("_epochs", "_lr")  # ends of the options of a training at the server
-FEW_STEPS = 100  # of a client in a task; the presets `improved` were chosen with a dozen to a hundred
-FAR = 1.0  # distance from prototypes to their class means, over the distance between class means
+# ends of the options of a training at the server
+OF_TRAINING = ("_epochs", "_lr")
+# training steps of a client in a task; the presets `improved` were chosen with a dozen
+# to a hundred
+FEW_STEPS = 100
+# distance from prototypes to their class means, over the distance between class means
+FAR = 1.0
 
 
 def summarize(
@@ -334,7 +338,8 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
             f"the previous model{where}"
         )
     confusion = np.asarray(records.confusion)
-    lost = metrics.unpredicted(confusion) if records.confusion else 0  # nothing was evaluated
+    # nothing was evaluated
+    lost = metrics.unpredicted(confusion) if records.confusion else 0
     if lost:
         lines.append(
             f"warning: the last model's outputs are not finite for {lost} of {confusion.sum()} test images, "

@@ -91,7 +91,8 @@ def _ray(options: RayOptions) -> Iterator[Start]:
     if must_start:
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        signal.signal(signal.SIGTERM, handler)  # Ray's own handler exits before the runs have ended
+        # Ray's own handler exits before the runs have ended
+        signal.signal(signal.SIGTERM, handler)
     remote = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=0)(jobs.run_job)
 
     def start(job: Job) -> ClusterTask:

@@ -226,7 +226,8 @@ def _blamed(point: Point, message: str) -> str:
     # the option may stand in several places
     for place, options in reversed(point.layers.items()):
         for name in options:
-            spelt = re.escape(name).replace("_", "[_-]")  # a message may have it as it is typed: --lora-rank
+            # a message may have it as it is typed: --lora-rank
+            spelt = re.escape(name).replace("_", "[_-]")
             if re.search(rf"(^(--)?|unknown key '){spelt}\b", message):
                 return f"{place}.{name}"
     if message.startswith("method: "):
@@ -279,5 +280,6 @@ def _check_different(planned: list[Planned]) -> None:
         if known_name is not run.name:
             raise InputError(f"grid: {known_name} and {run.name} are the same run, with the same settings")
     names = [run.name for run in planned]
-    if len(set(names)) < len(names):  # as likely as that two sha256 begin with the same 24 bits
+    # as likely as that two sha256 begin with the same 24 bits
+    if len(set(names)) < len(names):
         raise InputError("grid: two runs would have the same folder; change a variant's name or a value")

@@ -116,7 +116,8 @@ def start(job: Job) -> subprocess.Popen[bytes] | Adopted:
                 env=os.environ | dict(job.environment),
                 # Ctrl-C goes to the sweep, which passes it on
                 start_new_session=True,
-                pass_fds=[handle],  # so the lock lasts as long as the process, also without this one
+                # the lock lasts as long as the child, also without this process
+                pass_fds=[handle],
             )
         # the number of the process, for a later sweep that adopts it
         os.ftruncate(handle, 0)

@@ -10,7 +10,8 @@ from fcljax.choices import chosen, flat
 from fcljax.config import RunConfig
 from fcljax.methods import find_method
 
-CLASSES = {"cifar100": 100, "tiny_imagenet": 200}  # of the data sets with the partition `quantity`
+# classes of the data sets with the partition `quantity`
+CLASSES = {"cifar100": 100, "tiny_imagenet": 200}
 # Classes of the data set `glyphs`, and the largest number of tasks
 GLYPHS = 100
 TASKS = 5

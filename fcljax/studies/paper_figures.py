@@ -72,7 +72,8 @@ def _over_time(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, L
         mean = _mean(result.curves)
         # the paper may print more or fewer steps than we have played
         paper = result.row.curve
-        size = len(mean) // len(suffixes)  # curve_of puts the curves of the learned tasks one after the other
+        # curve_of puts the curves of the learned tasks one after the other
+        size = len(mean) // len(suffixes)
         for i, suffix in enumerate(suffixes):
             ours = mean[i * size : (i + 1) * size]
             length = max(len(ours), len(paper))

@@ -286,7 +286,8 @@ def _play(
     try:
         settings = request.settings(trial.params)
         has_started = (folder / "config.yaml").exists()
-        for line in read_lines(folder / "metrics.jsonl"):  # of a trial that was stopped
+        # rounds that a stopped trial has already played
+        for line in read_lines(folder / "metrics.jsonl"):
             on_round(line)
         following = dataclasses.replace(observer, console=loop.QUIET, heard=on_round)
         value = loop.run(settings, folder, has_started, following)[request.metric]
@@ -301,7 +302,8 @@ def _play(
         observer.say(f"trial {trial.number}: {error}")
         study.tell(trial, state=states.FAIL)
     with contextlib.suppress(OSError):
-        shutil.rmtree(folder / "checkpoints")  # which only a trial that is not over needs
+        # only an unfinished trial needs its checkpoints
+        shutil.rmtree(folder / "checkpoints")
 
 
 def trials_of(study: Any) -> list[Trial]:

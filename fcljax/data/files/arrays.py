@@ -22,7 +22,8 @@ NAME = "arrays"  # of a data set that the caller has in memory
 
 _SHAPES = "[N, H, W, 3], [N, 3, H, W] or [N, H, W]"
 _LEVELS = "expected uint8, grey levels 0..255, or float in [0, 1]"
-_WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)  # largest levels of cameras and data sets
+# usual largest levels of cameras and data sets
+_WHITES = (1, 15, 16, 31, 63, 127, 255, 1023, 4095, 16383, 65535)
 
 
 class Labelled(NamedTuple):
@@ -206,7 +207,8 @@ def as_array(where: str, key: str, values: Any) -> np.ndarray:
             f"{where}: {key} is not an array: its values have several shapes ({reason(error)}); "
             f"make them equal"
         ) from None
-    except Exception as error:  # the arrays of other libraries raise what these do, such as on a GPU
+    except Exception as error:
+        # the arrays of other libraries raise what these do, such as on a GPU
         raise InputError(f"{where}: {key} is not an array that numpy reads ({reason(error)})") from None
     if is_mixed(values, array):
         raise InputError(f"{where}: {key} mixes text with other values; use one type")
@@ -474,7 +476,8 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
     """Convert pixels in [0, 1] to 0..255."""
     if images.dtype.kind == "b":
         return images.astype(np.uint8) * np.uint8(255)
-    if images.dtype.name == "bfloat16":  # jax's, which numpy does not know as a float
+    # jax's, which numpy does not know as a float
+    if images.dtype.name == "bfloat16":
         images = images.astype(np.float32)
     if images.dtype.kind not in "iuf":
         raise InputError(f"{where}: {key} is {images.dtype}; {_LEVELS}; nearest: an array of numbers")

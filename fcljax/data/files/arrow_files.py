@@ -18,7 +18,8 @@ from fcljax.files import machine_memory
 
 SUFFIXES = (".parquet", ".arrow")
 
-_FEW_ROWS = 1 << 20  # a file with more rows has at least a byte for each: a set of images has many more
+# a file with more rows has at least a byte for each: a set of images has many more
+_FEW_ROWS = 1 << 20
 _ROW_BYTES = 256  # of memory for the label, name and position of a row
 _VALUE_BYTES = 8
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream

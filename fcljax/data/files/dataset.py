@@ -30,13 +30,16 @@ class Dataset(NamedTuple):
     x_test: Any
     y_test: Int64[np.ndarray, " M"]
     class_names: tuple[str, ...]
-    augment: bool = True  # random crops and flips preserve the class: not for digits and letters
+    # random crops and flips preserve the class: not for digits and letters
+    augment: bool = True
     size_train: Int32[np.ndarray, "N 2"] | None = None
     size_test: Int32[np.ndarray, "M 2"] | None = None
     digest: str = ""  # sha256 of the arrays' content
     sources: tuple[int, ...] | None = None  # of a mixture: the data set of each class
-    columns: Mapping[str, np.ndarray] = {}  # further facts on training examples [N]: a site, a camera
-    columns_test: Mapping[str, np.ndarray] = {}  # the same of test examples [M], if the data have them
+    # further facts on training examples [N]: a site, a camera
+    columns: Mapping[str, np.ndarray] = {}
+    # the same of test examples [M], if the data have them
+    columns_test: Mapping[str, np.ndarray] = {}
     folder: Path | None = None  # where it is prepared, with the names of its images
     # indices of the training images that were not held out; None: all
     kept: Int[np.ndarray, " N"] | None = None

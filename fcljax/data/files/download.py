@@ -49,7 +49,9 @@ from fcljax.options import whole_number
 from fcljax.terminal import say
 
 _BLOCK = 1 << 18  # bytes in memory at a time
-_GROWTH = 10  # most unpacked bytes per byte of an archive; the official ones contain compressed images
+# most unpacked bytes per byte of an archive; the official ones contain compressed
+# images
+_GROWTH = 10
 _SLACK = 1 << 20  # bytes beyond that, for small archives
 
 
@@ -59,7 +61,8 @@ class Archive(NamedTuple):
     url: str
     bytes: int
     sha256: str
-    takes: str  # the needed folder within the archive; "" for a file that is not unpacked
+    # the needed folder within the archive; "" for a file that is not unpacked
+    takes: str
     below: str = ""  # where it is unpacked, below the data folder
 
     @property
@@ -309,7 +312,8 @@ def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
         response = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        failure = _Useless if error.code == 416 else _Failed  # 416: the server's file ends before `start`
+        # 416: the server's file ends before `start`
+        failure = _Useless if error.code == 416 else _Failed
         raise failure(f"{archive.file} was refused by the server (HTTP status {error.code})") from error
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", None)

@@ -17,8 +17,10 @@ from fcljax.errors import InputError
 
 Tree = dict[str, list[File]]  # image files by class
 
-_Columns = dict[str, int]  # name -> index of the folder in a file's path that is its value
-_Folder = tuple[int, int]  # device and inode, which identify a folder whatever the path to it
+# name -> index of the folder in a file's path that is its value
+_Columns = dict[str, int]
+# device and inode, which identify a folder whatever the path to it
+_Folder = tuple[int, int]
 
 
 class Contents(NamedTuple):

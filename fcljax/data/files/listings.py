@@ -24,12 +24,15 @@ class Named(NamedTuple):
     """The files of a data set, which `names.DATASETS` describes."""
 
     put: str  # the official files, relative to the data folder
-    find: Callable[[Path, Choice], Raw | None]  # in a folder that may hold the official files
+    # find(folder, choice): the folder may hold the official files
+    find: Callable[[Path, Choice], Raw | None]
     images: int | None  # of the official release, both splits
     tfds: tuple[str, ...] = ()  # its builders in tensorflow-datasets
-    tfds_listing: Callable[[Sequence[Path]], Listing] | None = None  # from the folders that they prepared
+    # lists the folders that these builders prepared
+    tfds_listing: Callable[[Sequence[Path]], Listing] | None = None
     augment: bool = True  # random crops and flips preserve the class
-    folders: str = ""  # name of the column that is the first folder of an image's name, such as domain
+    # name of the column that is the first folder of an image's name, such as domain
+    folders: str = ""
 
 
 def find(name: str, folder: Path, choice: Choice = None) -> Raw | None:

@@ -266,7 +266,8 @@ def _names(path: Path, field: str) -> list[str]:
         raise InputError(f"{field}: no such file: {str(path)!r}")
     try:
         return npz_names(path)
-    except Exception as error:  # a damaged file can raise anything in the parser of zip
+    except Exception as error:
+        # a damaged file can raise anything in the parser of zip
         raise InputError(f"dataset: {str(path)!r} is damaged or not a .npz file ({reason(error)})") from error
 
 
@@ -296,7 +297,8 @@ def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read the arrays of these names that exist."""
     try:
         return read_npz(path, machine_memory() // 2, names)
-    except Exception as error:  # a damaged file can raise anything in the parsers of zip and npy
+    except Exception as error:
+        # a damaged file can raise anything in the parsers of zip and npy
         if "Object arrays" in str(error):
             raise InputError(
                 f"dataset: {str(path)!r} holds pickled objects, which are never loaded; save plain arrays"

@@ -33,7 +33,8 @@ from fcljax.errors import InputError, reason
 from fcljax.files import folder_for, leftovers, owned, temporary_folder, write_text
 from fcljax.terminal import say
 
-FORMAT = 1  # of the folder and of the rules that decide the pixels; part of the key
+# version of the folder and of the rules that decide the pixels; part of the key
+FORMAT = 1
 
 _BLOCK = 128  # images in memory at a time
 _BYTES = 1 << 24  # of an array in memory at a time, while it is hashed or copied
@@ -48,9 +49,12 @@ class UndecodedSplit(NamedTuple):
     labels: Int64[np.ndarray, " N"]
     names: Sequence[str]  # [N] for messages: the path or another location
     fetch: Callable[[Sequence[int]], list[Picture]]  # fetch(indices) -> encoded images
-    size: tuple[int, int] | None = None  # height and width of all images, if known before decoding
-    columns: Mapping[str, Sequence[str]] = {}  # further facts on each image [N], for example its site
-    wrong_labels: Mapping[int, str] = {}  # what the data have in place of a label, if the label is -1
+    # height and width of all images, if known before decoding
+    size: tuple[int, int] | None = None
+    # further facts on each image [N], for example its site
+    columns: Mapping[str, Sequence[str]] = {}
+    # what the data have in place of a label, if the label is -1
+    wrong_labels: Mapping[int, str] = {}
 
     def take(self, indices: np.ndarray) -> "UndecodedSplit":
         """Return these images, in this order."""
@@ -83,7 +87,8 @@ class Prepared(NamedTuple):
     y_train: Int64[np.ndarray, " N"]
     x_test: UInt8[np.ndarray, "M H W 3"]
     y_test: Int64[np.ndarray, " M"]
-    size_train: Int32[np.ndarray, "N 2"] | None  # height and width in pixels before squeezing
+    # height and width in pixels before squeezing
+    size_train: Int32[np.ndarray, "N 2"] | None
     size_test: Int32[np.ndarray, "M 2"] | None
     class_names: tuple[str, ...]
     digest: str
@@ -277,7 +282,8 @@ class _Work(NamedTuple):
 
     folder: Path
     geometry: Geometry
-    size: tuple[int, int] | None  # height and width of all images, if they are stored as they are
+    # height and width of all images, if they are stored as they are
+    size: tuple[int, int] | None
     skip_corrupt: bool
     pool: Executor
     advance: Callable[[int], None]  # advances the progress bar by so many images
@@ -493,7 +499,8 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
                 f"dataset: {name!r} has {decoded.width}x{decoded.height} pixels, unlike the others"
             )
         return decoded
-    except OSError as error:  # a fault of the file system, not of the image: never skipped
+    except OSError as error:
+        # a fault of the file system, not of the image: never skipped
         raise InputError(f"dataset: {name!r} cannot be read ({error.strerror or error})") from error
     except InputError as error:
         if not work.skip_corrupt:
@@ -608,5 +615,6 @@ def _note_times(target: Path, manifest: dict[str, Any]) -> None:
     if times == {key: facts.get("time") for key, facts in manifest["arrays"].items()}:
         return
     arrays = {key: {**facts, "time": times[key]} for key, facts in manifest["arrays"].items()}
-    with contextlib.suppress(OSError):  # a folder that cannot be written: its files are checked every time
+    # a folder that cannot be written: its files are checked every time
+    with contextlib.suppress(OSError):
         write_manifest(target, {**manifest, "arrays": arrays})

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from fcljax.data.files.prepared import Listing
 from fcljax.errors import InputError
 
-Choice = tuple[str, ...] | None  # the requested classes, in the order of their labels; None: the default
+# the requested classes, in the order of their labels; None: the default
+Choice = tuple[str, ...] | None
 
 # split -> the names of its folder, or its values in a column
 SPLIT_NAMES = {
@@ -30,7 +31,8 @@ _DRAWINGS = 5  # test images of each Omniglot character
 class Scan(NamedTuple):
     """Raw data whose files have been listed."""
 
-    fingerprint: str  # changes with the names, sizes and times of the files, the labels and the split
+    # changes with the names, sizes and times of the files, the labels and the split
+    fingerprint: str
     listing: Callable[[], Listing]
 
 

@@ -87,9 +87,12 @@ class DataOptions(NamedTuple):
     `Geometry` does not apply to `digits`, `glyphs` and `npz:PATH`, whose images stay as they are.
     """
 
-    geometry: Geometry = Geometry()  # the size to which images of many or of large sizes are resized
-    data_dir: str | Path | None = None  # folder of raw and prepared data, see `data_folder`
-    class_list: str = ""  # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
+    # the size to which images of many or of large sizes are resized
+    geometry: Geometry = Geometry()
+    # folder of raw and prepared data, see `data_folder`
+    data_dir: str | Path | None = None
+    # a text file, a WordNet id per line, for `imagenet100` and `imagenet200`
+    class_list: str = ""
     skip_corrupt: bool = False  # leave out images that cannot be decoded
     glyph_train: int = 200  # training images per class of `glyphs`
     glyph_test: int = 50  # test images per class of `glyphs`
@@ -116,7 +119,8 @@ def load_dataset(name: str, options: DataOptions = DataOptions(), verify: bool =
     Raises:
       InputError: for an unknown name, for missing data (with advice), and for a fault in a file.
     """
-    data_folder(options.data_dir)  # refuses a home folder that does not exist, even if nothing is read
+    # refuses a home folder that does not exist, even if nothing is read
+    data_folder(options.data_dir)
     if _is_in_memory(_kind(name, options)):
         return _in_memory(name, options, verify)
     return _dataset(name, _from_cache(name, options, full=verify))

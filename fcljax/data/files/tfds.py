@@ -35,7 +35,8 @@ from fcljax.options import whole_number
 
 FOLDER = "tensorflow_datasets"  # below the data folder
 
-Read = Callable[[Sequence[Path]], Listing]  # from the folders of prepared builders
+# reads the folders of prepared builders
+Read = Callable[[Sequence[Path]], Listing]
 
 
 class _Records(NamedTuple):
@@ -198,7 +199,8 @@ def _read_checked(read: Read, versions: Sequence[Path]) -> Listing:
         ) from error
     except NotImplementedError as error:
         raise InputError(f"{where} is not in array_record files; prepare it with that file_format") from error
-    except Exception as error:  # the library can raise anything on a damaged folder
+    except Exception as error:
+        # the library can raise anything on a damaged folder
         raise InputError(f"{where} cannot be read by tensorflow-datasets ({reason(error)})") from error
 
 

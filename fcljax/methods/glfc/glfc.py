@@ -507,7 +507,8 @@ def perturb(
         output = learner.forward(context.frozen, context.cached, trainable, batch, task, False)
         weight = jnp.ones(len(pixels))
         mean = weighted_binary_loss(output.logits, target, weight, task.seen, batch.mask)
-        return len(pixels) * mean  # the sum: an image's gradient does not depend on the others
+        # the sum: an image's gradient does not depend on the others
+        return len(pixels) * mean
 
     def step(_: Array, pixels: Array) -> Array:
         gradient = jax.grad(loss)(pixels) + options.prototype_decay * pixels

@@ -24,7 +24,8 @@ from fcljax.types import Batch, Method, Task
 
 LEAST_WEIGHT = 0.5  # of an example
 MOST_WEIGHT = 5.0
-NEAR = 0.1  # the squared length of a perturbation over that of its feature, at most
+# the squared length of a perturbation over that of its feature, at most
+NEAR = 0.1
 PERTURBED = 5  # perturbations of each feature that count, at most
 DRAWN = 20  # perturbations of each feature that are drawn
 

@@ -197,7 +197,8 @@ class Generators(NamedTuple):
     """Of classes of earlier tasks."""
 
 
-Gaps = Callable[[Array], Float[Array, "J batch"]]  # of latents [batch, width], to each teacher
+# gaps(latents [batch, width]) to each teacher
+Gaps = Callable[[Array], Float[Array, "J batch"]]
 
 
 class Latents(NamedTuple):
@@ -573,7 +574,8 @@ def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
     mixture = model.learner.adapter.mixture
     if mixture is None:
         return functools.partial(prompt_gap, model, student, teachers)
-    any_latent = jnp.ones((1, model.learner.network.width))  # a basis does not depend on it
+    # bases do not depend on the query
+    any_latent = jnp.ones((1, model.learner.network.width))
 
     def mixed(trainable: Params, latent: Array):
         return mixture(model.params.adapter, trainable.adapter, latent, model.task)

@@ -266,7 +266,8 @@ def kl_scale(kind: KLScale, step: ClientStep) -> Float[Array, ""] | float:
 # ---- server: conflation (eq. 10, 11) ---------------------------------------------------
 
 
-MOST_SHARPER = 10.0  # factor by which a round may reduce a standard deviation, at most
+# factor by which a round may reduce a standard deviation, at most
+MOST_SHARPER = 10.0
 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:

@@ -37,12 +37,14 @@ from fcljax.archives import check_members, read_npz, sha256
 from fcljax.errors import InputError, install_command, reason
 from fcljax.models.weights.torch_zip import check_unpacked, read_torch_zip, tensors_in
 
-TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")  # .pth.tar, as MoCo's authors name their files
+# MoCo's authors name their files .pth.tar
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".tar")
 SUFFIXES = (".safetensors", ".npz", ".msgpack", *TORCH)
 # Files of weights in a folder or a repository of the
 # hub; the first one that exists is read.
 USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
-INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)  # of a network in several files
+# indices of a network in several files
+INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
 WEIGHT_FILES = (*USUAL_FILES, *INDICES, *OTHER_FILES)
 SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
@@ -75,7 +77,8 @@ _HARMLESS = re.compile(
     r"|torch\.storage\.\w+Storage|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout"
     r"|torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter)|torch\._tensor\._rebuild_from_type_v2"
 )
-_LEGACY = 0x1950A86A20F9469CFC6C  # the number that torch's files began with before they were zips
+# the number that torch's files began with before they were zips
+_LEGACY = 0x1950A86A20F9469CFC6C
 _DAMAGE = (OSError, ValueError, EOFError, LookupError, RuntimeError, MemoryError, ArithmeticError)
 _DAMAGE += (
     zipfile.BadZipFile,
@@ -208,14 +211,16 @@ def _kind(path: Path) -> str:
         if any(name.endswith(".npy") for name in names):
             return ".npz"
         return ".pth"
-    if start.startswith(b"\x80"):  # a pickle; the empty map of msgpack holds no weights
+    # a pickle; the empty map of msgpack holds no weights
+    if start.startswith(b"\x80"):
         return ".pth"
     if start[257:262] == b"ustar":
         raise ValueError("it is a tar archive; unpack it first")
     for beginning, what in _OTHER_KINDS.items():
         if start.lstrip().startswith(beginning):
             raise ValueError(f"it is {what}")
-    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):  # a map of msgpack
+    # a map of msgpack
+    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return ".msgpack"
     if path.suffix in SUFFIXES:
         return path.suffix
@@ -337,7 +342,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    with safetensors.safe_open(path, "np") as file:  # this checks the header: sizes, offsets, no gaps
+    # safe_open checks the header: sizes, offsets, no gaps
+    with safetensors.safe_open(path, "np") as file:
         metadata = file.metadata() or {}
     data = np.memmap(path, np.uint8, mode="r")
     start = 8 + int(data[:8].view("<u8")[0])
@@ -356,7 +362,8 @@ def _read_msgpack(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a file of `flax.serialization`, by names with slashes."""
     try:
         content = serialization.msgpack_restore(path.read_bytes())
-    except (TypeError, AttributeError, AssertionError) as error:  # for malformed arrays
+    except (TypeError, AttributeError, AssertionError) as error:
+        # flax raises these for malformed arrays
         raise ValueError(f"its msgpack cannot be decoded: {error}") from error
     return {name: np.asarray(x) for name, x in tensors_in("", content, np.ndarray, "/")}
 
@@ -394,7 +401,8 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     import torch
 
     with warnings.catch_warnings(), torch.serialization.safe_globals(_safe_globals()):
-        warnings.simplefilter("ignore")  # old files make torch warn about its own storages
+        # old files make torch warn about its own storages
+        warnings.simplefilter("ignore")
         content = torch.load(path, map_location="cpu", weights_only=True)
     return {name: _numpy(name, tensor) for name, tensor in tensors_in("", content, torch.Tensor)}
 
@@ -528,7 +536,8 @@ def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path 
                 f"checkpoint: cannot reach the hub for {name!r} of {spec!r}, and the cache does not have it"
             ) from None
         return None
-    except Exception as error:  # what the transport raises differs from version to version of the library
+    except Exception as error:
+        # what the transport raises differs from version to version of the library
         _remove(_cached_paths(cache, repository) - paths_before)
         raise InputError(
             f"checkpoint: cannot get {name!r} of {spec!r} from the hub: {reason(error)}"

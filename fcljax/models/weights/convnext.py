@@ -89,7 +89,8 @@ def _rename(tensors: Tensors) -> Tensors:
             name = f"stages.{number // 2}.{module}.{match[2]}.{name[match.end() :]}"
         for pattern, replacement in spellings:
             name = re.sub(pattern, replacement, name)
-        renamed[name] = x.reshape(-1) if name.endswith("gamma") else x  # torchvision's are [C, 1, 1]
+        # torchvision's are [C, 1, 1]
+        renamed[name] = x.reshape(-1) if name.endswith("gamma") else x
     return renamed
 
 

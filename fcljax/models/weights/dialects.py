@@ -38,7 +38,8 @@ class Dialect(NamedTuple):
 _HF_ATTENTION = (
     (r"(.*)attention\.attention\.(query|key|value)\.", r"\1attn.\2."),
     (r"(.*)attention\.output\.dense\.", r"\1attn.proj."),
-    (r"(.*)attention\.(q|k|v)_proj\.", r"\1attn.\2."),  # what transformers 5 writes
+    # what transformers 5 writes
+    (r"(.*)attention\.(q|k|v)_proj\.", r"\1attn.\2."),
     (r"(.*)attention\.o_proj\.", r"\1attn.proj."),
 )
 _PARTS = (
@@ -68,7 +69,8 @@ _CLIP = (
     (r"transformer\.resblocks\.(\d+)\.attn\.in_proj_", r"blocks.\1.attn.qkv."),
     (r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.", r"blocks.\1.attn.proj."),
     (r"transformer\.resblocks\.(\d+)\.ln_([12])\.", r"blocks.\1.norm\2."),
-    (r"transformer\.resblocks\.(\d+)\.ls_([12])\.gamma$", r"blocks.\1.ls\2.weight"),  # of open_clip
+    # open_clip's names
+    (r"transformer\.resblocks\.(\d+)\.ls_([12])\.gamma$", r"blocks.\1.ls\2.weight"),
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.", r"blocks.\1.mlp.fc1."),
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.", r"blocks.\1.mlp.fc2."),
 )
@@ -123,11 +125,13 @@ DIALECTS = {
     "google": Dialect(),
     "fcljax": Dialect(),
 }
-MOCO_V3 = ("base_encoder", "momentum_encoder")  # before the names of its two networks
+# prefixes of the names of MoCo v3's two networks
+MOCO_V3 = ("base_encoder", "momentum_encoder")
 _LEFT_OUT = re.compile(
     r"(embeddings\.)?mask_token|(.*\.)?position_ids|rope_embed(dings)?\.(periods|inv_freq)"
 )
-DINOV3_GRID = 16  # patches per side of its authors' images; computed positions have no size of their own
+# patches per side of its authors' images; computed positions have no size of their own
+DINOV3_GRID = 16
 
 
 class Translated(NamedTuple):
@@ -244,7 +248,8 @@ def _complete_dinov3(tensors: Tensors) -> Tensors:
         raise InputError("checkpoint: it has both DINOv3's names and pos_embed, which DINOv3 does not have")
     completed = dict(tensors)
     for name, x in tensors.items():
-        if name.endswith("attn.qkv.bias_mask"):  # its zeros are the biases of keys
+        # its zeros mask the biases of keys
+        if name.endswith("attn.qkv.bias_mask"):
             bias = completed.get(name.removesuffix("_mask"))
             if bias is not None and bias.shape == x.shape:
                 completed[name.removesuffix("_mask")] = bias * completed.pop(name)

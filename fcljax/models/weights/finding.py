@@ -239,7 +239,8 @@ def _of_part(prefixes: list[str], part: str) -> list[str]:
     roles = [role for role in ROLES if role in parts]
     if part in ROLES and roles:
         raise InputError(f"part: the checkpoint has no {part}; choose {roles[0]!r}")
-    if part == ROLES[0]:  # the default, which means nothing for a file without teacher and student
+    # the default, which means nothing for a file without teacher and student
+    if part == ROLES[0]:
         return prefixes
     if part in ROLES:
         raise InputError(f"part: the checkpoint has no {part}: it is not a file of a teacher and a student")

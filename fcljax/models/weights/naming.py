@@ -41,7 +41,8 @@ class Naming(NamedTuple):
     norm: str
     out: str
     block: str  # prefix of block %d
-    modules: Mapping[str, tuple[str, ...]]  # our name -> the file's; several become one of ours
+    # our name -> the file's; several become one of ours
+    modules: Mapping[str, tuple[str, ...]]
 
 
 class TensorFacts(NamedTuple):
@@ -94,7 +95,8 @@ class Interpreted(NamedTuple):
 
 
 DINOV3_BASE = 100.0
-OPTIONAL_MODULES = ("ls1", "ls2", "attn.q_norm", "attn.k_norm")  # of some networks' blocks
+# modules that only some networks' blocks have
+OPTIONAL_MODULES = ("ls1", "ls2", "attn.q_norm", "attn.k_norm")
 
 
 def _modules(
@@ -162,15 +164,18 @@ DECODERS = (
     Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", _TIMM),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF4),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF5),
-    Naming("huggingface", "torch", *_MAE, "decoder_encoder.layer.%d.", _HF4),  # what transformers 5 writes
+    # what transformers 5 writes
+    Naming("huggingface", "torch", *_MAE, "decoder_encoder.layer.%d.", _HF4),
 )
 _OUR_ENCODER = ENCODERS[0]
 _TIMM_ENCODER = ENCODERS[1]
 NORM_PRE = "norm_pre"  # the norm before the first block
 _OUR_DECODER = Naming("fcljax", "ours", "embed", "mask", "pos", "norm", "predict", "block_%02d.", _OURS)
 
-_TRAINING_WRAPPERS = {"teacher", "student", "model", "state_dict", "backbone"}  # in checkpoints
-_TRAINING_CONTENT = ("mask_token", "masked_embed", "centers of the loss")  # that no published network has
+# wrappers in checkpoints of training runs
+_TRAINING_WRAPPERS = {"teacher", "student", "model", "state_dict", "backbone"}
+# content that no published network has
+_TRAINING_CONTENT = ("mask_token", "masked_embed", "centers of the loss")
 
 
 class _Recipe(NamedTuple):
@@ -624,7 +629,8 @@ def _decoder(
     width = _length(tensors, naming.token, -1, 512)
     heads = facts.decoder_heads
     if heads is None:
-        heads = 16 if width % 16 == 0 else config.heads  # MAE has 16, whatever the encoder has
+        # MAE has 16, whatever the encoder has
+        heads = 16 if width % 16 == 0 else config.heads
         assumptions = [
             f"{heads} attention heads of the decoder are assumed: the checkpoint does not state them"
         ]

@@ -60,7 +60,8 @@ class PretrainedDecoder(NamedTuple):
 
     config: DecoderConfig  # at the encoder's image size
     params: PyTree  # for `decode`
-    mean: Colour  # pixel constants of its encoder's training images, in which it also predicts
+    # pixel constants of its encoder's training images, in which it also predicts
+    mean: Colour
     std: Colour
 
 
@@ -72,7 +73,8 @@ class Pretrained(NamedTuple):
     # {"kernel": [width, classes], "bias": [classes]} if the file has a classification
     # head of the class token
     head: PyTree | None
-    decoder: PretrainedDecoder | None  # a masked autoencoder's, from this file or another
+    # a masked autoencoder's, from this file or another
+    decoder: PretrainedDecoder | None
     mean: Colour  # subtracted from pixels in [0, 1]
     std: Colour  # by which these pixels are then divided
     # whose names the file has: fcljax, timm, huggingface, google, mae or torchvision;
@@ -91,7 +93,8 @@ class WeightOptions(NamedTuple):
     # the names before one
     part: str = "teacher"
     positions: Positions = "antialiased"  # interpolation of position embeddings
-    normalise: str | None = None  # pixel constants, of NORMALISE; None: the file's, else its family's
+    # pixel constants, of NORMALISE; None: the file's, else its family's
+    normalise: str | None = None
     # Another file with a masked autoencoder's decoder, named as `checkpoint` is: one
     # that `fcljax pretrain-decoder` wrote, or a checkpoint of a masked autoencoder, of
     # which only the decoder is taken. None takes the decoder of the encoder's file; for
@@ -101,7 +104,8 @@ class WeightOptions(NamedTuple):
     # else "imagenet"
     stem: StemChoice = "auto"
     seed: int = 0  # of the values of a convolutional network without a file
-    trains: bool = False  # matrix parameters stay float32 in memory, whatever the compute type
+    # matrix parameters stay float32 in memory, whatever the compute type
+    trains: bool = False
 
 
 class LoadedViT(NamedTuple):
@@ -311,7 +315,8 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
     if name not in PACKAGED_DECODERS or image_size not in (None, VITS[name].image_size):
         return None
     file = resources.files("fcljax") / "assets" / PACKAGED_DECODERS[name]
-    return str(file) if file.is_file() else None  # missing while `fcljax pretrain-decoder` makes it anew
+    # missing while `fcljax pretrain-decoder` makes it anew
+    return str(file) if file.is_file() else None
 
 
 def packaged_text_encoder(name: str, dtype: Dtype, trains: bool = False) -> Pretrained:

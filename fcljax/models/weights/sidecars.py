@@ -63,7 +63,8 @@ def read_facts(file: Checkpoint, sizes: ViTSizes | None, width: int) -> NetworkF
         raise InputError(
             f"checkpoint: {file.source!r} has format {file_format!r}, and this version reads {FORMAT!r}"
         )
-    if file_format == FORMAT:  # `fcljax convert` or a training wrote it, with all facts
+    # `fcljax convert` or a training wrote it, with all facts
+    if file_format == FORMAT:
         config = object_of(file, "config")
         activation = config.get("activation")
         if activation not in (None, "gelu", "quick_gelu", "gelu_tanh"):
@@ -181,7 +182,8 @@ def _refuse_architectures(config: dict[str, Any]) -> None:
 def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation | None:
     tower = _vision_tower(open_clip)
     architecture = config.get("architecture", tower.get("timm_model_name"))
-    if isinstance(architecture, str) and "quickgelu" in architecture:  # timm's names of CLIP's networks
+    # timm's names of CLIP's networks
+    if isinstance(architecture, str) and "quickgelu" in architecture:
         return "quick_gelu"
     if isinstance(architecture, str) and ("pretrained_cfg" in config or tower):
         return "gelu"

@@ -20,7 +20,9 @@ import numpy as np
 # of nested dicts
 MOST_NODES = 100_000
 MOST_DEPTH = 32
-MOST_UNPACKED = 16  # times the bytes of a file; torch packs nothing, but tensors may share a storage
+# most unpacked bytes per byte of a file; torch packs nothing, but tensors may share a
+# storage
+MOST_UNPACKED = 16
 
 # torch's names of types -> numpy's; other types are refused
 _TYPES = {
@@ -158,7 +160,8 @@ def _table() -> dict[str, object]:
 NAMES = _table()
 
 
-class _Reader(pickle._Unpickler):  # the unpickler in Python, whose opcodes can be overridden
+# the unpickler in Python, whose opcodes can be overridden
+class _Reader(pickle._Unpickler):
     """Builds tensors and plain containers, and refuses any other name."""
 
     stack: list[Any]
@@ -192,7 +195,8 @@ class _Reader(pickle._Unpickler):  # the unpickler in Python, whose opcodes can 
 def _load(content: bytes) -> object:
     try:
         return _Reader(io.BytesIO(content)).load()
-    except (TypeError, AttributeError, AssertionError) as error:  # calls that make no sense
+    except (TypeError, AttributeError, AssertionError) as error:
+        # calls that make no sense
         raise ValueError(f"its pickle cannot be decoded: {error}") from error
 
 
@@ -276,6 +280,7 @@ def tensors_in(
         if isinstance(value, tensor):
             yield name, value
         elif isinstance(value, dict):
-            for key, child in reversed(value.items()):  # popped in the dict's order
+            # popped in the dict's order
+            for key, child in reversed(value.items()):
                 if isinstance(key, str) and key != "optimizer":
                     stack.append((f"{name}{separator}{key}" if name else key, child, depth + 1))

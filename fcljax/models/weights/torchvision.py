@@ -17,7 +17,8 @@ from fcljax.models.weights.tensors import InterpretedConvNet, Tensors, check_ten
 from fcljax.settings import Stem
 from fcljax.types import PyTree
 
-_STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}  # by the size of the first kernel
+# stem by the size of the first kernel
+_STEMS: dict[int, Stem] = {7: "imagenet", 3: "cifar"}
 # our names of modules and leaves -> torchvision's
 _OUTSIDE = {
     ResNetConfig: {"stem.conv": "conv1", "stem.norm.norm": "bn1"},
@@ -50,7 +51,8 @@ _SPELLINGS = (
     # in code of ResNets for small images
     (r"^(layer\d+\.\d+\.)shortcut\.", r"\1downsample."),
 )
-_HEADS = ("fc", "classifier", "linear", "head")  # modules that may be the classifier
+# modules that may be the classifier
+_HEADS = ("fc", "classifier", "linear", "head")
 
 
 def interpret(tensors: Tensors, name: str | None) -> InterpretedConvNet:
