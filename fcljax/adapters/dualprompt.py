@@ -98,17 +98,16 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     """
     check_blocks("dual_blocks", options.dual_shared_blocks + options.dual_blocks, network)
     slots = Slots(("task_prefix", "key"), whole=options.dual_upload == "all")
-    # the first task without transfer
-    transfers_before = options.dual_transfer or sizes.tasks
+    first_without_transfer = options.dual_transfer or sizes.tasks
 
     def init(key: PRNGKeyArray, _frozen) -> DualPrompts:
         return uniform_prompts(key, options, sizes.tasks, network.width)
 
     def open_task(params: DualPrompts, task: Task) -> DualPrompts:
-        # a task's prefix starts as the previous one; its key never does
         prefixes = params.task_prefix
         previous = prefixes[jnp.maximum(task.index - 1, 0)]
-        is_copied = (task.index > 0) & (task.index < transfers_before)
+        # a task's prefix starts as the previous one; its key never does
+        is_copied = (task.index > 0) & (task.index < first_without_transfer)
         start = jnp.where(is_copied, previous, prefixes[task.index])
         return params._replace(task_prefix=prefixes.at[task.index].set(start))
 
@@ -144,9 +143,9 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     def prompt(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task
     ) -> Float[Array, "batch n width"]:
-        # queries are latents that a server drew
-        no_padding = jnp.ones(len(query), bool)
-        task_prefix = prefixes(cached, trainable, query, task, False, no_padding)
+        # queries are latents that a server drew, without padding
+        mask = jnp.ones(len(query), bool)
+        task_prefix = prefixes(cached, trainable, query, task, False, mask)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
         tokens = [prefix.reshape(len(query), -1, network.width) for prefix in (shared, task_prefix)]
         return jnp.concatenate(tokens, axis=1)
