@@ -81,8 +81,9 @@ class ObservedPrototypes(NamedTuple):
 def weighted_mean(uploads: PyTree, weight: PerClient = None, valid: PerClient = None) -> PyTree:
     """Return sum_k n_k w_k / sum_k n_k (FedAvg, McMahan et al. 2017, algorithm 1).
 
-    >>> weighted_mean([{"w": jnp.array([0.0, 4.0])}, {"w": jnp.array([3.0, 1.0])}],
-    weight=[1, 2]) {'w': Array([2., 2.], dtype=float32)}
+    >>> uploads = [{"w": jnp.array([0.0, 4.0])}, {"w": jnp.array([3.0, 1.0])}]
+    >>> weighted_mean(uploads, weight=[1, 2])
+    {'w': Array([2., 2.], dtype=float32)}
     """
     return rules.weighted_mean(*_clients(uploads, weight, valid))
 
@@ -197,8 +198,9 @@ def centred_clipping(
 
         v <- v + 1/n sum_k (x_k - v) min(1, radius / ||x_k - v||)          (`steps` times)
 
-    >>> centred_clipping(jnp.array([1.0, 1e9]), centre=jnp.array(0.0), radius=1.0,
-    steps=1) Array(1., dtype=float32)
+    >>> uploads = jnp.array([1.0, 1e9])
+    >>> centred_clipping(uploads, centre=jnp.array(0.0), radius=1.0, steps=1)
+    Array(1., dtype=float32)
 
     Args:
       centre: leaves [...], what the clients started from.

@@ -143,9 +143,8 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     def prompt(
         cached: Cached, trainable: DualPrompts, query: Array, task: Task
     ) -> Float[Array, "batch n width"]:
-        # queries are latents that a server drew, without padding
-        mask = jnp.ones(len(query), bool)
-        task_prefix = prefixes(cached, trainable, query, task, False, mask)
+        no_padding = jnp.ones(len(query), bool)
+        task_prefix = prefixes(cached, trainable, query, task, False, no_padding)
         shared = jnp.broadcast_to(trainable.shared, (len(query), *trainable.shared.shape))
         tokens = [prefix.reshape(len(query), -1, network.width) for prefix in (shared, task_prefix)]
         return jnp.concatenate(tokens, axis=1)

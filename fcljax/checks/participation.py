@@ -1,8 +1,7 @@
-"""Statements about clients that take part in some of a task's rounds only.
+"""Statements about clients that take part only in some of a task's rounds.
 
-participation   the states after rounds of some of the clients are those of a plain loop
-over these clients late clients    what a client keeps of the broadcast does not depend on
-the round in which it first takes part
+    participation   states after rounds of some clients equal those of a loop over them
+    late clients    copies of the broadcast do not depend on the first round of the client
 """
 
 from collections.abc import Sequence
