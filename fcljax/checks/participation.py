@@ -1,7 +1,7 @@
 """Statements about clients that take part only in some of a task's rounds.
 
-    participation   states after rounds of some clients equal those of a loop over them
-    late clients    copies of the broadcast do not depend on the first round of the client
+participation   states after rounds of some clients equal those of a loop over them
+late clients    copies of the broadcast do not depend on the first round of the client
 """
 
 from collections.abc import Sequence
