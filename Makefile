@@ -3,7 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-long test-extras test-accelerators mutants lint lock docs docs-serve wheel-check release clean
+# The newest Python that requirements.txt has versions for: pyenv's, else what the shell finds.
+NEWEST ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) python3.13)
+SAMPLE := $(addprefix tests/test_,aggregate.py any_data.py checkpoints.py cli.py convert.py experiment.py golden.py \
+  golden_vits.py reference.py tasks_partition.py)
+
+.PHONY: demo test test-newest test-long test-extras test-accelerators mutants lint lock docs docs-serve wheel-check release clean
 
 demo: .venv/ready
 	$(BIN)/fcljax run fppl --out $(RUN)/fppl
@@ -12,6 +17,11 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+# A sample of the suite on the newest Python, with the newest JAX that it can have: the engine, the golden numbers of all
+# methods, data, weights and the command line.
+test-newest: .venv/newest/ready
+	PYTHONDONTWRITEBYTECODE= .venv/newest/bin/python -m pytest -n 2 --dist loadfile -m "not long" $(SAMPLE)
 
 # What is long and rarely breaks. Then the tests of the benches, with the fixtures of tests/conftest.py.
 test-long: .venv/ready
@@ -56,6 +66,12 @@ docs-serve: .venv/docs
 
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --editable '.[docs,notebook,release]'
+	touch $@
+
+.venv/newest/ready: requirements.txt setup.cfg pyproject.toml
+	$(NEWEST) -m venv .venv/newest
+	.venv/newest/bin/python -m pip install --quiet --requirement requirements.txt
+	.venv/newest/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # An environment of its own: Flower wants older versions of what `make test` runs with.
