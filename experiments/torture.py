@@ -4,7 +4,7 @@
 
 Makes small runs, then tries in turns, until the time is up or as many as asked for are done:
 
-- kills: a run of one of thirteen methods, most of which have server files or client state, is ended by
+- kills: a run of one of seventeen methods, most of which have server files or client state, is ended by
   SIGKILL, SIGTERM or SIGINT while it starts, trains, writes a checkpoint or draws its figures, and resumed,
   up to thirty times. No checkpoint may be lost, and it must end with the bits of the run that was left alone
   (torture_kills.py).
@@ -72,7 +72,7 @@ def damage(rng: random.Random, out: Path, references: References, number: int) -
 
 def _resumed(references: References, method: str, what: str, out: Path) -> Outcome:
     """Whether a damaged run is refused, or ends as the one that was left alone."""
-    code, err = references.programs.start("run", method, "--resume", str(out)).ended(PATIENCE)
+    code, err = references.start(method, out).ended(PATIENCE)
     if code == 2 and one_line(err):
         return Outcome("survived", what)
     if code or "Traceback" in err:

@@ -1,5 +1,5 @@
 """Runs that are killed many times, for experiments/torture.py: small ones of every method whose server has
-files, or whose clients have a state."""
+files or sums, or whose clients have a state; of streams; and of `fcljax.run` from Python."""
 
 import contextlib
 import functools
@@ -46,6 +46,14 @@ RUNS = {
     "ditto": f"{VIT} --lora-blocks 1 --lora-rank 1",
     "fedper": f"{VIT} --lora-blocks 1 --lora-rank 1",
     "scaffold": f"{VIT} --lora-blocks 1 --lora-rank 1",
+    # the server's sums of features, and what it has learned from them
+    "afcl": VIT,
+    "fedranpac": f"{VIT} --projection 20 --lora-blocks 1 --lora-rank 1",
+    "dolfin": f"{VIT} --lora-blocks 1 --lora-rank 1",
+    "ditto, 1000 clients": f"{VIT} --clients 1000 --participation 10 --lora-blocks 1 --lora-rank 1",
+    "linear, online": f"{VIT} --population online",
+    "linear, blurry": f"{VIT} --blurry 0.3",
+    "ditto, from Python": f"{VIT} --lora-blocks 1 --lora-rank 1",
 }
 KILLS = 30  # of a run, at most
 CLOCK = {"time", "client_images_per_s", "trained_images_per_s", "eval_images_per_s", "traces"}
@@ -65,15 +73,24 @@ class References(NamedTuple):
         out = self.folder / method
         if not (out / "summary.json").exists():
             shutil.rmtree(out, ignore_errors=True)
-            code, err = self.programs.start(*self.command(method), "--out", str(out)).ended(PATIENCE)
+            code, err = self.start(method, out).ended(PATIENCE)
             assert not code, err
         return out
 
-    def command(self, method: str) -> list[str]:
-        """The command that makes the run of a method."""
-        data, weights = _inputs(self.folder)
-        network = ["--checkpoint", str(weights)] if VIT in RUNS[method] else []
-        return ["run", method, *shlex.split(RUNS[method]), "--dataset", f"npz:{data}", *network]
+    def start(self, name: str, out: Path) -> Forked:
+        """Begin the run of this name, or go on with it."""
+        begun = (out / "config.yaml").exists()
+        method = name.partition(",")[0]
+        command = "python" if name.endswith("Python") else "run"
+        options = shlex.split(RUNS[name])
+        data, weights = _inputs(self.folder, 64 if "1000" not in name else 4000)
+        options += ["--dataset", f"npz:{data}"]
+        if VIT in RUNS[name]:
+            options += ["--checkpoint", str(weights)]
+        if command == "run" and begun:
+            options = []  # the run directory has them
+        options += ["--resume" if begun else "--out", str(out)]
+        return self.programs.start(command, method, *options, name=name)
 
 
 @contextlib.contextmanager
@@ -87,17 +104,17 @@ def references(folder: Path, methods: tuple[str, ...] = tuple(RUNS)) -> Iterator
 
 
 @functools.cache
-def _inputs(folder: Path) -> tuple[Path, Path]:
+def _inputs(folder: Path, images: int) -> tuple[Path, Path]:
     """Images of four classes, and a masked autoencoder of one block, whose programs are traced in no time."""
     from fcljax.models.mae import DecoderConfig, decoder_shapes
     from fcljax.models.vit import ViTConfig, parameter_shapes
     from fcljax.models.weights.pretrained import save_native
 
     draw = np.random.default_rng(0)
-    data = folder / "images.npz"
+    data = folder / f"images-{images}.npz"
     weights = folder / "network.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    label = {"y_train": np.arange(64) % 4, "y_test": np.arange(16) % 4}
+    label = {"y_train": np.arange(images) % 4, "y_test": np.arange(16) % 4}
     image: dict[str, Any] = {
         f"x{name[1:]}": draw.integers(0, 256, (len(y), 16, 16, 3), np.uint8) for name, y in label.items()
     }
@@ -121,12 +138,11 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
     """A run that is ended, again and again, and resumed; `number`: of the trial, whose method comes next."""
     method = references.methods[number % len(references.methods)]
     reference = references.of(method)
-    arguments = [*references.command(method), "--out", str(out)]
     ends = [method]
     times = 0
     while times < KILLS:
         before = newest_checkpoint(out)
-        process = references.programs.start(*arguments)
+        process = references.start(method, out)
         stop = rng.choice(STOPS)
         where = _wait(rng, process, out)
         finished = process.poll() is not None
@@ -142,10 +158,8 @@ def kill(rng: random.Random, out: Path, references: References, number: int) -> 
         if finished:
             break
         times += 1
-        if (out / "config.yaml").exists():
-            arguments = ["run", method, "--resume", str(out)]
     else:
-        code, err = references.programs.start(*arguments).ended(PATIENCE)
+        code, err = references.start(method, out).ended(PATIENCE)
         if code:
             return Outcome("other", f"{ends}, then resumed: exit code {code}: {err[-600:]}", times)
     same = numbers(out) == numbers(reference)

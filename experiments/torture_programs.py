@@ -22,6 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
+
 IMPORTED = (
     "fcljax.cli",
     "fcljax.commands.running",
@@ -42,9 +45,10 @@ class Programs:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         return subprocess.Popen([sys.executable, __file__], **pipes)
 
-    def start(self, *arguments: str) -> "Forked":
-        """The program with these arguments; the one before must have ended."""
-        return Forked(self, arguments)
+    def start(self, *arguments: str, name: str = "") -> "Forked":
+        """The program with these arguments; the one before must have ended. Runs of one name have the same
+        method and settings."""
+        return Forked(self, arguments, name)
 
     def close(self) -> None:
         """End the parent, if there is one."""
@@ -66,13 +70,13 @@ class Programs:
 class Forked:
     """A process of `Programs`, with what is needed here of `subprocess.Popen`."""
 
-    def __init__(self, programs: Programs, arguments: tuple[str, ...]):
+    def __init__(self, programs: Programs, arguments: tuple[str, ...], run_name: str):
         self.programs = programs
         self.returncode = None
         number, name = tempfile.mkstemp(prefix="torture-", suffix=".err")
         os.close(number)
         self.errors = Path(name)
-        self.pid = programs.ask({"arguments": arguments, "errors": name})
+        self.pid = programs.ask({"arguments": arguments, "errors": name, "name": run_name})
 
     def poll(self, seconds: float = 0.0) -> int | None:
         """The exit code, or minus the signal, as soon as it has ended; None: not within so many seconds."""
@@ -124,10 +128,30 @@ def _run(request: dict[str, Any], folder: Path) -> int:
     from fcljax import cli
     from fcljax.runs import build
 
-    # all runs of a method have the same settings here
-    name = "-".join(request["arguments"][:2]).replace("/", "-")
-    build.check_method = _once(folder / name, build.check_method)
+    build.check_method = _once(folder / (request["name"] or "other"), build.check_method)
+    if request["arguments"][0] == "python":
+        return _from_python(*request["arguments"][1:])
     return cli.main()
+
+
+def _from_python(method: str, *options: str) -> int:
+    """The run by `fcljax.run`, with images in memory and an owner of each."""
+    import fcljax
+
+    values = {name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2])}
+    with np.load(values.pop("dataset").removeprefix("npz:")) as file:
+        arrays = [file[name] for name in ("x_train", "y_train", "x_test", "y_test")]
+    owners = np.arange(len(arrays[1])) // 4 % int(values.pop("clients"))
+    resume = "resume" in values
+    out = values.pop("resume" if resume else "out")
+    numbers = {name: yaml.safe_load(value) for name, value in values.items()}
+    try:
+        fcljax.run(
+            method, tuple(arrays), partition=owners, out=out, resume=resume, progress=False, **numbers
+        )
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def _once(file: Path, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ def test_a_signal_that_ends_nothing_is_no_kill(torture, tmp_path, monkeypatch):
         out.mkdir(exist_ok=True)
         (out / "summary.json").write_text("{}"), (out / "metrics.jsonl").write_text("{}")
 
-    programs = types.SimpleNamespace(start=lambda *arguments: Deaf(lambda: write(*arguments)))
+    programs = types.SimpleNamespace(start=lambda *arguments, name: Deaf(lambda: write(*arguments)))
     references = kills.References(tmp_path, programs, ("linear",))
     found = kills.kill(random.Random(0), tmp_path / "trial", references, 0)
     assert (found.result, found.times) == ("survived", 0)
@@ -154,7 +154,7 @@ def test_a_killed_run_that_ends_otherwise_or_loses_a_checkpoint_is_counted(tortu
     def outcome(name, log, checkpoints):
         folder, steps = tmp_path / name, iter(checkpoints)
 
-        def start(*arguments):
+        def start(*arguments, name):
             def work():
                 out = folder / "trial" if "trial" in str(arguments) else folder / "linear"
                 out.mkdir(parents=True, exist_ok=True)
