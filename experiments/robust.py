@@ -5,10 +5,10 @@
     python experiments/robust.py --out runs/faults --shares 0.1 0.2 0.4 --methods fedavg fppl pilora
     python experiments/robust.py --out runs/liars --methods hepco vfcl pmae glfc --rules mean median \
       --attacks weight counts sign_flip --rounds 2
-    python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts sign_flip \
-      scale label_flip nan --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt
-    python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts sign_flip \
-      scale --unchecked --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt
+    python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts \
+      --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt
+    python experiments/robust.py --out runs/sums --rounds 2 --rules mean --attacks gram weight counts \
+      --methods afcl fedran fedranpac fedslca lorm dolfin c2prompt --unchecked
 
 10 clients with the same class mix (iid); 2 tasks, 3 rounds (`--rounds`) of 2 epochs. Either 2 clients are
 malicious in all rounds, or, with `--shares`, each fault strikes so many of the clients, drawn anew in every

@@ -22,6 +22,11 @@ Makes small runs, then tries in turns, until the time is up or as many as asked 
   programs (torture_user_files.py), right or wrong.
 - uploads: what clients send is malicious, in the simulation and, if Flower is installed, as its messages
   (torture_uploads.py).
+- statistics: sums over examples that no examples have (torture_statistics.py).
+- federations: whole runs of Flower's server with a malicious node, where Flower is installed
+  (torture_federations.py).
+- repeats: `fcljax.run`, again and again in one process, whose memory, files and threads may not grow
+  (torture_repeats.py).
 
 Prints a table: tried, survived, silent differences, and others: tracebacks, other exit codes, time-outs. The
 file `tried` has a line for each trial, and `wrong` one for each that went wrong. Everything is drawn from the
@@ -42,10 +47,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import torture_files
 from torture_common import PATIENCE, Outcome, one_line
+from torture_federations import hostile_federation
 from torture_files import damaged_file
 from torture_inputs import bad_input, data_input
 from torture_kills import RUNS, References, kill, numbers, references
 from torture_objects import object_input
+from torture_repeats import repeated_run
+from torture_statistics import hostile_statistics
 from torture_uploads import hostile_upload
 from torture_user_files import user_file
 
@@ -132,8 +140,11 @@ TRIALS: dict[str, Callable[[random.Random, Path, References, int], Outcome]] = {
     "objects": object_input,
     "user files": user_file,
     "uploads": hostile_upload,
+    "statistics": hostile_statistics,
+    "federations": hostile_federation,
+    "repeats": repeated_run,
 }
-USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 1000, 1000, 300), strict=True))
+USUAL = dict(zip(TRIALS, (300, 100, 300, 3000, 1000, 1000, 1000, 300, 1000, 60, 50), strict=True))
 
 
 def torture(

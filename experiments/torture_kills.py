@@ -50,7 +50,8 @@ RUNS = {
     "afcl": VIT,
     "fedranpac": f"{VIT} --projection 20 --lora-blocks 1 --lora-rank 1",
     "dolfin": f"{VIT} --lora-blocks 1 --lora-rank 1",
-    "ditto, 1000 clients": f"{VIT} --clients 1000 --participation 10 --lora-blocks 1 --lora-rank 1",
+    "ditto, 1000 clients": f"{VIT} --clients 1000 --min-examples 1 --participation 10 "
+    "--lora-blocks 1 --lora-rank 1",
     "linear, online": f"{VIT} --population online",
     "linear, blurry": f"{VIT} --blurry 0.3",
     "ditto, from Python": f"{VIT} --lora-blocks 1 --lora-rank 1",

@@ -138,7 +138,9 @@ def _from_python(method: str, *options: str) -> int:
     """The run by `fcljax.run`, with images in memory and an owner of each."""
     import fcljax
 
-    values = {name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2])}
+    values = {
+        name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)
+    }
     with np.load(values.pop("dataset").removeprefix("npz:")) as file:
         arrays = [file[name] for name in ("x_train", "y_train", "x_test", "y_test")]
     owners = np.arange(len(arrays[1])) // 4 % int(values.pop("clients"))
@@ -146,9 +148,7 @@ def _from_python(method: str, *options: str) -> int:
     out = values.pop("resume" if resume else "out")
     numbers = {name: yaml.safe_load(value) for name, value in values.items()}
     try:
-        fcljax.run(
-            method, tuple(arrays), partition=owners, out=out, resume=resume, progress=False, **numbers
-        )
+        fcljax.run(method, tuple(arrays), partition=owners, out=out, resume=resume, progress=False, **numbers)
     except KeyboardInterrupt:
         return 130
     return 0

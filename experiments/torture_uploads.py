@@ -296,16 +296,27 @@ def by_hello(rng: random.Random) -> Outcome:
 
 
 @functools.cache
+def tampers() -> dict[str, Any]:
+    """Ways to change an answer: tamper(rng, content) -> what it did. Afterwards messages can be made
+    outside of an app.
+
+    Raises:
+      ImportError: without Flower.
+    """
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("node_id", "run_id", "task_id"):
+        setattr(TaskIdentity, f"_{name}", 1)
+    return _TAMPER
+
+
+@functools.cache
 def ways() -> tuple:
     """Ways to send: through Flower only where it is installed."""
     try:
-        import flwr  # noqa: F401
+        tampers()
     except ImportError:
         return (by_simulation,)
-    from flwr.supercore.task_identity import TaskIdentity
-
-    for name in ("node_id", "run_id", "task_id"):  # messages are made outside of an app here
-        setattr(TaskIdentity, f"_{name}", 1)
     return (by_simulation, by_flower, by_hello)
 
 

@@ -27,7 +27,7 @@ from micro import (
     play,
 )
 
-from fcljax.federated import faults
+from fcljax.federated import claims, faults
 from fcljax.methods import dolfin, fedran, fedslca, lorm
 from fcljax.models.vit import apply_vit, attention_inputs, longest_attention_inputs
 from fcljax.parts import reports, ridge
@@ -106,6 +106,45 @@ def test_sums_of_a_class_outside_of_the_span_of_all_examples_are_impossible():
     rank = fedran.summary_of(honest, 4)
     assert fedran.possible_summary(context(), rank, longest)
     assert not fedran.possible_summary(context(), rank._replace(products=lie.products), longest)
+
+
+@pytest.mark.parametrize("examples", [40, 1500])
+def test_a_wide_matrix_is_judged_by_its_sketch(examples):
+    """With fewer examples than directions any negative eigenvalue is found, else one of 3 % of the trace."""
+    width = claims.EXACT + 76
+    draw = np.random.default_rng(examples)
+    h = jnp.asarray(np.maximum(draw.normal(size=(examples, width)), 0), jnp.float32)
+    y = jnp.asarray(np.arange(examples) % CLASSES, jnp.int32)
+    honest = ridge.add_examples(ridge.no_moments(width, CLASSES), h, y, jnp.ones(examples, bool))
+    holds = jax.jit(lambda moments: ridge.possible_moments(context(examples), moments))
+    assert holds(honest)
+    gram = honest.gram
+    trace = jnp.trace(gram)
+    outside = draw.normal(size=width)
+    if examples < width:
+        outside -= h.T @ np.linalg.lstsq(np.asarray(h.T), outside, rcond=None)[0]
+    outside = jnp.asarray(outside / np.linalg.norm(outside), jnp.float32)
+    share = 1e-3 if examples == 40 else 0.03
+    lies = [
+        honest._replace(gram=gram - share * trace * jnp.outer(outside, outside)),
+        honest._replace(gram=jnp.triu(gram)),
+        honest._replace(gram=-gram),
+        honest._replace(products=honest.products.at[:, 0].add(0.5 * examples * outside * jnp.sqrt(trace))),
+    ]
+    assert not any(holds(lie) for lie in lies)
+
+
+def test_a_ridge_grows_until_the_matrix_is_positive_definite():
+    negative = jnp.diag(jnp.asarray([100.0, 10.0, -0.003]))
+    products = jnp.asarray([[1.0], [1.0], [0.0]])
+    assert not np.all(np.isfinite(ridge.solve_ridge(negative, products, 1e-3)))
+    # s is 1e-6 of the trace 110; the first of s, 10 s, 100 s above 0.003 is 0.011
+    found = jax.jit(ridge.solve_definite)(negative, products, 1e-3)
+    np.testing.assert_allclose(found[:2, 0], [1 / 100.011, 1 / 10.011], rtol=1e-5)
+    positive = jnp.diag(jnp.asarray([100.0, 10.0, 0.003]))
+    expected = ridge.solve_ridge(positive, products, 1e-3)
+    assert np.array_equal(ridge.solve_definite(positive, products, 1e-3), expected)
+    assert np.all(np.isnan(ridge.solve_definite(jnp.full((3, 3), jnp.nan), products, 1e-3)))
 
 
 @pytest.mark.parametrize("examples", [3, 300, 3000])

@@ -6,6 +6,8 @@ and counted under the claim's name. Otherwise every finite upload is accepted. S
 examples are compared with what so many examples can add up to.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Num
@@ -14,6 +16,8 @@ from fcljax.types import Claim, ClientContext, Program, Upload
 
 ROUNDING = 1e-5  # of a Gram matrix's eigenvalues in float32, relative to its trace
 SUMS = 1e-2  # by which sums may exceed a bound that holds without rounding
+EXACT = 1024  # widths up to which a Gram matrix is factorised; wider ones are sketched
+DIRECTIONS = 64  # of a sketch
 
 
 def possible_weight(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
@@ -97,6 +101,22 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     transformed = jax.scipy.linalg.solve_triangular(factor, x, trans=1, lower=is_lower)
     definite = jnp.all(jnp.isfinite(jnp.diagonal(factor)))
     return jnp.where(symmetric & definite, jnp.sum(transformed**2), jnp.nan)
+
+
+def sketch(
+    gram: Float[Array, "M M"], x: Float[Array, "M n"]
+) -> tuple[Float[Array, "d d"], Float[Array, "d n"]]:
+    """Return S^T G S and S^T X for random directions S [M, DIRECTIONS].
+
+    With G = H^T H and X = H^T Y these are sums over the features H S. What is no Gram matrix
+    is found if a negative eigenvalue is larger than about 1 / DIRECTIONS of the trace, and
+    any if there are fewer examples than directions.
+    """
+    # directions that a client cannot know before it has chosen the matrix
+    seed = jax.lax.bitcast_convert_type(jnp.sum(gram), jnp.uint32)
+    directions = jax.random.normal(jax.random.key(seed), (len(gram), DIRECTIONS))
+    exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    return exact(directions.T, exact(gram, directions)), exact(directions.T, x)
 
 
 def is_gram(gram: Float[Array, "*sums M M"]) -> Bool[Array, ""]:

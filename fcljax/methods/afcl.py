@@ -30,7 +30,7 @@ from fcljax.parts.client import ClientStep
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Params, learner
 from fcljax.parts.reports import Longest, longest_feature
-from fcljax.parts.ridge import moments_report, solve_ridge
+from fcljax.parts.ridge import moments_report, solve_definite
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.types import Method, Task
 
@@ -113,4 +113,4 @@ def recursion(
     """
     inverse_r = inverse_r + gram
     error = cross - jnp.dot(gram, weights, precision=jax.lax.Precision.HIGHEST)
-    return inverse_r, weights + solve_ridge(inverse_r, error, 0.0)
+    return inverse_r, weights + solve_definite(inverse_r, error, 0.0)

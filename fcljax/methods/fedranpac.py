@@ -33,7 +33,14 @@ from fcljax.parts.first_task import first_task_only
 from fcljax.parts.learner import Params, cross_entropy_loss, learner
 from fcljax.parts.random_features import chosen_by_index, longest_projected, on_projection, project
 from fcljax.parts.reports import longest_feature
-from fcljax.parts.ridge import Moments, add_examples, no_moments, possible_moments, solve_ridge
+from fcljax.parts.ridge import (
+    Moments,
+    add_examples,
+    no_moments,
+    possible_moments,
+    solve_definite,
+    solve_ridge,
+)
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset
 from fcljax.types import ClientContext, Method, Weighted
@@ -127,7 +134,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         moments = total["fit"]
         if chooses:  # the classifier is solved from all examples
             moments = jax.tree.map(jnp.add, total["fit"], total["held_out"])
-        weights = solve_ridge(moments.gram, moments.products, ridge)
+        weights = solve_definite(moments.gram, moments.products, ridge)
         classifier = params.classifier._replace(weights=weights)
         metrics = {"ridge": Weighted(ridge, jnp.float32(1))}
         return ServerUpdate(params._replace(classifier=classifier), total, metrics)

@@ -103,3 +103,26 @@ def solve_ridge(
     regularised = gram + ridge * jnp.eye(gram.shape[0])
     # "pos": Cholesky, half of the work of LU and symmetric in its rounding
     return jax.scipy.linalg.solve(regularised, products, assume_a="pos")
+
+
+def solve_definite(
+    gram: Float[Array, "M M"], products: Float[Array, "M C"], ridge: Float[Array, ""] | float
+) -> Float[Array, "M C"]:
+    """Return `solve_ridge` for the first of ridge, s, 10 s, 100 s, ... whose result is finite.
+
+    s is 1e-6 of the trace. Sums of honest clients need no larger ridge, but the checks of
+    claims leave a negative eigenvalue of a client to rounding: it must not end the learning
+    of all others. Matrices that are not finite have no result for any ridge.
+    """
+    smallest = jnp.maximum(1e-6 * jnp.abs(jnp.trace(gram)), jnp.finfo(jnp.float32).tiny)
+
+    def fails(attempt: tuple[Array, Array]) -> Bool[Array, ""]:
+        larger, weights = attempt
+        return ~jnp.all(jnp.isfinite(weights)) & (larger < 1e7 * smallest)
+
+    def retry(attempt: tuple[Array, Array]) -> tuple[Array, Array]:
+        larger, _ = attempt
+        return 10 * larger, solve_ridge(gram, products, jnp.maximum(larger, ridge))
+
+    attempt = (smallest, solve_ridge(gram, products, ridge))
+    return jax.lax.while_loop(fails, retry, attempt)[1]
