@@ -12,7 +12,7 @@ from torture_common import Outcome
 
 WARM = 5  # runs before the first that counts
 GROWTH = 1.0  # MB a run that memory may grow
-OPTIONS = dict(tasks=2, clients=2, rounds=1, epochs=1, batch_size=8, image_size=16)
+OPTIONS = dict(tasks=2, clients=2, rounds=1, epochs=1, batch_size=8, image_size=16, min_examples=1)
 sizes: list[tuple[float, int, int, int]] = []
 """After each run: MB of memory, open files, threads, arrays of JAX."""
 

@@ -95,7 +95,6 @@ def test_no_network_makes_an_honest_client_impossible(name, network):
         backbone=network,
         partition=owner,
         tasks=2,
-        clients=4,
         rounds=2,
         epochs=1,
         batch_size=8,

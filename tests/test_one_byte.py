@@ -243,7 +243,7 @@ def test_a_model_file_with_another_byte_is_refused(tmp_path):
     import fcljax
 
     data = (images(0, 24), np.arange(24) % 4, images(1, 12), np.arange(12) % 4)
-    options = dict(tasks=2, rounds=1, clients=2, epochs=1, image_size=16, batch_size=8)
+    options = dict(tasks=2, rounds=1, clients=2, epochs=1, image_size=16, batch_size=8, min_examples=1)
     found = fcljax.run("linear", data, progress=False, **options)
     path = tmp_path / "model.fcljax"
     found.model.save(path)

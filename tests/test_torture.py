@@ -211,3 +211,41 @@ def test_kills_and_damaged_runs_lose_nothing_and_change_nothing(torture, tmp_pat
 def test_hostile_uploads_of_every_method_are_left_out_and_counted(torture, tmp_path, monkeypatch):
     found = tried(torture, tmp_path, monkeypatch, uploads=200)
     assert results(found, "uploads") == ([], 200)
+
+
+@pytest.mark.long
+def test_sums_that_no_examples_have_are_left_out(torture, tmp_path, monkeypatch):
+    statistics = sys.modules["torture_statistics"]
+    found = tried(torture, tmp_path, monkeypatch, statistics=240)
+    assert results(found, "statistics") == ([], 240)
+    monkeypatch.setattr(statistics, "OPTIONS", {"afcl": {}})
+    (report,) = statistics.reports_of("afcl")
+    monkeypatch.setattr(
+        statistics, "reports_of", lambda name: [report._replace(holds=lambda upload: np.ones(2, bool))]
+    )
+    outcomes = [statistics.hostile_statistics(random.Random(i)).result for i in range(20)]
+    assert "different" in outcomes
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # Flower's own
+def test_federations_with_a_malicious_node_end_and_name_it(torture, tmp_path, monkeypatch):
+    pytest.importorskip("flwr")
+    federations = sys.modules["torture_federations"]
+    monkeypatch.setattr(federations, "METHODS", {"linear": federations.METHODS["linear"]})
+    found = tried(torture, tmp_path, monkeypatch, federations=12)
+    assert results(found, "federations") == ([], 12)
+
+
+@pytest.mark.long
+def test_runs_in_one_process_hold_nothing_of_each_other(torture, tmp_path, monkeypatch):
+    found = tried(torture, tmp_path, monkeypatch, repeats=20)
+    assert results(found, "repeats") == ([], 20)
+    repeats = sys.modules["torture_repeats"]
+    grown = iter(range(0, 400, 10))
+    monkeypatch.setattr(repeats, "resident_megabytes", lambda: float(next(grown)))
+    monkeypatch.setattr(repeats, "sizes", [(0.0, 999, 999, 10**6)] * 16)
+    assert repeats.repeated_run(random.Random(0), tmp_path / "one").result == "survived"
+    for _ in range(3):
+        last = repeats.repeated_run(random.Random(0), tmp_path / "one").result
+    assert last == "different"
