@@ -199,8 +199,8 @@ def test_a_run_goes_on_with_what_it_read_or_refuses(run, no_figures, tmp_path, c
 
 
 def test_a_run_goes_on_from_files_that_are_whole(run, no_figures, tmp_path, capsys):
-    """A changed file of a run that was killed. Files of checkpoints, of which there are many, are changed at one
-    of the places, each at the next."""
+    """A changed file of a run that was killed. Files of checkpoints, of which there are many, are changed at
+    one of the places, each at the next."""
     silent = []
     whole = unfinished(run, tmp_path / "whole")
     for i, path in enumerate(sorted(each for each in whole.rglob("*") if each.is_file())):
