@@ -28,12 +28,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 import fcljax
 from fcljax import cli
 from fcljax.federated import claims, client_loop, faults
 from fcljax.federated.faults import ATTACKS, FAULTS
 from fcljax.methods import METHODS as KNOWN
+from fcljax.types import ClientContext, Program, Upload
 
 COMMON = ["--tasks", "2", "--clients", "10", "--partition", "iid", "--epochs", "2"]
 DECODER = Path(fcljax.__file__).parent / "assets" / "vit_micro_decoder.safetensors"
@@ -50,7 +52,7 @@ METHODS = {
     "glfc": ["--image-size", "16", "--match-steps", "20", "--monitor-images", "5"],
     "afcl": [],
     "fedran": ["--projection", "500"],
-    "fedranpac": ["--projection", "500", "--lora-blocks", "2"],
+    "fedranpac": ["--projection", "500"],
     "fedslca": ["--image-size", "16"],
     "lorm": ["--scale", "mini", "--lora-blocks", "2"],
     "dolfin": ["--scale", "mini", "--lora-blocks", "2"],
@@ -102,7 +104,8 @@ def main() -> None:
 def switch_off_checks() -> None:
     """Let every claim of an upload count as possible, for the server and for the attack that asks it."""
 
-    def all_hold(program, _context, _upload):
+    def all_hold(program: Program, context: ClientContext, upload: Upload) -> Array:
+        del context, upload
         return jnp.ones(len(claims.claims_of(program)), bool)
 
     client_loop.claims_hold = all_hold
