@@ -355,6 +355,7 @@ def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatc
         plan.plan(settings(batch_size=32, lanes=1), "v5e", stand)
 
 
+@pytest.mark.long
 def test_a_plan_has_images_of_another_data_set_where_a_method_reviews_some():
     stand = plan.Stand(images=400, classes=10, side=32)
     chosen = settings("cfed", surrogate_images=12, image_size=16)
@@ -362,6 +363,7 @@ def test_a_plan_has_images_of_another_data_set_where_a_method_reviews_some():
     assert (exp.frozen.surrogate.shape, exp.frozen.surrogate.dtype) == ((12, 16, 16, 3), np.uint8)
 
 
+@pytest.mark.long
 def test_what_the_engine_holds_on_a_chip_grows_with_the_chips_own_clients():
     """FPPL by shapes: 16 clients on 2 chips, and 8,000 on 1,000, which are 8 a chip in both. The server's
     prototypes of all clients are too small here to be shared."""

@@ -27,6 +27,7 @@ RULES = {
 }
 
 
+@pytest.mark.long
 def test_examples_of_docstrings_print_what_they_say():
     names = {**vars(aggregate), "jnp": jnp}
     for test in doctest.DocTestFinder().find(aggregate, globs=names):

@@ -337,6 +337,7 @@ def test_one_step_to_the_mean_of_each_client_averages_to_the_mean_of_all():
     np.testing.assert_allclose(history[0]["loss"], np.mean(VALUES**2) / 2, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_aggregation_rules_and_attacks_are_those_of_runs():
     np.testing.assert_allclose(averaged(aggregator="median").model, [4.0], rtol=1e-6)  # of 4, 6 and 2
     attacked = averaged(malicious=1, attack="sign_flip", aggregator="uniform").model
@@ -344,6 +345,7 @@ def test_aggregation_rules_and_attacks_are_those_of_runs():
     np.testing.assert_allclose(averaged(clip_norm=1.0, aggregator="uniform").model, [1.0], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_client_rules_join_the_loss():
     """Of two steps of 1/2 from 0 to a mean m, the second starts at m/2, where FedProx adds m/2 to the
     gradient -m/2: nothing moves any more. Without it the model ends at 3m/4."""

@@ -31,7 +31,7 @@ def with_gradients(attention, q, k, v, gradient):
     return out, *back(gradient)
 
 
-@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("lanes", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("chip", ["tpu", "gpu"])
 def test_the_kernel_gives_the_numbers_of_attention_and_of_its_gradient(chip, lanes, monkeypatch):
     """69 queries and 77 keys, which no tile divides; 6 heads, two at a time on a TPU. Also of three clients
@@ -98,7 +98,7 @@ def calls(function, chip, *arguments):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # from jax 0.11 on
-@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+@pytest.mark.parametrize("chip", ["tpu", pytest.param("gpu", marks=pytest.mark.long)])
 def test_programs_for_accelerators_have_the_kernel_and_exact_ones_have_not(chip):
     """One block, forwards and backwards; the last one has the query of the class token alone."""
     assert lowered(AttentionKernel(chip), chip=chip) == 2
@@ -117,6 +117,7 @@ def test_a_jax_without_pallas_for_triton_has_xlas_attention_on_a_gpu(monkeypatch
     assert kernel_on(Machine("tpu")) == AttentionKernel("tpu")
 
 
+@pytest.mark.long
 def test_a_decoder_has_the_kernel_too_and_predicts_the_same(monkeypatch):
     """Of a masked autoencoder: one kernel for each of its two blocks, whose pixels are within 2^-7 of the
     largest of XLA's attention."""

@@ -159,7 +159,7 @@ def entropy(logits, batch):
     return -odds[np.arange(len(z)), label[keep]].mean()
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.25, marks=pytest.mark.long)])
 def test_a_share_of_the_cross_entropy_is_on_images_beside_their_compensation_prompt(share):
     method = made(compensation_share=share)
     server, batch = begun(method), BATCHES[0]
@@ -248,7 +248,7 @@ def mixed_by_hand(uploads, shares, temperature):
     return result
 
 
-@pytest.mark.parametrize("temperature", [0.1, 2.0])
+@pytest.mark.parametrize("temperature", [0.1, pytest.param(2.0, marks=pytest.mark.long)])
 def test_components_are_mixed_by_the_classes_that_they_match(temperature):
     method = made(affinity_temperature=temperature)
     server = begun(method)
@@ -278,6 +278,7 @@ def test_the_affinity_is_the_sum_of_each_component_s_match_with_each_class():
     np.testing.assert_allclose(uploads[1].gather["affinity"], expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_who_is_not_valid_has_no_part_in_the_mixture():
     method = made()
     server = begun(method)
@@ -292,6 +293,7 @@ def test_who_is_not_valid_has_no_part_in_the_mixture():
     np.testing.assert_array_equal(nobody.params.adapter.prompt, server.params.adapter.prompt)
 
 
+@pytest.mark.long
 def test_without_cpa_and_lcdc_it_is_coda_prompt_with_distillation():
     method = made(wo_cpa=True, wo_lcdc=True, kd_weight=0.0)
     plain = method_of(

@@ -231,7 +231,7 @@ def lorm_of(pair_gram="diagonal"):
 
 
 @pytest.mark.parametrize("pair_gram", ["diagonal", "full"])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_movement_is_within_the_reach_of_training(pair_gram, number):
     method, server, claim = lorm_of(pair_gram)
     context = context_of(method, server, STREAM[0], info_of(SIZES.classes, 9, round_=number), FROZEN)

@@ -76,7 +76,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("size, stride, pads, side, inputs", SIZES)
+@pytest.mark.parametrize("size, stride, pads, side, inputs", small_runs.some(SIZES, SIZES[::3]))
 def test_values_and_both_gradients_are_those_of_jax(size, stride, pads, side, inputs):
     window = Window((stride, 1), (pads, (1, 2)))
     x, kernel = random(3, side, 6, inputs), random(size, 2, inputs, 6)
@@ -263,7 +263,7 @@ def test_tf32_asks_for_it_in_every_convolution_and_its_gradients():
 GOLDENS = ["resnet", "resnet_cifar", "resnet_bottleneck", "densenet"]
 
 
-@pytest.mark.parametrize("name", small_runs.some(GOLDENS, ("resnet", "resnet_bottleneck")))
+@pytest.mark.parametrize("name", small_runs.some(GOLDENS, ("resnet",)))
 def test_torchvision_weights_give_torchvision_outputs(name):
     expected = np.load(GOLDEN / "convnets.npz")
     loaded = load_backbone(None, str(GOLDEN / f"torchvision_{name}.safetensors"), 40)
@@ -299,6 +299,7 @@ def as_its_authors_name_convnexts(tensors):
         tensors[new.replace("head.norm", "norm").replace("head.fc", "head")] = tensors.pop(name)
 
 
+@pytest.mark.long
 def test_convnexts_of_timm_torchvision_and_their_authors_give_timms_outputs(tmp_path):
     expected, path = np.load(GOLDEN / "vits.npz"), GOLDEN / "timm_convnext.safetensors"
     loaded = load_backbone(None, str(path), 40)
@@ -385,6 +386,7 @@ def test_options_that_contradict_a_convolutional_network_are_refused(tmp_path):
         convert(resnet, str(tmp_path / "new.safetensors"), ConvertOptions())
 
 
+@pytest.mark.long
 def test_without_a_file_values_depend_on_the_seed_and_the_stem_on_the_images():
     one, same, other = (
         load_backbone("resnet_micro", None, None, options=WeightOptions(seed=seed)) for seed in (1, 1, 2)

@@ -79,6 +79,7 @@ def test_the_devices_share_the_client_work_of_a_round(mesh):
     assert of_device.sum() / (devices * 2 * most) > 0.9  # and of the ticks for which the devices wait
 
 
+@pytest.mark.long
 def test_a_bad_upload_on_one_device_is_left_out_of_all(mesh):
     """The devices find it together, though one of them has it."""
     data, partitions = toys.examples(), toys.partitions(toys.examples())

@@ -69,6 +69,7 @@ def test_the_file_holds_features_labels_and_logits_of_both_splits(folder, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.long
 def test_several_devices_give_the_same_features(folder, tmp_path):
     for devices in (1, 4):
         embed(settings(folder[0], "headless", devices=devices), tmp_path / f"{devices}.npz")

@@ -1,6 +1,7 @@
 """The engine gives the numbers of plain loops over clients, epochs and batches: for every channel of the
 protocol, however it is run."""
 
+import functools
 import itertools
 
 import chex
@@ -30,6 +31,9 @@ from fcljax.federated.reference import epoch_order
 from fcljax.federated.rules import coordinate_median
 from fcljax.types import Batch, Phase, RoundContext, Upload, View, Weighted
 
+# They have every channel of the protocol but sums, which methods' own tests have, and clipping on arrival.
+QUICK = ("gathering", "remembering", "personal", "replaying")
+
 
 @pytest.fixture(scope="module")
 def data():
@@ -43,11 +47,10 @@ def partitions(data):
 
 @pytest.fixture(scope="module")
 def plain(data, partitions):
-    """What plain loops give for each toy: (server, states, reports)."""
-    return {
-        name: toys.drive_plain(toy(), data, partitions, PARTICIPATION.get(name, 1.0))
-        for name, toy in TOYS.items()
-    }
+    """What plain loops give for a toy: (server, states, reports)."""
+    return functools.cache(
+        lambda name: toys.drive_plain(TOYS[name](), data, partitions, PARTICIPATION.get(name, 1.0))
+    )
 
 
 def assert_as_plain(result, expected):
@@ -68,16 +71,12 @@ def assert_as_plain(result, expected):
     ("name", "way"),
     small_runs.some(
         [*itertools.product(TOYS, toys.WAYS)],
-        [
-            *((name, "vmap3") for name in TOYS),
-            ("replaying", "loop3"),
-            ("personal", "unroll2"),
-        ],
+        [*((name, "vmap3") for name in QUICK), ("personal", "unroll2")],
     ),
 )
 def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, plain):
     engine = engine_of(name, way)
-    assert_as_plain(toys.drive_engine(engine, data, partitions, PARTICIPATION.get(name, 1.0)), plain[name])
+    assert_as_plain(toys.drive_engine(engine, data, partitions, PARTICIPATION.get(name, 1.0)), plain(name))
     assert set(engine.traces.values()) == {1}
     assert ("after_round 1 phase 0" in engine.traces) == (name == "personal")
 
@@ -92,7 +91,7 @@ def test_two_tasks_of_two_rounds_equal_plain_loops(name, way, data, partitions, 
 def test_batches_as_short_as_their_rows_change_no_number(name, way, data, partitions, plain):
     participation = PARTICIPATION.get(name, 1.0)
     engine = toys.build(TOYS[name](), partitions, *toys.WAYS[way], participation, short=True)
-    assert_as_plain(toys.drive_engine(engine, data, partitions, participation), plain[name])
+    assert_as_plain(toys.drive_engine(engine, data, partitions, participation), plain(name))
     assert set(engine.traces.values()) == {1}
 
 
@@ -126,7 +125,7 @@ def test_the_last_batch_of_an_epoch_is_computed_for_the_rows_that_it_has(short, 
     assert report.metrics["rows"] * len(computed) == pytest.approx(sum(computed))
 
 
-@pytest.mark.parametrize("way", small_runs.some(toys.WAYS, ("vmap3", "loop3")))
+@pytest.mark.parametrize("way", small_runs.some(toys.WAYS, ("loop3",)))
 def test_clients_with_a_task_of_their_own_equal_plain_loops(way, data):
     """Half of them are at one task while the others are at the other."""
     method, partitions = toys.own_task(), toys.streams(data)
@@ -158,19 +157,18 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
 def test_one_client_per_chunk_gives_the_same_numbers(data, partitions, plain):
     """The other engines here have chunks of 2, 4 and all clients."""
     engine = toys.build(TOYS["gathering"](), partitions, Lanes(3, "vmap"), slots=1)
-    assert_as_plain(toys.drive_engine(engine, data, partitions), plain["gathering"])
+    assert_as_plain(toys.drive_engine(engine, data, partitions), plain("gathering"))
 
 
-def test_the_toys_learn_and_their_clients_differ(plain):
+@pytest.mark.parametrize("name", small_runs.some(TOYS, QUICK))
+def test_the_toys_learn_and_their_clients_differ(name, plain):
     """Equality with plain loops would say little if nothing moved."""
-    for name, (server, states, reports) in plain.items():
-        assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
-        close(
-            jnp.isfinite(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((server, states))])),
-            True,
-        )
-        if name in ("remembering", "personal", "replaying"):
-            assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, -1])) == CLIENTS
+    server, states, reports = plain(name)
+    assert reports[1].metrics["loss"] < reports[0].metrics["loss"]
+    leaves = jax.tree.leaves((server, states))
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+    if name in ("remembering", "personal", "replaying"):
+        assert len(np.unique(np.asarray(jax.tree.leaves(states)[0])[:, -1])) == CLIENTS
 
 
 # ---- numbers by hand ---------------------------------------------------------------------------------------
@@ -265,7 +263,9 @@ def play_once(engine, data, partition, ids):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
+@pytest.mark.parametrize(
+    "name", small_runs.some(["conflating", "gathering", "remembering"], ["gathering", "remembering"])
+)
 def test_a_non_finite_upload_counts_as_not_taking_part(name, value, data, partitions):
     engine = engine_of(name, "vmap3")
     (server, states, report), _, before = play_once(
@@ -290,7 +290,7 @@ def counting(engine, opened: list):
 
 
 @pytest.mark.parametrize(("bad", "plays"), [([], 0), ([3], 2), ([1], 1), ([0, 1, 3, 6], 2)])
-@pytest.mark.parametrize("name", ["conflating", "gathering", "remembering"])
+@pytest.mark.parametrize("name", small_runs.some(["conflating", "gathering", "remembering"], ["remembering"]))
 def test_chunks_are_played_again_from_the_first_with_a_bad_upload_on(name, bad, plays, data, partitions):
     """Guarded or not, the bits are the same; chunks of two clients."""
     found, begun, engine = [], [], engine_of(name, "unroll2")
@@ -352,7 +352,7 @@ def noting(engine, notes: list):
 
 @pytest.mark.parametrize(("bad", "times"), [([], 1), ([3], 2)])
 def test_the_device_has_the_servers_step_before_the_host_waits_for_clients(bad, times, data, partitions):
-    engine, notes = engine_of("conflating", "unroll2"), []
+    engine, notes = engine_of("remembering", "unroll2"), []
     play_once(noting(engine, notes), poisoned(data, partitions[0], bad, np.nan), partitions[0], [0, 1, 3, 6])
     assert notes == ["server", "host waits"] * times
 
@@ -454,7 +454,7 @@ def test_the_median_is_that_of_the_finite_uploads(robust, data, partitions):
 
 
 def test_every_client_predicts_with_its_own_model(plain):
-    server, states, _ = plain["personal"]
+    server, states, _ = plain("personal")
     image, label = jax.random.normal(jax.random.key(0), (5, 1, 1, 3)), np.zeros(5, np.int32)
     batch, round_context = Batch(image, label, label == 0, label), RoundContext(FROZEN, tasks()[1], 0, False)
     predict_client = TOYS["personal"]().predict_client

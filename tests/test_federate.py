@@ -118,6 +118,7 @@ def test_fppl_with_its_parts_off_is_fedavg_on_its_adapter():
     assert differ(ours.params, whole._replace(extra={})) > 1e-3
 
 
+@pytest.mark.long
 def test_nothing_inside_the_network_and_the_mean_is_the_method_linear_and_a_plain_loop():
     """Two rounds of both tasks of Adam, as optax does it, on unpadded rows, averaged by rows."""
     own = dict(network=FORMULA, lr=RATE, batch_size=4)

@@ -115,7 +115,7 @@ def test_the_largest_directions_of_a_gram_matrix():
     np.testing.assert_allclose(whole @ whole.T, h[:3].T @ h[:3], atol=1e-4)
 
 
-@pytest.mark.parametrize("rank", [3, 12])
+@pytest.mark.parametrize("rank", [pytest.param(3, marks=pytest.mark.long), 12])
 def test_few_examples_have_the_directions_of_their_gram_matrix(rank):
     """Seven examples of 24 features come in batches with padding anywhere; the Gram matrix has rank 7."""
     h = np.random.default_rng(0).normal(size=(9, 24)).astype(np.float32) * 2.0 ** -np.arange(9)[:, None]

@@ -223,6 +223,7 @@ def test_messages_of_too_little_memory_are_read(message, need):
     assert fit.exhausted(RuntimeError(message)) == (need if need is None else need * 2**30)
 
 
+@pytest.mark.long
 def test_a_run_finds_the_programs_of_its_rounds_compiled():
     """Those of a round, of which none is compiled again. With the memory of one, all were compiled."""
     given = {"tasks": 2, "epochs": 1, "rounds": 1, "clients": 2, "image_size": 8}

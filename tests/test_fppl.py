@@ -344,6 +344,7 @@ def test_a_prompted_block_of_vit_b16_lets_out_as_many_tokens_as_came_in():
     ) == 13
 
 
+@pytest.mark.long
 def test_prompts_as_keys_and_values_equal_tokens_that_are_appended_and_dropped(network):
     params, image, prompts = network
 
@@ -627,6 +628,7 @@ def test_prototypes_of_other_tasks_cross_the_wire_in_the_release_but_change_noth
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), trained["current"], trained["seen"])
 
 
+@pytest.mark.long
 def test_sending_all_prompts_gives_the_server_the_same_prompts_as_sending_one():
     after, data = {}, (batch([2, 3, 3]), batch([2, 2, 3, 3], seed=4))
     for choice, tasks in (("current", ()), ("all", (3,))):

@@ -329,6 +329,7 @@ def test_its_first_layer_is_a_convolution(lenet):
     np.testing.assert_allclose(_patches(image, 2) @ kernel, plain[0], atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_label_is_read_off_the_gradient_and_the_image_is_rebuilt(lenet):
     image = smooth()
     label = jnp.array([3, 0, 4])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from small_runs import some
 from test_golden import FOLDER, HEADS, agree
 
 from fcljax.errors import InputError
@@ -57,7 +58,7 @@ def quick(name, folder):
     return load("model", folder, heads=HEADS)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", some(FILES, [*FILES][::3]))
 def test_the_class_token_is_that_of_the_source_library(name, tmp_path):
     loaded = quick(name, tmp_path) if name.endswith("quickgelu") else load(name, heads=HEADS)
     assert {field: getattr(loaded.config, field) for field in FILES[name]} == FILES[name]

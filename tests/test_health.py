@@ -135,6 +135,7 @@ METHOD = MethodEntry(
 """
 
 
+@pytest.mark.long
 def test_a_run_whose_loss_is_nan_says_so_everywhere(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     options = ["--tasks", "1", "--clients", "2", "--rounds", "1", "--epochs", "1", "--image-size", "8"]

@@ -34,7 +34,7 @@ OPTIONS = {
     "fedavg-prompt": POOL,
     "fedprox": POOL,
     "fed-cprompt": POOL,
-    "centralized-prompt": POOL | {"clients": 4},
+    "centralized-prompt": POOL,
     "fedavg-ft": {"full_lr": 0.05},
     "fedlwf-mc": {"full_lr": 0.05},
 }
@@ -77,7 +77,7 @@ def test_logits_are_kept_near_the_newest_model_and_far_from_the_last_tasks():
     assert float(both) == (1 - 5) + (50 - 32)
 
 
-@pytest.mark.parametrize("name", ["fed-cprompt", "fedlwf-mc"])
+@pytest.mark.parametrize("name", [pytest.param("fed-cprompt", marks=pytest.mark.long), "fedlwf-mc"])
 def test_the_teacher_is_the_model_that_the_task_began_with(name):
     made = method(name)
     server = compiled(made.init)(KEY, SCALE)
@@ -95,7 +95,10 @@ def test_the_teacher_is_the_model_that_the_task_began_with(name):
 
 @pytest.mark.parametrize(
     "name, values",
-    [("fed-cprompt", {"contrast_near": 0.0, "contrast_far": 0.0}), ("fedprox", {"prox_weight": 0.0})],
+    [
+        pytest.param("fed-cprompt", {"contrast_near": 0.0, "contrast_far": 0.0}, marks=pytest.mark.long),
+        ("fedprox", {"prox_weight": 0.0}),
+    ],
 )
 def test_without_their_weight_they_are_fedavg_prompt(name, values):
     plain = by_hand(method("fedavg-prompt"), rounds=2).params
@@ -132,6 +135,7 @@ def test_the_whole_network_trains_in_fedavg_ft():
     assert furthest(server.params.adapter, SCALE.network) > 1e-3
 
 
+@pytest.mark.long
 def test_rates_fall_over_the_epochs_of_a_round():
     """Two epochs of two batches: the third and fourth step have the second epoch's factor."""
     made = method("fedavg-prompt", optimiser="sgd", epochs=2, lr=0.1)

@@ -162,6 +162,7 @@ def test_uploads_do_not_depend_on_who_else_takes_part(federation, servers):
         same(one(alone.gather, 0), one(together.gather, rank))
 
 
+@pytest.mark.long
 def test_uploads_do_not_depend_on_lanes(federation, servers):
     two, single = (
         federation.receive(engine, servers[1], PARTITIONS[1], [0, 2, 3], STREAM[1])
@@ -191,6 +192,7 @@ def test_permuting_clients_permutes_the_pool_and_nothing_else(federation, server
     close(pool, one(its, np.array(order)), atol=1e-5)
 
 
+@pytest.mark.long
 def test_one_client_that_holds_all_rows_is_centralised_training(federation):
     """A plain optax loop on unpadded batches, written from the paper's equations, against the upload of the
     only client."""

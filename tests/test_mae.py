@@ -357,6 +357,7 @@ def test_hidden_pixels_do_not_reach_the_prediction_and_visible_ones_do(predict, 
     assert (jnp.abs(predict(unpatchify(visible, 4), prompt) - expected).max(axis=(1, 2)) > 0.01).all()
 
 
+@pytest.mark.long
 def test_bfloat16_is_close_to_float32_and_gives_float32_pixels(latent, masking):
     params = init_decoder(jax.random.key(0), SMALL)
     exact = run(SMALL, params, latent, masking.restore)

@@ -104,12 +104,14 @@ RUNS = [
     for method, adapter in itertools.product(METHODS, ADAPTERS)
     if adapter not in METHODS[method].excludes
 ]
+USUAL = [(method, adapter) for method, adapter in RUNS if adapter == METHODS[method].adapter]
+SOME_RUNS = small_runs.some(RUNS, USUAL)
 GROUPS = {
     options for method, adapter in RUNS for options in config.option_groups(method, adapter).values()
 } | {EmbedConfig, PretrainConfig, PretrainDecoderConfig}
 
 
-@pytest.mark.parametrize(("method", "adapter"), RUNS)
+@pytest.mark.parametrize(("method", "adapter"), SOME_RUNS)
 def test_a_run_s_defaults_are_valid_and_those_of_the_intended_preset(method, adapter):
     cfg = config.resolve(config.run_class(method, adapter)())
     check_ranges(cfg)
@@ -164,7 +166,7 @@ def test_a_learning_rate_or_a_temperature_of_zero_is_refused(options):
 
 
 @pytest.mark.parametrize("fidelity", PRESETS)
-@pytest.mark.parametrize(("method", "adapter"), RUNS)
+@pytest.mark.parametrize(("method", "adapter"), SOME_RUNS)
 def test_a_preset_is_what_runs(method, adapter, fidelity):
     """Its instances of the options' dataclasses, field by field; without an `improved`, it is refused."""
     entry = find_method(method)

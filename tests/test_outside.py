@@ -16,10 +16,11 @@ SHORT = [*COMMON, "--rounds", "1", "--clients", "2"]
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("fedprox", ["--mu", "0.1"], marks=pytest.mark.long),
+        ("fedprox", ["--mu", "0.1"]),
         ("distill", ["--adapter", "linear", "--spread", "0.1"]),
     ],
 )
+@pytest.mark.long
 def test_a_method_outside_the_package_runs_with_its_own_options(name, options, tmp_path):
     out = tmp_path / "run"
     assert cli.main(["run", str(FOLDER / f"{name}.py"), *SHORT, *options, "--out", str(out)]) == 0

@@ -460,7 +460,7 @@ def test_reweighting_in_two_dimensions(fidelity, expected):  # O2
     np.testing.assert_allclose(prototypes_of(after)[2, :2], expected, atol=5e-6)
 
 
-@pytest.mark.parametrize("fidelity", PRESETS)
+@pytest.mark.parametrize("fidelity", small_runs.some(PRESETS, ("intended",)))
 @pytest.mark.parametrize(
     ("prototypes", "means", "expected"),
     [
@@ -586,6 +586,7 @@ def test_headtune_starts_prototypes_at_the_means_of_all_clients_rows():
     np.testing.assert_array_equal(prototypes_of(after)[others], prototypes_of(server)[others])
 
 
+@pytest.mark.long
 def test_headtune_without_which_there_is_no_opening_plays_through_the_engine():
     assert [each.when for each in make()[0].rounds] == ["round"]
     method = build(headtune=True, epochs=1, batch_size=8)
@@ -668,6 +669,7 @@ def short_run():
     return *play(method, rounds=2), method
 
 
+@pytest.mark.long
 def test_a_run_learns_and_traces_everything_once(short_run):
     servers, reports, engine, method = short_run
     assert [report.participants for report in reports] == [3, 3, 2, 2]
@@ -700,7 +702,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", small_runs.some(VARIANTS, ("released",)))
+@pytest.mark.parametrize("name", small_runs.some(VARIANTS, ()))
 def test_every_variant_plays_both_tasks_and_stays_finite(name):
     fidelity, fields = VARIANTS[name]
     method = build(fidelity=fidelity, epochs=2, batch_size=8, lr=0.03, **fields)
@@ -727,6 +729,7 @@ def test_a_round_on_a_transformer_changes_exactly_what_is_tuned(fields):
     assert len(moved) == 1 + len(jax.tree.leaves(start.params.adapter)) > 4 and all(moved)
 
 
+@pytest.mark.long
 def test_one_client_that_holds_all_rows_is_centralised_training():
     """A plain optax loop on unpadded batches, written from the paper's equations, in the second task."""
     epochs, size, rate, lora_rate, task = 2, 8, 0.03, 1e-3, UNEVEN_TASKS[1]

@@ -322,6 +322,7 @@ def test_a_client_uploads_what_the_encoder_says_of_its_own_rows_and_nothing_of_a
         assert apart.min() < 1e-4
 
 
+@pytest.mark.long
 def test_a_client_that_lacks_a_class_sends_no_image_of_it():
     """Client 2 has four rows of three classes; take one of them away."""
     rows = PARTITIONS[0].indices
@@ -344,7 +345,7 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 # ---- the server: where a task's classes start --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pmae", "hepco"])
+@pytest.mark.parametrize("name", ["pmae", pytest.param("hepco", marks=pytest.mark.long)])
 def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(name):
     without_vpt = {key: x for key, x in VALUES.items() if not key.startswith("vpt")}
     own = without_vpt if name == "pmae" else {}
@@ -598,6 +599,7 @@ def test_how_close_rebuilt_images_come_is_measured_as_it_says():
     assert found["mse_restored"] == pytest.approx(0.25**2 / 4) and found["images"] == 4
 
 
+@pytest.mark.long
 def test_what_a_run_shows_is_what_the_server_would_rebuild():
     server, image = history()[-1][0], DATA.input[:3]
     method = method_of("pmae", **VALUES)

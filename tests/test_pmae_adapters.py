@@ -373,7 +373,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ("l2p",)))
+@pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ()))
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
     pull = {"l2p": "l2p_key_weight", "dualprompt": "dual_key_weight"}[name]

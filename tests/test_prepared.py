@@ -335,6 +335,7 @@ def test_a_forced_rebuild_leaves_mapped_arrays_alone(raw, load, make):
     np.testing.assert_array_equal(before.x_train, copy)
 
 
+@pytest.mark.long
 def test_two_processes_that_prepare_at_once_both_end_well(raw, load, tmp_path):
     code = (
         "import sys\n"

@@ -269,6 +269,7 @@ def test_other_floating_point_types_load_as_float32(load, kind):
     depth=st.integers(1, 3),
     mlp=st.integers(1, 40),
 )
+@pytest.mark.long
 def test_the_architecture_is_read_from_the_tensors(tmp_path_factory, kind, patch, grid, heads, depth, mlp):
     config = ViTConfig(patch * grid, patch, 4 * heads, depth, heads, mlp)
     params = files.encoder(config)

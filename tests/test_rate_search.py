@@ -44,7 +44,7 @@ def settings_of(method="linear", **given):
 # ---- rates as data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some(METHODS, ("linear",)))
+@pytest.mark.parametrize("name", some(METHODS, ()))
 def test_the_learning_rates_of_every_method_may_be_data(name):
     """Each function of the method is traced with rates that are no constants, and keeps to the protocol."""
     settings = config.from_mapping(name, dict(scale="fit", clients=4, batch_size=4, epochs=2), "options")
@@ -237,12 +237,12 @@ def test_mini_s_rates_stay_unless_the_lead_of_others_is_beyond_chance():
     "given",
     [
         {},
-        dict(tasks=10, clients=10, rounds=3, epochs=5, batch_size=4),
+        pytest.param(dict(tasks=10, clients=10, rounds=3, epochs=5, batch_size=4), marks=pytest.mark.long),
         dict(tasks=2, clients=2),
-        dict(participation=0.5, rounds=6),
+        pytest.param(dict(participation=0.5, rounds=6), marks=pytest.mark.long),
         dict(partition="quantity", classes_per_client=1, clients=2),
-        dict(population="redrawn"),
-        dict(method="ewc"),
+        pytest.param(dict(population="redrawn"), marks=pytest.mark.long),
+        pytest.param(dict(method="ewc"), marks=pytest.mark.long),
     ],
 )
 def test_a_search_takes_at_most_half_of_the_run_s_training_steps(given):
@@ -259,7 +259,13 @@ def test_a_search_takes_at_most_half_of_the_run_s_training_steps(given):
     assert set(np.flatnonzero(design.held_out >= 0)) <= set(np.flatnonzero(left.test_task >= 0))
 
 
-@pytest.mark.parametrize("given, whose, rate", [({}, "mini's", 1e-2), ({"lr": 0.3}, "those given", 0.3)])
+@pytest.mark.parametrize(
+    "given, whose, rate",
+    [
+        pytest.param({}, "mini's", 1e-2, marks=pytest.mark.long),
+        ({"lr": 0.3}, "those given", 0.3),
+    ],
+)
 def test_a_run_too_short_for_a_search_takes_the_rates_for_short_schedules(given, whose, rate):
     few = dict(tasks=2, clients=1, rounds=1, epochs=1, batch_size=512, partition="iid")
     exp = build(settings_of(**few, **given))

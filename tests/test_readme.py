@@ -55,8 +55,9 @@ def namespace(block):
 
 
 def by_cost(block):
-    """Blocks with whole runs are executed in `make test-long`."""
-    return pytest.param(block, marks=pytest.mark.long) if "fcljax.run(" in block else block
+    """Blocks with whole runs or simulations are executed in `make test-long`."""
+    whole = "fcljax.run(" in block or "simulate(" in block
+    return pytest.param(block, marks=pytest.mark.long) if whole else block
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def chosen(client: int, memory: np.ndarray, step: int) -> list[int]:
     return [-1 if place < 0 else int(memory[place]) for place in places.tolist()]
 
 
-@pytest.mark.parametrize("way", some(WAYS, ("loop1", "unroll2")))
+@pytest.mark.parametrize("way", some(WAYS, ("loop1",)))
 def test_what_joins_a_batch_are_exactly_the_rows_that_the_client_chose(way, data, partitions, start):
     """Under the clean view, while its own rows come under the training view; the rest is padding."""
     _, states, ids = start

@@ -141,6 +141,7 @@ def test_what_the_plan_gives_a_run_is_all_of_it():
         assert again == run.cfg
 
 
+@pytest.mark.long
 def test_the_printed_command_makes_the_same_run():
     for run in first_of_each():
         program, verb, method, *options = shlex.split(reproduce.command(run))
@@ -198,6 +199,7 @@ def first_of_each():
     return list(found.values())
 
 
+@pytest.mark.long
 def test_mini_runs_can_be_built_of_every_method():
     runs = first_of_each()
     assert len({run.method for run in runs}) >= 25
@@ -392,7 +394,11 @@ def test_tables_are_written_and_mini_leaves_the_files_alone(folder, swept, capsy
 
 @pytest.mark.parametrize(
     ("paper", "seeds", "status"),
-    [("[90, 1]", "3", "reproduced"), ("[70, 9]", "3", "not reproduced"), ("90", "2", None)],
+    [
+        ("[90, 1]", "3", "reproduced"),
+        pytest.param("[70, 9]", "3", "not reproduced", marks=pytest.mark.long),
+        pytest.param("90", "2", None, marks=pytest.mark.long),
+    ],
 )
 def test_runs_at_the_papers_scale_update_status_and_cost(paper, seeds, status, folder, swept, capsys):
     path = folder / "x.yaml"

@@ -55,6 +55,7 @@ def test_killed_at_random_moments_and_resumed_equals_uninterrupted(reference, ki
 
 
 @pytest.mark.parametrize("reference", ["linear"], indirect=True)
+@pytest.mark.long
 def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(reference, tmp_path, capsys):
     out = tmp_path / "killed"
     half = out / "checkpoints" / "1.orbax-checkpoint-tmp" / "state"

@@ -318,6 +318,7 @@ def test_metrics_of_one_name_add_up_over_passes_and_are_told_apart_over_rounds(d
     assert (report.participants, report.training_examples, report.examples) == (2, 3, 3 + 3 + 3)
 
 
+@pytest.mark.long
 def test_python_numbers_in_states_do_not_have_anything_traced_twice(data):
     """They are arrays of a special kind in jax, which they stop being on their way through a round."""
 

@@ -179,6 +179,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(says):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_label_flip_of_classes_and_a_number_of_participants_are_taken():
     honest = method(malicious=1, attack="label_flip")
     found = simulated(honest, y=RNG.integers(0, 3, 24), participation=2, seed=np.int64(3))

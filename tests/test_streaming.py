@@ -36,7 +36,7 @@ def drive(engine, name, data, partitions):
 
 
 @pytest.mark.parametrize("way", small_runs.some(("vmap3", "loop1", "unroll2"), ("vmap3",)))
-@pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying", "clipping")))
+@pytest.mark.parametrize("name", small_runs.some(TOYS, ("replaying",)))
 def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, partitions):
     engine = engine_of(name, way)
     resident = drive(engine, name, data, partitions)
@@ -46,7 +46,7 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, p
 
 @pytest.mark.parametrize(
     ("rows", "overlap"),
-    small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True), (13, False)]),
+    small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True)]),
 )
 def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, partitions):
     """From one step's rows, which is the least, to all of them at once."""
@@ -84,6 +84,7 @@ def test_only_the_rows_that_a_window_needs_are_read(data, partitions):
 
 
 @pytest.mark.parametrize("name", small_runs.some(["two_pass", "replaying"], ["replaying"]))
+@pytest.mark.long
 def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, partitions):
     """Each device's rows alone: of a window of 24 rows a device holds no more than those of its lane."""
     engine = toys.build(

@@ -326,6 +326,7 @@ def test_a_layer_is_a_convolution_of_its_images_or_of_the_doubled_ones(doubled):
     chex.assert_trees_all_close(own_back(way), back(way), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_convolution_begins_within_one_over_the_root_of_its_inputs():
     """Of 3 x 3 pixels of 64 channels: 576."""
     first = init_image_generator(ImageGeneratorConfig(8, 8, noise=4, channels=32), KEY)["_Conv_0"]

@@ -354,6 +354,7 @@ def test_what_waits_to_be_written_is_a_small_part_of_a_large_checkpoint(tmp_path
     assert sum(sizes) > noise.nbytes and max(sizes) < checkpoint.FILE + 2 * noise[0].nbytes
 
 
+@pytest.mark.long
 def test_a_round_overwrites_the_states_that_a_checkpoint_was_made_of(tmp_path, monkeypatch):
     make, given_up = loop.make_play_round, []
 
@@ -558,9 +559,13 @@ def test_a_file_of_settings_is_refused_in_one_line_and_little_memory(text, word,
         (["--rounds", "2000000000"], "rounds: 2000000000 is too large; nearest valid value: 100000"),
         (["--clients", "2000000000"], "clients: 2000000000 is too large; nearest valid value: 1000000"),
         (["--lanes", "9" * 30], f"lanes: {'9' * 30} is too large; nearest valid value: 2147483647"),
-        (["--image-size", "6000"], "an evaluation step; the device has "),
+        pytest.param(["--image-size", "6000"], "an evaluation step; the device has ", marks=pytest.mark.long),
         (["--lanes", "2000000000"], "a training step; the device has "),
-        (["--adapter", "lora", "--lora-rank", "1000000000"], "the server's state; the device has "),
+        pytest.param(
+            ["--adapter", "lora", "--lora-rank", "1000000000"],
+            "the server's state; the device has ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_no_device_can_hold_is_refused_before_anything_is_compiled(options, words, tmp_path, capsys):
@@ -856,9 +861,9 @@ def test_every_test_that_the_promises_name_is_there():
     rooms = ("trust", "guards", "trackers", "resume", "user_files", "api", "closed_claims", "flower")
     text_of_tests = "".join((folder / f"test_{room}.py").read_text() for room in rooms)
     ours = re.findall(r"^def (test_\w+)", text_of_tests, re.M)
-    for name in re.findall(r"`(?:tests/)?(test_[\w.]+)`", text):
+    for bench, name in re.findall(r"`(experiments/)?(?:tests/)?(test_[\w.]+)`", text):
         if name.endswith(".py"):
-            assert (folder / name).is_file(), name
+            assert (small_runs.ROOT / bench / "tests" / name).is_file(), name
         else:
             start = name.removesuffix("...")
             assert [own for own in ours if own == name or (start != name and own.startswith(start))], name

@@ -125,7 +125,7 @@ def ridge_by_numpy(partitions, width, ridge):
 @pytest.mark.parametrize(
     "counts",
     [
-        (9, 0, 4, 7),
+        pytest.param((9, 0, 4, 7), marks=pytest.mark.long),
         pytest.param((20, 0, 0, 0), marks=pytest.mark.long),
         pytest.param((1, 3, 8, 2), marks=pytest.mark.long),
     ],

@@ -81,6 +81,7 @@ def received(uploads):
 # ---- the learner -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_without_priors_and_without_spread_it_is_deterministic_training():
     """lambda_p = 0 and sigma near 0: the means follow plain gradient descent."""
     run = run_of()
@@ -298,6 +299,7 @@ def test_conflation_of_one_client_is_the_client_and_of_several_their_product_wha
     close(swapped.params.adapter, both.params.adapter, atol=1e-6)
 
 
+@pytest.mark.long
 def test_tempered_conflation_has_the_same_means_and_does_not_narrow_what_is_alike():
     made = {}
     for merge in ("conflation", "tempered"):

@@ -273,6 +273,7 @@ def test_on_accelerators_products_return_what_is_rounded_next_in_bfloat16(image,
     assert set(found) == {"f32", "bf16"} and (found.count("f32") <= 2 * scores + 2) == (expected == {"bf16"})
 
 
+@pytest.mark.long
 def test_a_gpu_that_rounds_results_stays_as_close_to_float32(image):
     """In features and in a prompt's gradient, within the 3 % of the test of bfloat16 below."""
     params = jax.tree_util.tree_map_with_path(
@@ -338,6 +339,7 @@ def test_with_remat_the_backward_pass_keeps_what_enters_each_block(image):
     assert sum(x.size for x in with_remat) < 0.3 * sum(x.size for x in without)
 
 
+@pytest.mark.long
 def test_gradients_in_bfloat16_are_close_to_those_in_float32(image):
     params = jax.tree.map(lambda x: random(*x.shape, scale=0.1), parameter_shapes(TINY))
     params = jax.tree_util.tree_map_with_path(
