@@ -268,6 +268,7 @@ def test_bytes_are_those_that_this_machines_compiler_counts(dtype):
     assert traffic(compiled.as_text()) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_cpu_rounds_activations_where_accelerators_are_asked_to():
     """A ViT's bfloat16 features have the same bits with the options of programs for GPUs."""
     network = vit_network(ViTConfig(32, 8, width=64, depth=2, heads=4, mlp=64, dtype="bfloat16"))

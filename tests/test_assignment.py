@@ -354,6 +354,7 @@ def test_sampled_clients_keep_no_state(method, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_chart_of_sampled_clients_is_refused_settings_that_are_not_theirs(tmp_path, capsys):
     options = ["digits", "--imbalance", "0.1", "--out", str(tmp_path / "charts")]
     assert cli.main(["data", "show", *options]) == 2

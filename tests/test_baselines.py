@@ -24,7 +24,7 @@ from micro import (
     resolved,
     round_context_of,
 )
-from small_runs import COMMON, some
+from small_runs import COMMON
 from test_conformance import federation, history
 from toys import same
 
@@ -424,10 +424,10 @@ def summary_of(method, options, folder):
 
 
 LONG = ("pilora", "fedclm", "joint", "ewc", "lwf", "icarl")
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in LONG]
 
 
-@pytest.mark.parametrize("method", some(["fedncm", *OTHERS], ()))
+@pytest.mark.parametrize("method", ["fedncm", *LONG])
+@pytest.mark.long
 def test_every_method_runs_from_the_command_line(method, tmp_path, capsys):
     own = [] if method == "fedncm" else LORA
     options = [*own, "--partition", "quantity", "--classes-per-client", "2"]

@@ -260,11 +260,12 @@ def test_personal_accuracy_uses_each_clients_own_state(monkeypatch, tmp_path):
     [
         ({}, 3e8, ((3, 18, 32), (32,))),  # the second pass is of one epoch
         ({"rounds": 1}, 3e8, ((32,), (32,))),  # too short a run
-        ({"rounds": 9}, 3e8, ((3, 18, 32), (18, 32))),  # long enough for both
+        # long enough for both
+        pytest.param({"rounds": 9}, 3e8, ((3, 18, 32), (18, 32)), marks=pytest.mark.long),
         ({}, 2.3e7, ((32,), (32,))),  # as vit_micro's: less is saved than compiling costs
         ({"lanes": 4, "lane_mode": "vmap"}, 3e8, ((32,), (32,))),
-        ({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,))),
-        ({"batch_size": 1}, 3e8, ((1,), (1,))),
+        pytest.param({"lanes": 4, "lane_mode": "loop"}, 3e8, ((3, 18, 32), (32,)), marks=pytest.mark.long),
+        pytest.param({"batch_size": 1}, 3e8, ((1,), (1,)), marks=pytest.mark.long),
     ],
 )
 def test_a_step_has_further_widths_where_they_save_more_than_they_cost(options, flops, widths, monkeypatch):

@@ -161,7 +161,7 @@ def network_with_shapes(name):
     return network, Frozen(parameter_shapes(vit), decoder_shapes(decoder))
 
 
-@some("", 12)
+@some("", 30)
 def test_the_upload_is_what_a_client_sends(column):
     method, cfg = column.paper.method, own(column)
     classes = CLASSES[cfg.dataset]

@@ -346,6 +346,7 @@ def test_the_label_is_read_off_the_gradient_and_the_image_is_rebuilt(lenet):
     assert float(jnp.mean((image[1] - image[0]) ** 2)) > 0.1  # another image is further off
 
 
+@pytest.mark.long
 def test_the_nearest_image_to_the_class_mean_is_found_over_batches():
     """Features are the images' own sums here; padding and other classes do not count."""
 

@@ -496,6 +496,7 @@ def test_every_reading_changes_the_result(field, value):
     assert norm(jax.tree.map(jnp.subtract, plain, other)) > 1e-8
 
 
+@pytest.mark.long
 def test_in_the_release_the_generator_does_not_see_the_disagreement_of_prompts():
     """O11: the gradient of the generators' loss is the same without it."""
     opts, _, model, params, aggregate, _ = world(fidelity="released")

@@ -409,7 +409,8 @@ def test_what_presets_have_for_mini_scale_are_options_of_the_method():
     for method in METHODS:
         values = find_method(method).presets["intended"].mini
         adapters = set(ADAPTERS) - set(find_method(method).excludes)
-        known = [field.name for each in adapters for field in fields_of(config.run_class(method, each))]
+        groups = [group for each in adapters for group in config.option_groups(method, each).values()]
+        known = [field.name for group in groups for field in fields_of(group)]
         assert set(values) <= set(known), method
         check_ranges(config.preset(method))
 

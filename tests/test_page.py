@@ -328,6 +328,7 @@ def test_a_page_that_cannot_be_made_is_one_line_and_is_made_when_it_can_be(tmp_p
     assert (run / "report.html").exists()
 
 
+@pytest.mark.long
 def test_the_page_of_a_comparison_does_not_replace_its_figure(tmp_path, capsys):
     run = copy_of_run(tmp_path)
     assert cli.main(["compare", str(run), "--out", str(tmp_path / "both.png")]) == 0

@@ -345,7 +345,8 @@ def test_a_client_that_lacks_a_class_sends_no_image_of_it():
 # ---- the server: where a task's classes start --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pmae", pytest.param("hepco", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["pmae", "hepco"])
+@pytest.mark.long
 def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(name):
     without_vpt = {key: x for key, x in VALUES.items() if not key.startswith("vpt")}
     own = without_vpt if name == "pmae" else {}

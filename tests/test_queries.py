@@ -142,6 +142,7 @@ def shapes_of(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.long
 def test_a_split_that_nobody_reads_has_none(exp):
     assert with_queries(exp, ("test",)).train.query is None
     lora = config.resolve(config.from_mapping("fedavg", {"adapter": "lora"}, "test"))

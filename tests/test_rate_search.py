@@ -327,6 +327,7 @@ def searched(tmp_path_factory):
     return out, summary, lines
 
 
+@pytest.mark.long
 def test_a_run_says_what_was_chosen_and_how_and_writes_it(searched):
     out, summary, lines = searched
     written = config.load_yaml(out / "config.yaml")
@@ -369,6 +370,7 @@ def test_a_search_that_is_stopped_is_made_again_when_the_run_is_resumed(searched
     assert loop.run(settings_of(), out, True, loop.Observer(console=loop.QUIET)) == summary
 
 
+@pytest.mark.long
 def test_the_search_never_sees_a_test_image(searched):
     """With noise as test images, every trial ends as before."""
     _, summary, _ = searched

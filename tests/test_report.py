@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from small_runs import some
 
 from fcljax import cli
 from fcljax.errors import InputError
@@ -179,7 +180,8 @@ def test_matrices_of_any_size_are_drawn_and_small_ones_numbered(tmp_path, tasks,
 
 
 @pytest.mark.parametrize(
-    "clients, classes, per_task", [(1, 1, 1), (10, 20, 5), (40, 40, 10), (10, 100, 10), (60, 200, 5)]
+    "clients, classes, per_task",
+    some([(1, 1, 1), (10, 20, 5), (40, 40, 10), (10, 100, 10), (60, 200, 5)], [(1, 1, 1), (60, 200, 5)]),
 )
 def test_holdings_are_drawn_for_few_and_for_many_classes(tmp_path, clients, classes, per_task):
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
@@ -217,6 +219,7 @@ def test_drawing_leaves_pyplot_alone(tmp_path):
     subprocess.run([sys.executable, "-c", code, tmp_path / "c.png"], check=True)
 
 
+@pytest.mark.long
 def test_matplotlib_is_imported_only_to_draw():
     code = "import sys; from fcljax.results import comparison, page, watch; from fcljax.runs import loop"
     code += "; assert 'matplotlib' not in sys.modules"

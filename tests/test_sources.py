@@ -403,6 +403,7 @@ def test_the_same_pixels_have_the_same_digest_wherever_they_come_from(tmp_path):
     assert load_dataset(f"folder:{tmp_path}").digest == load_dataset(npz(tmp_path, **labels)).digest
 
 
+@pytest.mark.long
 def test_importing_and_built_in_data_do_not_import_tensorflow_datasets():
     code = "import sys, fcljax.cli; from fcljax.data.files.sources import *; "
     code += "load_dataset('digits'); known_datasets()"

@@ -48,6 +48,7 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, p
     ("rows", "overlap"),
     small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True)]),
 )
+@pytest.mark.long
 def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, partitions):
     """From one step's rows, which is the least, to all of them at once."""
     engine = toys.build(TOYS["two_pass"](), partitions, *toys.WAYS["vmap3"])
