@@ -8,6 +8,7 @@ import signal
 import sys
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
@@ -79,7 +80,7 @@ def test_what_is_taken_though_it_should_not_be_is_counted(torture, tmp_path, mon
     monkeypatch.setattr(uploads, "METHODS", ("linear",))
     uploads.server_of.cache_clear()
     monkeypatch.setattr(
-        claims, "WEIGHT", claims.WEIGHT._replace(holds=lambda context, upload: np.bool_(True))
+        claims, "WEIGHT", claims.WEIGHT._replace(holds=lambda context, upload: jnp.bool_(True))
     )
     outcomes = [uploads.by_simulation(random.Random(i)).result for i in range(60)]
     assert "different" in outcomes
@@ -112,10 +113,10 @@ class Ended:
     def __init__(self, work):
         work()
 
-    def poll(self, seconds=0.0):
+    def poll(self, seconds=0.0) -> int | None:
         return 0
 
-    def send_signal(self, number):
+    def send_signal(self, number) -> None:
         raise AssertionError("it has ended")
 
     def ended(self, seconds):
