@@ -1,5 +1,4 @@
-"""Zip and npz files that nobody vouches for: what is in them is checked before any of it
-is used."""
+"""Zip and npz files from untrusted sources, whose content is checked before it is used."""
 
 import hashlib
 import math
@@ -20,8 +19,7 @@ def sha256(path: Path) -> str:
 
 
 def leads_out(member: str) -> bool:
-    """Return whether a member of an archive would leave the folder that it is unpacked
-    to, on any system."""
+    """Return whether a member would be unpacked outside the archive's folder, on any system."""
     paths = PurePosixPath(member), PureWindowsPath(member)
     return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
@@ -44,10 +42,10 @@ def check_members(archive: zipfile.ZipFile, limit: int) -> None:
 
 
 def npz_names(path: Path) -> list[str]:
-    """The names of the arrays of a .npz file, in its order.
+    """Return the names of the arrays of a .npz file, in its order.
 
     Raises:
-      zipfile.BadZipFile: for a file that is none, or what else the parser of zip raises.
+      zipfile.BadZipFile: for another file; or another error of the parser of zip.
     """
     with zipfile.ZipFile(path) as archive:
         return [name.removesuffix(".npy") for name in archive.namelist()]
@@ -58,7 +56,7 @@ def read_npz(
     limit: int,
     names: Container[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file, none of them pickled.
+    """Read the arrays of a .npz file, without unpickling.
 
     Args:
       path: of the file.
@@ -79,18 +77,16 @@ def read_npz(
 
 
 def _array(file: Any, name: str) -> np.ndarray:
-    """One array, its header first compared with its size: numpy would allocate whatever a
-    header claims."""
+    """Read an array whose header fits its size: numpy would allocate whatever a header claims."""
     member = name
     if name not in file.zip.namelist():
         member = f"{name}.npy"
     with file.zip.open(member) as stream:
-        first = np.lib.format.read_magic(stream) == (1, 0)
-        read = np.lib.format.read_array_header_2_0
-        if first:
-            read = np.lib.format.read_array_header_1_0
+        read_header = np.lib.format.read_array_header_2_0
+        if np.lib.format.read_magic(stream) == (1, 0):
+            read_header = np.lib.format.read_array_header_1_0
         try:
-            shape, _, kind = read(stream)
+            shape, _, kind = read_header(stream)
         except Exception as error:
             # numpy's parser of headers raises what Python's does
             raise ValueError(f"{name} has no numpy header: {reason(error)}") from None

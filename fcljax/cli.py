@@ -67,8 +67,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and exit code 2. `arguments` are
-    the program's own when None."""
+    """Run one command; bad input is one line on stderr and exit code 2.
+
+    Args:
+      arguments: of the command line; None: those of this program.
+    """
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         return reported(_complete)
     if arguments is None:
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reported(command: Callable[[], int]) -> int:
-    """A command's exit code; what ends it is said in one line."""
+    """Run a command, report its error in one line, and return the exit code."""
     try:
         with signals.terminable():
             return command()
@@ -92,8 +95,8 @@ def reported(command: Callable[[], int]) -> int:
         where = ""
         if error.filename:
             where = f" {str(error.filename)!r}"
-        said = one_line(f"cannot read or write{where}: {error.strerror or error}")
-        print(f"fcljax: {said}", file=sys.stderr)
+        line = one_line(f"cannot read or write{where}: {error.strerror or error}")
+        print(f"fcljax: {line}", file=sys.stderr)
     except MemoryError as error:
         print(f"fcljax: {one_line(f'memory: this machine has too little: {error}')}", file=sys.stderr)
     except KeyboardInterrupt as stop:
@@ -119,7 +122,7 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def _complete() -> int:
-    """Tell the shell how what is typed could go on."""
+    """Print completions of the typed words for the shell."""
     from fcljax.commands.arguments import Words, parse, typed_so_far
 
     typed = typed_so_far()
@@ -129,10 +132,11 @@ def _complete() -> int:
 
 
 def quiet_threads() -> None:
-    """When a checkpoint cannot be written, Orbax logs tracebacks and TensorStore prints
-    another, from their threads and even after the error has reached us as one line.
-    Only that line is for the user. This changes the process, so only the program itself
-    does it."""
+    """Silence Orbax's and TensorStore's threads after a checkpoint could not be written.
+
+    They print tracebacks even after the error has been reported in one line. This changes
+    the process, so only the program does it, not the library.
+    """
     import absl.logging
 
     hook = sys.unraisablehook

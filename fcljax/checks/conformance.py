@@ -61,7 +61,7 @@ def check(settings: RunConfig) -> list[Statement]:
     """
     federation = tiny_federation(make_method(settings, SIZES, network(TINY)))
     history = states_after_rounds(federation)
-    # in order, and tracing last: it counts what all others have traced
+    # in this order: tracing comes last and counts the traces of all others
     return [statement(federation, history) for statement in STATEMENTS]
 
 
@@ -130,7 +130,7 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
     nothing else: in FedLwF.MC the teachers equal the students at first.
     """
     single = engine_of(
-        # one lane has no padding in its batches, two have
+        # two lanes have padding in their batches, one has not
         federation.method,
         Lanes(1, "loop"),
         federation.frozen,
@@ -180,7 +180,7 @@ def _influence_of_others(
     for rank, client in enumerate(clients):
         alone, states_alone = receive(federation, federation.engine, index, state_before, partition, [client])
         sent = difference(of_client(alone.gather, 0), of_client(with_others.gather, rank))
-        # bits, not a tolerance: the same program runs, on other slots
+        # bits, because the same program runs, on other slots
         if sent:
             return f"client {client} sends other numbers: {sent}"
         state = difference(of_client(states_alone, client), of_client(states, client))
@@ -222,7 +222,7 @@ def padding_is_inert(federation: Federation, history: list[PlayedState]) -> Stat
     Padding is the images and labels whose mask is False, and images that no client has.
     """
     indices = np.concatenate([partition.indices for partition in federation.partitions])
-    # images of no client are read only as padding
+    # images of no client are only read as padding
     owned = np.isin(np.arange(60), indices)[:, None, None, None]
     image = jnp.where(owned, federation.data.input, jnp.nan)
     assert federation.data.query is not None
@@ -246,7 +246,7 @@ def order_does_not_matter(
     Later rounds are left out, since keys depend on the ids.
     """
     label = np.asarray(federation.data.label)
-    # sums alone: what is gathered per client stands in the order of their numbers
+    # only sums: gathered uploads are in the order of the ids
     worst = (0.0, "")
     order = [3, 2, 0, 1]
     renamed = partition_of(label, TASKS[0], federation.partitions[0].count.tolist(), order)
@@ -272,7 +272,7 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
       pair: what the server received in two ways.
       parts: how many of means, sums and gathered arrays are compared.
     """
-    # NaN and large differences win, whichever part they are in
+    # `max` picks NaN and large differences, whichever part they are in
     names = ("mean", "sum", "gather")[:parts]
     differences = []
     for index, name in enumerate(names):
@@ -293,7 +293,7 @@ def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) 
 
 def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
     """Check that a run resumed from a checkpoint on disk gives the same bits."""
-    # on disk, not in memory: types and structure must survive the file
+    # on disk, because types and structure must survive the file
     with tempfile.TemporaryDirectory() as folder, checkpoint.open_checkpoints(Path(folder), 1) as manager:
         checkpoint.save(manager, checkpoint.Snapshot(1, history[1], {}))
         checkpoint.finish(manager)

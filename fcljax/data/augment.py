@@ -89,7 +89,7 @@ class Preprocess:
 
     @property
     def geometry(self) -> Geometry:
-        """How to store images of many sizes for these views."""
+        """Return how to store images of many sizes for these views."""
         return Geometry(int(MARGIN * self.image_size), self.resized, self.squash, self.kernel)
 
 
@@ -328,8 +328,7 @@ def _weights(
       resized: length that this part gets.
       out: positions of the result to compute.
     """
-    # in float64, as Pillow has them, if all is known
-    # while tracing: then `out` is a numpy array
+    # in numpy's float64, as Pillow computes, unless values are traced
     xp = jnp
     if isinstance(out, np.ndarray):
         xp = np

@@ -1,5 +1,4 @@
-"""Sampled clients, as HePCo's release draws them: each exists for one round (HePCo,
-specification 6.3)."""
+"""Sampled clients, which exist for one round, as in HePCo's release (specification 6.3)."""
 
 import dataclasses
 import math
@@ -12,10 +11,10 @@ from fcljax.options import option
 
 
 class Sample(NamedTuple):
-    """A client that is drawn for one round."""
+    """A client of one round."""
 
     indices: Int64[np.ndarray, " n"]  # of its examples
-    reported: dict[int, int]  # how many examples of each class it reports
+    reported: dict[int, int]  # class -> number of examples that it reports
 
 
 def sample_client(
@@ -26,8 +25,7 @@ def sample_client(
     imbalance: float,
     applied: bool = True,
 ) -> Sample:
-    """A client of HePCo, which exists for one round: it has some classes of the task,
-    and fewer examples of each class than of the one before.
+    """Draw a client of HePCo, with some classes of the task and a long tail of sizes.
 
     Of n classes n - floor((1 - category) n) are drawn. The i-th of them has floor(split
     floor(N / n * imbalance^(i / (classes - 1)))) examples.
@@ -42,7 +40,7 @@ def sample_client(
         n) of the n examples of each of its classes, whatever the imbalance, and yet
         reports the numbers above.
     """
-    # the release's generator, whose draws a Generator cannot reproduce
+    # the release's legacy generator
     rng = np.random.RandomState(seed)
     order = rng.permutation(np.unique(labels))
     count = len(order)
@@ -55,7 +53,7 @@ def sample_client(
     indices = [np.empty(0, np.int64)]
     for label, size in reported.items():
         members = rng.permutation(np.flatnonzero(labels == label))
-        # "reported": the sizes above are sent, and other examples are trained on
+        # "reported": the client trains on a fixed share, whatever it reports
         count_of_class = int(split * len(members))
         if applied:
             count_of_class = size
@@ -97,8 +95,7 @@ class Sampled:
           time: task, round, and rounds of a task.
         """
         task, round_, rounds = time
-        # consecutive seeds over the rounds of all tasks,
-        # as the release counts its clients
+        # consecutive seeds over the rounds of all tasks, as in the release
         first_seed = 1 + clients * (round_ + rounds * task) + 2000 * seed
         applied = self.long_tail == "applied"
         samples = []
@@ -113,8 +110,7 @@ class Sampled:
 
 
 def reported_counts(samples: list[Sample], position: Int[np.ndarray, " C"]) -> Int[np.ndarray, "K C"]:
-    """Return how many examples of each class sampled clients report, by position in the
-    class order."""
+    """Return the numbers of examples [K, C] that sampled clients report, in class order."""
     counts = np.zeros((len(samples), len(position)), np.int32)
     for client, sample in enumerate(samples):
         for label, count in sample.reported.items():

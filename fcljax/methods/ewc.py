@@ -222,7 +222,7 @@ def microbatches(batch: Batch, most: int) -> Batch:
         with padding.
     """
     count = len(batch.mask)
-    # equal microbatches, rounded up: the fewest examples of padding
+    # equal microbatches have the least padding
     pieces = -(-count // most)
     size = -(-count // pieces)
 

@@ -111,8 +111,8 @@ def init_convnet(key: PRNGKeyArray, module: nn.Module, image_size: int) -> Varia
     """
     named, tree = jax.tree.flatten_with_path(convnet_shapes(module, image_size))
     ends = list(accumulate(math.prod(shape.shape) for _, shape in named))
-    # the order of the leaves decides the bits
-    # one draw for all: a draw for each kernel takes longer to compile than the network
+    # one draw for all leaves, in their order: a draw per kernel takes longer to compile
+    # than the network
     noise = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
     leaves = [
         _initial_value(path[-1].key, x.reshape(like.shape))

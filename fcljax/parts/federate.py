@@ -76,7 +76,7 @@ Personal = Literal["adapter", "classifier", "stats"]
 
 
 class Run(NamedTuple):
-    """What a run gives to its method besides the method's own options."""
+    """The inputs of a method besides its own options."""
 
     sizes: Sizes
     """Numbers of classes, tasks, clients and rounds."""
@@ -93,25 +93,25 @@ class Run(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What the server broadcasts in every round."""
+    """The server's broadcast in every round."""
 
     trainable: Params
     """The trainable parameters of the task."""
     sent: dict[str, PyTree]
-    """What server rules send, by their names."""
+    """Values that server rules send, by the rule's name."""
 
 
 class ServerState(NamedTuple):
-    """What the server keeps between rounds."""
+    """The server's state between rounds."""
 
     params: Params
     """The global model: parameters of all tasks."""
     rules: tuple[PyTree, ...]
-    """The states of the server rules: those of every round, then those of once per task."""
+    """The states of the server rules of every round, then of those of once per task."""
     aggregation: PyTree
     """The state of the aggregation rule, such as a server optimiser's."""
     provisional: PyTree = ()
-    """The merged trainable parameters, where server rules train on from them."""
+    """The merged trainable parameters, if the server trains them further."""
 
 
 def federate(
@@ -130,20 +130,19 @@ def federate(
     Args:
       run: sizes, training, aggregation and common client rules, as the user chose them.
       learner: network, adapter and classifier.
-      loss: the clients' own; None: clients never train, they only report.
-      client_rules: what clients do besides, in this order; the run's own rules follow.
-      server_rules: what the server does after merging, in this order.
-      predicts: "seen": classes that were not seen yet never win; "all": they compete.
-      personal: what clients keep to themselves, for all tasks. It is part of a client's
-        state and never sent; rules find () in its place in the payload, and clients are
-        evaluated as themselves.
-      server_replay: training of the server on examples that a server rule keeps; its
-        functions act on `ServerState`.
+      loss: of the clients' training; None: clients only report.
+      client_rules: further steps of clients, in this order; the run's own rules follow.
+      server_rules: steps of the server after merging, in this order.
+      predicts: "seen": unseen classes never win; "all": they compete.
+      personal: parameters that stay in each client's state, for all tasks. The payload has
+        () in their place, and clients are evaluated with their own models.
+      server_replay: training of the server on stored examples; its functions act on
+        `ServerState`.
 
     Raises:
       InputError: for parts that do not fit together, naming them.
     """
-    # checks wrap here once, so that nothing below needs to check what a rule returns
+    # wrapped once in checks, so that nothing below checks the results of rules
     rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
     server_rules = tuple(map(checked_server_rule, server_rules))
     check_arguments("federate", loss=(loss.value if loss else None, 3))
@@ -151,11 +150,11 @@ def federate(
     parts = _Parts(
         run,
         learner,
-        # the loss decides whether there is a training phase at all
+        # without a loss there is no training phase
         run.training._replace(loss=loss),
         rules,
         each_round=tuple(rule for rule in server_rules if rule.when == "round"),
-        # all other rules have a round of their own, at a task's start or end
+        # each of these has a round of its own, at a task's start or end
         per_task=tuple(rule for rule in server_rules if rule.when != "round"),
         personal=personal,
         server_replay=server_replay,
@@ -193,8 +192,10 @@ def _parts_of(method: Method) -> _Parts | None:
 
 
 def rule_names(method: Method) -> dict[str, tuple[str, ...]]:
-    """Return the names of the rules of a method that `federate` made, in the order of
-    their states in `ServerState` and at clients; nothing of other methods."""
+    """Return the names of server and client rules in the order of their states.
+
+    It is empty for a method that `federate` did not make.
+    """
     parts = _parts_of(method)
     if parts is None:
         return {}
@@ -218,19 +219,18 @@ class _Parts(NamedTuple):
 
     @property
     def merged_by_rules(self) -> tuple[str, ...]:
-        """Names of the parts of the parameters that server rules merge, in place of the
-        aggregation rule."""
+        """Return the names of the parameters that server rules merge, not the aggregation rule."""
         return merged_by_rules(self.each_round)
 
     @property
-    def whole(self) -> bool:
-        """Whether a server rule reads the trainable parameters of each client."""
+    def reads_each_client(self) -> bool:
+        """Return whether a server rule reads the trainable parameters of each client."""
         return sees_each_client(self.each_round)
 
     @property
-    def trains_on(self) -> bool:
-        """Whether the server trains on from what was merged, so that both are worth evaluating."""
-        return self.server_replay is not None or self.whole
+    def server_trains(self) -> bool:
+        """Return whether the server trains the merged model, so that both are evaluated."""
+        return self.server_replay is not None or self.reads_each_client
 
     def work(self, rules: tuple[ClientRule, ...], reports: tuple[Report, ...]) -> ClientWork:
         """Return the static side of clients' work."""
@@ -253,8 +253,7 @@ def _check_rules(
     if repeated:
         raise InputError(f"client_rules: two of them have the name {repeated[0]!r}")
     if sum(rule.replay is not None for rule in rules) > 1:
-        # one replay buffer: the batch is extended once, and its place in the data is
-        # one index
+        # a batch is extended from one replay buffer
         raise InputError("client_rules: only one of them can replay past examples")
     check_aggregation(server_rules, run.aggregation)
     for rule in server_rules:
@@ -278,52 +277,53 @@ def _first_task(sizes: Sizes) -> Task:
 
 
 def _trainable(parts: _Parts, params: Params, task: Task) -> Params:
-    """Return what trains in a task and travels, of the learner and of the rules."""
-    # the learner knows nothing of rules' own parameters
+    """Return the trainable parameters of a task: the learner's and those of client rules."""
     return parts.learner.trainable(params, task)._replace(extra=params.extra)
 
 
 def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
-    """Return the parameters of all tasks with the merged ones in their place. What server
-    rules merge, or clients keep to themselves, stays as it was."""
+    """Return the parameters of all tasks with the means of this task's.
+
+    Parameters that server rules merge, or that are personal, stay unchanged.
+    """
     trainable = _trainable(parts, params, task)
-    # they are () or the broadcast's own value in `mean`, and would overwrite the model
+    # `mean` has () or the broadcast value for these
     unmerged = {name: getattr(trainable, name) for name in (*parts.merged_by_rules, *parts.personal)}
     mean = mean._replace(**unmerged)
     return parts.learner.merge(params, task, mean)._replace(extra=mean.extra)
 
 
 def _without_personal(parts: _Parts, trainable: Params) -> Params:
-    """Return trainable parameters with () in the place of what clients keep to themselves."""
+    """Return trainable parameters with () in place of personal ones."""
     empty: dict[str, PyTree] = dict.fromkeys(parts.personal, ())
     return trainable._replace(**empty)
 
 
 def _averaged(parts: _Parts, trainable: Params) -> Params:
-    """Return what the aggregation rule merges: all that is sent but what server rules merge."""
+    """Return the parameters that the aggregation rule merges, with () in place of others."""
     empty: dict[str, PyTree] = dict.fromkeys(parts.merged_by_rules, ())
     return _without_personal(parts, trainable)._replace(**empty)
 
 
 class SentParams(NamedTuple):
-    """The trainable parameters that a client sends, or those of all clients, [P, ...]."""
+    """The trainable parameters that a client sends, or those of all clients [P, ...]."""
 
     averaged: Params
-    """What the aggregation rule merges, parameter by parameter; () in the place of the
-    rest. Where uploads stream, the server has the mean of all clients here."""
+    """Those that the aggregation rule merges, with () in place of others; the clients' mean
+    if uploads are summed as they arrive."""
     by_rules: dict[str, PyTree]
-    """The parts that server rules merge, by name."""
+    """Those that server rules merge, by name."""
 
     @classmethod
     def of(cls, parts: _Parts, trainable: Params) -> SentParams:
-        """Divide what is sent of trainable parameters by who merges it."""
+        """Split trainable parameters by the rule that merges them."""
         by_rules = {name: getattr(trainable, name) for name in parts.merged_by_rules}
         return cls(_averaged(parts, trainable), by_rules)
 
     @classmethod
     def unpack(cls, parts: _Parts, mean: Params | tuple, gather: dict[str, PyTree]) -> SentParams:
-        """Return what `pack` has put into the channels of an upload."""
-        if parts.whole:
+        """Return the parameters in the channels of an upload: the inverse of `pack`."""
+        if parts.reads_each_client:
             # gathered parameters of each client hold both kinds
             return cls.of(parts, gather["trainable"])
         if parts.run.aggregation.reduce:
@@ -333,21 +333,20 @@ class SentParams(NamedTuple):
 
     def pack(self, parts: _Parts) -> tuple[Params | tuple, dict[str, PyTree]]:
         """Return the `mean` and the `gather` of an upload."""
-        if parts.whole:
+        if parts.reads_each_client:
             # a server rule reads the parameters of each client
             return (), {"trainable": self.averaged._replace(**self.by_rules)}
         if parts.run.aggregation.reduce:
-            # the aggregation rule needs those of all clients at once, so no mean can stream
+            # the aggregation rule needs the parameters of all clients at once
             return (), self.by_rules | {"mean": self.averaged}
         return self.averaged, self.by_rules
 
 
-# ---- what clients keep to themselves ---------------------------------------------------
+# ---- personal parameters ---------------------------------------------------------------
 
 
 def _personal_params(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
-    """Return the parameters that a client keeps to itself, by name. They stand behind its
-    rules' states."""
+    """Return a client's personal parameters by name, the last entry of its state."""
     if parts.personal:
         return state[-1]
     return {}
@@ -356,11 +355,11 @@ def _personal_params(parts: _Parts, state: tuple) -> dict[Personal, PyTree]:
 def _personal_after(
     parts: _Parts, task: Task, trainable: Params, state: tuple
 ) -> tuple[dict[Personal, PyTree], ...]:
-    """Return the same after training in a task, as the end of a client's state."""
+    """Return the personal parameters after training in a task, as the end of the state."""
     if not parts.personal:
         return ()
     params = {name: getattr(trainable, name) for name in parts.personal}
-    # the state has the parameters of all tasks, and training touched this task's alone
+    # the state has the parameters of all tasks, of which those of this task have trained
     before = _personal_params(parts, state)
     for name, part in _parts_over_tasks(parts, params):
         params[name] = part.merge(before[name], task, params[name])
@@ -368,8 +367,7 @@ def _personal_after(
 
 
 def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params:
-    """Return the trainable parameters that a client starts from: the payload's, and its
-    personal ones."""
+    """Return a client's initial parameters in a round: the payload's and its personal ones."""
     params = dict(_personal_params(parts, state))
     for name, part in _parts_over_tasks(parts, params):
         params[name] = part.trainable(params[name], context.task)
@@ -379,8 +377,7 @@ def _start_params(parts: _Parts, context: ClientContext, state: tuple) -> Params
 def _parts_over_tasks(
     parts: _Parts, personal: dict[Personal, PyTree]
 ) -> list[tuple[Personal, Adapter | Classifier]]:
-    """Return the personal parts of the learner that select a task's parameters from those
-    of all tasks."""
+    """Return the personal parts with parameters of all tasks, of which a task selects some."""
     over_tasks: dict[Personal, Adapter | Classifier] = {
         "adapter": parts.learner.adapter,
         "classifier": parts.learner.classifier,
@@ -396,17 +393,18 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     extra = {}
     for i, rule in enumerate(parts.rules):
         if rule.parameters:
-            # a key per rule, so that one more rule leaves the others' initial values as
-            # they were
+            # a key per rule: another rule must not change these initial values
             extra[rule.name] = rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
     params = params._replace(extra=extra)
     trainable = _trainable(parts, params, _first_task(parts.run.sizes))
+    provisional = ()
+    if parts.server_trains:
+        provisional = trainable
     return ServerState(
         params,
         rules=tuple(rule.init(params, trainable) for rule in (*parts.each_round, *parts.per_task)),
         aggregation=parts.run.aggregation.init(_averaged(parts, trainable)),
-        # evaluated beside the model that the server trains from it
-        provisional=trainable if parts.trains_on else (),
+        provisional=provisional,
     )
 
 
@@ -416,7 +414,7 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
     if not parts.personal:
         return states
     if "adapter" in parts.personal:
-        # the server opens a task's parameters, and a client's own would miss it
+        # only the server's parameters are opened for a task (`open_task`)
         check_all_last(parts.learner.adapter, trainable.adapter, "clients keep their own")
     # the server's initial values: all clients start from the same model
     return (*states, {name: getattr(server.params, name) for name in parts.personal})
@@ -425,8 +423,7 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
 def _begin_task(
     parts: _Parts, round_context: RoundContext, server: ServerState, _key: PRNGKeyArray
 ) -> ServerState:
-    """Open the task in the learner. A server optimiser starts anew, since other
-    parameters train now."""
+    """Open the task in the learner, and reset the server optimiser: other parameters train now."""
     params = parts.learner.open_task(server.params, round_context.task)
     trainable = _trainable(parts, params, round_context.task)
     state = parts.run.aggregation.init(_averaged(parts, trainable))
@@ -434,9 +431,8 @@ def _begin_task(
 
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
-    """Return the trainable parameters and what server rules send, and what clients cache
-    of earlier tasks."""
-    # this order is that of `_init`
+    """Return trainable parameters, values of server rules, and the cache of earlier tasks."""
+    # in the order of `_init`
     states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
     trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
@@ -453,8 +449,7 @@ def _counted(parts: _Parts, round_context: RoundContext, server: ServerState) ->
 
 
 def _handover(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
-    """Return the trainable parameters of a task that clients cache from then on, by their
-    paths."""
+    """Return the trainable parameters of a task that clients cache afterwards, by path."""
 
     def by_path(tree: PyTree) -> dict[str, Array]:
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
@@ -496,8 +491,7 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
 
         # the same draws for all batches
         keys = jax.random.split(jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation)
-        # the mean of probabilities, not of logits; 1e-30 keeps the logarithm of 0
-        # finite
+        # the mean of probabilities, not of logits; 1e-30 keeps the logarithm finite
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
     draws = sampling is not None and sampling.evaluation > 0
@@ -506,7 +500,7 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
         functions["predict_client"] = predict_client
     if draws:
         functions["predict_drawn"] = predict_drawn
-    if parts.trains_on:
+    if parts.server_trains:
         functions["predict_provisional"] = predict_provisional
     return functions
 
@@ -515,19 +509,18 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
 
 
 def _rounds(parts: _Parts) -> tuple[Round, ...]:
-    """Return what is played in every task."""
+    """Return the rounds that are played in every task."""
     rounds: tuple[Round, ...] = ()
     if parts.training.loss is not None:
         rounds += (Round(_program(parts), functools.partial(_serve, parts)),)
     if any(rule.pass_at("task_end", 0) for rule in parts.rules):
         rounds += (_task_end_round(parts),)
-    # in this order: clients choose exemplars before reports at the end of a task
+    # clients choose exemplars before they report at the end of a task
     return rounds + tuple(_report_round(parts, number) for number in range(len(parts.per_task)))
 
 
 def _task_end_round(parts: _Parts) -> Round:
-    """Return the round after the last one of a task: rules see the client's examples
-    under the final model, and nothing is sent."""
+    """Return the round after a task's last one, in which client rules see the final model."""
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         memory = client.start_memory(parts.rules, "task_end", context, state, key)
@@ -536,7 +529,7 @@ def _task_end_round(parts: _Parts) -> Round:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "task_end", context, local, state)
         personal = _personal_after(parts, context.task, local.trainable, state)
-        # nothing is sent: the weight alone says who took part
+        # an upload without content; its weight shows who took part
         return Upload(weight=context.client.examples), (*rule_states, *personal)
 
     phases = client.passes_at_task_end(parts.work(parts.rules, ()))
@@ -544,12 +537,10 @@ def _task_end_round(parts: _Parts) -> Round:
 
 
 def _report_round(parts: _Parts, number: int) -> Round:
-    """Return a round of once per task: every client with examples reports under the
-    current model."""
+    """Return a statistics round: every client with examples reports, once per task."""
     rule = parts.per_task[number]
     position = len(parts.each_round) + number
-    # in the order of the data and as in evaluation: what is reported is a statistic, no
-    # training
+    # as in evaluation, since reports are statistics
     usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
     reports = tuple(
         dataclasses.replace(report, view=report.view or usual)
@@ -565,7 +556,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         finalized = client.finalized(reports, ClientEnd(context, local.trainable, {}), local.totals)
         summed = _merged_as("sum", finalized)
         gathered = _merged_as("gather", finalized)
-        # clients' states stay: a report has no effect on its client
+        # a report does not change the client's state
         return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
 
     def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
@@ -585,8 +576,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
 
 
 def _program(parts: _Parts) -> Program:
-    """Return what participants do in a round: passes before training, training, passes
-    after it, the upload."""
+    """Return a participant's round: passes before training, training, passes after it, upload."""
     learner = parts.learner
     training = parts.training
     reports = reports_of(parts.each_round)
@@ -601,7 +591,7 @@ def _program(parts: _Parts) -> Program:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "round", context, local, state)
         memories = {rule.name: memory for rule, memory in zip(parts.rules, local.memory, strict=True)}
-        # reports may read what a rule has in memory at the end of training
+        # reports may read the rules' memory
         end = ClientEnd(context, local.trainable, memories)
         finalized = client.finalized(reports, end, local.totals)
         sent = local.trainable
@@ -612,22 +602,16 @@ def _program(parts: _Parts) -> Program:
 
     view, choose, stored = _replay(parts)
     terms = client.term_names(work)
-    # the share of a single term is 1
+    # a single term always has a share of 1, so it is not measured
     if len(terms) == 1:
         terms = ()
-    train = Phase(
-        view,
-        functools.partial(client.train_step, work),
-        choose,
-        terms=terms,
-    )
+    train = Phase(view, functools.partial(client.train_step, work), choose, terms=terms)
     phases = (*client.passes_before(work), train, *client.passes_after(work))
     return Program(start, phases, finish, _receive(parts), stored, _claims(parts, reports, view))
 
 
 def _replay(parts: _Parts) -> tuple[View, ChooseReplay | None, Callable[[tuple], Array] | None]:
-    """Return how training reads examples, and of the rule that replays past ones: which
-    it chooses in a step, and which it may choose."""
+    """Return the view of training, and of a rule with replay its choice and its buffer."""
     training = parts.training
     replaying = [(i, rule.replay) for i, rule in enumerate(parts.rules) if rule.replay]
     if not replaying:
@@ -645,18 +629,18 @@ def _replay(parts: _Parts) -> tuple[View, ChooseReplay | None, Callable[[tuple],
 
 
 def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Claim, ...]:
-    """Return what uploads say of a client, in reports and by the aggregation rule.
+    """Return the claims of uploads that can be checked: of reports and the aggregation rule.
 
     Args:
       parts: of the method.
       reports: of the round.
-      view: what reports without a view of their own read.
+      view: of reports without one.
     """
 
     def claim_of(report: Report) -> Claim:
         def holds(context: ClientContext, upload: Upload) -> Array:
             assert report.possible is not None
-            # the server knows how many examples a client has, and so how many a pass reads
+            # the number of examples that the report's pass reads
             examples = phase_examples(context.client.examples, report.view or view)
             info = context.client._replace(examples=jnp.asarray(examples))
             # reports are either gathered or summed, and names are unique over both
@@ -672,7 +656,7 @@ def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Cla
 
 
 def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[str, PyTree]:
-    """Return the reports that are merged in one of the two ways, by name."""
+    """Return the reports that are merged in this way, by name."""
     return {name: sent for name, (report, sent) in finalized.items() if report.merge == merge}
 
 
@@ -686,13 +670,13 @@ def _upload(
 
 
 def _receive(parts: _Parts) -> ReceiveUpload | None:
-    """Return what the aggregation rule does to one upload as it arrives; None: nothing."""
+    """Return the aggregation rule's function of one arriving upload; None: it has none."""
     pre = parts.run.aggregation.pre
     if pre is None:
         return None
 
     def receive(context: ClientContext, upload: Upload) -> Upload:
-        # clipping is relative to what the client started from, not to 0
+        # clipping bounds the change from the broadcast
         reference = _averaged(parts, context.payload.trainable)
         weight = jnp.asarray(upload.weight, jnp.float32)
         sent = SentParams.unpack(parts, upload.mean, upload.gather)
@@ -713,17 +697,15 @@ def _serve(
     mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
     params = _merged(parts, state.params, round_context.task, mean)
     provisional = ()
-    if parts.trains_on:
-        # the merged model is evaluated beside the one that the server trains from it
+    if parts.server_trains:
+        # evaluated beside the model that the server trains from it
         provisional = _trainable(parts, params, round_context.task)
     sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
     reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
     states = list(state.rules)
     metrics: Metrics = {}
     for i, rule in enumerate(parts.each_round):
-        # the first rule has the server's own key
-        # folded only from the second rule on, so that golden values of methods with one
-        # rule stay
+        # the first rule has the server's key, as methods with one rule always had
         rule_key = key
         if i > 0:
             rule_key = jax.random.fold_in(key, i)
@@ -736,14 +718,14 @@ def _serve(
 def _aggregated(
     parts: _Parts, round_context: RoundContext, state: PyTree, aggregate: Aggregate, key: PRNGKeyArray
 ) -> tuple[Params, PyTree]:
-    """Return the clients' parameters as one, and the state of the aggregation rule."""
+    """Return the merged parameters, and the state of the aggregation rule."""
     rule = parts.run.aggregation
     reference = _averaged(parts, round_context.previous.payload.trainable)
     mean = SentParams.unpack(parts, aggregate.mean, aggregate.gather).averaged
     if rule.reduce:
         reduce_key = jax.random.fold_in(key, ServerKey.REDUCE)
         mean = rule.reduce(mean, reference, aggregate.weight, aggregate.valid, reduce_key)
-    elif parts.whole:
+    elif parts.reads_each_client:
         mean = weighted_mean(mean, aggregate.weight, aggregate.valid)
     if rule.post is None:
         return mean, state
@@ -758,7 +740,7 @@ def _server_round(
     reports: dict[str, PyTree],
     key: PRNGKeyArray,
 ) -> ServerRound:
-    """Return what a server rule may read."""
+    """Return the inputs of a server rule."""
     return ServerRound(
         parts.learner,
         *round_context,  # the fields that follow, in their order
@@ -773,7 +755,7 @@ def _server_round(
 def _updated(
     rule: ServerRule, server_round: ServerRound, params: Params, state: PyTree
 ) -> tuple[Params, PyTree, Metrics]:
-    """Return what a server rule returns, with its name before the names of its metrics."""
+    """Apply a server rule, and prefix its metrics by its name."""
     result = rule.update(server_round, params, state)
     metrics = {f"{rule.name}_{name}": value for name, value in result.metrics.items()}
     return result.params, result.state, metrics

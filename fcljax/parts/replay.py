@@ -122,10 +122,10 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
     # a task that comes again offers the same examples: each is stored at most once
     stored = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
-    # below the priority of an empty place, so that it is never chosen
+    # below the priority of empty entries, so that it is never chosen
     offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~stored, priority, -2.0))
     candidates = _concatenate(exemplars, offered)
-    # stable: of equal priorities the stored one stays, so that the result has one order
+    # stable: of equal priorities the stored one stays
     best = jnp.argsort(-candidates.priority, stable=True)[: exemplars.index.shape[0]]
     return jax.tree.map(lambda leaf: leaf[best], candidates)
 
@@ -265,8 +265,7 @@ def gather(step: ClientStep, gathered: Gathered) -> Gathered:
     """
     batch = step.batch
     feature = step.forward(step.trainable, train=False).feature
-    # consecutive places from the first free one;
-    # padding goes to a place that does not exist
+    # consecutive indices from the first free one; padding gets an index beyond the end
     place = gathered.count + jnp.cumsum(batch.mask) - 1
     place = jnp.where(batch.mask, place, gathered.index.shape[0])
 
@@ -293,15 +292,15 @@ def renew(
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
-    # order of choice as priority: a later cut to a smaller
-    # share keeps the first ones, as iCaRL does
+    # the order of choice is the priority, so that a later cut keeps the first ones
+    # (iCaRL)
     priority = jnp.broadcast_to(-jnp.arange(most, dtype=jnp.float32), chosen.shape)
     label = jnp.broadcast_to(jnp.maximum(task.classes, 0)[:, None], chosen.shape)
     new = Exemplars(*(leaf.reshape(-1) for leaf in (label, index, priority)))
-    # `max`, since places of padding share a label with real ones and must not undo them
+    # `max`, because padding shares a label with real entries and must not undo them
     fresh = jnp.zeros_like(memory.learned).at[new.label].max(new.index >= 0)
     old = memory.exemplars
-    # a class that comes again keeps its new examples only
+    # a class with new examples keeps only these
     old = old._replace(index=jnp.where(fresh[old.label], -1, old.index))
     learned = memory.learned | fresh
     exemplars = _cut(_concatenate(old, new), budget.share(learned), budget.size(sizes))
@@ -311,7 +310,7 @@ def renew(
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
     """Return the first `share` exemplars of every class, in `size` places."""
     stays = (exemplars.index >= 0) & (-exemplars.priority < share)
-    # stable: exemplars of a class stay in their order of choice
+    # stable, so that exemplars of a class keep their order
     first = jnp.argsort(~stays, stable=True)
     exemplars_left = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
     return jax.tree.map(functools.partial(jnp.where, stays[first[:size]]), exemplars_left, no_exemplars(size))
@@ -346,7 +345,7 @@ def herd(
       Indices of the chosen examples of each group in their order; -1 where a group has no more.
     """
     members = group == jnp.arange(groups)[:, None]
-    # normalised first, as iCaRL does: the mean is of directions
+    # the mean of directions, as in iCaRL
     vector = jnp.where((group >= 0)[:, None], unit(feature), 0.0)
     size = jnp.maximum(jnp.sum(members, axis=1), 1)
     mean = exact_matmul(members.astype(jnp.float32), vector) / size[:, None]
@@ -355,8 +354,8 @@ def herd(
 
     def choose(carry: tuple, number: Array) -> tuple:
         total, free = carry
-        # the least |mean - (total + x) / n| is the most x . (n mean - total) - |x|^2 / 2
-        # n mu - sum of the chosen so far: what the n-th example should add
+        # minimises |mu - (total + x) / n|, which is maximising x . (n mu - total) - |x|^2
+        # / 2
         missing = number * mean - total
         score = jnp.sum(vector * missing[group_index], axis=1) - half_square
         best = jnp.argmax(jnp.where(free, score, -jnp.inf), axis=1)
@@ -382,8 +381,8 @@ def draw_union(
     exemplars and the client's own `examples` would have on average, and at most as many
     as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
-    # in the union, batch_size * count / examples
-    # exemplars come with a batch of own examples
+    # exemplars make up the same share of the batch as of the union: batch_size * count /
+    # examples
     count_wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)
     return jnp.where(jnp.arange(batch_size) < count_wanted, chosen, -1)

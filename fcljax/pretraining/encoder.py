@@ -172,7 +172,7 @@ def _step(
 
 def _positions(vit: ViTConfig) -> Float[Array, "tokens width"]:
     """Return initial position embeddings of sines and cosines."""
-    # small random ones would drown in the patches
+    # computed, because small random positions would drown in the patches
     axis = jnp.linspace(-1, 1, vit.grid)
     y, x = jnp.meshgrid(axis, axis, indexing="ij")
     frequency = jnp.pi * jnp.geomspace(0.25, 2, vit.width // 4)
@@ -199,7 +199,7 @@ def eased(style: Style, strength: float) -> Style:
     scaled = ("rotation", "slant", "aspect", "shift", "perspective", "elastic", "noise", "dark_on_light")
 
     def lower_bound(low: float, high: float) -> float:
-        # from 0.4 of the range at strength 0
+        # at strength 0 the range is 0.4 of the full one
         return high - (high - low) * (0.4 + 0.6 * strength)
 
     return dataclasses.replace(
@@ -277,7 +277,7 @@ def pretrain(config: PretrainConfig) -> dict[str, float | int | str]:
     vit = VITS[_BACKBONE]
     # jit specialises on the config, and another file needs no new trace
     state, (loss, accuracy) = _train(dataclasses.replace(config, out=Path()), vit)
-    # measured on what is stored, not on what was trained
+    # measured on the stored parameters
     stored = as_stored(state.params["vit"])
     save_native(config.out, stored, _metadata(config, vit), "float16")
     return {

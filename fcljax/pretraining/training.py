@@ -18,8 +18,7 @@ from fcljax.options import fields_of
 from fcljax.terminal import progress_bar
 from fcljax.types import PyTree
 
-# differs from the seeds of experiments, so that
-# choices made here do not see their data sets
+# no experiment has this seed, so that choices made here do not see its data set
 VALIDATION_SEED = 1_000_003
 _EVERY = 20  # steps between updates of the progress bar
 
@@ -55,7 +54,7 @@ def warmup_cosine(peak: float, share: float, steps: int) -> optax.Schedule:
 
 def as_stored(params: PyTree) -> PyTree:
     """Round parameters to float16, the type of the written files."""
-    # float16 and back: the validation sees what a run will load
+    # as stored in float16, so that the validation sees what a run loads
     return jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), params)
 
 
@@ -93,7 +92,7 @@ def training_bar(
         return dict(zip(metrics, values, strict=True))
 
     def show(step: int, *values: Sequence[Any]) -> None:
-        # reading a metric waits for the device, so only now and then
+        # reading a metric waits for the device, so it is read rarely
         if step % _EVERY == 0 or step == steps:
             means = [np.mean(jax.device_get(value), axis=0) for value in values]
             bar.update(task, completed=step, **fields(np.hstack(means).tolist()))

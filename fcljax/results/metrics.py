@@ -43,8 +43,8 @@ def confusion_matrix(
         wrong = ids[(ids < lowest) | (ids >= num_classes)]
         if wrong.size:
             raise InputError(f"{field}: class {wrong[0]} is outside {lowest}..{num_classes - 1}")
-    # one bincount of (true, predicted) pairs
-    # prediction -1 falls into the last column by the remainder
+    # one bincount of (true, predicted) pairs; a prediction of -1 falls into the last
+    # column by the remainder
     columns = num_classes + 1
     pair = label.astype(np.int64) * columns + prediction % columns
     return np.bincount(pair, minlength=num_classes * columns).reshape(num_classes, columns)

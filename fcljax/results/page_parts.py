@@ -95,7 +95,7 @@ def sections_of(summaries: Sequence[Summary], page_command: str) -> list[Section
 
 def _derived(run: Summary) -> dict[str, Number | None]:
     """Compute what the tables show and no key of a summary has."""
-    # clients without examples of the seen classes have no accuracy
+    # None: clients without examples of the seen classes
     accuracies = run.get("client_accuracy") or []
     valid = [value for value in accuracies if value is not None]
     client_mean = None
@@ -117,7 +117,7 @@ def _derived(run: Summary) -> dict[str, Number | None]:
     return values
 
 
-# cells of one value per seed
+# ---- cells of one value per seed -------------------------------------------------------
 
 
 def percent_cell(fractions: Sequence[Number | None]) -> Cell:
@@ -164,7 +164,7 @@ def heat_cell(value: Number | None, largest: Number) -> Cell:
     return Cell(f"{value:.2f}", shade=round(SHADES * min(max(value / largest, 0), 1)))
 
 
-# tables
+# ---- tables ----------------------------------------------------------------------------
 
 # name of a column -> (function of one value per seed, key of summary.json)
 Columns = Mapping[str, tuple[Callable[[Sequence], Cell], str]]
@@ -220,7 +220,7 @@ def _left_out(runs: Mapping[str, Summary], key: str) -> list[str]:
     return [f"Left out, since summary.json lacks {key!r}: {', '.join(names[:MAX_NAMES])}{rest}."]
 
 
-# sections
+# ---- sections --------------------------------------------------------------------------
 
 
 def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
@@ -247,8 +247,7 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
         tables.append(_table(caption, ("The other", "Seeds", "A_avg", "A_last"), pairs))
     folded = []
     if len(runs) > len(groups):
-        # single runs show the spread behind the means; for that, three columns are enough
-        # the columns that seeds make differ
+        # single runs show the spread behind the means, in the columns that seeds change
         columns = {name: columns[name] for name in ("A_avg", "A_last", "Forgetting")}
         by_run = {name: [run] for name, run in runs.items()}
         folded = [_summary_table("Every run, in %", "Run", by_run, columns)]

@@ -33,7 +33,7 @@ from fcljax.types import Frozen, PyTree
 
 Part = Literal["test", "train"]
 PARTS: tuple[Part, ...] = ("test", "train")
-# the section of a run's time to which the features of a split belong
+# section of a run's time that counts the features of a split
 TIMED_AS = {"train": "client", "test": "eval"}
 
 
@@ -97,33 +97,43 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
     saved = {part: saved_features(exp.settings, exp.inputs, part) for part in queried}
     compute = frozen_features(exp.inputs, exp.settings.eval_batch_size, mesh=exp.engine.mesh)
 
-    def features(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
+    def features_after(exp: Experiment, part: Part, t: int) -> Array | np.ndarray:
         split = getattr(exp, part)
-        known = whole(getattr(exp, part)).query
-        index = (newly_assigned if part == "train" else newly_evaluated)(exp.scenario, t)
-        if not len(index) and known is not None:
-            return known
-        index = index if len(index) else np.zeros(1, int)
-        # without known features: the compiled loop takes splits of one kind
+        cached = whole(split).query
+        index = newly_evaluated(exp.scenario, t)
+        if part == "train":
+            index = newly_assigned(exp.scenario, t)
+        if not len(index):
+            if cached is not None:
+                return cached
+            # one image, to know the features' shape and type
+            index = np.zeros(1, int)
+        # without cached features, because the compiled loop takes splits of one structure
         computed = np.asarray(compute(exp.frozen, _with_query(split, None), index))
-        shape = (len(whole(split).label), *computed.shape[1:])
-        known = np.full(shape, np.nan, computed.dtype) if known is None else np.array(known)
-        known[index] = computed
-        return known
+        if cached is None:
+            shape = (len(whole(split).label), *computed.shape[1:])
+            features = np.full(shape, np.nan, computed.dtype)
+        else:
+            features = np.array(cached)
+        features[index] = computed
+        return features
 
-    def filled(exp: Experiment, part: Part, t: int) -> Experiment:
+    def fill_part(exp: Experiment, part: Part, t: int) -> Experiment:
         split = getattr(exp, part)
-        if saved[part] is not None and whole(split).query is not None:
+        query = saved[part]
+        if query is None:
+            query = features_after(exp, part, t)
+        elif whole(split).query is not None:
             return exp
-        query = features(exp, part, t) if saved[part] is None else saved[part]
-        query = query if isinstance(split, Host) else exp.engine.place(jnp.asarray(query))
+        if not isinstance(split, Host):
+            query = exp.engine.place(jnp.asarray(query))
         return _with_part(exp, part, _with_query(split, query))
 
     def fill(exp: Experiment, tasks: Iterable[int], section: Callable = contextlib.nullcontext) -> Experiment:
         for t, part in itertools.product(tasks, queried):
             signals.check()
             with section(TIMED_AS[part]):
-                exp = filled(exp, part, t)
+                exp = fill_part(exp, part, t)
         return exp
 
     return fill
@@ -151,10 +161,10 @@ def _with_shapes(exp: Experiment, part: Part) -> Experiment:
         return exp
     class_token, read = _of_batch(exp.inputs)
 
-    def of_one(frozen: Frozen, split: Split) -> Array:
+    def first_feature(frozen: Frozen, split: Split) -> Array:
         return class_token(frozen, read(split, jnp.zeros(1, jnp.int32)))
 
-    feature = jax.eval_shape(of_one, exp.frozen, split)
+    feature = jax.eval_shape(first_feature, exp.frozen, split)
     query = jax.ShapeDtypeStruct((*split.label.shape, *feature.shape[1:]), feature.dtype)
     return _with_part(exp, part, _with_query(part_split, query))
 
@@ -231,7 +241,9 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
     """Return the features that `fcljax embed` has written for these options; None unless
     they are intact."""
-    count = len(inputs.dataset.y_train if part == "train" else inputs.dataset.y_test)
+    labels = inputs.dataset.y_test
+    if part == "train":
+        labels = inputs.dataset.y_train
     try:
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
             features = file["features"]
@@ -239,7 +251,7 @@ def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np
     except Exception:
         # a damaged file may raise anything in the parsers of zip and npy
         return None
-    expected = (count, inputs.backbone.config.width)
+    expected = (len(labels), inputs.backbone.config.width)
     if features.shape != expected or features.dtype != np.float32 or sha256 != _sha256(features):
         return None
     return features

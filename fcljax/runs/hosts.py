@@ -221,7 +221,7 @@ class Hosts:
         if self.count == 1:
             return False
 
-        # a file that only the first process makes: whoever sees it shares the folder
+        # processes that see the first one's file share its folder
         def create_marker() -> str:
             number, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
             os.close(number)
@@ -276,7 +276,7 @@ def joined(hosts: HostOptions, log: TextIO) -> Iterator[None]:
     print(_JOINED, file=log, flush=True)
     try:
         yield
-    # all processes know: nobody waits for anybody
+    # a refusal is known to all processes, so none waits
     except Refused:
         jax.distributed.shutdown()
         raise

@@ -134,13 +134,13 @@ def run(
     """
     observer = observer or Observer()
     hosts = Hosts.connected()
-    # one process speaks, for all of them
+    # only the first process prints
     if not hosts.first:
         observer = dataclasses.replace(observer, console=Console(quiet=True))
     session = Session(settings, Path(out), observer, hosts, supplied)
     if resume:
         return _resume(session)
-    # the first process alone touches the folder; an error of it reaches the others too
+    # only the first process touches the folder; the others get its error too
     hosts.from_first(lambda: check_new(session.out))
     exp = _build(session)
     # the settings now include the choices for device and data
@@ -248,13 +248,13 @@ def _complete(
     if fidelity:
         session.observer.say(fidelity)
     search_seconds = 0.0
-    # before the checkpoints open: the search plays rounds that are none of the run's
+    # before the checkpoints are opened, because the search plays rounds of its own
     if rate_search.is_due(session.settings) and not finished:
         exp, search_seconds = _search(session, placed(exp))
         session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
     with contextlib.ExitStack() as stack:
-        # compilers keep memory that a run's arrays may need
+        # compilers may hold memory that the run's arrays need
         stack.enter_context(memory.trim_after_compilation())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
@@ -273,7 +273,7 @@ def _complete(
             journal = Journal(manager, origin, following)
             try:
                 exp, state = _play(session, placed(exp), progress, journal)
-            # the device's own message names bytes, not the option that lowers them
+            # the device's message names bytes, ours the option that lowers them
             except jax.errors.JaxRuntimeError as error:
                 raise fit.explained(error, exp) from error
             records = progress.records

@@ -1,5 +1,4 @@
-"""The model that a run ends with: it predicts, and is saved in one file that needs
-neither the method's code nor the data.
+"""The final model of a run: it predicts, and is saved in one file without code and data.
 
 The file contains a program (StableHLO), which runs when the model predicts. It may
 compute, allocate and take time as it likes. It may call no native code (`CUSTOM_CALLS`),
@@ -77,7 +76,7 @@ class Model:
     """Shapes and types of one example as it is stored, for data that are no images."""
 
     def __repr__(self) -> str:
-        """The model's sizes in one line, without its parameters."""
+        """Return the model's sizes in one line, without its parameters."""
         _, height, width = self.image
         count = sum(array.size for array in self.arrays)
         examples = f"images of {height}x{width}"
@@ -133,15 +132,15 @@ class Model:
           InputError: for other sizes, with the way to prepare them.
         """
         if isinstance(images, list | tuple) and len(set(map(_sides, images))) > 1:
-            raise InputError(f"images: they are of several sizes; {self._way()}")
+            raise InputError(f"images: they are of several sizes; {self._advice()}")
         x = checked_images("images", "x", as_array("images", "x", images))
         _, height, width = self.image
         if x.shape[1:3] != (height, width):
-            raise InputError(f"images: {sides(x)}; the model takes {height}x{width}; {self._way()}")
+            raise InputError(f"images: {sides(x)}; the model takes {height}x{width}; {self._advice()}")
         return x
 
-    def _way(self) -> str:
-        """Return what to do about images of other sizes."""
+    def _advice(self) -> str:
+        """Return what a user can do with images of other sizes."""
         _, height, width = self.image
         if self.geometry is None:
             return f"resize them to {height}x{width}"
@@ -187,12 +186,7 @@ class Model:
         Raises:
           InputError: for a prediction that calls native code, such as a decomposition of a matrix.
         """
-        size, height, width = self.image
-        one = self.stored
-        if one is None:
-            one = jax.ShapeDtypeStruct((height, width, 3), jnp.uint8)
-        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), one)
-        mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+        batch, mask = _batch_shapes(self.image, self.stored)
         exported = export.export(jax.jit(self.logits), platforms=PLATFORMS)(self.arrays, batch, mask)
         try:
             _check_program(exported.mlir_module())
@@ -201,14 +195,16 @@ class Model:
         about: dict[str, Any] = {"format": FORMAT, "image": self.image, "images": self.stored is None}
         if self.geometry is not None:
             about["geometry"] = self.geometry._asdict()
-        # numpy's files have no bfloat16
-        plain = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self.arrays]
-        arrays = {f"array_{i}": np.asarray(x) for i, x in enumerate(plain)}
         content: dict[str, Any] = {
             "program": np.frombuffer(exported.serialize(), np.uint8),
             "labels": self.labels,
+            "about": np.array(json.dumps(about)),
         }
-        content |= {"about": np.array(json.dumps(about))} | arrays
+        for i, array in enumerate(self.arrays):
+            # numpy's files have no bfloat16
+            if array.dtype == jnp.bfloat16:
+                array = array.astype(jnp.float32)
+            content[f"array_{i}"] = np.asarray(array)
         content[DIGEST] = np.array(_digest(content))
         with atomic(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **content)
@@ -216,8 +212,7 @@ class Model:
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
-        """The model of a file that `save` wrote. Load only files of people whom you
-        trust: it is a program.
+        """Load a model that `save` wrote. It is a program: load only files that you trust.
 
         Raises:
           InputError: for any other file, a damaged one, or a program that calls code
@@ -248,7 +243,7 @@ class Model:
 
 
 def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return no examples of a shape and type."""
+    """Return an array of zero examples."""
     return np.empty((0, *leaf.shape), leaf.dtype)
 
 
@@ -307,14 +302,20 @@ def _check_call(
     Raises:
       ValueError, TypeError: if it does not.
     """
+    batch, mask = _batch_shapes(image, stored)
+    size = image[0]
+    scores = jax.eval_shape(program.call, arrays, batch, mask)
+    if scores.shape != (size, len(labels)):
+        raise ValueError(f"its program returns {scores.shape} for {size} examples and {len(labels)} labels")
+
+
+def _batch_shapes(image: tuple[int, ...], stored: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch of stored examples and of its mask; arguments as above."""
     size, height, width = image
     if stored is None:
         stored = jax.ShapeDtypeStruct((height, width, 3), jnp.uint8)
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), stored)
-    mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
-    scores = jax.eval_shape(program.call, arrays, batch, mask)
-    if scores.shape != (size, len(labels)):
-        raise ValueError(f"its program returns {scores.shape} for {size} examples and {len(labels)} labels")
+    return batch, jax.ShapeDtypeStruct((size,), jnp.bool_)
 
 
 def _geometry(values: dict[str, Any]) -> Geometry:
@@ -371,62 +372,73 @@ def model_of_run(
     labels: np.ndarray | None = None,
     client: int | None = None,
 ) -> Model:
-    """The model of a run's newest checkpoint.
+    """Return the model of a run's newest checkpoint.
 
     Args:
       settings: of the run.
       out: its directory.
       supplied: as of the run.
-      labels: the caller's own label of each class; None: the data set's numbers.
-      client: whose personal model; None: the global one.
+      labels: the caller's label of each class; None: the data set's numbers.
+      client: the client with the personal model; None: the global model.
 
     Raises:
       InputError: as `loop.final_state`, or for a client that has no model of its own.
     """
     exp, state = final_state(settings, out, supplied)
-    if (client is None) == exp.method.personal or (client is not None and not exp.method.predict_client):
-        own = "its clients have personal models; nearest: client=0"
-        why = own if exp.method.personal else "all clients have the global model; leave client out"
+    has_model = exp.method.predict_client is not None
+    if client is None:
+        has_model = not exp.method.personal
+    elif not exp.method.personal:
+        has_model = False
+    if not has_model:
+        why = "all clients have the global model; leave client out"
+        if exp.method.personal:
+            why = "its clients have personal models; nearest: client=0"
         raise InputError(f"client: {client}: {settings.method}: {why}")
     if client is not None and not 0 <= client < exp.sizes.clients:
         raise InputError(f"client: {client}; nearest: {min(max(client, 0), exp.sizes.clients - 1)}")
     dataset = exp.inputs.dataset
     order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.train_label] = dataset.y_train
-    values, rebuilt = jax.tree.flatten(_model(exp, state, client))
-    own = np.arange(exp.sizes.classes) if labels is None else np.asarray(labels)
-    logits = jax.jit(_logits(exp, rebuilt, client))
+    arrays, structure = jax.tree.flatten(_arrays_of(exp, state, client))
+    label_of_class = np.arange(exp.sizes.classes)
+    if labels is not None:
+        label_of_class = np.asarray(labels)
+    label_of_class = label_of_class[order]
+    logits = jax.jit(_logits(exp, structure, client))
     size = settings.eval_batch_size
     if not isinstance(exp.inputs.preprocess, Preprocess):
         stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), dataset.x_test)
-        return Model(logits, values, (size, 0, 0), own[order], stored=stored)
+        return Model(logits, arrays, (size, 0, 0), label_of_class, stored=stored)
     shape = (size, *dataset.x_test.shape[1:3])
-    return Model(logits, values, shape, own[order], exp.inputs.preprocess.geometry)
+    return Model(logits, arrays, shape, label_of_class, exp.inputs.preprocess.geometry)
 
 
-def _model(exp: Experiment, state: State, client: int | None) -> PyTree:
-    """The arrays that predictions read."""
-    own = () if client is None else jax.tree.map(lambda x: x[client], state.clients)
-    return exp.frozen._replace(decoder=(), surrogate=()), state.server, own
+def _arrays_of(exp: Experiment, state: State, client: int | None) -> PyTree:
+    """Return the arrays that predictions read: frozen, server and client state."""
+    client_state = ()
+    if client is not None:
+        client_state = jax.tree.map(lambda x: x[client], state.clients)
+    return exp.frozen._replace(decoder=(), surrogate=()), state.server, client_state
 
 
 def _logits(
-    exp: Experiment, rebuilt: Any, client: int | None
+    exp: Experiment, structure: Any, client: int | None
 ) -> Callable[[list[Array], PyTree, Array], Array]:
-    """The method's prediction after the last task."""
+    """Return the method's prediction after the last task, as a function of arrays."""
     method = exp.method
     task = exp.scenario.tasks[-1]
     rounds = exp.sizes.rounds
 
     def logits(arrays: list[Array], stored: PyTree, mask: Array) -> Array:
-        frozen, server, own = jax.tree.unflatten(rebuilt, arrays)
-        nothing = jnp.zeros(len(mask), jnp.int32)
+        frozen, server, client_state = jax.tree.unflatten(structure, arrays)
+        no_label = jnp.zeros(len(mask), jnp.int32)
         index = jnp.where(mask, 0, -1)
-        batch = Batch(clean_input(exp.inputs.preprocess, stored), nothing, mask, index)
+        batch = Batch(clean_input(exp.inputs.preprocess, stored), no_label, mask, index)
         context = RoundContext.on_host(frozen, task, rounds - 1, True)
         if client is None:
             return method.predict(context, server, batch)
         assert method.predict_client is not None
-        return method.predict_client(context, server, own, batch)
+        return method.predict_client(context, server, client_state, batch)
 
     return logits

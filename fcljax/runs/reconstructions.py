@@ -34,8 +34,10 @@ class Rebuilt(NamedTuple):
 
 
 def restored_images(exp: Experiment, server: PyTree) -> tuple[Rebuilt, Rebuilt] | None:
-    """Up to 512 training images of the last task, without augmentation, and as many of
-    its test images; None if the method reconstructs nothing."""
+    """Reconstruct training and test images of the last task, up to `MOST_IMAGES` of each.
+
+    The training images are not augmented. Returns None if the method reconstructs nothing.
+    """
     replay = exp.method.server_replay
     if replay is None or replay.reconstruct is None:
         return None
@@ -73,7 +75,7 @@ def _of_split(
 
 
 def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: AnyMesh | None) -> jax.Array:
-    """These images as the network's input."""
+    """Read these images as the network's input."""
     index = index.astype(np.int32)
     if isinstance(split, Host):
         return read(split.take(index, mesh), np.arange(len(index), dtype=np.int32))
@@ -81,26 +83,25 @@ def _read(read: Callable, split: Split | Host, index: np.ndarray, mesh: AnyMesh 
 
 
 def measure(train: Rebuilt, test: Rebuilt) -> dict[str, Any]:
-    """`closeness` of training images and, under "test", of test images."""
+    """Return `closeness` of training images and, under "test", of test images."""
     return closeness(*train) | {"test": closeness(*test)}
 
 
 def closeness(images: Reconstruction, label: np.ndarray) -> dict[str, Any]:
-    """How close reconstructed images come to their originals.
+    """Measure how close reconstructed images are to their originals.
 
     Returns:
-      images: their number.
+      images: number of images.
       mse_restored, mse_unprompted: mean squared error over hidden pixels in [0, 1], with
         and without the prompt.
       psnr, psnr_unprompted: mean over images, of all pixels, in dB.
-      identified: the share of images whose nearest original of their class, by mean
-        squared error, is their own.
-      chance: the share that guessing would identify.
+      identified: share of images whose nearest original of their class is their own.
+      chance: share that guessing would identify.
     """
     original, unprompted, restored = map(np.asarray, (images.original, images.unprompted, images.restored))
 
     def hidden_error(pixels: np.ndarray) -> float:
-        # over hidden pixels alone: visible ones are given, and would flatter the error
+        # over hidden pixels only: visible ones are inputs, and have no error
         return float(np.mean((np.clip(pixels, 0, 1) - original)[np.asarray(images.hidden)] ** 2))
 
     identified, chance = identification(restored, original, label)
@@ -119,7 +120,7 @@ def psnr(
     pixels: Float[np.ndarray, "n *shape"],
     original: Float[np.ndarray, "n *shape"],
 ) -> float:
-    """Mean over images of 10 log10(1 / MSE) of pixels clipped to [0, 1], in dB."""
+    """Return the mean over images of 10 log10(1 / MSE) of pixels clipped to [0, 1], in dB."""
     error = ((np.clip(pixels, 0, 1) - original) ** 2).reshape(len(original), -1).mean(axis=1)
     # 1e-12 bounds the PSNR of an exact copy at 120 dB
     return float(np.mean(-10 * np.log10(np.maximum(error, 1e-12))))
@@ -130,8 +131,10 @@ def identification(
     original: Float[np.ndarray, "n *shape"],
     label: np.ndarray,
 ) -> tuple[float, float]:
-    """The share of images whose nearest original of their class, by mean squared error,
-    is their own, and the share that guessing would identify."""
+    """Return the share of images whose nearest original of their class is their own.
+
+    Also return the share that guessing would identify. Distance is the mean squared error.
+    """
 
     def flat(x: np.ndarray) -> np.ndarray:
         # float64: differences of squares cancel

@@ -28,7 +28,7 @@ from fcljax.runs.records import NOT_EVALUATED, Clock, Records
 from fcljax.runs.traffic import Counted
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
-# what the run's key is folded in with for each of `RoundInputs.when`
+# folded into the run's key, for each of `RoundInputs.when`
 _STAGE_KEYS = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
 
 
@@ -114,7 +114,7 @@ def make_play_round(
             if last:
                 records.keep(evaluated)
         uploads = np.sum([part.uploads for part in (*other_reports, report)], axis=0, dtype=int).tolist()
-        # clients get the rest of a finished task when the next one begins
+        # clients download what a finished task hands over when the next one begins
         handovers = 0
         if r == 0 and t > 0:
             handovers = 1
@@ -179,7 +179,7 @@ def make_play(
                 last,
                 past,
             )
-            # after a bad upload more of them are to be expected
+            # a bad upload rarely comes alone
             guarded = records.counts.get("rejected", 0) > 0
             server, states, report = run_round(
                 exp.engine, server, states, inputs, section=clock, clients=clients, guarded=guarded

@@ -132,7 +132,7 @@ def _class_names(exp: Experiment) -> list[str]:
     """Return the names of the classes, in the class order of the run."""
     dataset = exp.inputs.dataset
     order = np.zeros(exp.sizes.classes, int)
-    # both splits, since a class may be missing in one of them
+    # of both splits, since a class may be missing in one of them
     order[exp.scenario.test_label] = dataset.y_test
     order[exp.scenario.train_label] = dataset.y_train
     return [str(dataset.class_names[label]) for label in order]
@@ -158,7 +158,7 @@ def _personal(records: Records) -> dict[str, Any] | None:
     """
     if not records.clients:
         return None
-    # per client first: a client with many tasks counts once
+    # per client first, so that a client with many tasks counts once
     means = [_means_of_clients(accuracies) for accuracies in records.clients]
     statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {"accuracy": records.clients, "task_il": records.clients_task_il} | {
@@ -352,7 +352,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 def _idle_terms(records: Records) -> list[str]:
     """Return a line for each further term of the clients' loss that hardly moved the
     model."""
-    # the cross-entropy itself is no further term
+    # the cross-entropy is not one of the further terms
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
     for name in sorted(names):

@@ -127,8 +127,8 @@ def _submitit(name: Name, options: SlurmOptions, folder: Path) -> Start:
         )
     except RuntimeError as error:  # there is no Slurm
         raise InputError(f"engine: {name} cannot be used here: {error}") from None
-    # submitit renames its parameters for each cluster
-    # parameters without a value are the cluster's defaults
+    # submitit renames its parameters for each cluster; those without a value are the
+    # cluster's defaults
     executor.update_parameters(**slurm_parameters(options))
 
     def start(job: Job) -> ClusterTask:

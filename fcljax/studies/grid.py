@@ -222,8 +222,7 @@ def _planned(point: Point, grid: list[str]) -> Planned:
 def _blamed(point: Point, message: str) -> str:
     """Return the place in the file that has the option of a message; without one, the
     run."""
-    # later places win, so the last one that has the option decided
-    # the option may stand in several places
+    # an option may stand in several layers; the last one decides
     for place, options in reversed(point.layers.items()):
         for name in options:
             # a message may have it as it is typed: --lora-rank

@@ -329,8 +329,7 @@ def _write_results(request: StudyRequest, trials: Sequence[Trial], out: Path) ->
     write_json(out / "trials.json", {"metric": request.metric, "best": best, "trials": list(trials)})
     if best is None:
         raise InputError(f"tune: no trial ended with a finite {request.metric}; see {str(out)!r}")
-    # best.yaml is for runs on all training images, so it leaves out the holdout
-    # runs with the best values train on all images
+    # runs with the best values train on all images, so best.yaml has no holdout
     settings = {name: value for name, value in request.given.items() if name != "holdout"}
     text = config.to_yaml(config.from_mapping(request.method, settings | best.values, "options"))
     accuracy = f"{request.metric} {100 * (best.value or 0):.2f} % on held-out training images"

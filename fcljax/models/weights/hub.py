@@ -109,8 +109,7 @@ def get_weights(
             f"weights: {name!r} is not a name on the hub; expected ARCHITECTURE.TAG, as timm has them, or "
             "OWNER/NAME"
         )
-    # a cache that has the file needs no network
-    # find_weights raises if no cache has the file
+    # find_weights raises if no cache has the file; then the network is needed
     with contextlib.suppress(InputError):
         cached = find_weights(name, data_dir)
         return Fetched(cached, sha256(cached), cached.stat().st_size)

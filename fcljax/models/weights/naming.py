@@ -257,8 +257,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
         config = dataclasses.replace(config, activation=facts.activation or dialect.activation)
         if not facts.activation:
             assumptions.append(_assumed_activation(dialect))
-    # shapes of one block; `_recipes` repeats it
-    # one block, since all blocks have equal shapes
+    # one block is enough, since all have equal shapes: `_recipes` repeats it
     shapes = _shapes(parameter_shapes(dataclasses.replace(config, depth=1)))
     outputs = _outputs(naming, tensors)
     if outputs is not None:
@@ -271,8 +270,7 @@ def interpret(network: NamedViT, name: str | None, facts: TensorFacts) -> Interp
     if _has_decoder(tensors):
         decoder_parts = _decoder(network, config, facts)
     if decoder_parts:
-        # a tensor that belongs to neither is an error: it would change what the network
-        # computes
+        # encoder and decoder are checked together: a tensor of neither is an error
         file_shapes |= _file_shapes(decoder_parts[2])
     check_tensors(tensors, file_shapes, name or _describe(config))
     params = _build(tensors, recipes)
@@ -331,8 +329,7 @@ def interpret_decoder(
     # pixels = 3 patch^2
     patch = math.isqrt((_outputs(naming, tensors) or 3) // 3)
     width = _length(tensors, _leaf(naming, naming.embed, "kernel"), 0, 1)
-    # the encoder, as far as its decoder shows it
-    # heads, MLP and depth of the encoder do not matter here
+    # heads, MLP and depth of the encoder do not matter for its decoder
     encoder = ViTConfig(_grid(naming, tensors) * patch, patch, width, heads=1)
     network = NamedViT(ENCODERS[0], tensors, "", Dialect(), ())
     config, assumptions, recipes = _decoder(network, encoder, facts)
