@@ -1,4 +1,4 @@
-"""Check examples that are no images: arrays of any shape and type, pytrees of them, and texts."""
+"""Check examples that are not images: arrays of any shape, pytrees of them, and texts."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,15 +45,17 @@ def checked_examples(where: str, key: str, values: Any) -> StoredExamples:
     if not arrays:
         raise InputError(f"{where}: {key} has no arrays")
     arrays = {name: as_array(where, name, leaf) for name, leaf in arrays.items()}
-    first, *others = arrays
-    if not others and _is_text(arrays[first]):
+    name, *further_names = arrays
+    is_text = arrays[name].ndim == 1 and arrays[name].dtype.kind in "UT"
+    if is_text and not further_names:
         tokens = TextData()
-        return StoredExamples(tokens.encode(arrays[first].tolist()), tokens)
+        return StoredExamples(tokens.encode(arrays[name].tolist()), tokens)
     checked = [_checked_numbers(where, name, array) for name, array in arrays.items()]
-    for name, array in zip(others, checked[1:], strict=True):
-        if len(array) != len(checked[0]):
+    count = len(checked[0])
+    for further_name, array in zip(further_names, checked[1:], strict=True):
+        if len(array) != count:
             raise InputError(
-                f"{where}: {first} has {len(checked[0])} examples and {name} {len(array)}; they must match"
+                f"{where}: {name} has {count} examples and {further_name} {len(array)}; they must match"
             )
     return StoredExamples(with_leaves(values, checked), ArrayData())
 
@@ -61,10 +63,9 @@ def checked_examples(where: str, key: str, values: Any) -> StoredExamples:
 def dataset_of_any_arrays(
     arrays: Any, name: str = NAME, class_names: Sequence[str] | None = None
 ) -> Labelled:
-    """Make the data set of (x, y) or (x, y, x_test, y_test), where x are no images.
+    """Make the data set of (x, y) or (x, y, x_test, y_test), where x are not images.
 
-    Without test examples, every fifth example of a class is one, chosen at random and the
-    same for all runs.
+    Without test examples, a random fifth of each class is for testing, the same in all runs.
 
     Args:
       arrays: examples as `checked_examples` takes them, and labels as `checked_labels` does.
@@ -87,10 +88,13 @@ def dataset_of_any_arrays(
         (values,) = checked_splits("data", {"y": y})
         check_lengths("data", "x", leaves(x)[0], "y", values)
         is_test = stratified(values, 0.2, np.random.RandomState(0))
-        x, x_test = take(x, ~is_test), take(x, is_test)
-        y, y_test = values[~is_test], values[is_test]
-    first, first_test = leaves(x)[0], leaves(x_test)[0]
-    y, y_test, names, labels = numbered((first, y), (first_test, y_test), class_names)
+        x_test = take(x, is_test)
+        x = take(x, ~is_test)
+        y_test = values[is_test]
+        y = values[~is_test]
+    train = (leaves(x)[0], y)
+    test = (leaves(x_test)[0], y_test)
+    y, y_test, names, labels = numbered(train, test, class_names)
     digest = digest_of_examples(x, y, x_test, y_test)
     dataset = Dataset(name, x, y, x_test, y_test, names, augment=False, digest=digest, kind=kind)
     return Labelled(dataset, labels)
@@ -105,24 +109,20 @@ def stratified(labels: np.ndarray, share: float, rng: np.random.RandomState) -> 
     return is_test
 
 
-def check_alike(where: str, first: str, x: Any, second: str, x_test: Any) -> None:
+def check_alike(where: str, name: str, x: Any, test_name: str, x_test: Any) -> None:
     """Check that the examples of both splits have one structure, one shape and one type.
 
     Raises:
       InputError: with both.
     """
     if named_leaves(x).keys() != named_leaves(x_test).keys():
-        raise InputError(f"{where}: {first} and {second} are of different structures; make them equal")
+        raise InputError(f"{where}: {name} and {test_name} are of different structures; make them equal")
     for train, test in zip(leaves(x), leaves(x_test), strict=True):
         if (train.shape[1:], train.dtype) != (test.shape[1:], test.dtype):
             raise InputError(
-                f"{where}: an example of {first} is {train.dtype} {list(train.shape[1:])} and of {second} "
-                f"{test.dtype} {list(test.shape[1:])}; make them equal"
+                f"{where}: an example of {name} is {train.dtype} {list(train.shape[1:])} and of "
+                f"{test_name} {test.dtype} {list(test.shape[1:])}; make them equal"
             )
-
-
-def _is_text(array: np.ndarray) -> bool:
-    return array.ndim == 1 and array.dtype.kind in "UT"
 
 
 def _checked_numbers(where: str, key: str, array: np.ndarray) -> np.ndarray:

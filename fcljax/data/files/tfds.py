@@ -1,13 +1,13 @@
-"""Read data sets that tensorflow-datasets has prepared with file_format="array_record",
-without TensorFlow.
+"""Read data sets that tensorflow-datasets has prepared as array_record files.
 
-It needs the extra `tfds`, and was tried with version 4.9.10 on archives in the official
-layout. The library's imagenet_r and caltech_birds2011 contain the names of files and its
-cifar10 and cifar100 the number of each image, so these give the same arrays as the
-official files, bit by bit. Its fashion_mnist, omniglot and domainnet have another order:
-the same images (of domainnet the cleaned version), but other drawings of omniglot and
-other images of domainnet are for testing. Preparing anything needs TensorFlow itself, and
-so `download` does without the library.
+Reading needs the extra `tfds` but not TensorFlow, and was tried with version 4.9.10 on
+archives in the official layout. Preparing needs TensorFlow, so `download` does without the
+library.
+
+imagenet_r, caltech_birds2011, cifar10 and cifar100 give the same arrays as the official
+files, bit by bit. fashion_mnist, omniglot and domainnet have another order: the same images
+(of domainnet the cleaned version), but other drawings of omniglot and other images of
+domainnet are for testing.
 """
 
 import hashlib
@@ -56,8 +56,7 @@ class _Row(NamedTuple):
 
 
 def find_builders(folder: Path, builders: Sequence[str], read: Read) -> Raw | None:
-    """Return the data that all of these builders have prepared in `folder`; None if one
-    has not."""
+    """Return the data that these builders have prepared; None if one of them has not."""
     versions = []
     for builder in builders:
         newest = _newest(folder / builder)
