@@ -195,8 +195,7 @@ def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Arr
 def orthogonal_start(
     rows: Float[Array, "tasks blocks n *shape"], task: Array
 ) -> Float[Array, "tasks blocks n *shape"]:
-    """Return all rows with the task's made orthonormal by Gram-Schmidt, one after the
-    other.
+    """Orthonormalise the task's rows one after the other (Gram-Schmidt).
 
     A row loses its projections on all rows before it, those of earlier tasks included,
     and is scaled to length 1.
@@ -234,8 +233,7 @@ def distance_from_orthonormal(
     rows: Float[Array, "tasks blocks n *shape"],
     task: Array,
 ) -> Float[Array, ""]:
-    """Return the mean square of X X^T - I over the rows X of the tasks seen, summed over
-    blocks."""
+    """Return the mean square of X X^T - I over rows X of seen tasks, summed over blocks."""
     tasks, blocks, n = rows.shape[:3]
     matrices = jnp.moveaxis(rows, 1, 0).reshape(blocks, tasks * n, -1)
     seen = jnp.repeat(jnp.arange(tasks) <= task, n)

@@ -127,8 +127,7 @@ def uniform(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
 
 
 def mean_of_prompts(features: Features) -> Float[Array, "batch width"]:
-    """Return the feature that the classifier reads: the mean over the prompts'
-    outputs."""
+    """Return the classifier's input, the mean over the prompts' outputs."""
     if features.prompts is None:
         raise InputError("l2p: the network gives back no injected tokens; it works on a vision transformer")
     return features.prompts.mean(axis=1)
@@ -140,8 +139,7 @@ def choose_prompts(
     count: int,
     batchwise: bool,
 ) -> Int[Array, "batch count"]:
-    """Choose the prompts with the highest scores, or those with the most votes of the
-    batch.
+    """Choose the prompts with the highest scores, or with the most votes of the batch.
 
     Among prompts with equally many votes the one with the lower index wins.
     """
@@ -162,7 +160,6 @@ def key_similarity(
     index: Int[Array, "batch count"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Return the sum of the cosines of a query and its chosen keys, the mean over
-    examples."""
+    """Return the mean over examples of the summed cosines of query and chosen keys."""
     similarity = jnp.take_along_axis(cosine(query, key), index, axis=1)
     return reduce_rows(jnp.sum(similarity, axis=1), mask, jnp.sum(mask), "mean")

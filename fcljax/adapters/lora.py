@@ -105,8 +105,7 @@ def summed(
 
 
 def lora_injection(pair: Lora) -> Injection:
-    """Return the injection in which block m has the low-rank updates [m, ...] of the
-    pair."""
+    """Return the injection of the pair, with the low-rank update [m, ...] in block m."""
     blocks = pair.a_q.shape[0]
     return Injection(lora={block: pair_of(pair, block) for block in range(blocks)})
 

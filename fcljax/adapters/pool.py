@@ -111,8 +111,7 @@ def check_even(field: str, length: int) -> None:
 
 
 def prefix_injection(prompt: Float[Array, "batch blocks length width"]) -> Injection:
-    """Return the injection with half of each block's tokens as keys, the other as
-    values."""
+    """Return the injection with half of each block's tokens as keys, half as values."""
     # the gradient of `unstack` joins those of the
     # parts; that of indexing adds padded arrays
     blocks = jnp.unstack(rearrange(prompt, "b l (two n) d -> l two b n d", two=2))

@@ -72,8 +72,7 @@ def fuse(
     current: Float[Array, "blocks length width"],
     task: Int[Array, ""],
 ) -> Float[Array, "batch blocks length width"]:
-    """Return the fused prompts sum_t w[b, t] P[t] (FPPL eq. 2), with `current` as
-    P[task].
+    """Return sum_t w[b, t] P[t] (FPPL eq. 2), with `current` as P[task].
 
     The other prompts are constants, so only `current` gets a gradient.
     """
@@ -141,8 +140,7 @@ Cached: TypeAlias = Prompts | CachedPrompts | tuple[()]
 
 
 def prompts(options: PromptOptions, sizes: Sizes, network: Network) -> Adapter:
-    """Return FPPL's adapter: a prompt per task, fused by a gate on an image's query
-    (eq. 1, 2).
+    """Return FPPL's adapter: a prompt per task, fused by a gate on the query (eq. 1, 2).
 
     With `prompt_upload` = "all" clients send all prompts, as in the release; only the
     current one trains.

@@ -16,8 +16,7 @@ class Slots(NamedTuple):
     """Whether clients send all slots, as some releases do, or the current one."""
 
     def current(self, params: Any, task: Task) -> Any:
-        """Return the parameters with the current task's slots, without the axis of
-        tasks."""
+        """Return the current task's slots, without the axis of tasks."""
         slots = {field: getattr(params, field)[task.index] for field in self.fields}
         return params._replace(**slots)
 

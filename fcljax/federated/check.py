@@ -133,8 +133,7 @@ def in_users_code(part: str, error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def leaks_in_one_line() -> Iterator[None]:
-    """Raise one line for a traced value that a user's function keeps from one trace to
-    another.
+    """Report in one line a traced value that a user's function keeps between traces.
 
     Where functions are traced on their own, as `check_method` does, such a leak may
     stay unseen.
@@ -182,8 +181,7 @@ class _CodeLine(NamedTuple):
 
 
 def _users_place(error: Exception) -> str | None:
-    """Return the last line of the user's code in a traceback: "my_method.py:12
-    loss()"."""
+    """Return the last line of user code in a traceback: "my_method.py:12 loss()"."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _last_users([_CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
     if not place:
@@ -199,8 +197,7 @@ def _last_users(calls: Sequence[_CodeLine]) -> _CodeLine | None:
 
 
 def _leaked_from() -> _CodeLine | None:
-    """Return the line of the user's code that made a traced value which is still
-    alive."""
+    """Return the line of user code that made a traced value which is still alive."""
     for value in gc.get_objects():
         # each traced value knows the line of code that made it
         info = None
@@ -216,8 +213,7 @@ def _leaked_from() -> _CodeLine | None:
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs neither to this package nor to Python and its
-    libraries."""
+    """Return whether a file is not of this package, of Python or of its libraries."""
     if file.startswith(("<frozen", "<@beartype")):
         return False
     folders = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -482,14 +478,12 @@ def _stored_leaves(
 
 
 def _call(part: str, function: Callable, *args) -> PyTree:
-    """Return the shapes that a function of the method returns; errors are those of
-    `_trace`."""
+    """Return the shapes that a function of the method returns; errors as of `_trace`."""
     return _trace(part, function, *args)[1]
 
 
 def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
-    """Trace a function of the method, and return the trace and the shapes that the
-    function returns.
+    """Trace a function of the method; return the trace and the result's shapes.
 
     Raises:
       InputError: if it cannot take these arguments, reads a traced value as a number, or

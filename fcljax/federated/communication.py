@@ -57,8 +57,7 @@ def traffic(upload: Upload | None, broadcast: Broadcast) -> Traffic:
 
 
 def extra_storage(broadcast: Broadcast) -> dict[str, int]:
-    """Return {scalars, bytes} that a client keeps from earlier rounds, besides the
-    payload (FPPL's ESTG)."""
+    """Return {scalars, bytes} that a client stores besides the payload (FPPL's ESTG)."""
     return size(broadcast.cached)
 
 

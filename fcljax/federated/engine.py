@@ -213,8 +213,7 @@ class ExchangeOutcome(NamedTuple):
 
 @runtime_checkable
 class Clients(Protocol):
-    """Runs the clients' part of an exchange: the engine itself, or clients on other
-    machines."""
+    """Plays the clients' part of an exchange, on this engine or on other machines."""
 
     def __call__(self, exchange: Exchange, states: PyTree, serve: Serve, /) -> ExchangeOutcome:
         """Return the received uploads, `serve` of them, and the new states.
@@ -460,8 +459,7 @@ def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray
 
 
 def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
-    """Return the first states of these clients, stacked [n, ...]; the same as in
-    `init_clients`."""
+    """Return the initial states of these clients [n, ...], as in `init_clients`."""
     # fold_in, not split: a client's key must not depend on the number of clients
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)
     init_all = jax.vmap(lambda client_key: method.init_client(client_key, server))
@@ -474,8 +472,7 @@ def begin_clients(
     clients: int,
     key: PRNGKeyArray,
 ) -> PyTree:
-    """Return `init_clients`, shared by the devices as of `mesh.put_shared`: no device
-    ever has all states."""
+    """Return `init_clients` shared by the devices: no device ever has all states."""
     if engine.mesh is None:
         return init_clients(engine.method, server, clients, key)
 
@@ -599,8 +596,7 @@ def run_round(
 
 
 def _participants(who: Who, inputs: RoundInputs) -> Int[np.ndarray, " n"]:
-    """Return the sorted ids of the clients with examples, of the sampled ones or of
-    all."""
+    """Return the sorted ids of participants: clients with examples, sampled or all."""
     ids = inputs.ids
     if who == "everyone":
         ids = np.flatnonzero(inputs.partition.count)
@@ -624,8 +620,7 @@ def keep_task(
     task: Task,
     round_: int,
 ) -> ReplayBuffer | None:
-    """Return the server's examples of a task that is over, on the host; None if the
-    method keeps none.
+    """Return the server's examples of a finished task, on the host; None if there are none.
 
     The rounds of later tasks get them as `RoundInputs.past`.
     """
@@ -637,8 +632,7 @@ def keep_task(
 
 
 def stages(when: When) -> tuple[When, ...]:
-    """Return the stages of rounds that are played together: "after_round" follows
-    "round"."""
+    """Return the stages that are played together: "after_round" follows "round"."""
     if when == "round":
         return ("round", "after_round")
     return (when,)
@@ -800,8 +794,7 @@ def _run_chunk(
     states: PyTree,
     data: PyTree,
 ) -> Carry:
-    """Run all ticks of one chunk; its carry has what its clients sent, and their
-    states."""
+    """Run all ticks of one chunk; its carry has the uploads and states of the clients."""
     chunk = call.chunk
     carry = player.open(accumulator, states, chunk)
     indices = player.indices(chunk, call.key)
@@ -830,8 +823,7 @@ def _run_chunk_over_host(
     indices: tuple,
     to_replay: np.ndarray,
 ) -> Carry:
-    """Run the ticks of one chunk over windows of host data, in the order of resident
-    data.
+    """Run the ticks of one chunk over windows of host data.
 
     The examples that its clients may replay stay on the device for as long as the chunk
     is run.
@@ -851,8 +843,7 @@ def _run_chunk_over_host(
     ]
 
     def load(window: tuple[int, int]) -> tuple[PyTree, Array, Array]:
-        """Read the examples of a window: data, and their indices and places [ticks, L,
-        B]."""
+        """Return the data of a window, with indices and places [ticks, L, B]."""
         phase_index, first = window
         length = window_ticks[phase_index]
         index = indices[phase_index][first : first + length]
@@ -880,8 +871,7 @@ def _read_replay_data(
     to_replay: np.ndarray,
     mesh: AnyMesh | None,
 ) -> ReplayData:
-    """Read the examples that a chunk's clients may replay, onto the device that runs
-    them.
+    """Read the examples that a chunk's clients may replay, onto their device.
 
     One example is read where there are none, because arrays need one.
     """
@@ -899,8 +889,7 @@ def _read_replay_data(
 
 
 def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devices: int) -> int:
-    """Return how many ticks' examples fit into the devices' windows: at least one tick,
-    at most all."""
+    """Return the number of ticks whose examples fit into the windows: from 1 to all."""
     examples_of_tick = lanes.count * phase.view.batch_size
     return int(np.clip(devices * data.window // examples_of_tick, 1, len(table.slot)))
 
@@ -909,8 +898,7 @@ def _window_ticks(data: Host, phase: Phase, lanes: Lanes, table: LaneTable, devi
 
 
 def sending(method: Method) -> Method:
-    """Return the method for a client alone: its uploads are returned as it makes them,
-    and never merged."""
+    """Return the method for a single client, whose upload is returned and not merged."""
 
     def round_of_client(this_round: Round) -> Round:
         program = this_round.program
@@ -1006,8 +994,7 @@ def _aggregate(
     participants: int,
     mesh: AnyMesh | None,
 ) -> Aggregate:
-    """Return what the server sees of the received uploads; the mean is sum_k w_k x_k /
-    sum_k w_k."""
+    """Return the merged uploads; the mean is sum_k w_k x_k / sum_k w_k."""
     entries = in_order((received.gather, received.weight, received.id, received.valid), mesh)
     # on a mesh the number of entries is a multiple of the devices
     gather, weight, ids, valid = jax.tree.map(lambda leaf: leaf[:participants], entries)
@@ -1062,8 +1049,7 @@ def _combine(
     exchanges: dict[int, RoundReport],
     replayed: Replayed | None,
 ) -> RoundReport:
-    """Return a round's report from those of its exchanges, by the index of the method's
-    round.
+    """Combine the reports of a round's exchanges, which are by index of the method's round.
 
     Participants and training examples are those of the first exchange; all else is
     added up. A metric whose name an earlier exchange has taken gets a prefix, such as

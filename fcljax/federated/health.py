@@ -55,8 +55,7 @@ def _no_upload(lines: Sequence[Line]) -> list[str]:
 
 
 def _not_finite(lines: Sequence[Line]) -> list[str]:
-    """Warn about losses that are not finite. Gradients, and so uploads, may be finite
-    where the loss is not."""
+    """Warn about losses that are not finite; gradients and uploads may still be finite."""
     # a round without any valid upload is reported above
     rounds = [i for i, line in enumerate(lines) if not _rejected_all(line) and _share_not_finite(line) > 0]
     if not rounds:
@@ -85,8 +84,7 @@ def _share_not_finite(line: Line) -> float:
 
 
 def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
-    """Warn of tasks that end with a cross-entropy above that of equal probabilities for
-    all classes seen."""
+    """Warn of tasks that end with a cross-entropy above that of a uniform guess."""
     # the last line of each task replaces the earlier ones
     last_line = {line["task"]: line for line in lines if "task" in line}
     worse = {task: line for task, line in last_line.items() if above_guessing(line)}
@@ -103,16 +101,14 @@ def _worse_than_guessing(lines: Sequence[Line]) -> list[str]:
 
 
 def above_guessing(line: Line) -> bool:
-    """Check whether a round's cross-entropy is above that of equal probabilities for all
-    classes seen."""
+    """Check whether a round's cross-entropy is above that of a uniform guess."""
     loss = line.get(CROSS_ENTROPY)
     classes = line.get(CLASSES)
     return loss is not None and classes is not None and classes > 1 and loss > math.log(classes)
 
 
 def diverged(first_loss: float, last_loss: float | None) -> list[str]:
-    """Return a list with a warning if a user's loss, which may be negative, has more
-    than doubled.
+    """Warn if a user's loss, which may be negative, has more than doubled.
 
     Args:
       first_loss: of the model that training began with. NaN: there is no warning.

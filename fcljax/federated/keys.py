@@ -24,8 +24,7 @@ class RunKey(IntEnum):
 
 
 class RoundKey(IntEnum):
-    """What is derived from the key of a round, which itself comes from (run, task,
-    round)."""
+    """Keys derived from the key of a round, which is itself from (run, task, round)."""
 
     SERVER = 0  # the server's step
     AFTER_ROUND = 1  # the first of the method's rounds of this kind
@@ -64,16 +63,14 @@ class InitKey(IntEnum):
 
 
 class ServerKey(IntEnum):
-    """What is derived from the key of the server's step. 0 and upwards are its parts, in
-    their order."""
+    """Keys derived from the key of the server's step; 0 and above are its rules, in order."""
 
     REDUCE = 1000  # the rule that merges uploads
     POST = 1001  # noise on what was merged
 
 
 def fold(key: PRNGKeyArray, *numbers: ArrayLike) -> PRNGKeyArray:
-    """Return the key at the end of a path of numbers: fold(key, a, b) is fold(fold(key,
-    a), b)."""
+    """Return the key at the end of a path: fold(key, a, b) is fold(fold(key, a), b)."""
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key

@@ -103,8 +103,7 @@ def play_exchange(
     inputs: RoundInputs,
     key: PRNGKeyArray,
 ) -> ExchangeResult:
-    """Play one of the method's rounds: the broadcast, the clients one after the other,
-    the server's step.
+    """Play one of the method's rounds: broadcast, clients one by one, server step.
 
     Args:
       method, fetch, server, states, inputs: as in `play_round`.
@@ -140,8 +139,7 @@ def play_exchange(
 
 
 def participants(who: str, inputs: RoundInputs) -> list[int]:
-    """Return the ids of the clients that take part: those with examples, of all or of the
-    sampled ones."""
+    """Return the ids of participants: clients with examples, sampled or all."""
     ids = inputs.ids
     if who == "everyone":
         ids = np.arange(len(inputs.partition.count))
@@ -215,8 +213,7 @@ def train_client(
 
 
 def receive(program: Program, context: ClientContext, upload: Upload) -> Upload | None:
-    """Return an upload as the server merges it; None if it is not finite or claims what
-    cannot be true."""
+    """Return an upload as the server merges it; None if it is rejected."""
     check_claims = jax.jit(functools.partial(claims_hold, program))
     possible = bool(np.all(check_claims(context, upload)))
     if program.receive is not None:
@@ -245,8 +242,7 @@ def batches(
 def epoch_order(
     round_key: PRNGKeyArray, phase_index: int, epoch: int, examples: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " n"]:
-    """Return a client's examples in the order of an epoch: sorted by a draw that belongs
-    to the example."""
+    """Return a client's examples in the order of an epoch, sorted by a draw per example."""
     epoch_key = fold(round_key, RoundKey.EXAMPLE_ORDER, phase_index, epoch)
     draws = [int(jax.random.bits(fold(epoch_key, example))) for example in examples.tolist()]
     return examples[np.argsort(draws, kind="stable")]

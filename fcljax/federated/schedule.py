@@ -146,8 +146,7 @@ def participants(
     eligible: Int[np.ndarray, " n"],
     participation: float,
 ) -> Int[np.ndarray, " m"]:
-    """Return the sorted ids of the clients that take part, sampled uniformly without
-    replacement.
+    """Return the sorted ids of uniformly sampled participants, without replacement.
 
     The sample depends on (seed, task, round) only.
 
@@ -177,8 +176,7 @@ def _num_participants(participation: float, eligible: int) -> int:
 
 
 def largest_batch(batch_size: int, examples: int) -> int:
-    """Return the batch size that is compiled: a large one is cut to what the largest
-    client has.
+    """Return the compiled batch size, at most the examples of the largest client.
 
     A step takes the same examples as before, without the padding.
 
@@ -200,8 +198,7 @@ def phase_steps(count: Counts, view: View) -> Counts:
 
 
 def phase_examples(count: Counts, view: View) -> Counts:
-    """Return the most examples that a client with `count` of them reads in a phase,
-    replayed ones included."""
+    """Return the most examples that a client with `count` of them reads in a phase."""
     return view.epochs * count + phase_steps(count, view) * view.replay
 
 
@@ -210,8 +207,7 @@ def step_widths(
     counts: Ints,
     worth: float = WORTH_EXAMPLES,
 ) -> tuple[int, ...]:
-    """Choose the batch sizes, ascending, that a step is compiled for; the last one is
-    the view's.
+    """Choose the ascending batch sizes that a step is compiled for, up to the view's.
 
     The last batch of an epoch has what is left of a client's examples, and is padded to
     the next of these sizes. Those that save most are chosen one after the other, as
@@ -247,8 +243,7 @@ def step_widths(
 
 
 def pack(length: Ints, lanes: int) -> list[list[int]]:
-    """Assign items to lanes, longest first, each to the least loaded lane: each lane's
-    items in their order.
+    """Assign items to lanes, longest first, each to the least loaded lane.
 
     Ties go to the lower index, so the result is unique.
     """
@@ -302,8 +297,7 @@ def paying_lanes(
     filled: float,
     participation: float = 1.0,
 ) -> int:
-    """Return the number of lanes, a multiple of the devices, with which rounds are
-    shortest.
+    """Return the number of lanes with which rounds are shortest.
 
     Arguments are those of `paying_mesh`.
     """
@@ -380,8 +374,7 @@ def tabulate(
     steps: Ints,
     capacity: int,
 ) -> tuple[LaneTable, int]:
-    """Return the table of one phase, padded to `capacity` ticks, and the number of
-    ticks in use.
+    """Return the table of one phase, padded to `capacity` ticks, and its used ticks.
 
     Args:
       queues: the clients of each lane, as indices into `steps`.
@@ -513,8 +506,7 @@ def capacities(
 
 
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
-    """Return ticks per phase that any subset of clients with `count` examples stays
-    within.
+    """Return the most ticks per phase of any subset of clients with `count` examples.
 
     LPT never ends later than the mean load plus the longest job, but it balances whole
     programs: one phase alone may be as uneven as their sum allows.

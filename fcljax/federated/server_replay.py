@@ -72,8 +72,7 @@ def make_replayer(
 
 
 def current_buffer(replayer: Replayer, round_context: RoundContext, server: PyTree) -> ReplayBuffer:
-    """Return the examples of the current task on the host, in numpy, without unfilled
-    entries."""
+    """Return the current task's filled entries on the host, in numpy."""
     buffer = jax.device_get(replayer.buffer(round_context._replace(previous=()), server))
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(buffer.used)], buffer)
 

@@ -49,8 +49,7 @@ def add_stacked(
     valid: Bool[Array, " L"],
     weight: Num[Array, " L"] | None = None,
 ) -> PyTree:
-    """Add the valid entries of leaves [L, ...] to `total [...]`, in the dtype of the
-    total.
+    """Add the valid entries of leaves [L, ...] to `total [...]`, in the total's dtype.
 
     With weights, each entry is multiplied by its own. Booleans without weight are
     combined by "or".
@@ -75,8 +74,7 @@ def sum_value(total: PyTree, like: PyTree) -> PyTree:
 
 
 def shares(weight: Num[Array, " K"], valid: Bool[Array, " K"]) -> Array:
-    """Return the valid clients' weights [K] divided by their sum; zeros if they add up to
-    0."""
+    """Return the valid clients' weights [K] over their sum; zeros if the sum is 0."""
     weight = jnp.where(valid, weight, 0).astype(jnp.float32)
     total = jnp.sum(weight)
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
@@ -107,8 +105,7 @@ def became_non_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
 
 
 def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
-    """Return the floating-point leaves, where leaves of up to `SMALL` scalars are one
-    vector at the end.
+    """Return floating-point leaves, those of up to `SMALL` scalars as one last vector.
 
     A check of every shape by itself takes 50 ms to compile.
     """
@@ -121,8 +118,7 @@ def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
 
 
 def parted(vectors: Sequence[Array], like: Sequence[Array]) -> list[Array]:
-    """Undo `joined`: return arrays of the shapes and types of the floating-point leaves
-    `like`."""
+    """Undo `joined`: return arrays of the shapes and types of the leaves `like`."""
     small_leaves = [leaf for leaf in like if leaf.size <= SMALL]
     large = iter(vectors)
     small = iter(())
@@ -149,8 +145,7 @@ def one_of(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 def finite_guard(
     stacked: PyTree, weight: Num[Array, " K"], valid: Bool[Array, " K"]
 ) -> tuple[Num[Array, " K"], Bool[Array, " K"], Int[Array, ""]]:
-    """Reject each client that has a NaN or inf in any leaf [K, ...] or in its weight,
-    or a negative weight.
+    """Reject clients with NaN or inf in a leaf [K, ...] or weight, or a negative weight.
 
     Returns:
       (weight, valid, rejected): weight is 0 and valid False for rejected and for already

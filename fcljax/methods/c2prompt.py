@@ -106,8 +106,7 @@ def c2prompt(options: C2PromptOptions, run: Run) -> Method:
 
 
 def global_moments(run: Run) -> ServerRule:
-    """Send the moments of the task's classes [Ct] over all clients' examples: mu and
-    sigma^2."""
+    """Send mu and sigma^2 of the task's classes [Ct] over all clients' examples."""
     classes = run.sizes.task_classes
     width = run.network.width
 
@@ -284,8 +283,7 @@ def compensated_logits(
 
 
 def keep_wrong_classes(weight: float, temperature: float) -> ClientRule:
-    """Add beta L_kd from a task's second round on, when a model knows the task's
-    classes."""
+    """Add beta L_kd from a task's second round on, when a model knows the classes."""
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         context = step.context
@@ -307,8 +305,7 @@ def not_true_distance(
     wrong: Bool[Array, "batch C"],
     temperature: float,
 ) -> Float[Array, " batch"]:
-    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)) over the wrong
-    classes."""
+    """Return T^2 KL(softmax(teacher / T) || softmax(student / T)) over wrong classes."""
     return temperature**2 * heads.kl(teacher / temperature, student / temperature, wrong)
 
 
@@ -316,8 +313,7 @@ def not_true_distance(
 
 
 def affinity(run: Run) -> Report:
-    """Report H, how well each component matches each class's examples, summed in
-    training."""
+    """Report H: how well components match classes, summed over training examples."""
 
     def init(context: ClientContext) -> Float[Array, "blocks N Ct"]:
         components = run.adapter.counted(context.payload.trainable.adapter, context.task)

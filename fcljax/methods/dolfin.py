@@ -123,8 +123,7 @@ def possible_gram(context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
 
 
 def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:
-    """Choose A of the task that begins, and extend the memory P [blocks, D, D] by its
-    inputs."""
+    """Choose A of the new task, and extend the memory P [blocks, D, D] by its inputs."""
 
     def init(params: Params, _trainable: Params) -> Matrices:
         tasks, blocks, _, width = params.adapter.a_q.shape
@@ -174,8 +173,7 @@ def outside(
 def new_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], rank: int
 ) -> Float[Array, "rank D"]:
-    """Return A_t, with rows of 0 where the memory leaves fewer directions than the
-    rank."""
+    """Return A_t, with rows of 0 if the memory leaves fewer directions than the rank."""
     vectors, values = outside(memory, gram)
     # a zero direction would be an arbitrary vector of the null space, which P may
     # contain

@@ -97,8 +97,7 @@ def ewc(options: EWCOptions, run: Run) -> Method:
 
 
 def elastic(options: EWCOptions, learner: Learner, batch_size: int) -> ClientRule:
-    """Add lambda / 2 sum F (w - w*)^2 (Kirkpatrick et al. 2017, eq. 3) from the second
-    task on.
+    """Add lambda / 2 sum F (w - w*)^2 from the second task on (EWC, eq. 3).
 
     Args:
       options: lambda, the limit of F, and how F is measured.
@@ -179,8 +178,7 @@ def add_squared_gradients(
     measuring: Measuring,
     classes: Bool[Array, " C"],
 ) -> Measuring:
-    """Add the squared gradients of a batch's examples, in microbatches that bound the
-    memory.
+    """Add the squared gradients of a batch's examples, in microbatches.
 
     Args:
       step: a batch of a client.

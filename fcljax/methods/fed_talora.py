@@ -114,8 +114,7 @@ def calibrated(lora: Adapter) -> Adapter:
 
 def with_residual(pair: Lora, residual: Residual, block: int) -> Lora:
     # as a pair of rank r + D, so that the network needs no second kind of update
-    """Return a block's update B A + R as a pair whose rank is larger by D: `[B, R] [A;
-    I]`."""
+    """Return B A + R as a pair of rank r + D: `[B, R] [A; I]`."""
     identity = jnp.eye(pair.a_q.shape[1])
     return Lora(
         jnp.concatenate([pair.a_q, identity]),

@@ -145,8 +145,7 @@ def averaged(round: ServerRound, params: Params) -> Params:
 
 
 def merged(round: ServerRound, params: Params, model: Params) -> Params:
-    """Return the parameters of all tasks with the model in its place; running statistics
-    stay."""
+    """Return the parameters of all tasks with the new model; statistics stay."""
     stats = round.learner.trainable(params, round.task).stats
     params = round.learner.merge(params, round.task, model._replace(stats=stats))
     return params._replace(extra=model.extra)

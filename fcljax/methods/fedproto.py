@@ -114,8 +114,7 @@ def no_prototypes(width: int, classes: int) -> Prototypes:
 
 
 def near_prototypes(options: FedProtoOptions) -> ClientRule:
-    """Add lambda L_R (eq. 7), which keeps features near the prototypes of their
-    classes."""
+    """Add lambda L_R (eq. 7): features stay near the prototypes of their classes."""
     distance = distance_of_means
     if options.proto_distance == "examples":
         distance = distance_of_examples
@@ -154,8 +153,7 @@ def distance_of_means(step: ClientStep, prototypes: Prototypes) -> Float[Array, 
 
 
 def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
-    """Report C_{i,j} of the task's classes j (eq. 3) after training, as sums that add
-    up."""
+    """Report C_{i,j} of the task's classes after training (eq. 3), as sums."""
 
     def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)
@@ -178,8 +176,7 @@ def local_prototypes(options: FedProtoOptions, run: Run) -> Report:
 
 
 def global_prototypes(options: FedProtoOptions, run: Run) -> ServerRule:
-    """Keep and send the global prototypes (eq. 6); classes without reports keep
-    theirs."""
+    """Send the global prototypes (eq. 6), old ones for classes without reports."""
 
     def init(_params: Params, _trainable: Params) -> Prototypes:
         return no_prototypes(run.network.width, run.sizes.classes)

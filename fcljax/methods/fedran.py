@@ -358,8 +358,7 @@ def solve_low_rank(
 
 
 def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
-    """Merge the class sums of labelled examples, before any example is
-    pseudo-labelled."""
+    """Merge class sums of labelled examples, before any example is pseudo-labelled."""
 
     def init(_context: ClientContext) -> Sums:
         return empty_sums(run.sizes.task_classes, run.network.width)

@@ -164,15 +164,13 @@ def is_held_out(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:
 
 
 def choose_ridge(split: Split) -> Float[Array, ""]:
-    """Return the ridge of `RIDGES` whose classifier has the least held-out squared
-    error."""
+    """Return the ridge of `RIDGES` with the least held-out squared error."""
     errors = jax.lax.map(lambda ridge: held_out_error(split, ridge), RIDGES)
     return RIDGES[jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))]
 
 
 def held_out_error(split: Split, ridge: Float[Array, ""]) -> Float[Array, ""]:
-    """Return the sum of |y - W^T h|^2 over held-out examples, W solved from the
-    others."""
+    """Return sum |y - W^T h|^2 over held-out examples, W solved from the others."""
     weights = solve_ridge(split["fit"].gram, split["fit"].products, ridge)
     held_out = split["held_out"]
     # |y|^2 = 1 for each example; the other summands are -2 <W, Q> + <W, G W>

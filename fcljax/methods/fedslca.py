@@ -240,8 +240,7 @@ def align_classifier(
     tasks: int,
     key: PRNGKeyArray,
 ) -> Head:
-    """Return the classifier after some epochs over features drawn from all classes so
-    far.
+    """Train the classifier on features drawn from all classes so far.
 
     Args:
       options: epochs, learning rate, temperature.

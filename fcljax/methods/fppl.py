@@ -204,8 +204,7 @@ def unified_representation_loss(
 
 
 def debias_classifier(options: FPPLOptions, run: Run) -> ServerRule:
-    """Store the clients' prototypes, send their means G (eq. 5), debias the classifier
-    (eq. 4).
+    """Store prototypes, send their means G (eq. 5), debias the classifier (eq. 4).
 
     Under a robust aggregation rule G is merged by that rule, class by class, and the
     debiasing leaves out prototypes that lie far from it.
@@ -357,8 +356,7 @@ def _epoch_orders(
     epochs: int,
     key: PRNGKeyArray,
 ) -> Int[Array, "epochs n"]:
-    """Return indices with the present entries in front, in a new random order per
-    epoch."""
+    """Return random orders per epoch, with the present entries in front."""
 
     def uniform(epoch: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, epoch), present.shape)
@@ -411,8 +409,7 @@ def prototype_mean(
 
 
 def per_class(aggregation: Aggregation) -> Callable[..., tuple[Array, Array]]:
-    """Return the rule's `reduce` for stacks of class prototypes, over the holders of a
-    class.
+    """Return the rule's `reduce` for prototypes, over the holders of each class.
 
     Clipping, noise and server optimiser have no part in it: prototypes have no reference,
     so centred clipping starts from zeros.
@@ -451,8 +448,7 @@ def screen_prototypes(
     valid: Bool[Array, " K"],
     factor: float = 3.0,
 ) -> Bool[Array, "K C"]:
-    """Return `present` without prototypes that lie far from the merged one of their
-    class.
+    """Return `present` without prototypes far from the merged one of their class.
 
     Kept are those whose L2 distance is at most `factor` times the median distance of the
     class's holders, which is at least half of them. A class with fewer than 3 valid

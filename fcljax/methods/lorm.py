@@ -199,8 +199,7 @@ def pair_grams(
 
 
 def responses(options: LoRMOptions, run: Run) -> Report:
-    """Report `weighted_change`, by the Gram matrices of the client's examples after
-    training."""
+    """Report `weighted_change`, weighted by Gram matrices after training."""
     width = run.network.width
 
     def init(context: ClientContext) -> Grams:
@@ -265,8 +264,7 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
 
 
 def possible_change(run: Run, context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
-    """Check that the client's examples can have these Gram matrices, and its training
-    these changes."""
+    """Check that a client's examples and training can give these Gram matrices and changes."""
     grams = change.grams
     longest = longest_feature(run, context)
     head_fits = possible_trace(jnp.trace(grams.head), context.client.examples, longest)
@@ -444,6 +442,5 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
 
 
 def over_tasks(weighted: Float[Array, "tasks blocks rank D"], gram: PyTree) -> Array:
-    """Return A_t G_t (sum_s G_s)^+ of each task t; with B_t they are the merged
-    update."""
+    """Return A_t G_t (sum_s G_s)^+ of each task t; B_t times it is the merged update."""
     return jax.vmap(lambda a: divide_by_gram(a, gram))(weighted)

@@ -180,8 +180,7 @@ def masks_of(
 
 
 def example_keys(step: ClientStep, purpose: int) -> Key[Array, " batch"]:
-    """Return a key for each example, which does not depend on the client that holds
-    it."""
+    """Return a key for each example, whichever client has it."""
     # keyed by example: two clients with the same image would hide the same patches
     keys = step.batch.keys
     assert keys is not None
@@ -195,8 +194,7 @@ def reconstructed(
     masking: mae.Masking,
     prompt: Float[Array, "..."] | None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Reconstruct all patches from the visible ones, in the autoencoder's range of
-    pixels.
+    """Reconstruct all patches from the visible ones, in the autoencoder's pixel range.
 
     Visible patches are reconstructed too, and not pasted back.
     """
@@ -260,8 +258,7 @@ def restore_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> 
 
 
 def possible_tokens(context: ClientContext, reported: Restore) -> Bool[Array, ""]:
-    """Check that a client reports no more images than it has, with existing patch
-    positions."""
+    """Check that a client reports no more images than it has, at existing positions."""
     # more images than examples would outvote other clients in the restore pool
     images_fit = jnp.sum(reported.present) <= context.client.examples
     return images_fit & within(reported.order, 0, reported.order.shape[-1] - 1)
@@ -291,8 +288,7 @@ def draw_examples(
     priority: Float[Array, " batch"],
     batch: Batch,
 ) -> RestoreSample:
-    """Return the examples of each class with the highest priorities, of a sample and a
-    batch.
+    """Return the examples with the highest priorities per class, of sample and batch.
 
     Args:
       sample: [Ct, u, ...].
@@ -395,8 +391,7 @@ def keep_tokens(options: PmaeOptions, run: Run, autoencoder: Autoencoder) -> Ser
 
 
 def train_on_restored(options: PmaeOptions, learner: Learner) -> ServerReplay:
-    """Train adapter and classifier on restored images, by cross-entropy over their
-    classes.
+    """Train adapter and classifier on restored images by cross-entropy.
 
     Adam is new in every round.
     """
@@ -487,8 +482,7 @@ def restore_plan(
     task: int,
     last: bool,
 ) -> tuple[tuple[int, int], ...]:
-    """Return (task of the images, task of the prompt) of all that the server restores
-    in a round.
+    """Return the pairs (task of images, task of prompt) that a round restores.
 
     In the last round of a task these are all tasks so far, in other rounds the current
     one (Algorithm 1). The release finds a task's uploads by the text of its number, so
@@ -542,8 +536,7 @@ def restored(
     stored: Stored,
     prompt: Float[Array, "..."] | None,
 ) -> Float[Array, "batch h w 3"]:
-    """Restore images, in the autoencoder's range of pixels, neither clipped nor
-    pasted."""
+    """Restore images in the autoencoder's pixel range, neither clipped nor pasted."""
     patches = autoencoder.decode(frozen.decoder, stored.latent, stored.order, prompt)
     return mae.unpatchify(patches, autoencoder.patch)
 

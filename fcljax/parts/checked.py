@@ -65,8 +65,7 @@ def checked_report(report: Report) -> Report:
 
 
 def checked_server_rule(rule: ServerRule) -> ServerRule:
-    """Return a server rule with checks around its update and around the functions of its
-    reports."""
+    """Return a server rule with checks of its update and of its reports."""
     part = f"server rule {rule.name!r}"
     update = rule.update
 

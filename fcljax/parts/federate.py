@@ -770,7 +770,6 @@ def feature_width(run: Run, features: Reads) -> int:
 
 
 def linear_learner(run: Run, keys: Keys = two_keys, features: Reads = "prompted") -> Learner:
-    """Return the run's network and adapter with a linear classifier, the learner of most
-    methods."""
+    """Return the run's network and adapter with a linear classifier."""
     classifier = linear_on(run.adapter, feature_width(run, features), run.sizes.classes)
     return learner(run.network, run.adapter, classifier, keys, features)

@@ -56,8 +56,7 @@ class AdamW:
 
 
 def _decayed(direction: optax.GradientTransformation, weight: float) -> optax.GradientTransformation:
-    """Return the optimiser that adds `weight` times the parameters to the gradient
-    first."""
+    """Return the optimiser after adding `weight` times the parameters to the gradient."""
     if not weight:
         return direction
     return optax.chain(optax.add_decayed_weights(weight), direction)

@@ -12,8 +12,7 @@ from fcljax.types import ClientContext
 
 
 def prox(weight: float) -> ClientRule:
-    """Add mu / 2 ||w - w_t||^2 to the loss, where w_t was broadcast: FedProx (Li et al.
-    2020, eq. 2).
+    """Add mu / 2 ||w - w_t||^2, w_t the broadcast (FedProx, Li et al. 2020, eq. 2).
 
     Args:
       weight: mu.
@@ -28,8 +27,7 @@ def prox(weight: float) -> ClientRule:
 
 
 def norm_bound(radius: float) -> ClientRule:
-    """Project the client's parameters after every step onto a ball around what was
-    broadcast.
+    """Project the client's parameters after every step onto a ball around the broadcast.
 
     The L2 norm is that of all parameters together (projected gradient descent; Sun et
     al. 2019, section 4).

@@ -40,8 +40,7 @@ def no_exemplars(size: int) -> Exemplars:
 def draw_exemplars(
     exemplars: Exemplars, old: Bool[Array, " C"], count: int, key: PRNGKeyArray
 ) -> Int[Array, " count"]:
-    """Draw `count` exemplars of old classes uniformly with repetition: their indices, or
-    -1 without any."""
+    """Draw `count` exemplars of old classes uniformly, as indices; -1 if there are none."""
     usable = _usable(exemplars, old)
     # without usable exemplars all logits are -inf: the
     # draw is then arbitrary, and dropped below
@@ -317,8 +316,7 @@ def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
-    """Return the index of each example's class in the task; -1 for empty places and other
-    classes."""
+    """Return the index of each example's class in the task; -1 for other classes."""
     same = (gathered.label[:, None] == task.classes) & (gathered.index >= 0)[:, None]
     return jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), -1)
 

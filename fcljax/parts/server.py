@@ -123,8 +123,7 @@ def _params_of_each_client(rules: tuple[ServerRule, ...]) -> list[str]:
 
 
 def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
-    """Return what clients report for these rules; rules that ask for the same name share
-    it."""
+    """Return the reports that these rules ask for; rules share a report of the same name."""
     reports = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
     # the last of the same name wins: rules that share a report ask for the same one
     return tuple({report.name: report for report in reports}.values())
@@ -149,8 +148,7 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
 
 
 def _follows(rule: ServerRule, aggregation: Aggregation) -> bool:
-    """Return whether a server rule can work under an aggregation rule that is not the
-    plain mean."""
+    """Return whether a server rule works with an aggregation rule other than the mean."""
     whole = sees_each_client((rule,))
     merges = merged_by_rules((rule,))
     # a rule that merges none of the parameters that it reads

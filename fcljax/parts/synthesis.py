@@ -211,8 +211,7 @@ def distillation_at(
     student: Float[Array, "batch C"],
     seen: Bool[Array, " C"],
 ) -> Float[Array, ""]:
-    """Return T^2 mean KL(softmax(theirs / T) || softmax(student / T)) over the seen
-    classes."""
+    """Return T^2 mean KL(softmax(teacher / T) || softmax(student / T)) over seen classes."""
     # T^2 keeps the gradient's size independent of the temperature (Hinton et al. 2015)
     return temperature**2 * jnp.mean(kl(teacher / temperature, student / temperature, seen))
 

@@ -97,8 +97,7 @@ class SparseBase(NamedTuple):
 
 
 def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learner:
-    """Return a learner whose base travels, and whose other parameters stay with the
-    client.
+    """Return a learner whose clients send the base and keep all other parameters.
 
     Args:
       inner: computes with composed parameters; its adapter trains the same parameters in
@@ -307,8 +306,7 @@ def runs(shapes: Shapes) -> list[tuple[Shapes, int]]:
 
 
 def _longest_run(shapes: Shapes, start: int) -> tuple[int, int]:
-    """Return (width, repetitions) of the pattern from `start` that covers the most
-    shapes.
+    """Return (width, repetitions) of the pattern from `start` with the most shapes.
 
     Among equal ones the pattern with more repetitions wins; (1, 1) if none repeats.
     """
@@ -333,8 +331,7 @@ def _repetitions(shapes: Shapes, start: int, width: int) -> int:
 
 
 def arrays_of(inner: Learner, sizes: Sizes) -> Arrays:
-    """Return the arrays that the inner learner's adapter trains, without computing
-    anything.
+    """Return the arrays that the inner adapter trains, without computing anything.
 
     Raises:
       InputError: for an adapter that has parameters for each task.
@@ -358,8 +355,7 @@ def compose(
     client: ClientParams,
     received: Float[Array, "R N"],
 ) -> Float[Array, " N"]:
-    """Return theta = B * sigmoid(mask) + A + sum_r alpha_r A^r (eq. 1; release: the
-    sigmoid).
+    """Return theta = B * sigmoid(mask) + A + sum_r alpha_r A^r (eq. 1).
 
     Args:
       arrays: of the network.
@@ -445,8 +441,7 @@ def sparse(
     mask: Float[Array, " M"],
     client_sparsity: float,
 ) -> SparseBase:
-    """Return a base without a share of each array's outputs, those with the smallest
-    masks.
+    """Return a base without the outputs of the smallest masks of each array.
 
     The release compares the absolute values of masks before the sigmoid, so that the most
     negative count as the largest; here those are left out that let the least of the base
@@ -463,7 +458,6 @@ def sparse(
 
 
 def filled(arrays: Arrays, mean: SparseBase, old: Float[Array, " N"]) -> Float[Array, " N"]:
-    """Return the merged base: means over the clients that sent a value, else the old
-    value."""
+    """Return the merged base: the senders' means, or the old value without senders."""
     share = arrays.of_outputs(mean.is_sent)  # of the clients that sent it
     return jnp.where(share > 0, mean.base / jnp.where(share > 0, share, 1.0), old)

@@ -355,6 +355,5 @@ def _nonzero(round: ServerRound) -> Weighted:
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Float[Array, "R N"]:
-    """Return what clients receive from the knowledge base when a task begins, for
-    counting."""
+    """Return what clients download from the knowledge base at a task's start."""
     return server.params.adapter.received.values[round_context.task.index]

@@ -127,8 +127,7 @@ def side_of(options: ProxyOptions, network: Network) -> tuple[int, int]:
 
 
 def shared_lenet(options: ProxyOptions, network: Network, classes: int) -> LeNet:
-    """Return the network whose gradients encode images, from a key that all clients
-    know."""
+    """Return the network whose gradients encode images, from a key known to clients."""
     return init_lenet(jax.random.key(0), *side_of(options, network), classes)
 
 
@@ -344,8 +343,7 @@ def accuracy(
     proxy: Proxy,
     key: PRNGKeyArray,
 ) -> Float[Array, ""]:
-    """Return GLFC's score: the accuracy on the images among the seen classes, 0 without
-    any."""
+    """Return GLFC's score: the accuracy on the images among seen classes; 0 if none."""
     learner = round.learner
     task = round.task
     monitor = proxy.monitor

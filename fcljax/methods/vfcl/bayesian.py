@@ -25,8 +25,7 @@ def bayesian(
     training: int = 1,
     evaluation: int = 0,
 ) -> Learner:
-    """Return a learner with `Posterior`s in place of the adapter's and classifier's
-    parameters.
+    """Return a learner with `Posterior`s for the parameters of adapter and classifier.
 
     Args:
       inner: computes with drawn parameters.
@@ -127,8 +126,7 @@ def draw_parameters(key: PRNGKeyArray, trainable: Params) -> Params:
 
 
 def _drawn(params: Params) -> Params:
-    """Return parameters that have been drawn as they are, else the means of
-    posteriors."""
+    """Return drawn parameters unchanged, and the means of posteriors."""
     if isinstance(params.adapter, Posterior):
         return means(params)
     return params._replace(adapter=params.adapter.params)
@@ -139,8 +137,7 @@ def _rhos(params: Params) -> Params:
 
 
 def _posteriors(mean: Params, rho: Params) -> Params:
-    """Return posteriors of adapter and classifier; other parameters are those of
-    `mean`."""
+    """Return posteriors of adapter and classifier, with other parameters of `mean`."""
     adapter = Posterior(Flat.of(mean.adapter), Flat.of(rho.adapter))
     classifier = Posterior(mean.classifier, rho.classifier)
     return mean._replace(adapter=adapter, classifier=classifier)

@@ -18,8 +18,7 @@ SIGMA_MIN = 1e-6
 
 
 def precision_terms(mean: PyTree, sigma: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the two terms of a Gaussian that add up: (1/sigma^2, mean/sigma^2), in
-    float32.
+    """Return the terms that add up over Gaussians: (1/sigma^2, mean/sigma^2), float32.
 
     `sigma` is clamped to [1e-6, inf). The sum of these over clients, in any order or
     grouping, then `conflate_sums`, is VFCL eq. 11.

@@ -96,8 +96,7 @@ def flat(posterior: Posterior) -> Posterior:
 
 
 def sample(key: PRNGKeyArray, posterior: Posterior) -> PyTree:
-    """Draw parameters mean + sigma * eps, eps ~ N(0, 1); gradients reach both mean and
-    rho."""
+    """Draw mean + sigma * eps, eps ~ N(0, 1); gradients reach mean and rho."""
     # one draw for all leaves: separate draws for a hundred leaves take minutes to compile
     mean, unflatten = ravel_pytree(posterior.mean)
     rho, _ = ravel_pytree(posterior.rho)
@@ -159,8 +158,7 @@ _elementwise.defvjp(_value_and_derivatives, _multiply)
 
 
 def _blocks(function: Callable, vectors: tuple[Array, ...]) -> PyTree:
-    """Apply a function to blocks of vectors [N], and return its results as vectors
-    [N]."""
+    """Apply a function to vectors [N] in blocks, and return vectors [N]."""
     count = vectors[0].size
     size = min(_BLOCK, count)
     blocks = -(-count // size)

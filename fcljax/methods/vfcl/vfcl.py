@@ -271,8 +271,7 @@ MOST_SHARPER = 10.0
 
 
 def possible_precision(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
-    """Check that no standard deviation is infinite, 0 or less than a tenth of the
-    received one.
+    """Check that sigma is finite and at least a tenth of the received one.
 
     Precisions are weights, which clients choose. An infinite standard deviation would
     become a precision of 0, which looks sound.
