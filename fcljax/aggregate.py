@@ -149,8 +149,7 @@ def geometric_median(
 
 
 def krum(uploads: PyTree, weight: PerClient = None, valid: PerClient = None, *, malicious: int) -> PyTree:
-    """Return the upload nearest to its n - malicious - 2 nearest others (Blanchard et al.
-    2017, section 4).
+    """Return the upload nearest to its neighbours (Blanchard et al. 2017, section 4).
 
     >>> krum(jnp.array([1.0, 1.1, 1.3, 1e9, 1.15]), malicious=1)
     Array(1.1, dtype=float32)
@@ -169,8 +168,7 @@ def multi_krum(
     malicious: int,
     chosen: int | None = None,
 ) -> PyTree:
-    """Return the mean of the `chosen` uploads that `krum` ranks first (Blanchard et al.
-    2017, section 5).
+    """Return the mean of the uploads that `krum` ranks first (Blanchard et al. 2017, section 5).
 
     >>> multi_krum(jnp.array([1.0, 1.1, 1.3, 1e9, 1.15]), malicious=1).round(2)
     Array(1.14, dtype=float32)
@@ -260,8 +258,7 @@ def prototype_reweight(
     temperature: float = 0.2,
     temperature_mode: str = "divide",
 ) -> Float[Array, "classes width"]:
-    """Return prototypes weighted by their closeness to all clients' features (PILoRA, eq.
-    11 to 14).
+    """Return prototypes weighted by closeness to clients' features (PILoRA, eq. 11-14).
 
     `weight` is ignored.
 

@@ -93,14 +93,12 @@ def reason(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text where what cannot be printed, such as half a surrogate pair, has
-    backslashes."""
+    """Return a text with backslashes for what cannot be printed, as half a surrogate pair."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(text: str, most: int) -> str:
-    """Cut the middle of a text that is too long; what remains is two thirds of the start
-    and the end."""
+    """Cut the middle of a text that is too long, keeping two thirds of it at the start."""
     if len(text) <= most:
         return text
     return f"{text[: 2 * most // 3]} ... {text[-most // 3 + 5 :]}"

@@ -19,8 +19,7 @@ def is_program(value: object) -> bool:
 
 
 def load_object(option: str, value: str) -> object:
-    """Return the object that FILE.py:NAME names; the name is the option's in capitals
-    if it is left out.
+    """Return the object of FILE.py:NAME; the default name is the option's in capitals.
 
     Raises:
       InputError: for a file that cannot be loaded or has no such name.

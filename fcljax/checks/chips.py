@@ -239,8 +239,7 @@ def _needs(package: str) -> None:
 
 
 def _target(chip: Chip) -> str:
-    """Return the description of a Hopper GPU, as openxla/xla has them in
-    backends/gpu/target_config/specs."""
+    """Return the description of a Hopper GPU, as in openxla/xla's target_config/specs."""
     clock = 3750000 if chip.topology == "h200" else 2619000  # kHz, of the memory
     full = 1.8295201  # GHz
     boost = 1.98  # GHz
@@ -294,8 +293,7 @@ def reports(exp: Experiment, placement: Placement, kind: str, only: str = "") ->
 
 
 def report(program: RoundProgram, kind: str) -> Footprint:
-    """Compile a program for the device of its arguments, a chip of this kind, and return
-    its figures."""
+    """Compile a program for a chip of this kind, and return its figures."""
     began = time.process_time()
     with traced_for(_device_of(program)):
         traced = program.trace()
@@ -362,8 +360,7 @@ _COLLECTIVE = re.compile(
 
 
 def product_flops(jaxpr: Any, repeated: bool = True) -> float:
-    """Return the operations of the matrix products and convolutions whose results a
-    traced program uses.
+    """Return the operations of a traced program's matrix products and convolutions.
 
     A backward pass computes gradients of frozen weights too; nobody uses them, so they do
     not count. A loop of known length counts as often as it runs, any other loop once, and

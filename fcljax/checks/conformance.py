@@ -95,8 +95,7 @@ def _unchanged(federation: Federation, history: list[PlayedState]) -> str:
 
 
 def _not_finite_leaf(federation: Federation, history: list[PlayedState]) -> str:
-    """Name the first leaf with a number that is not finite, with its round and rule; ""
-    if there is none."""
+    """Name the first leaf with NaN or infinity, its round and rule; "" if none has."""
     for r, state in enumerate(history):
         leaves = not_finite(state)
         if leaves:
@@ -155,8 +154,7 @@ def lanes_do_not_matter(federation: Federation, history: list[PlayedState]) -> S
 
 
 def others_do_not_matter(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that what a client sends and keeps has the same bits whichever clients take
-    part."""
+    """Check that a client's upload and state have the same bits whoever else takes part."""
     problems = [
         _influence_of_others(federation, history[1], index) for index in range(len(federation.method.rounds))
     ]
@@ -172,8 +170,7 @@ def _influence_of_others(
     state_before: PlayedState,
     index: int,
 ) -> str:
-    """Say which client sends or keeps other numbers alone than with others in a round; ""
-    if none."""
+    """Name the client whose upload or state depends on the participants; "" if none."""
     clients = [0, 2, 3]
     partition = federation.partitions[1]
     with_others, states = receive(federation, federation.engine, index, state_before, partition, clients)
@@ -190,14 +187,12 @@ def _influence_of_others(
 
 
 def _equal_or_cause(name: str, problem: str, cause: str) -> Statement:
-    """Return the statement that two results have the same bits, with the usual cause
-    where they do not."""
+    """Return the statement that results have the same bits, else with the usual cause."""
     return equal_bits(name, f"{problem}; usual cause: {cause}" if problem else "")
 
 
 def _owner(federation: Federation, leaves: str, field: str = "") -> str:
-    """Name the rule whose state a leaf is, such as ", of the client rule 'ewc'"; "" if
-    it is of no rule.
+    """Name the rule that a leaf belongs to, as ", of the client rule 'ewc'"; "" if none.
 
     Args:
       federation: whose rules are known by name.
@@ -282,8 +277,7 @@ def _farthest(pair: Sequence[Accumulator], parts: int) -> tuple[float, str]:
 
 
 def _nearly_equal(name: str, worst: tuple[float, str], most: float, cause: str) -> Statement:
-    """Return the statement that a difference is below `most`; where it is not, with leaf
-    and usual cause."""
+    """Return the statement that a difference is below `most`, else with leaf and cause."""
     largest, leaf = worst
     measurement = f"largest relative difference {largest:.1e}"
     if largest < most:
@@ -309,8 +303,7 @@ def resumes(federation: Federation, history: list[PlayedState]) -> Statement:
 
 
 def traced_once(federation: Federation, _history: list[PlayedState]) -> Statement:
-    """Check that every function of the engine was traced once, after all other
-    statements."""
+    """Check that every function of the engine was traced once by all other statements."""
     # the largest number of traces of any function
     function, traces = max(federation.engine.traces.items(), key=lambda item: item[1])
     measurement = f"{function}: {traces} traces"

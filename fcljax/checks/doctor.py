@@ -88,8 +88,7 @@ def healthy(findings: Iterable[Finding]) -> bool:
 
 
 def packages() -> Iterator[Finding]:
-    """Examine Python, fcljax and the dependencies that the installed package's metadata
-    lists."""
+    """Examine Python, fcljax and the dependencies in the installed package's metadata."""
     yield Finding("packages", "python", "ok", platform.python_version())
     yield Finding("packages", "fcljax", "ok", __version__)
     try:
@@ -107,8 +106,7 @@ def packages() -> Iterator[Finding]:
 
 
 def _needed(requirement: Requirement, extra: str) -> bool:
-    """Return whether this machine needs a requirement; `extra` "" is for the package
-    itself."""
+    """Return whether this machine needs a requirement; `extra` is "" for the package."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -192,8 +190,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def _product() -> tuple[bool, float, float]:
-    """Return whether the product is right, seconds to compile, and operations per
-    second."""
+    """Return whether the product is right, seconds to compile, operations per second."""
     host = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
     x = jnp.asarray(host)
     began = time.perf_counter()
@@ -292,8 +289,7 @@ def _used(folder: Path) -> int:
 
 
 def datasets(data_dir: str | None = None) -> Iterator[Finding]:
-    """Examine whether each named data set is present; if not, give the command that gets
-    it."""
+    """Examine whether each named data set is present, else give the command for it."""
     for name, _, state in known_datasets(data_dir):
         why = state.removeprefix("not here: ")
         if why == state:

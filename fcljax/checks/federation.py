@@ -94,8 +94,7 @@ class PlayedState(NamedTuple):
 
 
 def network(vit: ViTConfig) -> Network:
-    """Return a ViT for images of 8 pixels, with a masked autoencoder whose pixels have
-    another range."""
+    """Return a ViT for images of 8 pixels, with an autoencoder of another pixel range."""
     # other pixel ranges, so that a method that forgets to convert between them fails
     pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
     return vit_network(vit, autoencoder=pair)
@@ -149,8 +148,7 @@ def padding_features(pixel: float, label: int, width: int) -> Array:
 
 
 def _with_padding(method: Method) -> Method:
-    """Return the method with steps that see the padding which the batch's examples
-    carry."""
+    """Return the method with steps that see the content of padding."""
 
     def filled(batch: Batch) -> Batch:
         if batch.query is None:  # a batch that the server draws carries none
@@ -201,8 +199,7 @@ def engine_of(
     partitions: list[ClientPartition],
     short: bool = False,
 ) -> Engine:
-    """Return the engine; with `short`, batches of one and two examples are computed
-    without padding."""
+    """Return the engine; `short` computes batches of one and two without padding."""
     # slots=128: a round is one chunk
     sizes = capacities(method, partitions, lanes.count, slots=128)
     if short:
@@ -223,8 +220,7 @@ def states_after_rounds(
     ids: Sequence[int] | None = None,
     on_report: Callable[[RoundReport], object] | None = None,
 ) -> list[PlayedState]:
-    """Return the states after every round from task `start` on, task starts and ends
-    included.
+    """Return the states after every round from task `start` on.
 
     Args:
       federation: what is played.
@@ -350,8 +346,7 @@ def difference(a: PyTree, b: PyTree) -> str:
 
 
 def not_finite(tree: PyTree) -> str:
-    """Return the first three leaves with NaN or infinite numbers; "" if there are
-    none."""
+    """Return the first three leaves with NaN or infinity; "" if there are none."""
     leaves = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -361,8 +356,7 @@ def not_finite(tree: PyTree) -> str:
 
 
 def farthest_leaf(a: PyTree, b: PyTree) -> tuple[float, str]:
-    """Return the largest difference over the largest value of a tree, and the path of its
-    leaf."""
+    """Return the largest difference over a tree's largest value, and its leaf's path."""
     # relative to the largest value of all leaves: small leaves are rounding
     scale = max(largest(b), 1e-6)
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
@@ -380,7 +374,6 @@ def largest(tree: PyTree) -> float:
 
 
 def relative_difference(a: PyTree, b: PyTree) -> float:
-    """Return the largest difference over the largest value; infinite if one is NaN or
-    infinite."""
+    """Return the largest difference over the largest value; infinite with NaN or inf."""
     differences = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
     return largest(differences) / max(largest(b), 1e-6)

@@ -40,8 +40,7 @@ def neighbours_do_not_matter(
     federation: Federation,
     history: list[PlayedState],
 ) -> Statement:
-    """Check that an image has the same logits alone, beside padding, in a batch and in
-    the reversed batch."""
+    """Check that an image's logits do not depend on padding or neighbours in the batch."""
     batchwise = federation.method.batchwise
     images = _coloured(federation.data.input[:IMAGES])
     worst = 0.0
@@ -91,8 +90,7 @@ def _predictions(
     state: PlayedState,
     task_index: int,
 ) -> list[Logits]:
-    """Return one function for each way in which the method predicts: its logits of the
-    classes seen.
+    """Return the method's functions that predict, as logits of the seen classes.
 
     A method may predict by the server's model, by the merged model before the server
     trained, by a client's personal model and by weights drawn for it.

@@ -95,8 +95,7 @@ def _changed_copies(
     history: list[PlayedState],
     index: int,
 ) -> str:
-    """Name the leaves of a late client's state that copy a later broadcast; "" if there
-    are none."""
+    """Name the leaves of a late client that copy a later broadcast; "" if there are none."""
     partition = federation.partitions[TASK]
     start = PlayedState(_begin_task(federation, history), _before(history).clients)
     first_broadcast = _broadcast(federation, start.server, 0)
@@ -156,8 +155,7 @@ def _rounds(federation: Federation) -> list[RoundInputs]:
 
 
 def _inputs(federation: Federation, number: int, ids: Sequence[int]) -> RoundInputs:
-    """Return the inputs of one round of the task, in which the clients `ids` take
-    part."""
+    """Return the inputs of one round of the task with the participants `ids`."""
     last = number == len(PARTICIPANTS) - 1
     partition = federation.partitions[TASK]
     return RoundInputs(

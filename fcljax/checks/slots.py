@@ -28,8 +28,7 @@ NAME = "state that clients keep over tasks does not affect parameters of a singl
 
 
 def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Statement:
-    """Check that clients' state of the first task's slots has no influence on the
-    second task.
+    """Check that state of the first task's slots has no influence on the second task.
 
     The entries of client states that belong to these slots get other values. In the
     second task clients must then send, store and predict the same bits.
@@ -49,8 +48,7 @@ def slots_stay_apart(federation: Federation, history: list[PlayedState]) -> Stat
 
 
 def slot_entries(federation: Federation) -> dict[str, np.ndarray]:
-    """Return the entries of trainable parameters that belong to one task alone: path ->
-    mask.
+    """Return the trainable entries that belong to one task: path -> mask.
 
     A server with random parameters broadcasts equal values in both tasks where both
     train the same parameters, and almost surely other values where they do not.

@@ -38,8 +38,7 @@ def batch_size_does_not_matter(
     federation: Federation,
     history: list[PlayedState],
 ) -> Statement:
-    """Check that passes that only measure give the same over the same examples in
-    batches of two sizes.
+    """Check that statistics do not depend on the batch size.
 
     Passes that train are left out: there the batch size is part of the method.
     """

@@ -80,8 +80,7 @@ def _traced_twice(method: Method, differences: list[str]) -> Method:
 
 
 def _program(function: Callable, args: PyTree) -> ClosedJaxpr:
-    """Trace the function, under a new name, since JAX caches the traces of functions that
-    it has seen."""
+    """Trace the function under a new name, because JAX caches traces by function."""
 
     def unseen(*args: PyTree) -> PyTree:
         return function(*args)
@@ -131,8 +130,7 @@ def _inside(params: dict[str, Any]) -> Iterator[ClosedJaxpr]:
 
 
 def _shown(eqn: Any) -> list[str]:
-    """Return an equation's plain parameters as text, without the addresses of
-    functions."""
+    """Return an equation's plain parameters as text, without addresses."""
     plain = (int, float, bool, str)
     return [ADDRESS.sub("", f"{k}={v}") for k, v in eqn.params.items() if type(v) in plain]
 
@@ -147,14 +145,12 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _place(jaxpr: Jaxpr, reads: Callable[[Any], bool]) -> str:
-    """Return the line of the first equation for which `reads` is true; "" if there is
-    none."""
+    """Return the line of the first equation that `reads` accepts; "" if there is none."""
     return next((_line(eqn) for eqn in jaxpr.eqns if reads(eqn)), "")
 
 
 def _line(eqn: Any) -> str:
-    """Return the source line of an equation, such as "my_method.py:12 loss()"; "" if it
-    is unknown."""
+    """Return the source line of an equation, as "my_method.py:12 loss()"; "": unknown."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""

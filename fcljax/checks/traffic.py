@@ -79,8 +79,7 @@ def traffic(text: str) -> int:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Return the kernels that one call of a compiled module runs, those with equal work
-    as one.
+    """Return the kernels that one call of a compiled module runs, equal ones as one.
 
     A loop counts as often as the compiler knows that it runs, else once; of a
     conditional, the branch that moves most counts.
@@ -163,8 +162,7 @@ def _moved(
 
 
 def _read(inner: Computation, operands: list[Instruction]) -> int:
-    """Return the bytes that a fusion reads; of an operand that it only slices, the slices
-    alone."""
+    """Return the bytes that a fusion reads; of an operand that it slices, the slices."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inner.values():
         for name in instruction.operands:
@@ -188,8 +186,7 @@ def _read(inner: Computation, operands: list[Instruction]) -> int:
 
 
 def _written(inner: Computation) -> int:
-    """Return the bytes that a fusion writes; of an array that it updates in place, the
-    update alone."""
+    """Return the bytes that a fusion writes; of an in-place update, the update."""
 
     def bytes_of(instruction: Instruction) -> int:
         if instruction.opcode == "tuple":

@@ -74,8 +74,7 @@ class Preprocess:
 
     @property
     def resized(self) -> int:
-        """Side to which the clean view resizes before its central crop: 256 for 224, else
-        rounded down."""
+        """Return the side before the clean view's central crop: 256 for 224, rounded down."""
         return int(self.margin * self.image_size)
 
     def with_pixels(
@@ -83,8 +82,7 @@ class Preprocess:
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
     ) -> "Preprocess":
-        """Return the same views, with pixels in [0, 1] normalised by this mean and
-        standard deviation."""
+        """Return the same views with this mean and standard deviation of pixels in [0, 1]."""
         return replace(self, mean=mean, std=std)
 
     @property
@@ -207,8 +205,7 @@ def _clean_grey(
 def _central_weights(
     kernel: Callable, pixels: int, resized: Int[Array, " batch"], size: int
 ) -> Float[Array | np.ndarray, "batch size pixels"]:
-    """Return the weights that resize a line to `resized` pixels, by image, and cut out
-    the central `size`."""
+    """Return weights by image that resize a line to `resized` pixels and crop `size`."""
 
     def of_image(resized: Array) -> Array | np.ndarray:
         start = jnp.round((resized - size) / 2).astype(jnp.int32)
@@ -261,8 +258,7 @@ def crop_resize(
     size: int,
     sizes: Int[Array, "batch 2"] | None = None,
 ) -> Float[Array, "batch size size 3"]:
-    """Cut out boxes (top, left, rows, columns), resize them (bilinear), and mirror
-    those in `flips`.
+    """Crop boxes (top, left, rows, columns), resize them (bilinear), mirror by `flips`.
 
     Boxes are in pixels of images of `sizes`, which are stored squeezed to height x
     width (None: as stored). Grey levels are 0..255.
@@ -287,8 +283,7 @@ def _central_boxes(
     ratio: tuple[float, float],
     sizes: Int[Array, "batch 2"],
 ) -> Int[Array, "batch 4"]:
-    """Return the largest central boxes whose ratio is the nearest to that of their
-    image."""
+    """Return the largest central boxes with the nearest allowed ratio of sides."""
     height, width = sizes.astype(jnp.float32).T
     # torchvision's fallback: the largest box of a valid ratio
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
@@ -382,8 +377,7 @@ def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
 
 
 def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
-    """Multiply each image by a random factor, rounded down, as torchvision's ColorJitter
-    on PIL images."""
+    """Multiply each image by a random factor, rounded down (torchvision's ColorJitter)."""
     if not preprocess.brightness:
         return grey
     # another stream than the crops', so that brightness does not change them

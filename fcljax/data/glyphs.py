@@ -126,8 +126,7 @@ def _bitmap(
     side: int,
     extent: float,
 ) -> Image.Image:
-    """Draw a character, white on black, centred in side x side pixels, its longer side
-    `extent` pixels."""
+    """Draw a white character centred in side x side pixels, its longer side `extent`."""
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
@@ -141,8 +140,7 @@ def _bitmap(
 
 
 def outline(char: str) -> Float[np.ndarray, " 576"]:
-    """Return a character in DejaVu Sans as a blurred 24 x 24 bitmap with mean 0 and
-    norm 1.
+    """Return a character in DejaVu Sans, blurred, 24 x 24, with mean 0 and norm 1.
 
     The inner product of two outlines is their correlation, by which `PRETRAIN` and
     `GLYPHS` are chosen.
@@ -177,8 +175,7 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
 
 
 def glyph_fields(chars: str, fonts: Sequence[str] = FONTS) -> Fields:
-    """Compute the distance fields of `chars` in all `fonts` that have them, in about 1
-    ms each.
+    """Compute distance fields of `chars` in all `fonts` that have them, 1 ms each.
 
     Class c is chars[c].
 
@@ -284,8 +281,7 @@ def _gauss(size: int, sigma: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _lenses(size: int, style: Style) -> np.ndarray:
-    """Return matrices [resolutions, blurs, size, size] that blur, shrink and enlarge
-    along one axis."""
+    """Return matrices [resolutions, blurs, size, size] that blur and rescale one axis."""
     lenses = []
     low, high = style.resolution
     for resolution in range(low, high + 1):
@@ -414,8 +410,7 @@ def sample_glyphs(
     size: int = 32,
     style: Style | None = None,
 ) -> UInt8[np.ndarray, "n size size"]:
-    """Draw one random grey image per label from `rng`, a stream of fresh training
-    images."""
+    """Draw one random grey image per label from the stream `rng`."""
     uniform = rng.random((len(label), _COLUMNS), dtype=np.float32)
     noise = rng.standard_normal((len(label), size, size), dtype=np.float32)
     return draw_glyphs(fields, label, uniform, noise, style or Style())

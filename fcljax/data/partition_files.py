@@ -278,8 +278,7 @@ def _from_examples(owners: Any, examples: _Examples) -> np.ndarray:
 
 
 def _npy(path: str) -> np.ndarray:
-    """Map the array of a .npy file, so that a header that claims too much allocates
-    nothing."""
+    """Map the array of a .npy file, so that a wrong header allocates nothing."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:

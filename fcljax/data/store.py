@@ -57,8 +57,7 @@ class ClientIndices(NamedTuple):
 def client_indices(
     parts: Sequence[Int[np.ndarray, " _"]] | ClientIndices, task_of: Int[np.ndarray, " N"], task: int
 ) -> ClientIndices:
-    """Select the examples of each client that belong to the task; clients and examples
-    keep their order.
+    """Select each client's examples of the task, in their order.
 
     Args:
       parts: indices of each client over all tasks (`partition.dirichlet`, `partition.iid`).

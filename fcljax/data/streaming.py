@@ -74,8 +74,7 @@ def over_windows(
     load: Callable[[Item], Loaded],
     overlap: bool = True,
 ) -> Carry:
-    """Fold carry = step(carry, item, load(item)) over all items, while a thread loads
-    the next.
+    """Fold carry = step(carry, item, load(item)); a thread loads the next item.
 
     Args:
       step: dispatches the device's work and returns at once.

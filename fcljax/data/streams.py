@@ -35,8 +35,7 @@ class Private:
 
 @dataclasses.dataclass(frozen=True)
 class SameTasks:
-    """All clients have the same tasks, and each draws a share of their classes (VFCL,
-    appendix A.1)."""
+    """All clients have the same tasks, each with a share of the classes (VFCL, A.1)."""
 
     category_ratio: float = option(0.5, positive=True, most=1.0)
     """Fraction kappa of a task's classes that a client has."""
@@ -200,8 +199,7 @@ def own_streams(
     tasks: int,
     rng: np.random.RandomState,
 ) -> list[Stream]:
-    """Draw a private stream for each client, tasks from a pool in random order
-    (FedWeIT; VFCL, appendix F.1).
+    """Draw each client's tasks from a pool, in random order (FedWeIT; VFCL, F.1).
 
     If the pool has enough tasks, no task goes to two clients (NonIID-50). Else clients
     draw independently, and the examples of a class are divided among its owners
@@ -235,8 +233,7 @@ def own_streams(
 def _drawn_classes(
     classes: np.ndarray, clients: int, share: float, rng: np.random.RandomState
 ) -> list[np.ndarray]:
-    """Draw the classes of one task for each client; none for clients that the task does
-    not go to."""
+    """Draw the classes of one task for each client; none for some clients."""
     # between one client and all of them
     participants = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))

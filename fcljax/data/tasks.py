@@ -28,8 +28,7 @@ def class_order(num_classes: int, rng: np.random.RandomState) -> Int64[np.ndarra
 
 
 def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
-    """Draw the class order with Python's generator; seed 0: the natural order (HePCo's
-    release)."""
+    """Draw the class order with Python's generator; natural for seed 0 (HePCo's release)."""
     order = list(range(num_classes))
     if seed:
         random.Random(seed).shuffle(order)
@@ -37,8 +36,7 @@ def python_order(num_classes: int, seed: int) -> Int64[np.ndarray, " C"]:
 
 
 def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
-    """Return the classes per task; if `tasks` does not divide them, the first tasks get
-    one more.
+    """Return the classes per task; the first tasks get one more if there is a remainder.
 
     Raises:
       InputError: for less than one task, or more tasks than classes.
@@ -106,8 +104,7 @@ def chosen_sizes(
 
 
 def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
-    """Make the tasks of a run as numpy arrays, with classes numbered by position in the
-    class order.
+    """Return the tasks as numpy arrays, with classes by position in the class order.
 
     Raises:
       InputError: as `task_sizes`.
@@ -126,8 +123,7 @@ def listed_order(
     class_names: Sequence[str],
     listed: Sequence[str],
 ) -> Int64[np.ndarray, " C"]:
-    """Return the class order that a user lists: names, or numbers from 0 that are no
-    names.
+    """Return the class order that a user lists by names or numbers.
 
     Raises:
       InputError: for a class that does not exist, or is missing or repeated.

@@ -97,8 +97,7 @@ def usual_folders() -> list[Path]:
 
 
 def why_not(folder: Path) -> str | None:
-    """Create a folder if it is missing, and return why it cannot be used; None if it
-    can."""
+    """Create a folder if needed, and return why it cannot be used; None if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -196,8 +195,7 @@ class CheckedCache:
 
 
 def _checked_by(damaged: Callable[[str], None]) -> bool:
-    """Let jax keep programs in a `CheckedCache`, and return whether this version of jax
-    allows it.
+    """Use a `CheckedCache` in jax, and return whether this version of jax allows it.
 
     jax has no public interface for another cache.
     """
@@ -233,8 +231,7 @@ def entries(folder: Path) -> list[CachedProgram]:
 
 
 def oldest_beyond(entries: Sequence[CachedProgram], most: int) -> list[CachedProgram]:
-    """Return the least recently used programs, without which the others have at most
-    `most` bytes.
+    """Return the least recently used programs beyond `most` bytes.
 
     jax's limit would make every look-up of every process wait for one lock, and a
     process that is killed while it writes would break it for all later ones.

@@ -26,8 +26,7 @@ Evaluate = Callable[[Split | Host, State, int, Records], Evaluated]
 
 
 def make_evaluate(exp: Experiment) -> Evaluate:
-    """Return the evaluation of the global model or, for a method with personal models, of
-    those."""
+    """Return the evaluation of the global model, or of personal models."""
     if exp.method.personal:
         return _evaluate_clients(exp)
     return _evaluate_server(exp)
@@ -199,8 +198,7 @@ def _accuracy(correct: Bool[np.ndarray, " n"]) -> float | None:
 
 
 def _mean_over_clients(accuracy: list[list[float | None]]) -> list[float]:
-    """Return the mean for each task over the clients that have examples of it; NaN if
-    none has."""
+    """Return the mean per task over clients with examples of it; NaN if none has."""
     values = np.array(accuracy, float)  # None becomes NaN
     known = ~np.isnan(values)
     mean = np.nansum(values, 0) / np.maximum(known.sum(0), 1)
@@ -208,8 +206,7 @@ def _mean_over_clients(accuracy: list[list[float | None]]) -> list[float]:
 
 
 def _task_of_class(current: Sequence) -> Int[np.ndarray, " C"]:
-    """Return the task that each class belongs to, the first one of several; -1: none
-    yet."""
+    """Return the first task of each class; -1: none yet."""
     is_current = np.stack(current)
     return np.where(is_current.any(axis=0), is_current.argmax(axis=0), -1).astype(np.int32)
 
@@ -236,8 +233,7 @@ def _last_round(exp: Experiment, t: int) -> RoundContext:
 def _last_round_of_client(
     exp: Experiment, t: int, client: int, learned: Bool[np.ndarray, " C"]
 ) -> RoundContext:
-    """Return `_last_round` with a client's task, where the classes seen are those that it
-    has learned."""
+    """Return `_last_round` with the client's task and the classes that it has learned."""
     task = exp.scenario.tasks[t]
     current = exp.scenario.current(t, client) & learned
     client_task = Task.of_numpy(np.asarray(task.index), np.asarray(task.classes), current, learned)

@@ -239,8 +239,7 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
 
 
 def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np.ndarray, "N D"] | None:
-    """Return the features that `fcljax embed` has written for these options; None unless
-    they are intact."""
+    """Return the features that `fcljax embed` has written; None unless they are intact."""
     labels = inputs.dataset.y_test
     if part == "train":
         labels = inputs.dataset.y_train

@@ -122,8 +122,7 @@ class Hosts:
         return [row[:size].tobytes().decode() for row, size in zip(texts, sizes, strict=True)]
 
     def agree(self, function: Callable[[], Value]) -> Value:
-        """Return the result of `function` in this process, once it has succeeded in
-        every process.
+        """Return this process's result of `function` once it has succeeded in all processes.
 
         Raises:
           Refused: in every process, with the line of the first one where it raised an InputError.
@@ -158,8 +157,7 @@ class Hosts:
         return json.loads(self.gather(result)[0])
 
     def broadcast(self, tree: Any) -> Any:
-        """Return the first process's arrays in every process, bit for bit; the tree gives
-        the shapes."""
+        """Return the first process's arrays in every process; the tree gives the shapes."""
         if self.count == 1:
             return tree
         from jax.experimental import multihost_utils
@@ -216,8 +214,7 @@ class Hosts:
         return total
 
     def share(self, folder: Path) -> bool:
-        """Return whether several processes see this folder of the first one, and all may
-        write there."""
+        """Return whether several processes see the first one's folder and can write there."""
         if self.count == 1:
             return False
 
@@ -330,8 +327,7 @@ def supervised(
     hosts: HostOptions,
     advice: Callable[[str | None], str],
 ) -> int:
-    """Run a command as a child, and report in one line what ended it where the child
-    cannot.
+    """Run a command as a child, and report in one line how it ended.
 
     Args:
       command: arguments of Python; "LOG" stands for the log number of `run_child`.

@@ -475,8 +475,7 @@ def _play(
 def _after_round(
     observer: Observer, every: int | None, step: int, last_write: checkpoint.Write | None
 ) -> tuple[Any, bool]:
-    """Return the signal to stop, if there is one, and whether a checkpoint is due after
-    `step` rounds."""
+    """Return the signal to stop, if any, and whether a checkpoint is due after `step` rounds."""
     signal = observer.stop() or signals.asked()
     return signal, checkpoint.is_due(every, step, last_write, time.monotonic())
 
@@ -527,8 +526,7 @@ def _save_checkpoint(
 
 
 def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:
-    """Read the examples that the server keeps of finished tasks, from files with these
-    checksums."""
+    """Read the server's examples of finished tasks, from files with these checksums."""
     if exp.method.server_replay is None:
         return ()
     round_context = RoundContext.on_host(exp.frozen, exp.scenario.tasks[0], 0, True)

@@ -187,8 +187,7 @@ def plan_shapes(
 
 
 def _with_widths(fit: Callable[..., tuple[Capacity, ...]], lanes: Lanes, backbone: Pretrained) -> tuple:
-    """Return the run's static shapes, with further batch sizes of a step if they are
-    worth compiling."""
+    """Return the run's static shapes, with batch sizes that are worth compiling."""
     if not batches_alone(lanes):
         return fit(worth=np.inf)
     # most partitions have no use for a further batch size, and then nobody counts FLOPs
@@ -235,8 +234,7 @@ def image_bytes(data: Split | Host) -> int:
 
 
 def kernel_on(machine: Machine) -> AttentionKernel:
-    """Return the kernel that computes attention in one program: on TPUs and on NVIDIA's
-    large GPUs."""
+    """Return the attention kernel of a program: on TPUs and on NVIDIA's large GPUs."""
     several = machine.mesh is not None
     if machine.backend == "tpu":
         return AttentionKernel("tpu", single_device=several)

@@ -232,8 +232,7 @@ class _Loops(NamedTuple):
         on_progress: OnProgress = lambda images: None,
         windows: bool = False,
     ) -> PyTree:
-        """Return the results of all images, at least one; at most `capacity` of them in
-        a call.
+        """Return the results of all images, at least one, in calls of at most `capacity`.
 
         A call has whole batches, of which the devices take turns. Calls of a `Host`, or
         with `windows` of any split, get a window of the images that each device reads,

@@ -88,8 +88,7 @@ def programs_of(
     exp: Experiment,
     placement: Placement = DEFAULT,
 ) -> Iterator[RoundProgram]:
-    """Yield every program of a round of the first task: broadcast, client loop and the
-    server's step.
+    """Yield every program of a round of the first task.
 
     Args:
       exp: the experiment; its weights may be shapes. Images on the host count as resident
@@ -160,8 +159,7 @@ def _of_player(
     received: tuple[PyTree, PyTree],
     placement: Placement,
 ) -> Iterator[RoundProgram]:
-    """Yield the clients' programs of one of the method's rounds, in order; `given`:
-    broadcast and states."""
+    """Yield the clients' programs of one of the method's rounds, in order."""
     broadcast, states = received
     place = placement.of()
     accumulator, states, chunk, carry, indices, may_replay, steps = _of_chunk(exp, player, states, placement)
@@ -232,8 +230,7 @@ def _round_of(exp: Experiment) -> tuple[PyTree, PyTree, RoundContext, Broadcast]
 
 
 class EngineState(NamedTuple):
-    """Bytes of the engine on each device, without network, images and the temporaries
-    of a step.
+    """Bytes of the engine per device, without network, images and a step's temporaries.
 
     Of a method's rounds, the largest counts.
     """

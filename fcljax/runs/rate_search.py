@@ -155,8 +155,7 @@ def scaled(rates: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 def is_due(settings: RunConfig) -> bool:
-    """Return whether a run with these settings searches its learning rates before its
-    first round."""
+    """Return whether a run with these settings searches its learning rates first."""
     return settings.scale == "fit" and not settings.rate_factor
 
 
@@ -218,8 +217,7 @@ def with_choice(exp: Experiment, settings: RunConfig) -> Experiment:
 
 
 def base_rates(settings: RunConfig, scale: Scale) -> dict[str, float]:
-    """Return option -> learning rate that factors multiply: that of the settings, or of
-    the scale mini."""
+    """Return option -> learning rate that factors multiply, of settings or scale mini."""
     names = config.learning_rates(settings)
     if scale == "mini":
         return config.rates_of_scale(settings, "mini")
@@ -338,8 +336,7 @@ def steps_of(
     clients: np.ndarray | None = None,
     most: int | None = None,
 ) -> int:
-    """Return the training steps of some clients, or of all, in a round; with at most
-    `most` examples each."""
+    """Return a round's training steps of some clients, each with at most `most` examples."""
     count = partition.count
     if clients is not None:
         count = partition.count[clients]
@@ -405,8 +402,7 @@ def _playing(begin: int, task: int) -> int:
 def _trials_within(
     exp: Experiment, budget: float, order: np.ndarray, candidates: int
 ) -> tuple[int, int, np.ndarray]:
-    """Return how many candidates play how many tasks, and with which clients, within a
-    number of steps."""
+    """Return candidates, tasks and clients of trials within a number of steps."""
     num_tasks = len(exp.scenario.tasks)
     for begin, tasks, share in DESIGNS:
         begin = min(begin, candidates)
@@ -649,22 +645,19 @@ def _trials(
 
 
 def promising(accuracy: Mapping[Candidate, float | None], count: int) -> list[Candidate]:
-    """Return the candidates that go on: mini's rates, if they are one and finite, and the
-    best."""
+    """Return the candidates that continue: mini's rates if finite, and the best others."""
     mini = Candidate("mini", 1.0)
     order = ranked(accuracy, _size)
     return sorted(order, key=lambda candidate: candidate != mini)[:count]
 
 
 def _size(candidate: Candidate) -> tuple[bool, float]:
-    """Return what orders candidates with equal accuracy: mini's rates first, then smaller
-    factors."""
+    """Return the rank among equal accuracies: mini's rates first, then smaller factors."""
     return candidate != Candidate("mini", 1.0), candidate.factor
 
 
 def _compared(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials that were compared last: those of the last stage with most
-    tasks."""
+    """Return the trials of the last stage with most tasks."""
     of_stage = [trial for trial in trials if trial.stage == trials[-1].stage]
     tasks = max(trial.tasks for trial in of_stage)
     return [trial for trial in of_stage if trial.tasks == tasks]
@@ -703,8 +696,7 @@ def _chosen(trials: Sequence[Tried]) -> Candidate | None:
 
 
 def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
-    """Return whether no candidate ended above guessing by more than its standard
-    error."""
+    """Return whether no candidate beat guessing by more than its standard error."""
     compared = _compared(trials)
     classes = int(np.sum(np.asarray(exp.scenario.tasks[compared[0].tasks - 1].seen)))
     guess = 1 / classes
@@ -713,8 +705,7 @@ def _guessing(exp: Experiment, trials: Sequence[Tried]) -> bool:
 
 
 def _copied(state: State) -> State:
-    """Copy a state on its device, since a round takes over the memory of its
-    arguments."""
+    """Copy a state on its device, since rounds overwrite their arguments."""
     return jax.tree.map(jnp.copy, state)
 
 

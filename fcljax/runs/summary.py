@@ -139,8 +139,7 @@ def _class_names(exp: Experiment) -> list[str]:
 
 
 def _holdings(exp: Experiment) -> np.ndarray:
-    """Return the training examples of each client and class, [K, C]; of a redrawn
-    population per round."""
+    """Return training examples per client and class [K, C]; per round if redrawn."""
     total = exp.scenario.holdings
     if exp.settings.population == "static":
         return total
@@ -149,8 +148,7 @@ def _holdings(exp: Experiment) -> np.ndarray:
 
 
 def _personal(records: Records) -> dict[str, Any] | None:
-    """Return the accuracies of clients' personal models; None for a method without such
-    models.
+    """Return the accuracies of personal models; None without such models.
 
     They are Class-IL and Task-IL accuracies, `[task learned][client][task]`. After each
     task they are summarised over clients: mean of the means over tasks, population
@@ -350,8 +348,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 
 
 def _idle_terms(records: Records) -> list[str]:
-    """Return a line for each further term of the clients' loss that hardly moved the
-    model."""
+    """Return a line for each further loss term that hardly moved the model."""
     # the cross-entropy is not one of the further terms
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
@@ -373,8 +370,7 @@ def _idle_terms(records: Records) -> list[str]:
 
 
 def _not_arrived(records: Records, settings: RunConfig) -> list[str]:
-    """Return a line for each training that has not converged at the end of the median
-    task.
+    """Return a line for each training that has not converged in the median task.
 
     The server's trainings are the metrics that have both a loss and an accuracy.
     """
@@ -404,8 +400,7 @@ def _still_falls(
     loss: str,
     accuracy: str,
 ) -> tuple[float, float] | None:
-    """Return the share by which a loss falls in a task's last round, and the accuracy
-    there.
+    """Return the loss's relative fall in a task's last round, and the accuracy there.
 
     Both are of the median task. None: the loss falls little, or the accuracy is high.
     """
@@ -428,8 +423,7 @@ def _still_falls(
 
 
 def _of_server(settings: RunConfig) -> str:
-    """Return the options of a method's training at the server, such as
-    `--server-epochs`."""
+    """Return the options of training at the server, such as `--server-epochs`."""
     names = [field.name for field in dataclasses.fields(settings)]
     trainings = {name.removesuffix("_epochs") for name in names if name.endswith("_epochs")}
     options = [name for name in names if name.endswith(OF_TRAINING) and name.rpartition("_")[0] in trainings]
@@ -437,8 +431,7 @@ def _of_server(settings: RunConfig) -> str:
 
 
 def _far_prototypes(records: Records) -> list[str]:
-    """Return a line if learned prototypes lie far from their class means at the end of
-    tasks."""
+    """Return a line if learned prototypes end far from their class means."""
     last_rounds = {line["task"]: line for line in records.rounds}
     distances = [
         value
@@ -460,8 +453,7 @@ def _far_prototypes(records: Records) -> list[str]:
 
 
 def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
-    """Return a line if clients take few steps in a task and the method has a preset for
-    such schedules."""
+    """Return a line if clients take few steps and the method has a preset for that."""
     # clients that took part, counted once per round
     visits = sum(line["participants"] for line in records.rounds)  # of clients, over all rounds
     trained = records.counts.get("trained_images", 0)

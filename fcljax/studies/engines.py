@@ -158,8 +158,7 @@ def slurm_parameters(options: SlurmOptions) -> dict[str, Any]:
 
 
 def _code(result: Callable[[], int], job: Job) -> int:
-    """Return the exit code of a run that has ended. If the engine lost it, the log gets
-    the reason."""
+    """Return the exit code of a run; if the engine lost it, the log gets the reason."""
     try:
         # an engine may lose a run in ways of its own; the log must say so
         return result()

@@ -119,8 +119,7 @@ def plan_of(values: Mapping[str, Any], where: str, code: bool = False) -> list[P
 
 
 def _check_places(file: SweepFile) -> None:
-    """Check that each variant has a name of its own, and that every option stands in
-    one place.
+    """Check that variants have different names and each option stands in one place.
 
     Raises:
       InputError: naming the first that does not.
@@ -255,8 +254,7 @@ def folder_name(
 
 
 def _part(text: str) -> str:
-    """Return a value as it stands in a folder's name: itself, or its readable part and
-    some of its sha256."""
+    """Return a value for a folder's name: itself, or its start and some of its sha256."""
     if PLAIN.fullmatch(text):
         return text
     words = re.sub(r"[^A-Za-z0-9.+-]+", "-", Path(text).name).strip(".-")[: MAX_PART - 7]

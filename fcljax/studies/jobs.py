@@ -65,8 +65,7 @@ class Adopted:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return 0 if it has finished the run, 1 if it has ended otherwise; None while
-        it runs."""
+        """Return 0 if the run is finished, 1 if it ended otherwise, None while it runs."""
         if self._code is None:
             # the lock is free when the process has ended, also where it was killed
             handle = _lock(self._job)
@@ -205,8 +204,7 @@ def run_job(job: Job) -> int:
 
 
 def stop_file(job: Job) -> Path:
-    """Return the file into which an engine that cannot pass on signals writes the
-    number of one."""
+    """Return the file in which an engine without signals writes the number of one."""
     return Path(f"{job.log}.stop")
 
 

@@ -388,8 +388,7 @@ def cells(row: Standing) -> list[str]:
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """Return the mean of fractions in %, with half of its 95 % interval if there are
-    two or more."""
+    """Return the mean of fractions in %, with half of its 95 % interval if possible."""
     percents = [100 * value for value in values]
     if len(percents) < 2:
         return f"{percents[0]:.2f}"
@@ -435,8 +434,7 @@ def write(
 
 
 def _communicates(row: Standing) -> bool:
-    """Check whether the row is a federation that sends parameters: no bound such as local
-    or centralised."""
+    """Check whether the row is a federation that sends parameters, not a bound."""
     one_client = row.method in METHODS and METHODS[row.method].one_client
     return not one_client and row.megabytes > NOTHING_SENT
 

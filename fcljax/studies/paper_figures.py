@@ -34,8 +34,7 @@ def curve_of(
     summary: Summary,
     run: Path,
 ) -> tuple[float | None, ...]:
-    """Return what a figure over tasks or rounds shows of a run, in %; () for a figure
-    over an option.
+    """Return a run's values over tasks or rounds, in %; () for a figure over an option.
 
     Args:
       figure: what it shows.
@@ -54,8 +53,7 @@ def curve_of(
 
 
 def lines(figure: FigureEntry, results: Sequence[RowResult]) -> dict[str, Line]:
-    """Return by name the lines of the rows that were run or that the paper has numbers
-    of."""
+    """Return the lines of rows that were run or that have the paper's numbers, by name."""
     by_name = _over_time(figure, results) if figure.x in OVER else _over_option(figure.x, results)
     return {
         name: line

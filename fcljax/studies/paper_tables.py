@@ -105,8 +105,7 @@ class Pair(NamedTuple):
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric of a summary.json in the paper's unit; None if it is not there or
-    not a number."""
+    """Return a metric of summary.json in the paper's unit; None if it is no number there."""
     value = value_at(dict(summary), metric)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -112,8 +112,7 @@ class Paper:
 
 
 class Row(NamedTuple):
-    """A row of a column: the method, its options, and the paper's number of each
-    metric."""
+    """A row: the method, its options, and the paper's number of each metric."""
 
     method: str
     options: Mapping[str, Any]
@@ -127,8 +126,7 @@ class Row(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a table, or a table without columns: the rows that share their
-    settings."""
+    """A column of a table, or a table without columns: rows with shared settings."""
 
     path: str
     system: str
@@ -153,8 +151,7 @@ class Column(NamedTuple):
 
     @property
     def upload(self) -> int:
-        """Return the parameters that a client of the paper's own method uploads per
-        round."""
+        """Return the parameters that a client of the paper's method uploads per round."""
         column = self.entry.columns.get(self.name, ColumnEntry())
         return column.upload or self.entry.upload
 
@@ -323,8 +320,7 @@ def _number(value: object, where: str) -> Number | None:
 
 
 def write_verified(path: str | Path, verdicts: Mapping[str, Verified]) -> None:
-    """Write the status of columns into the last part of a file; the rest stays as it
-    is."""
+    """Write the status of columns into the last part of a file."""
     path = Path(path)
     unchanged = _text(path).partition(VERIFIED)[0]
     previous = parse_paper(str(path), config.load_yaml(path)).verified

@@ -130,8 +130,7 @@ def folder_of_runs(out: Path, resumed: Callable[[], None] | None) -> Iterator[No
 
 
 def seed_statistics(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return mean and population standard deviation over seeds of the numbers that
-    papers report."""
+    """Return mean and population standard deviation over seeds of the papers' numbers."""
     by_metric = {name: [run[name] for run in summaries] for name in ("A_avg", "A_last")}
     by_metric["forgetting_paper"] = [run["forgetting"]["paper"] for run in summaries]
     result: dict[str, Any] = {"seeds": [run["seed"] for run in summaries]}

@@ -177,8 +177,7 @@ def job_of(run: Planned, out: Path, options: tuple[str, ...]) -> Job:
 
 
 def outcome(run: Planned, out: Path, code: int | None) -> Outcome:
-    """Return the outcome of a run whose process has ended with this code; None: there
-    was no process."""
+    """Return the outcome of a process that ended with this code; None: no process."""
     try:
         summary = load_summary(out / run.name)
     except InputError:
@@ -355,8 +354,7 @@ def finished_folders(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
 
 
 def tables(outcomes: Mapping[str, Outcome], out: Path) -> tuple[list[Table], Path | None]:
-    """Compare the finished runs in tables and a figure, and list the others in a
-    further table."""
+    """Compare the finished runs in tables and a figure, and list the others."""
     folders = finished_folders(outcomes, out)
     comparison, figure = compare(folders, out / "accuracy.png") if folders else ([], None)
     failed = new_table("run", "exit code", "why", title="failed")

@@ -317,8 +317,7 @@ def trials_of(study: Any) -> list[Trial]:
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the complete trial with the highest metric, the first of equals; None: no
-    trial is complete."""
+    """Return the first complete trial with the highest metric; None: none is complete."""
     metrics = {trial.number: trial.value for trial in trials if trial.state == "complete"}
     number = rate_search.best(metrics, prefer=float)
     return next((trial for trial in trials if trial.number == number), None)

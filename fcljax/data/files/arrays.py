@@ -222,8 +222,7 @@ def is_mixed(values: Any, array: np.ndarray) -> bool:
 
 
 def is_masked(values: Any) -> bool:
-    """Return whether values, or some in a list, are masked arrays: numpy forgets the
-    masks of a list."""
+    """Return whether values, or some in a list, are masked; numpy drops masks of a list."""
     listed = values if isinstance(values, list | tuple) else ()
     return any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed))
 
@@ -348,8 +347,7 @@ def _described(key: str, labels: np.ndarray) -> str:
 
 
 def _plain(where: str, key: str, labels: np.ndarray) -> np.ndarray:
-    """Convert bytes, numpy's new strings and Python objects to text or integers, if they
-    all are that."""
+    """Convert bytes, numpy's strings and Python objects to text or integers if possible."""
     if labels.dtype.kind == "T":
         return labels.astype(str)
     if labels.dtype.kind == "S":

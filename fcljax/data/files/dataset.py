@@ -65,8 +65,7 @@ def names_file(folder: Path, split: str) -> Path:
 
 
 def columns_file(folder: Path, split: str) -> Path:
-    """Return the file of the columns of a split's prepared images, which exists if they
-    have any."""
+    """Return the file of the columns of a split's prepared images."""
     return folder / f"columns_{split}.json"
 
 

@@ -302,8 +302,7 @@ def _broken_off(archive: Archive, position: int, problem: str) -> str:
 
 @contextlib.contextmanager
 def _answer(archive: Archive, start: int, timeout: float) -> Iterator[Any]:
-    """Open the server's answer: the archive from `start` on (status 206), or all of it
-    (status 200)."""
+    """Open the server's answer: the archive from `start` (status 206), or all of it (200)."""
     headers = {"User-Agent": f"fcljax/{fcljax.__version__}"}
     if start:
         headers["Range"] = f"bytes={start}-"

@@ -31,8 +31,7 @@ _SUBSET_SEED = 1993  # of the ImageNet subsets
 
 
 def split_or_pooled(base: Path, _choice: Choice, *, split: str, official: str) -> Raw | None:
-    """Find the published split in the folder `split`, or else the official folder, split
-    at random."""
+    """Find the published split in `split`, else the official folder, split at random."""
     if _is_split(base / split):
         return folder_of_classes(base / split)
     root = base / official
@@ -62,8 +61,7 @@ def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -
 
 
 def eurosat(base: Path, _choice: Choice) -> Raw | None:
-    """Find EuroSAT's RGB images, which are split at random; archives name their folder in
-    two ways."""
+    """Find EuroSAT's RGB images, in either of two folders, and split them at random."""
     root = next((base / name for name in ("EuroSAT_RGB", "2750") if (base / name).is_dir()), None)
     return Raw(root, partial(_scan_pooled, root, [""])) if root else None
 

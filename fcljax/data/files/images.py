@@ -96,8 +96,7 @@ def resize_whole(
 
 
 def centre(image: Image.Image, side: int, kernel: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """Resize the short side to `side` and cut out the centre: torchvision's Resize,
-    CenterCrop (on PIL)."""
+    """Resize the short side to `side` and crop the centre, as torchvision does on PIL."""
     short, long = sorted(image.size)
     length = int(side * long / short)
     columns = side

@@ -62,7 +62,6 @@ ARRAY_SETS = ("wine", "breast_cancer", "digits_table", "csv", "text")
 
 
 def has_arrays(dataset: str, backbone: str) -> bool:
-    """Check whether a data set has no images; a .npz file has them unless the backbone
-    reads arrays."""
+    """Check whether a data set has no images; a .npz file may have arrays of any kind."""
     form = dataset.partition(":")[0]
     return form in ARRAY_SETS or (form == "npz" and backbone in (*ARRAY_NETS, *TEXT_NETS))

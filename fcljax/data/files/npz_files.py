@@ -238,8 +238,7 @@ def _dataset(name: str, path: Path, train: _Part, test: _Part, names_in_file: np
 
 
 def _class_names(path: Path, names: np.ndarray | None, classes: list) -> tuple[str, ...]:
-    """Return the names of these labels, integers or text; without names in the file, the
-    labels."""
+    """Return the names of these labels: those in the file, else the labels."""
     if names is None:
         return tuple(map(str, classes))
     where = f"dataset: {str(path)!r}: {CLASS_NAMES}"

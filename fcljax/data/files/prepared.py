@@ -427,8 +427,7 @@ def _progress(console: Console, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _check_classes(listing: Listing, labels: list[np.ndarray], lack: str) -> None:
-    """Check that the labels of both splits contain every class; `lack` is "no" or "no
-    readable"."""
+    """Check that both splits have every class; `lack` is "no" or "no readable"."""
     for split, present in zip(("training", "test"), labels, strict=True):
         missing = np.setdiff1d(np.arange(len(listing.class_names)), present)
         if len(missing):
@@ -509,8 +508,7 @@ def _decode(work: _Work, split: str, picture: Picture, name: str) -> Decoded | d
 
 
 def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[str, dict], list[dict]]:
-    """Write the arrays of a split; return the manifest's entries on them and on the
-    skipped images."""
+    """Write the arrays of a split; return their manifest entries and the skipped images."""
     shape = _shape(work, split)
     path = work.folder / f"x_{split}.npy"
     checksum = hashlib.sha256()

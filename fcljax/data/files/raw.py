@@ -73,8 +73,7 @@ def file_facts(entry: os.DirEntry | Path, path: str) -> File:
 
 
 def visible(folder: Path) -> list[os.DirEntry]:
-    """List the entries of a folder by name, without those of file managers, archivers and
-    notebooks.
+    """List a folder's entries by name, without files of file managers and archivers.
 
     Raises:
       InputError: for a folder that cannot be read.

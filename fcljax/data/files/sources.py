@@ -146,8 +146,7 @@ def prepare(name: str, options: DataOptions = DataOptions(), force: bool = False
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path:
-    """Return the folder of all data: `data_dir`, else the environment's FCLJAX_DATA, else
-    ~/.cache/fcljax.
+    """Return the data folder: `data_dir`, else $FCLJAX_DATA, else ~/.cache/fcljax.
 
     Raises:
       InputError: for a home folder that does not exist.
@@ -321,8 +320,7 @@ def _find_tfds(builder: str, folder: Path) -> Raw:
 
 
 def _prepare_raw(name: str, raw: Raw, options: DataOptions, choice: Choice, force: bool) -> tuple[Path, bool]:
-    """Prepare raw data if need be; return their folder, and whether they were prepared
-    just now."""
+    """Prepare raw data if needed; return the folder, and whether it is new."""
     kind, _, path = name.partition(":")
     label = name
     if path:
@@ -403,8 +401,7 @@ def _digits() -> Dataset:
 
 
 def _sklearn_table(name: str) -> Dataset:
-    """Return a table that comes with scikit-learn; a fifth of it is for testing, the same
-    for all seeds."""
+    """Return a table of scikit-learn; a fixed random fifth is for testing."""
     from sklearn import datasets
 
     loaded: Any = getattr(datasets, f"load_{name.removesuffix('_table')}")()
