@@ -373,6 +373,7 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
     # before the draws, which are then only of this share
     used = first_share(dataset.y_train, options.train_share)
     partition = chosen("partition", options)
+    # private streams have tasks of their own, so no shared schedule
     if isinstance(partition, Private):
         return _private(dataset, options, partition, order, used, stream)
     label = relabel(dataset.y_train, order)

@@ -101,6 +101,7 @@ def _within(
     for instruction in computation.values():
         calls = _calls(instruction).items()
         of_calls = [list(_within(computations, callee, times * count)) for callee, count in calls]
+        # only one branch runs; the costliest is an upper bound
         if instruction.opcode == "conditional":
             yield from max(of_calls, key=lambda branch: sum(each.calls * each.traffic for each in branch))
         elif of_calls:
@@ -144,6 +145,7 @@ def _moved(
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in _NAMES or instruction.opcode.startswith("async-"):
         return 0
+    # an asynchronous copy reads when it starts, and writes when it is done
     if instruction.opcode.endswith("-start"):
         return sum(x.size for x in operands)
     if instruction.opcode.endswith("-done"):
@@ -176,6 +178,7 @@ def _read(inner: Computation, operands: list[Instruction]) -> int:
                 total += user.size
             elif user.opcode == "bitcast":
                 total += part(user.name, whole)
+            # an update in place does not read the array that it changes
             elif not (user.opcode == "dynamic-update-slice" and only_source):
                 return whole
         return min(total, whole)
@@ -269,6 +272,7 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     arrays = [computation[name].shape for name in instruction.operands[:2]]
     kernel = arrays[1]
     out = instruction.shape
+    # a gradient has the operations of the forward convolution, whose output it reads
     if "convBackwardInput" in attributes:
         out = arrays[0]
     if "convBackwardFilter" in attributes:

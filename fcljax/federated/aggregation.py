@@ -85,6 +85,7 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
     check_ranges(options)
     _check_noise(options, rule)
     optimiser = _optimiser(options)
+    # means are running sums, for which no upload has to be stored
     reduce = None
     if not isinstance(rule, Mean | Uniform):
         reduce = _like_reference(rule)

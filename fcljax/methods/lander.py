@@ -324,6 +324,7 @@ def best_of_round(
         view = jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)
         return loss(label, view), image
 
+    # a new Adam in every round, since the random layers are new
     adam = optax.adam(options.generator_lr, *BETAS)
     shape = (size, config.height, config.width)
     start = AnchoredGenerator(generator, layers)

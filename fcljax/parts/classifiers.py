@@ -159,6 +159,7 @@ def computed(
     def evaluate(params: Any, _trainable: PyTree, feature: Array, task: Task) -> Array:
         return predict(params, feature, task)
 
+    # nothing trains: no trainable parameters, and no logits in training
     if inner is None:
         return Classifier(init, _no_logits(classes), _nothing, _unchanged, predict=evaluate)
 

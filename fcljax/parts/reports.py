@@ -57,6 +57,7 @@ def longest_feature(run: Run, context: ClientContext, features: Reads = "prompte
     is_personal = run.adapter.network is not None and not jax.tree.leaves(broadcast)
     if network.longest is None or is_personal:
         return unbounded(context)
+    # the query is a feature of the frozen network
     query_bound = network.longest(context.frozen.network)
     bound = query_bound
     if run.adapter.network:
@@ -184,6 +185,7 @@ def prototype_distance(
       prototype: of each class.
       means: mean features of each client [clients, classes, width].
     """
+    # the mean over the clients that have the class
     present = means.present[..., None]
     mean = jnp.sum(jnp.where(present, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(present, 0), 1)
     has_mean = jnp.any(means.present, axis=0)

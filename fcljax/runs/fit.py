@@ -172,6 +172,7 @@ def _smaller(exp: Experiment, asked: RunConfig, need: Need, memory: int) -> RunC
     devices = device_count(exp.engine.mesh)
     lanes = exp.engine.lanes.count
     share = max(0.0, (memory - need.total + need.temporary) / max(1, need.temporary))
+    # fewer lanes cost no operations, so they come first
     if not asked.lanes and lanes > devices:
         lanes_per_device = max(1, min(int(share * lanes), lanes - 1) // devices)
         return dataclasses.replace(exp.settings, lanes=lanes_per_device * devices)

@@ -265,6 +265,7 @@ def check_settings(
     if "rounds" not in changes:
         return max(steps, default=0)
     rounds = before["settings"]["rounds"]
+    # both numbers of rounds agree on the rounds before the first task's last
     common = [step for step in steps if step < min(rounds, settings.rounds)]
     if settings.source not in METHODS:
         why = f"it is not known how {settings.method} depends on their number"
@@ -341,6 +342,7 @@ def change_settings(out: Path, settings: RunConfig, later_steps: list[int]) -> N
         aside = out / checkpoint.ASIDE
         aside.mkdir(exist_ok=True)
         os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")
+    # the digests are those of the old results
     (out / DIGESTS).unlink(missing_ok=True)
     for step in later_steps:
         checkpoint.set_aside(out / "checkpoints", step)

@@ -57,6 +57,7 @@ def payload_shapes(exp: Experiment) -> Payloads:
             handover = method.handover(round_context, server)
         return Payloads(uploads, broadcast, handover, state, server, trainable)
 
+    # shapes of the real functions, so that nothing is counted by hand
     return jax.eval_shape(payloads, exp.key, exp.frozen, task, info)
 
 

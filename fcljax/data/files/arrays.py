@@ -126,6 +126,7 @@ def checked_dataset(dataset: Dataset) -> Dataset:
         _check_class_numbers(f"y_{split}", y, names)
         _check_sizes(f"size_{split}", getattr(dataset, f"size_{split}"), len(y))
         checked |= {f"x_{split}": x, f"y_{split}": y}
+    # a class without training examples would have no task
     absent = np.setdiff1d(np.arange(len(names)), checked["y_train"])
     if len(absent):
         raise InputError(f"data: y_train has no example of class {names[absent[0]]!r} (label {absent[0]})")
@@ -422,6 +423,7 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
     Raises:
       InputError: with the way to convert them.
     """
+    # channels first, as torch stores images
     if images.ndim == 4 and images.shape[-1] not in (1, 3) and images.shape[1] in (1, 3):
         images = np.moveaxis(images, 1, -1)
     if images.ndim == 3:
@@ -433,6 +435,7 @@ def checked_images(where: str, key: str, images: np.ndarray) -> UInt8[np.ndarray
         raise InputError(f"{where}: {key} is empty, shape {images.shape}")
     if images.dtype != np.uint8:
         images = _grey_levels(where, key, images)
+    # grey images get three equal channels, since all networks read RGB
     return np.ascontiguousarray(np.broadcast_to(images, (*images.shape[:3], 3)))
 
 
@@ -461,6 +464,7 @@ def _shape_hint(shape: tuple[int, ...]) -> str:
     if len(shape) == 4 and 4 in (shape[-1], shape[1]):
         opaque = "x[..., :3]" if shape[-1] == 4 else "x[:, :3]"
         return f"; transparency is not read, nearest: {opaque}"
+    # a table with an image per row, as scikit-learn has them
     if len(shape) == 2:
         for channels, form in ((1, "-1, {0}, {0}"), (3, "-1, 3, {0}, {0}")):
             side = round((shape[1] / channels) ** 0.5)
@@ -494,6 +498,7 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
 
 def _level_hint(dtype: np.dtype, low: float, high: float) -> str:
     """Return advice on how to convert pixels without loss."""
+    # the smallest usual white that no pixel exceeds
     white = next((white for white in _WHITES if high <= white), None)
     if low < 0 or white is None:
         return "(x - x.min()) / (x.max() - x.min())"

@@ -53,6 +53,7 @@ def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -
     missing = [domain for domain in names if not (root / domain).is_dir()]
     if len(missing) == len(names):
         return None
+    # a part of the domains would be another data set
     if missing:
         raise InputError(
             f"dataset: domain {missing[0]!r} is missing in {str(root)!r}; expected {', '.join(names)}"
@@ -144,6 +145,7 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
                 "unpack the archive again"
             )
         test[wnid].append(file)
+    # classes are sorted by WordNet id, whatever their names
     return scan_of(root, _words(root, wnids), table(wnids, train), table(wnids, test))
 
 
@@ -174,6 +176,7 @@ def _scan_imagenet(root: Path, choice: Choice, count: int) -> Scan:
                 f"dataset: {str(root / 'train')!r} has {len(wnids)} class folders, not 1000; "
                 "name yours with --class-list"
             )
+        # the legacy stream of iCaRL's, PODNet's and BiC's code
         subset = np.random.RandomState(_SUBSET_SEED).permutation(1000)[:count]
         choice = tuple(wnids[index] for index in subset)
     if len(choice) != count:

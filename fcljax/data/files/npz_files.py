@@ -74,6 +74,7 @@ def npz_dataset(
     where = f"dataset: {str(path)!r}"
     names = _names(path, "dataset")
     keys = {split: _keys(where, names, split) for split in ("train", "test", "val")}
+    # a validation split is read only without a test split
     test_split = "test" if keys["test"] or not keys["val"] else "val"
     splits = {split: _required(where, names, keys[split], split) for split in ("train", test_split)}
     if test_split == "val":

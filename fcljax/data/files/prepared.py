@@ -150,6 +150,7 @@ def build(
             one_process(target, console, remove_on_error=True),
             temporary_folder(target) as folder,
         ):
+            # another process may have prepared it while this one waited for the lock
             if force or not target.exists():
                 with quiet():
                     manifest = _write(folder, listing, geometry, skip_corrupt, console)
@@ -309,6 +310,7 @@ def one_process(target: Path, console: Console, remove_on_error: bool = False) -
 
 def _move(folder: Path, target: Path, force: bool) -> None:
     if force and target.exists():
+        # a folder cannot replace a folder that is not empty
         with temporary_folder(target) as old:
             target.rename(old / "old")  # processes that have mapped it can go on
             os.replace(folder, target)
@@ -324,6 +326,7 @@ def _write(
     folder: Path, listing: Listing, geometry: Geometry, skip_corrupt: bool, console: Console
 ) -> dict[str, Any]:
     """Write all arrays to `folder`, and return their manifest."""
+    # without --skip-corrupt, `build` has refused images without a label
     listing, unlabelled = _drop_unlabelled(listing)
     count = len(listing.train.names) + len(listing.test.names)
     with ThreadPoolExecutor() as pool, _progress(console, count) as advance:
@@ -533,6 +536,7 @@ def _write_split(work: _Work, split: str, images: UndecodedSplit) -> tuple[dict[
         _shorten(path, len(decoded))
     facts = {f"x_{split}": _facts(path, _finish(checksum, np.dtype(np.uint8), (len(decoded), *shape, 3)))}
     facts |= _save(work.folder, f"y_{split}", images.labels[decoded])
+    # the views need the sizes before squeezing
     if not work.size and (split == "train" or work.geometry.squash):
         facts |= _save(work.folder, f"size_{split}", np.array(sizes, np.int32).reshape(-1, 2))
     return facts, skipped
@@ -584,6 +588,7 @@ def _map(path: Path, facts: dict, full: bool) -> np.ndarray:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
+    # hashing all images takes long; those of an unchanged file are trusted
     changed = path.stat().st_mtime_ns != facts.get("time")
     is_image = path.name.startswith("x")
     if (full or changed or not is_image) and _sha256(array) != facts["sha256"]:

@@ -60,6 +60,7 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
     """
     train_indices = first_share(dataset.y_train, 1 - share)
     sizes = dataset.size_train
+    # the last images of each class: no seed decides the choice
     held_out = np.setdiff1d(np.arange(len(dataset.y_train)), train_indices)
     if len(np.unique(dataset.y_train[held_out])) < len(np.unique(dataset.y_train)):
         fewest = int(np.unique(dataset.y_train, return_counts=True)[1].min())
@@ -224,6 +225,7 @@ def _in_memory(name: str, options: DataOptions, full: bool = False) -> Dataset:
     if name in BUILT_IN:
         dataset = BUILT_IN[name](options)
     else:
+        # `_is_in_memory` has checked that the form loads into memory
         load = FORMS[name.partition(":")[0]].load
         assert load is not None, name
         dataset = load(name, options, full)
@@ -392,6 +394,7 @@ def _digits() -> Dataset:
     pixels, target = load_digits(return_X_y=True)
     labels = np.asarray(target).astype(np.int64)
     grey = np.asarray(pixels).reshape(-1, 8, 8)
+    # the scans have 17 grey levels
     images = _enlarge(np.rint(grey * (255 / 16)).astype(np.uint8))
     # fixed for all seeds, so that runs share one test set
     test = stratified(labels, 0.2, np.random.RandomState(_SPLIT_SEED))

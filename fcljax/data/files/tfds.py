@@ -72,6 +72,7 @@ def official(versions: Sequence[Path], *, field: str | None = None) -> Listing:
     rows = _rows(records, ["label", *([field] if field else [])])
     splits = []
     for source in range(2):
+        # by the field, which gives the order of the official files
         ordered = sorted((row for row in rows if row.source == source), key=lambda row: row.values[1:])
         splits.append(LabelledItems(ordered, [row.values[0] for row in ordered]))
     return _listing(versions, records, records.features[0]["label"].names, *splits)
@@ -93,6 +94,7 @@ def from_own_splits(versions: Sequence[Path]) -> Listing:
             raise InputError(f"dataset: {str(versions[0])!r} has no feature {feature!r}")
     if "train" not in info.splits:
         raise InputError(f"dataset: {str(versions[0])!r} has no split 'train'")
+    # the validation split stands in for a hidden test split
     test_split = next((split for split in ("test", "validation") if split in info.splits), None)
     records = _records(versions, [split for split in ("train", test_split) if split])
     rows = _rows(records, ["label"])
