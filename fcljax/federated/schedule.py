@@ -426,7 +426,7 @@ def with_probe(table: LaneTable, slot: int, step: int, terms: int) -> LaneTable:
     probe.step[:, lane] = step
     probe.active[:, lane] = 1
     probe.term[:, lane] = np.arange(terms)
-    # a client without a training step starts before its measuring step
+    # if this is the first step of the client, the client starts with the first probe
     probe.start[0, lane] = table.start[tick, lane]
     table.start[tick, lane] = 0
     ticks = len(table.slot)
