@@ -224,8 +224,10 @@ def is_mixed(values: Any, array: np.ndarray) -> bool:
 
 def is_masked(values: Any) -> bool:
     """Return whether values, or some in a list, are masked; numpy drops masks of a list."""
-    listed = values if isinstance(values, list | tuple) else ()
-    return any(isinstance(value, np.ma.MaskedArray) for value in (values, *listed))
+    candidates = [values]
+    if isinstance(values, list | tuple):
+        candidates += values
+    return any(isinstance(value, np.ma.MaskedArray) for value in candidates)
 
 
 def _pillow_pixels(where: str, key: str, values: Any) -> Any:
@@ -298,7 +300,9 @@ def checked_splits(where: str, labels: dict[str, np.ndarray]) -> list[np.ndarray
             f"{_described(key, labels[key])}, {key_labels.kind}" for key, key_labels in labels_of.items()
         ]
         hints = [key for key, key_labels in labels_of.items() if key_labels.kind.startswith("one-hot")]
-        hint = f"; nearest: {hints[0]}.argmax(-1)" if hints else ""
+        hint = ""
+        if hints:
+            hint = f"; nearest: {hints[0]}.argmax(-1)"
         raise InputError(f"{where}: {', but '.join(descriptions)}; write the labels of both in one way{hint}")
     return [key_labels.values for key_labels in labels_of.values()]
 
@@ -319,7 +323,9 @@ def missing_labels(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
 
 def _flat(labels: np.ndarray) -> np.ndarray:
     """Return labels [N, 1] as [N]."""
-    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        return labels[:, 0]
+    return labels
 
 
 def _labels(where: str, key: str, labels: np.ndarray) -> _Labels:
@@ -333,7 +339,9 @@ def _labels(where: str, key: str, labels: np.ndarray) -> _Labels:
         )
     missing = np.flatnonzero(missing_labels(flat))
     if len(missing):
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        others = ""
+        if len(missing) > 1:
+            others = f" and {len(missing) - 1} more"
         raise InputError(
             f"{where}: {key} holds label {flat[missing[0]]!s} (example {missing[0]}{others}); labels are "
             f"integers from 0 or text{_missing_hint(key, flat)}"
@@ -462,14 +470,18 @@ def checked_image(where: str, key: str, image: np.ndarray) -> UInt8[np.ndarray, 
 def _shape_hint(shape: tuple[int, ...]) -> str:
     """Return advice on images of another shape."""
     if len(shape) == 4 and 4 in (shape[-1], shape[1]):
-        opaque = "x[..., :3]" if shape[-1] == 4 else "x[:, :3]"
+        opaque = "x[:, :3]"
+        if shape[-1] == 4:
+            opaque = "x[..., :3]"
         return f"; transparency is not read, nearest: {opaque}"
     # a table with an image per row, as scikit-learn has them
     if len(shape) == 2:
         for channels, form in ((1, "-1, {0}, {0}"), (3, "-1, 3, {0}, {0}")):
             side = round((shape[1] / channels) ** 0.5)
             if side > 1 and channels * side * side == shape[1]:
-                order = ", if channels come first" if channels == 3 else ""
+                order = ""
+                if channels == 3:
+                    order = ", if channels come first"
                 return f"; nearest: x.reshape({form.format(side)}){order}"
     return ""
 
@@ -492,7 +504,9 @@ def _grey_levels(where: str, key: str, images: np.ndarray) -> np.ndarray:
     high = float(images.max())
     if images.dtype.kind == "f" and low >= 0 and high <= 1:
         return np.rint(images * np.float32(255)).astype(np.uint8)
-    problem = f"has values from {low:g} to {high:g}" if images.dtype.kind == "f" else f"is {images.dtype}"
+    problem = f"is {images.dtype}"
+    if images.dtype.kind == "f":
+        problem = f"has values from {low:g} to {high:g}"
     raise InputError(f"{where}: {key} {problem}; {_LEVELS}; nearest: {_level_hint(images.dtype, low, high)}")
 
 

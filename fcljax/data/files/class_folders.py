@@ -42,7 +42,7 @@ class _SplitFolders(NamedTuple):
     """The folders of the splits."""
 
     train: str
-    """"": the root itself, whose images are split at random."""
+    """Empty: the root itself, whose images are split at random."""
     test: str | None
     unread: tuple[str, ...]
     """Other folders and files of the root."""
@@ -61,7 +61,7 @@ class _View(NamedTuple):
     below: dict[str, dict[str, list[File]]]
     """Images of each folder, by the folder below it."""
     other_files: list[str]
-    """Files that are no images, and images without a class."""
+    """Files that are not images, and images without a class."""
 
 
 def folder_of_classes(root: Path) -> Raw:
@@ -99,7 +99,9 @@ def _layout(root: Path) -> _SplitFolders:
             "val), or folders of classes alone"
         )
     unread = tuple(entry.name for entry in visible(root) if entry.name not in (train, test_folder))
-    note = "" if test else f"tested on the folder {test_folder!r}, for there is none named test"
+    note = ""
+    if not test:
+        note = f"tested on the folder {test_folder!r}, for there is none named test"
     return _SplitFolders(train, test_folder, unread, note)
 
 

@@ -1,7 +1,7 @@
 """Find and scan data sets that are folders of image files, with a folder for each class."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,17 +34,16 @@ def split_or_pooled(base: Path, _choice: Choice, *, split: str, official: str) -
     """Find the published split in `split`, else the official folder, split at random."""
     if _is_split(base / split):
         return folder_of_classes(base / split)
-    root = base / official
-    return Raw(root, partial(_scan_pooled, root, [""])) if root.is_dir() else None
+    return _raw_of(base / official, _scan_pooled, [""])
 
 
 def imagenet_r_hepco(base: Path, _choice: Choice) -> Raw | None:
     """Find ImageNet-R, which is split at random, whatever split its folder has."""
     root = base / "imagenet-r"
-    if not root.is_dir():
-        return None
-    insides = ["train", "test"] if _is_split(root) else [""]
-    return Raw(root, partial(_scan_pooled, root, insides, True))
+    insides = [""]
+    if _is_split(root):
+        insides = ["train", "test"]
+    return _raw_of(root, _scan_pooled, insides, True)
 
 
 def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -> Raw | None:
@@ -63,20 +62,20 @@ def domains(base: Path, _choice: Choice, *, folder: str, names: Sequence[str]) -
 
 def eurosat(base: Path, _choice: Choice) -> Raw | None:
     """Find EuroSAT's RGB images, in either of two folders, and split them at random."""
-    root = next((base / name for name in ("EuroSAT_RGB", "2750") if (base / name).is_dir()), None)
-    return Raw(root, partial(_scan_pooled, root, [""])) if root else None
+    for name in ("EuroSAT_RGB", "2750"):
+        if (base / name).is_dir():
+            return _raw_of(base / name, _scan_pooled, [""])
+    return None
 
 
 def core50(base: Path, _choice: Choice) -> Raw | None:
     """Find CORe50's sessions of 50 objects; three sessions are for testing."""
-    root = base / "core50_128x128"
-    return Raw(root, partial(_scan_core50, root)) if root.is_dir() else None
+    return _raw_of(base / "core50_128x128", _scan_core50)
 
 
 def tiny_imagenet(base: Path, _choice: Choice) -> Raw | None:
     """Find Tiny-ImageNet, which is tested on its validation split."""
-    root = base / "tiny-imagenet-200"
-    return Raw(root, partial(_scan_tiny_imagenet, root)) if root.is_dir() else None
+    return _raw_of(base / "tiny-imagenet-200", _scan_tiny_imagenet)
 
 
 def imagenet(base: Path, choice: Choice, *, count: int) -> Raw | None:
@@ -94,7 +93,16 @@ def omniglot(base: Path, _choice: Choice) -> Raw | None:
     present = [part for part in parts if (base / part).is_dir()]
     if len(present) == 1:
         raise InputError(f"dataset: {str(base)!r} has {present[0]} only; expected {' and '.join(parts)}")
-    return Raw(base, partial(_scan_omniglot, base, parts)) if present else None
+    if not present:
+        return None
+    return _raw_of(base, _scan_omniglot, parts)
+
+
+def _raw_of(root: Path, scan: Callable[..., Scan], *args: object) -> Raw | None:
+    """Return the raw data in a folder, with scan(root, *args); None if there is no folder."""
+    if not root.is_dir():
+        return None
+    return Raw(root, partial(scan, root, *args))
 
 
 def _is_split(root: Path) -> bool:
@@ -139,7 +147,9 @@ def _scan_tiny_imagenet(root: Path) -> Scan:
     for file in images(root, "val/images"):
         wnid = label_of.get(os.path.basename(file.path))
         if wnid not in test:
-            problem = "has no line" if wnid is None else f"is of unknown class {wnid!r}"
+            problem = "has no line"
+            if wnid is not None:
+                problem = f"is of unknown class {wnid!r}"
             raise InputError(
                 f"dataset: {str(root / file.path)!r} {problem} in val_annotations.txt; "
                 "unpack the archive again"

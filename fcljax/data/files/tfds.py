@@ -130,7 +130,9 @@ def _class_numbers(records: _Records, labels: list[str | int]) -> tuple[list[str
 
 
 def _is_missing(label: str | int) -> bool:
-    return not label.strip() if isinstance(label, str) else label < 0
+    if isinstance(label, str):
+        return not label.strip()
+    return label < 0
 
 
 def from_all_splits(versions: Sequence[Path], *, splits: Sequence[str], field: str | None = None) -> Listing:
@@ -170,9 +172,11 @@ def omniglot(versions: Sequence[Path]) -> Listing:
 
 def _newest(folder: Path) -> Path | None:
     """Return the newest prepared version of a builder."""
+    if not folder.is_dir():
+        return None
     versions = [
         path
-        for path in (folder.iterdir() if folder.is_dir() else ())
+        for path in folder.iterdir()
         if whole_number(path.name.replace(".", "")) is not None and (path / "dataset_info.json").is_file()
     ]
     return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part], default=None)
@@ -232,7 +236,9 @@ def _rows(records: _Records, fields: Sequence[str]) -> list[_Row]:
 
 
 def _plain(value: Any) -> str | int:
-    return value.decode() if isinstance(value, bytes) else int(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    return int(value)
 
 
 def _listing(
@@ -252,7 +258,9 @@ def _split(records: _Records, split: LabelledItems) -> UndecodedSplit:
     def fetch(indices: Sequence[int]) -> list:
         return [_image(records, split.items[i]) for i in indices]
 
-    size = (height, width) if height and width else None
+    size = None
+    if height and width:
+        size = (height, width)
     return UndecodedSplit(np.array(split.labels, np.int64), names, fetch, size)
 
 
