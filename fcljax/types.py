@@ -115,7 +115,7 @@ class ClientOptimiser(Protocol):
 
 
 class TrainingProgress(NamedTuple):
-    """Where a client is in its training on a task."""
+    """The position of a client's training within a task."""
 
     round: Int[Array, ""]
     """The round, from 0 in every task."""
@@ -268,7 +268,7 @@ class Task(NamedTuple):
 
 
 class ClientInfo(NamedTuple):
-    """What the server knows of one client in one round."""
+    """The server's knowledge of one client in one round."""
 
     id: Int[Array, ""]
     """From 0 to K - 1."""
@@ -311,7 +311,7 @@ class Batch(NamedTuple):
 
 
 class ClientContext(NamedTuple):
-    """All that a client may read besides its own state."""
+    """The inputs of a client besides its own state."""
 
     frozen: PyTree
     """Arrays that are never trained."""
@@ -326,7 +326,7 @@ class ClientContext(NamedTuple):
 
 
 class RoundContext(NamedTuple):
-    """All that a server may read besides its own state."""
+    """The inputs of a server besides its own state."""
 
     frozen: PyTree
     """Arrays that are never trained."""
@@ -350,18 +350,18 @@ class RoundContext(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """What a client works from."""
+    """The values that clients work with in a round."""
 
     payload: PyTree
     """Sent to clients in every round, and counted as download."""
     cached: PyTree = ()
-    """What every client already has from earlier rounds, such as frozen prompts of past
+    """Values that all clients have from earlier rounds, such as frozen prompts of past
     tasks; counted as extra storage."""
 
 
 class Upload(NamedTuple):
-    """What one client sends. `mean` and `sum` are streamed; `gather` reaches the server
-    one per client."""
+    """The upload of one client. `mean` and `sum` are streamed; `gather` reaches the
+    server one per client."""
 
     mean: PyTree = ()
     """Averaged over clients, with `weight`."""
@@ -374,7 +374,7 @@ class Upload(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """What the server sees after a round of at most P participants, in the order of their ids.
+    """The uploads of a round with at most P participants, in the order of their ids.
 
     Entries of absent, dropped and non-finite clients have valid False and weight 0, and
     no sum has them.
@@ -398,7 +398,7 @@ class Aggregate(NamedTuple):
 
 
 class View(NamedTuple):
-    """How a phase reads a client's examples. All of it is static."""
+    """The static description of how a phase reads examples."""
 
     epochs: int
     """Passes over the examples."""
@@ -436,9 +436,9 @@ class Phase(NamedTuple):
     """One or more passes over a client's examples."""
 
     view: View
-    """How the examples are read."""
+    """How the phase reads examples."""
     step: PhaseStep
-    """What a client does with a batch."""
+    """The client's step on a batch."""
     replay: ChooseReplay | None = None
     """Which `view.replay` examples of the replay buffer join a batch; None: none."""
     terms: tuple[str, ...] = ()
@@ -481,7 +481,7 @@ class ReceiveUpload(Protocol):
 
 
 class Claim(NamedTuple):
-    """What a client says of itself in an upload, such as its numbers of examples."""
+    """A checkable claim of a client in its upload, such as its numbers of examples."""
 
     name: str
     """Name of the quantity, for messages."""
@@ -491,7 +491,7 @@ class Claim(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Everything a client does in a round."""
+    """A client's work in a round."""
 
     start: ClientStart
     """Prepares the work."""
@@ -500,7 +500,7 @@ class Program(NamedTuple):
     finish: ClientFinish
     """Ends the work."""
     receive: ReceiveUpload | None = None
-    """What the server does to an upload as it arrives; None: nothing."""
+    """Acts on an upload as it arrives, at the server."""
     replay_buffer: Callable[[ClientState], Int[Array, " M"]] | None = None
     """replay_buffer(state) -> indices of the training examples that the client may
     replay, -1 for none.
@@ -508,7 +508,7 @@ class Program(NamedTuple):
     A client keeps indices, never images.
     """
     claims: tuple[Claim, ...] = ()
-    """What its uploads say of the client, besides their weight. An upload with an
+    """Claims of its uploads, besides their weight. An upload with an
     impossible claim is left out."""
 
 
@@ -533,9 +533,9 @@ class Round(NamedTuple):
     """One exchange between server and clients; what it sends is counted."""
 
     program: Program
-    """What clients do."""
+    """The clients' work."""
     server: ServerFunction | None = None
-    """What the server does with their uploads. None: the server merges nothing; clients
+    """The server's step with their uploads. None: the server merges nothing; clients
     only get the broadcast and change their state."""
     who: Who = "sampled"
     """The sampled participants, or every client that has examples."""
@@ -654,7 +654,7 @@ class ServerReplay(NamedTuple):
     start: Callable[[RoundContext, Server], Local]
     """start(round_context, server) -> the local state before the first step."""
     step: ReplayStep
-    """What the server does with a batch."""
+    """The server's step on a batch."""
     finish: Callable[[RoundContext, Server, Local], Server]
     """finish(round_context, server, local) -> the new server state."""
     reconstruct: Reconstruct | None = None

@@ -7,7 +7,7 @@ from fcljax.types import Task
 
 
 class Slots(NamedTuple):
-    """How a NamedTuple of parameters is split by task."""
+    """The split of a NamedTuple of parameters by task."""
 
     fields: Sequence[str]
     """Fields whose leaves have an axis of tasks in front; the others train in all
@@ -21,7 +21,7 @@ class Slots(NamedTuple):
         return params._replace(**slots)
 
     def trainable(self, params: Any, task: Task) -> Any:
-        """Return what clients receive and send."""
+        """Return the parameters that clients receive and send."""
         if self.whole:
             return params
         return self.current(params, task)
@@ -43,5 +43,5 @@ class Slots(NamedTuple):
         return trainable._replace(**merged)
 
     def lasting(self, trainable: Any) -> Any:
-        """Return what trains in all tasks, with () in place of each field with slots."""
+        """Return the parameters that train in all tasks, with () for fields with slots."""
         return trainable._replace(**dict.fromkeys(self.fields, ()))

@@ -34,7 +34,7 @@ from fcljax.runs.programs import Placement, RoundProgram, evaluations_of, progra
 
 
 class Rates(NamedTuple):
-    """What kernels reach of a chip's peaks."""
+    """The rates that kernels reach on a chip."""
 
     products: Mapping[Dtype, float]
     """Operations per second of large matrix products, by the format of their factors."""
@@ -114,7 +114,7 @@ class Chip(NamedTuple):
     bandwidth: float
     """Peak of bytes per second between chip and memory."""
     rates: Rates
-    """What kernels reach."""
+    """Of kernels."""
     devices: int = 1
     """Chips that share the clients."""
 

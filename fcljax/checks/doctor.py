@@ -48,13 +48,13 @@ class Finding(NamedTuple):
     section: str
     """Heading under which it is listed, such as "packages"."""
     name: str
-    """What was examined."""
+    """The examined thing."""
     state: State
     """Whether a run can do with it."""
     value: str
     """The result, as text."""
     advice: str = ""
-    """What the user can do about it: a command if there is one."""
+    """Advice to the user, a command if possible."""
 
 
 def examine(

@@ -90,7 +90,7 @@ class PlayedState(NamedTuple):
     server: PyTree
     clients: PyTree
     past: tuple[ReplayBuffer, ...] = ()
-    """What the server replays of finished tasks."""
+    """The server's replay buffers of finished tasks."""
 
 
 def network(vit: ViTConfig) -> Network:

@@ -164,6 +164,6 @@ def _inputs(federation: Federation, number: int, ids: Sequence[int]) -> RoundInp
 
 
 def _broadcast(federation: Federation, server: PyTree, number: int) -> Broadcast:
-    """Return what clients receive in a round of the task."""
+    """Return the broadcast of a round of the task."""
     round_context = RoundContext.on_host(federation.frozen, TASKS[TASK], number, False)
     return federation.engine.broadcast(round_context, server)

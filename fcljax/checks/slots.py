@@ -71,7 +71,7 @@ def trainable_leaves(
     server: PyTree,
     task,
 ) -> dict[str, jax.Array]:
-    """Return what the clients of a task receive and train: path -> leaf.
+    """Return the values that clients of a task receive and train: path -> leaf.
 
     A method written by hand may have no field `trainable`: then it is all that clients
     receive.

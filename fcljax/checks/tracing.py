@@ -1,4 +1,4 @@
-"""What is drawn while tracing: a number from `random` or `numpy.random` becomes a
+"""Draws while tracing: a number from `random` or `numpy.random` becomes a
 constant of the compiled program, the same for all clients, steps and rounds, and
 another one in the next process.
 

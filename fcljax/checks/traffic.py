@@ -54,13 +54,13 @@ class Kernel(NamedTuple):
     """One kernel of a program, and how often one call of the program runs it."""
 
     calls: int
-    """How often it runs."""
+    """Number of runs."""
     traffic: int
     """Bytes that a run reads and writes."""
     flops: float = 0.0
     """Operations of a run's matrix products and convolutions."""
     dtype: Dtype = "bfloat16"
-    """What these round their factors to."""
+    """Format to which these round their factors."""
     attention: Literal["", "forward", "backward"] = ""
     """Whether it is a pass of the attention kernel."""
     erf: int = 0

@@ -78,7 +78,7 @@ class MultiKrum:
 
 @dataclasses.dataclass(frozen=True)
 class CentredClipping:
-    """What the clients started from, moved by the mean of their clipped changes."""
+    """The broadcast value plus the mean of the clients' clipped changes."""
 
     clip_radius: float = option(10.0, positive=True)
     """L2 norm to which the rule clips each client's update."""

@@ -61,12 +61,12 @@ _AS_A_NUMBER = (
 
 
 class Example(NamedTuple):
-    """What a method is tried on; arrays or `jax.ShapeDtypeStruct`."""
+    """Inputs on which a method is tried; arrays or `jax.ShapeDtypeStruct`."""
 
     frozen: PyTree
-    """What is never trained."""
+    """Arrays that never train."""
     data: PyTree
-    """What `Fetch` reads, or a `Host`."""
+    """Input of `Fetch`, or a `Host`."""
     task: Task
     """Any task."""
 
@@ -118,7 +118,7 @@ def _code(function: Callable):
 
 
 def in_users_code(part: str, error: Exception) -> Exception:
-    """Return what to raise for an exception in a function of a method.
+    """Return the error to raise for an exception in a function of a method.
 
     It is one line that names the user's file if the user's code was running, else the
     exception itself.
@@ -424,7 +424,7 @@ def check_averaged(name: str, mean: PyTree) -> None:
 
 
 def _aggregate_of_one(upload: Upload) -> Aggregate:
-    """Return what the server sees of one client, for its shapes."""
+    """Return the aggregate of one client's upload, for its shapes."""
     zero = jnp.zeros(1, jnp.int32)
     return Aggregate(
         mean=upload.mean,

@@ -201,7 +201,7 @@ class Exchange(NamedTuple):
 
 
 class ExchangeOutcome(NamedTuple):
-    """What clients sent in an exchange, and what the server made of it."""
+    """The uploads of an exchange, and the server's result."""
 
     accumulator: Accumulator  # the received uploads
     states: PyTree  # the new client states
@@ -503,14 +503,14 @@ def _strong(tree: PyTree) -> PyTree:
 
 
 class RoundInputs(NamedTuple):
-    """What one federated round needs, besides the states of server and clients."""
+    """The inputs of a federated round besides the states of server and clients."""
 
     frozen: PyTree
     """Arrays that are never trained. On a mesh, `frozen` and `data` should be as
     `Engine.place` returns them: otherwise they are copied to its devices in every
     round."""
     data: PyTree
-    """What `Fetch` reads, on the device, or a `Host`; both give the same bits."""
+    """Input of `Fetch` on the device, or a `Host`; both give the same bits."""
     partition: ClientPartition
     """Each client's examples in this task."""
     ids: Int[np.ndarray, " n"]

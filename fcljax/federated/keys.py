@@ -12,7 +12,7 @@ from jaxtyping import ArrayLike, PRNGKeyArray
 
 
 class RunKey(IntEnum):
-    """What is derived from the key of a run."""
+    """Keys derived from the key of a run."""
 
     INIT = 0  # the server's first state
     CLIENTS = 1  # the clients' first states
@@ -40,14 +40,14 @@ class RoundKey(IntEnum):
 
 
 class ClientKey(IntEnum):
-    """What is derived from the key of a client in a round."""
+    """Keys derived from the key of a client in a round."""
 
     START = 0  # `Program.start`
     PHASES = 1  # the steps of its first phase; the second phase has 2, and so on
 
 
 class StepKey(IntEnum):
-    """What is derived from the key of one step of a client."""
+    """Keys derived from the key of one step of a client."""
 
     IMAGES = 0  # augmentation
     UPDATE = 1  # `Phase.step` and `Phase.replay`
@@ -55,7 +55,7 @@ class StepKey(IntEnum):
 
 
 class InitKey(IntEnum):
-    """What is derived from the key of `Method.init`, which itself is the learner's."""
+    """Keys derived from the key of `Method.init`, which itself is the learner's."""
 
     PROJECTION = 900  # a random projection of features
     # parameters that the first client rule trains; the second has 1001, and so on

@@ -96,7 +96,7 @@ class Capacity(NamedTuple):
 
 
 class LaneTable(NamedTuple):
-    """What each lane does at each tick of one phase."""
+    """The work of each lane at each tick of one phase."""
 
     # the client's slot, among those of the lane's device
     slot: Int[np.ndarray, "ticks lanes"]
@@ -133,7 +133,7 @@ class Chunk(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Who measures the terms of its loss in a round."""
+    """The client that measures the terms of its loss in a round."""
 
     participant: int  # the largest participant has 0
     terms: tuple[int, ...]  # of the loss of each phase, if they are measured; else 0

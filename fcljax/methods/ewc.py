@@ -67,7 +67,7 @@ PRESETS = with_mini(
 
 
 class Anchor(NamedTuple):
-    """What a client keeps of earlier tasks: parameters of `Learner.lasting` only."""
+    """A client's state of earlier tasks: parameters of `Learner.lasting` only."""
 
     trainable: Params
     """w*: the parameters after the client's latest task, or after its latest round."""

@@ -382,7 +382,7 @@ def labelled_means(options: FedRANOptions, run: Run) -> ServerRule:
 
 
 def prototypes_of_task(params: Projected, task: Task) -> Sums:
-    """Return what the server sends: the labelled sums of the task's classes [Ct]."""
+    """Return the broadcast: the labelled sums of the task's classes [Ct]."""
     sums: Sums = params.statistics
     is_class = task.classes >= 0  # and no padding
     index = jnp.maximum(task.classes, 0)

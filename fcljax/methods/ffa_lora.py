@@ -30,7 +30,7 @@ PRESETS = with_mini(
 
 
 class FactorB(NamedTuple):
-    """What trains of a task's pair."""
+    """The trainable factor of a task's pair."""
 
     query: Float[Array, "blocks D r"]
     value: Float[Array, "blocks D r"]

@@ -91,7 +91,7 @@ class WeightedChange(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What the server keeps of all tasks so far."""
+    """The server's state of all tasks so far."""
 
     query: Float[Array, "tasks blocks rank D"]
     """A_t G_t; 0 for later tasks."""
@@ -114,7 +114,7 @@ def lorm(options: LoRMOptions, run: Run) -> Method:
 
 
 def handover(round_context: RoundContext, server: ServerState) -> Lora:
-    """Return what clients get when a task is over, for counting.
+    """Return the clients' download after a task, for counting.
 
     It is A of all tasks, which the end of a task merges anew, and B of the task itself.
     """
@@ -238,7 +238,7 @@ def off_diagonal(feature: Float[Array, "batch D"], factor: float) -> Float[Array
 
 
 def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
-    """Return what the client sends after training: its change times its Gram matrices."""
+    """Return the client's change after training times its Gram matrices."""
     received: Params = end.context.payload.trainable
     trained = end.trainable
     b_trains = trains_b(end.context.client.round)

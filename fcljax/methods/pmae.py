@@ -344,7 +344,7 @@ def in_order(sample: RestoreSample) -> Restore:
 
 
 class RestorePool(NamedTuple):
-    """What the server keeps of its clients' tokens."""
+    """The server's store of the clients' tokens."""
 
     restore: Restore
     """Each client's newest tokens of the current task, [K, Ct, u, ...]."""

@@ -1,4 +1,4 @@
-"""What HePCo (Halbe et al. 2024, section 4.1) and its baselines share.
+"""Presets that HePCo (Halbe et al. 2024, section 4.1) and its baselines share.
 
 Clients exist for one round, their learning rate falls over its epochs, and their runs
 have the same presets.

@@ -48,7 +48,7 @@ class Prefix(NamedTuple):
 
 
 class Injection(NamedTuple):
-    """What an adapter adds to the frozen network; mappings are keyed by block index."""
+    """An adapter's additions to the frozen network; mappings are keyed by block index."""
 
     # Tokens that join the block's input, [batch, length, width], or [length, width] for
     # all images. Their outputs would be dropped after the block, so they enter only as

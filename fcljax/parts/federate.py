@@ -134,8 +134,8 @@ def federate(
       client_rules: further steps of clients, in this order; the run's own rules follow.
       server_rules: steps of the server after merging, in this order.
       predicts: "seen": unseen classes never win; "all": they compete.
-      personal: parameters that stay in each client's state, for all tasks. The payload has
-        () in their place, and clients are evaluated with their own models.
+      personal: parameters that stay in each client's state, for all tasks. The payload
+        has () in their place, and clients are evaluated with their own models.
       server_replay: training of the server on stored examples; its functions act on
         `ServerState`.
 
@@ -309,8 +309,8 @@ class SentParams(NamedTuple):
     """The trainable parameters that a client sends, or those of all clients [P, ...]."""
 
     averaged: Params
-    """Those that the aggregation rule merges, with () in place of others; the clients' mean
-    if uploads are summed as they arrive."""
+    """Those that the aggregation rule merges, with () in place of others; the clients'
+    mean if uploads are summed as they arrive."""
     by_rules: dict[str, PyTree]
     """Those that server rules merge, by name."""
 

@@ -100,7 +100,7 @@ def _unchanged(trainable: PyTree) -> PyTree:
 
 
 class Adapter(NamedTuple):
-    """What trains inside a frozen network."""
+    """The functions of an adapter, which trains inside a frozen network."""
 
     init: Callable[[PRNGKeyArray, PyTree], PyTree]
     """init(key, frozen) -> params of all tasks."""
@@ -196,12 +196,12 @@ class Params(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a learner computes for a batch."""
+    """A learner's output for a batch."""
 
     logits: Logits
     """Logits of all classes, unmasked."""
     feature: Feature
-    """What the classifier read."""
+    """The classifier's input."""
     query: Feature | None = None
     """The frozen network's own class token, if the adapter reads it."""
     stats: PyTree = ()
@@ -261,7 +261,7 @@ class Learner(NamedTuple):
     network: Network
     """The frozen network."""
     adapter: Adapter
-    """What trains inside it."""
+    """The adapter inside the network."""
     classifier: Classifier
     """From features to logits."""
     init: Callable[[PRNGKeyArray, Frozen], Params]
@@ -273,7 +273,7 @@ class Learner(NamedTuple):
     merge: Callable[[Params, Task, Params], Params]
     """Puts what trained back into the parameters of all tasks."""
     cached: Callable[[Params], Params]
-    """What clients hold besides the trainable parameters."""
+    """Returns the parameters that clients cache besides the trainable ones."""
     forward: Forward
     """The forward pass of training; the caller masks its logits."""
     predict: Callable[[Frozen, Params, Batch, Task], Logits]

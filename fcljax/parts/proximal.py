@@ -54,7 +54,7 @@ def norm_bound(radius: float) -> ClientRule:
 
 
 def _change(context: ClientContext, trainable: Params) -> Params:
-    """Return how far the trainable parameters have moved from what was broadcast."""
+    """Return the change of the trainable parameters from the broadcast."""
     return jax.tree.map(jnp.subtract, _sent(context, trainable), _sent(context, context.payload.trainable))
 
 

@@ -25,7 +25,7 @@ class Projected(NamedTuple):
     weights: PyTree
     """W [M, C]; () at clients, which do not need it."""
     statistics: PyTree = ()
-    """What the method's server keeps besides, and clients do not."""
+    """Statistics of the server, which clients do not have."""
 
 
 def on_projection(

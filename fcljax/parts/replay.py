@@ -151,7 +151,7 @@ class Gathered(NamedTuple):
 
 
 class Herded(NamedTuple):
-    """What a client keeps."""
+    """The state of a client."""
 
     exemplars: Exemplars
     """The first exemplar of a class has priority 0, the next -1, and so on."""
@@ -160,7 +160,7 @@ class Herded(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How many examples a client keeps."""
+    """Number of examples that a client stores."""
 
     examples: int
     """Number of examples of every class, or in all; then every learned class gets the
@@ -232,7 +232,7 @@ def herded(budget: Budget, sizes: Sizes, width: int, batch_size: int) -> ClientR
 
 
 def nothing_herded(budget: Budget, sizes: Sizes) -> Herded:
-    """Return what a client keeps before its first task."""
+    """Return a client's state before its first task."""
     return Herded(no_exemplars(budget.size(sizes)), jnp.zeros(sizes.classes, bool))
 
 

@@ -111,8 +111,8 @@ def solve_definite(
     """Return `solve_ridge` for the first of ridge, s, 10 s, 100 s, ... whose result is finite.
 
     s is 1e-6 of the trace. Sums of honest clients need no larger ridge, but the checks of
-    claims leave a negative eigenvalue of a client to rounding: it must not end the learning
-    of all others. Matrices that are not finite have no result for any ridge.
+    claims leave a negative eigenvalue of a client to rounding: it must not end the
+    learning of all others. Matrices that are not finite have no result for any ridge.
     """
     smallest = jnp.maximum(1e-6 * jnp.abs(jnp.trace(gram)), jnp.finfo(jnp.float32).tiny)
 

@@ -116,7 +116,7 @@ def warm_up(warmup_rounds: int, progress: TrainingProgress) -> Float[Array, ""]:
 
 
 def epochs_before(progress: TrainingProgress) -> Int[Array, ""]:
-    """Return how many epochs of the task are over."""
+    """Return the number of epochs of the task that are over."""
     return progress.epochs * progress.round + progress.epoch
 
 

@@ -20,7 +20,7 @@ RuleTime = Literal["round", "task_start", "task_end"]
 
 
 class ServerRound(NamedTuple):
-    """Everything that a server rule may read.
+    """The inputs of a server rule.
 
     P: the participants of the round, padded."""
 
@@ -35,7 +35,7 @@ class ServerRound(NamedTuple):
     last: Bool[Array, ""]
     """Whether it is the last round of the task."""
     previous: Broadcast
-    """What clients worked from in this round."""
+    """The broadcast of this round."""
     reports: dict[str, Any]
     """By name: [P, ...] per client, or a sum.
 
@@ -52,12 +52,12 @@ class ServerRound(NamedTuple):
 
 
 class ServerUpdate(NamedTuple):
-    """What a server rule returns."""
+    """The result of a server rule."""
 
     params: Params
     """Parameters of all tasks."""
     state: Any = ()
-    """What the rule keeps until the next round."""
+    """The rule's state."""
     metrics: Metrics = {}
     """Recorded under the rule's name."""
 
@@ -77,7 +77,7 @@ def _stateless(_params: Params, _trainable: Params) -> tuple:
 
 @dataclass(frozen=True)
 class ServerRule:
-    """What the server does with what was merged."""
+    """A step of the server after merging."""
 
     name: str
     """Names the rule in messages, payloads and metrics."""
@@ -91,7 +91,7 @@ class ServerRule:
     """sends(task, state) -> what clients get in `context.payload.sent[name]`, in every
     round."""
     reports: tuple[Report | OfEachClient, ...] = ()
-    """What clients must send for it."""
+    """Reports that it reads."""
     when: RuleTime = "round"
     """In every round; or once per task, in a round of its own in which every client
     with examples reports and nobody trains."""

@@ -83,7 +83,7 @@ class PretrainConfig:
 
 
 class EncoderState(NamedTuple):
-    """What training updates: parameters {vit, head} and the optimiser's state."""
+    """The state of training: parameters {vit, head} and the optimiser's state."""
 
     params: PyTree
     opt: optax.OptState

@@ -36,7 +36,7 @@ class CachedProgram(NamedTuple):
     """A file of a compiled program."""
 
     path: Path
-    """Where it is."""
+    """Its file."""
     size: int
     """Its bytes."""
     used: float

@@ -60,7 +60,7 @@ QUIET = Console(quiet=True)
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """What follows a run from outside, and may stop it."""
+    """Follows a run from outside, and may stop it."""
 
     # where the progress bar and warnings go
     console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
@@ -88,7 +88,7 @@ class Session(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
+    """The progress of a run."""
 
     state: State
     records: Records
@@ -96,7 +96,7 @@ class Progress(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """Where each round is written: the log, checkpoints, trackers.
+    """Outputs of each round: the log, checkpoints, trackers.
 
     Only the first process writes."""
 

@@ -40,7 +40,7 @@ MOST_PER_CHUNK = 4096
 
 
 class Machine(NamedTuple):
-    """What an experiment is compiled for; the chips need not be here."""
+    """The target of compilation; the chips need not be present."""
 
     backend: str
     """As jax names it: cpu, gpu or tpu."""

@@ -64,7 +64,7 @@ class Model:
     """logits(arrays, stored [B, ...], mask [B] bool) -> [B, C]; images are stored as
     uint8 [B, H, W, 3]; B, H and W are `image`'s. `mask` is False for padding."""
     arrays: list[Array]
-    """What the model is made of."""
+    """Its parameters and other arrays."""
     image: tuple[int, int, int]
     """B, H, W: images of a call, and their size; H and W are 0 for other data."""
     labels: np.ndarray

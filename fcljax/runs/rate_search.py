@@ -51,8 +51,8 @@ LEAD = 1.645  # standard errors: one-sided, at 5 %
 # tells the draw of held-out examples from other draws of the seed
 PURPOSE = 0x46495453
 # candidates that begin, tasks on which they are compared, and the least share of the
-# clients in every trial. The first design within the budget is taken. A single task
-# does not show what a candidate forgets, and the images of clients that stay out evaluate.
+# clients in every trial. The first design within the budget is taken. A single task does
+# not show what a candidate forgets, and the images of clients that stay out evaluate.
 DESIGNS = ((3, 2, 0.5), (2, 2, 0.26), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
@@ -93,7 +93,7 @@ class ChosenRates(NamedTuple):
     settings: RunConfig
     """Settings of the run, with the rates."""
     line: str
-    """What was chosen and how, for the user."""
+    """The choice and its reason, for the user."""
     trials: list[Tried]
     """Trials, in the order in which they were played."""
     steps: int

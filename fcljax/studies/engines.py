@@ -34,7 +34,7 @@ Start = Callable[[Job], ClusterTask]
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What a run asks Slurm for: the mapping `slurm` of a sweep's file."""
+    """Resources of a run in Slurm: the mapping `slurm` of a sweep's file."""
 
     partition: str | None = None
     time: int = 24 * 60  # minutes; a run that takes longer is queued again and resumes
@@ -49,7 +49,7 @@ class SlurmOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """What a run asks Ray for: the mapping `ray` of a sweep's file. RAY_ADDRESS names a
+    """Resources of a run in Ray: the mapping `ray` of a sweep's file. RAY_ADDRESS names a
     cluster."""
 
     cpus: float = 1.0

@@ -22,8 +22,8 @@ WAIT = 0.2  # seconds between two checks of a process
 
 
 class Job(NamedTuple):
-    """What a process needs to make or resume a run. Paths are absolute: it may start in
-    another folder."""
+    """The inputs of a process that makes or resumes a run. Paths are absolute: it may
+    start in another folder."""
 
     name: str
     method: str
@@ -36,7 +36,7 @@ class Job(NamedTuple):
     options: tuple[str, ...]
     """Further options of `fcljax run`."""
     folder: str
-    """Where relative paths of the settings start."""
+    """The folder of relative paths in the settings."""
     environment: Mapping[str, str]
     """Variables that are added to the environment."""
 

@@ -119,7 +119,7 @@ class Standing(NamedTuple):
     summaries: tuple[Summary, ...]
     """Of the finished runs."""
     planned: int
-    """How many runs there should be."""
+    """Number of planned runs."""
     trials: dict[float, float | None]
     """Factor -> A_last on held-out examples, None for a trial without a result."""
     options: Mapping[str, Any]

@@ -67,11 +67,11 @@ class RowResult(NamedTuple):
     values: tuple[tuple[float, ...], ...]
     """Our values of each metric, seed by seed, in the paper's unit."""
     seeds: int
-    """How many runs finished."""
+    """Number of finished runs."""
     why: str = ""
     """Why there are fewer runs than were asked for, or none."""
     curves: tuple[tuple[float | None, ...], ...] = ()
-    """What the table's figure shows over tasks or rounds, in %, seed by seed."""
+    """Values of the table's figure over tasks or rounds, in %, per seed."""
 
     @property
     def label(self) -> str:
@@ -122,7 +122,7 @@ def unit_of_metric(metric: str) -> str:
 
 
 def tolerance(metric: str, number: float) -> float:
-    """Return how far from the paper's number ours may be."""
+    """Return the allowed distance to the paper's number."""
     if unit_of_metric(metric) == "%":
         return POINTS
     return SHARE * abs(number)

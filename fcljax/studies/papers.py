@@ -52,7 +52,7 @@ class RowEntry:
 
 @dataclasses.dataclass(frozen=True)
 class FigureEntry:
-    """What the figure of a table shows."""
+    """The figure of a table."""
 
     x: str
     """tasks: A_t over the tasks; rounds: A after each round; or the option that rows or
@@ -63,7 +63,7 @@ class FigureEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnEntry:
-    """What a column of a table has in place of the table's own, or besides it."""
+    """Values of a column that replace the table's, or add to them."""
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     upload: int | None = None
@@ -82,7 +82,7 @@ class TableEntry:
     columns: dict[str, ColumnEntry] = dataclasses.field(default_factory=dict)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
-    """What the paper says in words."""
+    """The paper's statement in words."""
     notes: list[str] = dataclasses.field(default_factory=list)
     figure: FigureEntry | None = None
     of: str | None = None
@@ -92,7 +92,7 @@ class TableEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What our runs at the paper's scale found of a column."""
+    """The result of our runs of a column at the paper's scale."""
 
     status: Status
     cost: str

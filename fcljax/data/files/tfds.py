@@ -1,13 +1,13 @@
 """Read data sets that tensorflow-datasets has prepared as array_record files.
 
 Reading needs the extra `tfds` but not TensorFlow, and was tried with version 4.9.10 on
-archives in the official layout. Preparing needs TensorFlow, so `download` does without the
-library.
+archives in the official layout. Preparing needs TensorFlow, so `download` does without
+the library.
 
 imagenet_r, caltech_birds2011, cifar10 and cifar100 give the same arrays as the official
-files, bit by bit. fashion_mnist, omniglot and domainnet have another order: the same images
-(of domainnet the cleaned version), but other drawings of omniglot and other images of
-domainnet are for testing.
+files, bit by bit. fashion_mnist, omniglot and domainnet have another order: the same
+images (of domainnet the cleaned version), but other drawings of omniglot and other images
+of domainnet are for testing.
 """
 
 import hashlib

@@ -181,7 +181,7 @@ def _before(task: ArrayLike, values: Float[Array, "T _"]) -> Bool[Array, "T 1"]:
 
 
 class FinishedTasks(NamedTuple):
-    """What a client remembers of finished tasks."""
+    """A client's state of finished tasks."""
 
     base: Float[Array, " N"]
     """B', after the client's last round of the latest one."""

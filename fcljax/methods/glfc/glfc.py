@@ -140,7 +140,7 @@ NAME = "glfc"
 
 
 class ClientMemory(NamedTuple):
-    """What a client keeps between rounds."""
+    """A client's state between rounds."""
 
     entropy: Float[Array, ""]
     """Mean entropy of its examples in its last round."""

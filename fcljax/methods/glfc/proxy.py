@@ -59,7 +59,7 @@ class ProxyOptions:
 
 
 class Gradients(NamedTuple):
-    """What a client reports of its prototypes."""
+    """A client's report on its prototypes."""
 
     gradient: LeNet
     """Of each of the task's classes: leaves [Ct, ...]."""
@@ -98,7 +98,7 @@ class Monitor(NamedTuple):
 
 
 class Proxy(NamedTuple):
-    """What the proxy keeps."""
+    """The state of the proxy."""
 
     models: BestModels
     monitor: Monitor

@@ -167,7 +167,7 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
 
 
 class History(NamedTuple):
-    """What the server keeps of earlier rounds."""
+    """The server's state of earlier rounds."""
 
     start: task_start.Start
     """The model that the task began with, with which the previous task ended."""
@@ -185,7 +185,7 @@ class Teachers(NamedTuple):
     trainable: Params
     """The trainable parameters of each, [J, ...]."""
     weight: Float[Array, "J C"]
-    """How much each counts for latents of a class."""
+    """Their weights for latents of a class."""
 
 
 class Generators(NamedTuple):
