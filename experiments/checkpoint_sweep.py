@@ -40,7 +40,12 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 
 from fcljax.errors import InputError
 from fcljax.models.networks import make_network
-from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone
+from fcljax.models.weights.pretrained import (
+    Pretrained,
+    WeightOptions,
+    load_backbone,
+    load_text_encoder,
+)
 
 SIDE = 32
 PATCH = 8
@@ -59,9 +64,11 @@ class Case:
     write: Callable[[Path], Path]
     """Writes the file, and what belongs beside it, into a folder; its path."""
     features: Callable[[torch.Tensor], torch.Tensor]
-    """What the source computes of images [N, 3, SIDE, SIDE]."""
+    """What the source computes of images [N, 3, SIDE, SIDE], or of the ids of texts [N, LENGTH]."""
     tolerance: float = 1e-3
     options: WeightOptions = WeightOptions()
+    text: bool = False
+    """Whether it reads texts."""
 
 
 # ---- networks and what they compute ------------------------------------------------------------------------
@@ -347,6 +354,98 @@ def of_transformers() -> Iterator[Case]:
     yield Case("transformers ViTMAE with its decoder", as_pretrained(mae), encoded)
 
 
+LENGTH = 12
+PADDED = 7  # tokens of every second text, behind which there is padding
+WORDS = 50
+SMALL = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 96, "max_position_embeddings": 20}
+CLIP_TEXT = transformers.CLIPTextConfig(**SMALL, eos_token_id=WORDS - 1)
+DISTIL = {"vocab_size": WORDS, "dim": WIDTH, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}
+TEXTS: dict[str, Callable[[], Any]] = {
+    "BERT": lambda: transformers.BertModel(transformers.BertConfig(**SMALL)),
+    "BERT with a head": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+    "BERT, gelu_new": lambda: transformers.BertModel(
+        transformers.BertConfig(**SMALL, hidden_act="gelu_new", type_vocab_size=1)
+    ),
+    "BERT, relu": lambda: transformers.BertModel(transformers.BertConfig(**SMALL, hidden_act="relu")),
+    "RoBERTa": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SMALL)),
+    "XLM-RoBERTa": lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**SMALL)),
+    "CamemBERT": lambda: transformers.CamembertModel(transformers.CamembertConfig(**SMALL)),
+    "DistilBERT": lambda: transformers.DistilBertModel(transformers.DistilBertConfig(**DISTIL)),
+    "DistilBERT, sinusoidal": lambda: transformers.DistilBertModel(
+        transformers.DistilBertConfig(**DISTIL, sinusoidal_pos_embds=True)
+    ),
+    "CLIP's text": lambda: transformers.CLIPTextModel(CLIP_TEXT),
+    "CLIP's text with a projection": lambda: transformers.CLIPTextModelWithProjection(CLIP_TEXT),
+    "CLIP's text, gelu, end by the highest id": lambda: transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(**SMALL, eos_token_id=2, hidden_act="gelu")
+    ),
+    "CLIP, both towers": lambda: transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=CLIP_TEXT.to_dict(), vision_config=HF)
+    ),
+    "ELECTRA": lambda: transformers.ElectraModel(transformers.ElectraConfig(**SMALL, embedding_size=WIDTH)),
+    "MPNet": lambda: transformers.MPNetModel(transformers.MPNetConfig(**SMALL)),
+    "ALBERT": lambda: transformers.AlbertModel(transformers.AlbertConfig(**SMALL)),
+    "T5": lambda: transformers.T5EncoderModel(transformers.T5Config(vocab_size=WORDS, d_model=WIDTH)),
+}
+
+
+def texts() -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask: every text ends with CLIP's end token, and padding has RoBERTa's id."""
+    ids = np.random.default_rng(0).integers(3, WORDS - 1, (6, LENGTH))
+    ids[:, -1] = WORDS - 1
+    ids[::2, PADDED - 1] = WORDS - 1
+    ids[::2, PADDED:] = 1
+    return ids, ids != 1
+
+
+def of_texts() -> Iterator[Case]:
+    """Text encoders of transformers, and of sentence-transformers with its two kinds of pooling."""
+    for name, make in TEXTS.items():
+        model = randomised(make())
+        yield Case(f"transformers {name}", as_pretrained(model), first_token(model), text=True)
+    model = randomised(TEXTS["BERT"]())
+    for mode in ("mean_tokens", "cls_token", "max_tokens"):
+        write = with_pooling(as_pretrained(model), {f"pooling_mode_{mode}": True})
+        features = mean_token(model) if mode == "mean_tokens" else first_token(model)
+        yield Case(f"sentence-transformers, {mode}", write, features, text=True)
+
+
+def with_pooling(write: Callable[[Path], Path], pooling: dict[str, object]) -> Callable[[Path], Path]:
+    """Writes sentence-transformers' file beside a network."""
+
+    def write_both(folder: Path) -> Path:
+        path = write(folder)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        return path
+
+    return write_both
+
+
+def first_token(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The class token of BERT and its kin, or the end token of CLIP."""
+
+    def features(ids: torch.Tensor) -> torch.Tensor:
+        encoder = getattr(model, "text_model", getattr(model, "bert", model))
+        output = encoder(ids, (ids != 1).long())
+        if "CLIP" in type(model).__name__:
+            return output.pooler_output
+        return output.last_hidden_state[:, 0]
+
+    return features
+
+
+def mean_token(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The mean over tokens that are no padding."""
+
+    def features(ids: torch.Tensor) -> torch.Tensor:
+        mask = (ids != 1)[..., None]
+        return (model(ids, mask[..., 0].long()).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+    return features
+
+
 def hidden(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The class token after the last norm; CLIP's norm comes after its last hidden state."""
     base = getattr(model, "vit", model)
@@ -582,23 +681,32 @@ def google_names(model: Any) -> dict[str, Any]:
 # ---- reading them ------------------------------------------------------------------------------------------
 
 
-def ours(loaded: Pretrained, image: np.ndarray) -> np.ndarray:
+def ours(loaded: Pretrained, examples: Any) -> np.ndarray:
     network = make_network(loaded.config, loaded.mean, loaded.std)
-    return np.asarray(network.apply(loaded.params, image, None, False)[0].cls)
+    return np.asarray(network.apply(loaded.params, examples, None, False)[0].cls)
 
 
 def outcome(case: Case) -> tuple[str, str]:
     """Right, refused, assumed or wrong, and what there is to say of it."""
     image = np.random.default_rng(0).normal(size=(2, SIDE, SIDE, 3)).astype(np.float32)
+    source = torch.from_numpy(image.transpose(0, 3, 1, 2).copy())
+    examples: Any = image
+    if case.text:
+        ids, mask = texts()
+        source = torch.from_numpy(ids)
+        examples = {"ids": ids.astype(np.int32), "mask": mask}
     with tempfile.TemporaryDirectory() as folder:
         path = case.write(Path(folder))
         try:
-            loaded = load_backbone(None, str(path), SIDE, options=case.options)
+            if case.text:
+                loaded = load_text_encoder(str(path), "float32")
+            else:
+                loaded = load_backbone(None, str(path), SIDE, options=case.options)
         except InputError as error:
             return "refused", str(error)
         with torch.no_grad():
-            wanted = case.features(torch.from_numpy(image.transpose(0, 3, 1, 2).copy())).float().numpy()
-        found = ours(loaded, image)
+            wanted = case.features(source).float().numpy()
+        found = ours(loaded, examples)
     error = np.inf
     if found.shape == wanted.shape:
         error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
@@ -619,7 +727,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     counts: collections.Counter[str] = collections.Counter()
     outcomes = {}
-    for group in (of_timm, of_torchvision, of_transformers, of_open_clip, of_trainings, of_flax):
+    groups = (of_timm, of_torchvision, of_transformers, of_texts, of_open_clip, of_trainings, of_flax)
+    for group in groups:
         for case in group():
             if not re.search(options.only, case.name):
                 continue

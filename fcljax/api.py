@@ -25,7 +25,7 @@ from fcljax.data.files.any_arrays import dataset_of_any_arrays
 from fcljax.data.files.arrays import NAME, as_array, checked_dataset, dataset_of_arrays
 from fcljax.data.files.dataset import Dataset
 from fcljax.data.files.sources import DataOptions, load_dataset
-from fcljax.data.kinds import TextData
+from fcljax.data.kinds import are_tokens
 from fcljax.data.owners import OWNER
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
@@ -348,7 +348,7 @@ def _examples(
     reads_images = isinstance(backbone, str) or _reads_images(backbone)
     if not reads_images or (isinstance(backbone, str) and backbone in (*ARRAY_NETS, *TEXT_NETS)):
         return dataset_of_any_arrays(data)
-    if isinstance(data, list | tuple) and data and _is_texts(data[0]):
+    if isinstance(data, list | tuple) and data and (_is_texts(data[0]) or are_tokens(data[0])):
         return dataset_of_any_arrays(data)
     return dataset_of_arrays(data)
 
@@ -357,8 +357,8 @@ def _adapter(method: str | MethodEntry, examples: Dataset | None, backbone: Any)
     """Return the adapter of a run that names none, if its examples in memory are no images."""
     if examples is None or examples.kind is None:
         return {}
-    attention = backbone in TEXT_NETS or (backbone == "auto" and isinstance(examples.kind, TextData))
-    return {"adapter": config.usual_adapter(method, isinstance(backbone, str) and attention)}
+    attention = isinstance(backbone, str) and backbone not in ARRAY_NETS and are_tokens(examples.x_train)
+    return {"adapter": config.usual_adapter(method, attention)}
 
 
 def _reads_images(backbone: Any) -> bool:

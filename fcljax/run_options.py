@@ -1,7 +1,6 @@
 """The keyword options of `fcljax.run` and `fcljax.fedavg`, for editors.
 
-Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run
-METHOD --help`.
+Written by experiments/write_types.py. What a method reads, and its defaults: `fcljax run METHOD --help`.
 """
 
 from collections.abc import Sequence

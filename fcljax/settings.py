@@ -103,7 +103,7 @@ class BackboneConfig:
     auto: the checkpoint's network, without a checkpoint vit_micro."""
     checkpoint: str | None = option(None, unset="packaged or random weights")
     """Pretrained weights: a file or folder (safetensors, npz, torch, msgpack), or
-    hf:OWNER/NAME."""
+    hf:OWNER/NAME; of a text encoder where the data are texts."""
     stem: StemChoice = option("auto", unset="cifar below 64 pixels, else imagenet", needs="backbone")
     """First layers of a convolutional network without a checkpoint: 7 x 7 and pooling
     (imagenet), or 3 x 3 (cifar)."""

@@ -210,7 +210,7 @@ def test_nothing_reads_padding_and_every_adapter_is_read(adapter):
 def test_attention_with_a_mask_that_hides_nothing_is_attention():
     q, k, v = jax.random.normal(jax.random.key(2), (3, 2, 2, 5, 4))
     expected = attention(q, k, v)
-    np.testing.assert_allclose(masked_attention(q, k, v, jnp.ones((2, 5), bool)), expected, rtol=1e-5)
+    np.testing.assert_allclose(masked_attention(q, k, v, jnp.ones((2, 1, 5), bool)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

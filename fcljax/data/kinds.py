@@ -82,6 +82,11 @@ class TextData:
 Kind = ArrayData | TextData
 
 
+def are_tokens(examples: PyTree) -> bool:
+    """Check whether examples are texts as a text encoder reads them."""
+    return isinstance(examples, dict) and "ids" in examples
+
+
 def leaves(examples: PyTree) -> list[Any]:
     """Return the arrays of examples."""
     import jax

@@ -84,8 +84,10 @@ def network_name(config: NetworkConfig) -> str:
     if isinstance(config, OwnConfig | ArrayNetConfig):
         return config.name
     if isinstance(config, TextConfig):
-        names = [name for name, known in TEXT_ENCODERS.items() if known.width == config.width]
-        return (*names, f"text encoder of width {config.width}")[0]
+        blocks = {name: getattr(ViTConfig(), name) for name in OF_A_RUN}
+        shape = dataclasses.replace(config, blocks=dataclasses.replace(config.blocks, **blocks))
+        names = [name for name, known in TEXT_ENCODERS.items() if known == shape]
+        return (*names, f"text encoder of width {config.width}, depth {config.blocks.depth}")[0]
     named: Mapping[str, NetworkConfig] = {**VITS, **CONVNETS}
     for name, named_config in named.items():
         if _body(named_config) == _body(config):

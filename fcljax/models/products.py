@@ -160,12 +160,12 @@ def masked_attention(
     q: Float[Array, "batch heads queries size"],
     k: Float[Array, "batch heads keys size"],
     v: Float[Array, "batch heads keys size"],
-    mask: Bool[Array, "batch keys"],
+    mask: Bool[Array, "batch #queries keys"],
     number_format: NumberFormat = FLOAT32,
 ) -> Float[Array, "batch heads queries size"]:
-    """Return attention in which no query reads the keys whose mask is False, in the type of q, k and v."""
+    """Return attention in which a query reads only the keys whose mask is True, in the type of q, k and v."""
     scores = product("bhqd,bhkd->bhqk", q, k, number_format).astype(jnp.float32) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None, :], scores, jnp.finfo(jnp.float32).min))
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min))
     return product("bhqk,bhkd->bhqd", weights.astype(q.dtype), v, number_format).astype(q.dtype)
 
 

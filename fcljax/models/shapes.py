@@ -10,6 +10,9 @@ ChipKind = Literal["none", "tpu", "gpu"]
 # of MLPs; quick_gelu: x sigmoid(1.702 x) (CLIP);
 # gelu_tanh: the approximation by tanh (big_vision)
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
+# The feature of a text: a learned class token before the text (learned), the text's first token
+# (first: BERT), the mean over tokens (mean: sentence-transformers), or its end token (end: CLIP).
+Pooling = Literal["learned", "first", "mean", "end"]
 # fields that say how a run computes a network of that shape
 OF_A_RUN = ("dtype", "kernel")
 Dtype = Literal["float32", "tf32", "bfloat16"]
@@ -74,7 +77,8 @@ class ViTConfig:
     # learned tokens beside the class token; their outputs are unused (DINOv2)
     registers: int = 0
     qk_norm: bool = False  # LayerNorms of the queries and keys of each head
-    pre_norm: bool = False  # a LayerNorm before the first block (CLIP)
+    pre_norm: bool = False  # a LayerNorm before the first block (CLIP, BERT)
+    post_norm: bool = False  # a block's LayerNorms stand behind its residual sums (BERT)
     activation: Activation = "gelu"
     # base of the patches' rotary positions (DINOv3: 100); 0: none
     rotary_base: float = 0.0
@@ -236,14 +240,17 @@ class ArrayNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Static shape of a text encoder: embeddings of tokens, a class token before them,
-    and a ViT's blocks."""
+    """Static shape of a text encoder: embeddings of tokens, and a ViT's blocks."""
 
     vocabulary: int = 4096
     length: int = 64  # most tokens of a text
     # shape of the network, without its image and patches
     blocks: ViTConfig = ViTConfig(width=64, depth=6, heads=4, mlp=256)
     image_size: int = 0  # it reads no images
+    pooling: Pooling = "learned"
+    end: int | None = None  # id of the end token; None: the highest id of a text
+    causal: bool = False  # a token reads only itself and those before it (CLIP)
+    types: int = 0  # kinds of tokens, such as the two sentences of a pair (BERT)
 
     @property
     def width(self) -> int:

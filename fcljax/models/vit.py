@@ -124,6 +124,11 @@ def _norm(c: ViTConfig, name: str, result: str = "float32") -> LayerNorm:
     return layer(c.epsilon, result, name=name)
 
 
+def embedding_norm(c: ViTConfig) -> LayerNorm:
+    """Make the norm before the first block."""
+    return _norm(c, "norm_pre")
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def layer_norm(
     x: Float[Array, "*rows width"],
@@ -209,7 +214,7 @@ class Attention(nn.Module):
     """Multi-head attention of the first `queries` tokens of x over x, prompts and prefix.
 
     `angle` has the rotary positions of x's tokens; prompts and prefixes have none.
-    `mask` [batch, tokens] is False for tokens of x that nothing reads.
+    `mask` [batch, 1 or queries, tokens] is False for tokens of x that a query does not read.
     """
 
     config: ViTConfig
@@ -256,7 +261,7 @@ class Attention(nn.Module):
             attended = attention(q, k, v, chip, number_format)
         else:
             # prompts and prefixes follow the tokens, and all are read
-            mask = jnp.pad(mask, [(0, 0), (0, k.shape[2] - mask.shape[1])], constant_values=True)
+            mask = jnp.pad(mask, [(0, 0), (0, 0), (0, k.shape[2] - mask.shape[2])], constant_values=True)
             attended = masked_attention(q, k, v, mask, number_format)
         return dense(c.width, number_format, "proj")(rearrange(attended, "b h n d -> b n (h d)"))
 
@@ -363,10 +368,14 @@ class Joins(NamedTuple):
     prefix: Prefix | None = None
     lora: Lora | None = None
     angle: Float[Array, "*images tokens head"] | None = None
-    mask: Bool[Array, "batch tokens"] | None = None
+    mask: Bool[Array, "batch #queries tokens"] | None = None
 
 
 NOTHING_JOINS = Joins()
+
+
+# names of the norms behind a block's sums
+POST_NORMS = ("post_norm1", "post_norm2")
 
 
 class Block(nn.Module):
@@ -374,6 +383,11 @@ class Block(nn.Module):
 
         x = x + ls1 attention(norm1(x))
         x = x + ls2 fc2(gelu(fc1(norm2(x))))
+
+    With `post_norm` the norms stand behind the sums (Vaswani et al. 2017):
+
+        x = norm1(x + attention(x))
+        x = norm2(x + fc2(gelu(fc1(x))))
 
     It returns the first `queries` tokens; the others serve as keys and values only.
     """
@@ -387,19 +401,35 @@ class Block(nn.Module):
         if queries is None:
             queries = x.shape[1]
         dtype = c.number_format.array
-        norm1 = _norm(c, "norm1", dtype)
-        norm2 = _norm(c, "norm2", dtype)
+        norm1 = self._norm_before("norm1")
+        norm2 = self._norm_before("norm2")
         if prompt is not None:
             prompt = norm1(prompt)
         # sums are float32; the residual stream has the compute type
         attended = Attention(c, name="attn")(norm1(x), prompt, prefix, lora, queries, angle, mask)
         x = (x[:, :queries] + self._scaled("ls1", attended)).astype(dtype)
+        if c.post_norm:
+            x = _norm(c, POST_NORMS[0], dtype)(x)
         hidden = HiddenLayer(c, name="fc1")(norm2(x))
         out = dense(c.width, c.number_format, "fc2")(hidden)
-        return (x + self._scaled("ls2", out)).astype(dtype)
+        x = (x + self._scaled("ls2", out)).astype(dtype)
+        if c.post_norm:
+            x = _norm(c, POST_NORMS[1], dtype)(x)
+        return x
+
+    def _norm_before(self, name: str) -> Callable[[Array], Array]:
+        """Make the norm before a part of the block; with `post_norm` there is none."""
+        c = self.config
+        if c.post_norm:
+            return _unchanged
+        return _norm(c, name, c.number_format.array)
 
     def _scaled(self, name: str, x: Array) -> Array:
         return Scale(name=name)(x) if self.config.layer_scale else x
+
+
+def _unchanged(x: Array) -> Array:
+    return x
 
 
 def run_block(
@@ -478,7 +508,7 @@ class ViT(nn.Module):
             lead.append(for_each_image(registers, batch))
         x = jnp.concatenate([*lead, x], axis=1)
         if c.pre_norm:
-            x = _norm(c, "norm_pre")(x)
+            x = embedding_norm(c)(x)
         x = x.astype(c.number_format.array)
 
         angle = _token_angles(c, injection, x.shape[1]) if c.rotary_base else None
@@ -569,7 +599,7 @@ def attention_inputs(
     params: PyTree, features: Features, blocks: int
 ) -> Float[Array, "blocks batch tokens width"]:
     """Return the inputs of the qkv projections of the first blocks: norm1 of each
-    block's input.
+    block's input, or with `post_norm` that input.
 
     Args:
       params: of the ViT.
@@ -579,8 +609,10 @@ def attention_inputs(
     inputs = ["embed", *(f"block_{i:02d}" for i in range(blocks - 1))]
 
     def normalised(block: int, name: str) -> Array:
-        norm = params[f"block_{block:02d}"]["norm1"]
         x = features.taps[name].astype(jnp.float32)
+        norm = params[f"block_{block:02d}"].get("norm1")
+        if norm is None:
+            return x
         # another epsilon of a checkpoint is next to 0 as well
         return layer_norm(x, norm["scale"], norm["bias"], ViTConfig.epsilon)
 
@@ -594,8 +626,30 @@ def longest_attention_inputs(params: PyTree, blocks: int) -> Float[Array, " bloc
     Tokens that an adapter adds are not counted: pairs have none.
     """
     tokens = len(params["pos"]) + len(params.get("registers", ()))
-    norms = (params[f"block_{block:02d}"]["norm1"] for block in range(blocks))
+    norms = (_last_norm_before(params, block) for block in range(blocks))
     return math.sqrt(tokens) * jnp.stack([longest_normed(norm) for norm in norms])
+
+
+def _last_norm_before(params: PyTree, block: int) -> Mapping[str, Array]:
+    """Return the norm whose result a block's qkv projection reads."""
+    norm = params[f"block_{block:02d}"].get("norm1")
+    if norm is not None:
+        return norm
+    if block == 0:
+        return params["norm_pre"]
+    return params[f"block_{block - 1:02d}"][POST_NORMS[1]]
+
+
+def longest_output(c: ViTConfig) -> Callable[[PyTree], Float[Array, ""]] | None:
+    """Return a function of the parameters that bounds the norm of a feature; None without
+    a last norm."""
+
+    def longest(params: PyTree) -> Float[Array, ""]:
+        if c.final_norm:
+            return longest_normed(params["norm"])
+        return longest_normed(params[f"block_{c.depth - 1:02d}"][POST_NORMS[1]])
+
+    return longest if c.final_norm or c.post_norm else None
 
 
 def vit_network(
@@ -614,14 +668,9 @@ def vit_network(
     def apply(params, image, injection, _train, _mask=None):
         return apply_vit(config, params, image, injection, remat=remat), params
 
-    def longest(params: PyTree) -> Float[Array, ""]:
-        return longest_normed(params["norm"])
-
     image = (config.image_size, config.image_size, 3)
-    network = Network(init, apply, config.width, config.depth, image, mean, std, autoencoder)
-    if not config.final_norm:
-        return network
-    return network._replace(longest=longest)
+    longest = longest_output(config)
+    return Network(init, apply, config.width, config.depth, image, mean, std, autoencoder, longest=longest)
 
 
 def check_blocks(field: str, blocks: int, network: Network) -> None:

@@ -28,7 +28,7 @@ from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_vi
 from fcljax.data.files.dataset import Dataset, check_images
 from fcljax.data.files.names import has_arrays
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
-from fcljax.data.kinds import ArrayData, Kind, TextData, described
+from fcljax.data.kinds import ArrayData, Kind, TextData, are_tokens, described
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
 from fcljax.errors import InputError
@@ -37,11 +37,11 @@ from fcljax.mesh import mesh_of
 from fcljax.models.dense import random_array_net
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import example_of, make_network, reads_images
-from fcljax.models.shapes import NO_KERNEL, TEXT_ENCODERS, AttentionKernel, Dtype
+from fcljax.models.shapes import NO_KERNEL, AttentionKernel, Dtype, TextConfig
 from fcljax.models.text import check_text
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
-from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone, packaged_text_encoder
+from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone, load_text_encoder
 from fcljax.options import SurrogateOptions
 from fcljax.pixels import NORMALISE
 from fcljax.settings import ARRAY_NETS, TEXT_NETS
@@ -53,7 +53,7 @@ from fcljax.types import Network, PyTree
 RESIDENT_SHARE = 0.5
 
 
-# settings that only images have
+# settings that only images have, apart from `checkpoint`, which text has too
 OF_IMAGES = (
     "checkpoint",
     "decoder",
@@ -128,11 +128,8 @@ def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pret
             check_images("backbone", dataset)
         return Inputs(backbone, dataset, kind, augments=False)
     x = dataset.x_train
-    if cfg.backbone in TEXT_NETS or (isinstance(kind, TextData) and cfg.backbone == "auto"):
-        for examples in (x, dataset.x_test):
-            check_text(f"backbone: {TEXT_NETS[0]!r}", examples, TEXT_ENCODERS[TEXT_NETS[0]])
-        encoder = packaged_text_encoder(TEXT_NETS[0], compute_type(cfg), network_trains(cfg))
-        return Inputs(encoder, dataset, kind, augments=False)
+    if cfg.backbone in TEXT_NETS or are_tokens(x) and (cfg.backbone == "auto" or is_hub_name(cfg.backbone)):
+        return Inputs(_text_encoder(cfg, dataset, kind), dataset, kind, augments=False)
     name = _array_net(cfg, x)
     if not isinstance(kind, ArrayData) or not isinstance(x, np.ndarray):
         nearest = "a flax.nnx module of your own, from Python"
@@ -151,6 +148,30 @@ def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pret
         config, params, None, None, none, (1.0, 1.0, 1.0), "random", f"random-{name}-{cfg.seed}", notes
     )
     return Inputs(network, dataset, kind.standardised(x), augments=False)
+
+
+def _text_encoder(cfg: InputConfig, dataset: Dataset, kind: Kind) -> Pretrained:
+    """Load the text encoder that the settings name, by default the packaged one.
+
+    Raises:
+      InputError: for a file that has none, and for texts that it cannot read.
+    """
+    packaged, checkpoint = named_weights(cfg)
+    if packaged and checkpoint:
+        raise InputError(
+            f"backbone: {packaged!r} has its own weights, and --checkpoint names others; leave one out"
+        )
+    encoder = load_text_encoder(checkpoint, compute_type(cfg), network_trains(cfg))
+    name = checkpoint or TEXT_NETS[0]
+    if checkpoint and isinstance(kind, TextData):
+        raise InputError(
+            f"checkpoint: {name!r} reads ids of a tokenizer, and {dataset.name} has hashes of words; "
+            "nearest: ids and masks from Python, as in fcljax.run(method, ({'ids': ids, 'mask': mask}, y))"
+        )
+    assert isinstance(encoder.config, TextConfig)
+    for examples in (dataset.x_train, dataset.x_test):
+        check_text(f"backbone: {name!r}", examples, encoder.config)
+    return encoder
 
 
 def _array_net(cfg: InputConfig, x: PyTree) -> str:
@@ -184,6 +205,8 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
     """
     usual = preset_of(cfg) if isinstance(cfg, RunConfig) else type(cfg)()
     names = [name for name in OF_IMAGES if getattr(cfg, name) != getattr(usual, name)]
+    if are_tokens(dataset.x_train):
+        names = [name for name in names if name != "checkpoint"]
     if getattr(cfg, "augment", None):
         names.append("augment")
     if names:
@@ -202,16 +225,7 @@ def load_network(
     Raises:
       InputError: as `load_backbone`, and for the name of weights that are not here.
     """
-    name = None if cfg.backbone == "auto" else cfg.backbone
-    checkpoint = cfg.checkpoint
-    if name is not None and is_hub_name(name):
-        if checkpoint is not None:
-            raise InputError(
-                f"backbone: {name!r} names weights, and --checkpoint names others; leave one out"
-            )
-        folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
-        checkpoint = str(find_weights(name, folder))
-        name = None
+    name, checkpoint = named_weights(cfg)
     weights = WeightOptions(
         heads=cfg.heads,
         positions=cfg.positions,
@@ -221,6 +235,24 @@ def load_network(
         trains=network_trains(cfg),
     )
     return load_backbone(name, checkpoint, image_size, compute_type(cfg), weights)
+
+
+def named_weights(cfg: BackboneConfig) -> tuple[str | None, str | None]:
+    """Return the architecture and the file of weights that the settings name.
+
+    Raises:
+      InputError: for the name of weights that are not here.
+    """
+    if cfg.backbone == "auto":
+        return None, cfg.checkpoint
+    if not is_hub_name(cfg.backbone):
+        return cfg.backbone, cfg.checkpoint
+    if cfg.checkpoint is not None:
+        raise InputError(
+            f"backbone: {cfg.backbone!r} names weights, and --checkpoint names others; leave one out"
+        )
+    folder = cfg.data_dir if isinstance(cfg, ImageConfig) else None
+    return None, str(find_weights(cfg.backbone, folder))
 
 
 def network_trains(cfg: BackboneConfig) -> bool:

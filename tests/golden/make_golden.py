@@ -80,7 +80,7 @@ def random_like(name: str, x: np.ndarray, draw: np.random.Generator) -> np.ndarr
     if x.ndim == 1 and name.endswith(("weight", "scale")):
         return (1 + 0.3 * noise).astype(np.float32)
     fan_in = x[0].size if x.ndim in (2, 4) else 1
-    return ((1.5 / np.sqrt(fan_in) if x.ndim > 1 else 0.3) * noise).astype(np.float32)
+    return np.asarray((1.5 / np.sqrt(fan_in) if x.ndim > 1 else 0.3) * noise, np.float32)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:

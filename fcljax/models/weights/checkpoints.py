@@ -47,7 +47,7 @@ USUAL_FILES = ("model.safetensors", "pytorch_model.bin")
 INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
 WEIGHT_FILES = (*USUAL_FILES, *INDICES, *OTHER_FILES)
-SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json", "1_Pooling/config.json")
 ZIP_LIMIT = 16 * 2**30  # bytes that an archive may unpack to
 FILE_LIMIT = 64 * 2**30  # bytes of any other file
 
@@ -109,6 +109,7 @@ class Checkpoint(NamedTuple):
     config: dict[str, Any]  # the config.json beside it, or {}
     preprocessor: dict[str, Any]  # the preprocessor_config.json beside it, or {}
     open_clip: dict[str, Any] = {}  # the open_clip_config.json beside it, or {}
+    pooling: dict[str, Any] = {}  # the 1_Pooling/config.json beside it (sentence-transformers), or {}
 
 
 def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
@@ -246,7 +247,7 @@ def _read(path: Path, source: str) -> Checkpoint:
     if path.is_dir():
         path = _weight_file(path)
     index = _index_of(path)
-    sidecars = [_read_json(path.with_name(name)) for name in SIDECARS]
+    sidecars = [_read_json(path.parent / name) for name in SIDECARS]
     if index is not None:
         tensors, metadata, digest = _read_shards(index)
     else:
@@ -500,7 +501,7 @@ def _read_hub(spec: str) -> Checkpoint:
                 raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
     # the library puts files of one revision into one folder, where `_read` finds them
     for sidecar in SIDECARS:
-        _fetch(spec, repository, revision, str(PurePosixPath(candidate).with_name(sidecar)))
+        _fetch(spec, repository, revision, str(PurePosixPath(candidate).parent / sidecar))
     version = ""
     if revision:
         version = f"@{revision}"

@@ -10,7 +10,7 @@ import jax
 
 from fcljax.errors import InputError
 from fcljax.files import check_folder
-from fcljax.models.weights import checkpoints
+from fcljax.models.weights import checkpoints, finding, text_encoders
 from fcljax.models.weights.pretrained import (
     LoadedViT,
     WeightOptions,
@@ -18,6 +18,7 @@ from fcljax.models.weights.pretrained import (
     find_network,
     load_convnet,
     load_vit,
+    read_text_encoder,
     save_native,
     shape_text,
 )
@@ -45,6 +46,8 @@ class ConvertOptions:
     """Pixel range that the network expects."""
     positions: Positions = "antialiased"
     """Interpolation of position embeddings."""
+    text: bool = False
+    """Take the text encoder of a file that has a network of images too (CLIP)."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Number format in which the weights are stored."""
 
@@ -72,6 +75,8 @@ def convert(
     # checked before a large file is read
     path = _target(source, target)
     file = checkpoints.read_checkpoint(source)
+    if options.text or finding.only_text(file.tensors):
+        return _convert_text(file, path, options)
     network = find_network(file, options.part)
     if network.family.reader != "vit":
         # the same errors as in a run, for a file that is broken as well
@@ -92,6 +97,25 @@ def convert(
     save_native(path, params, _metadata(loaded), options.dtype)
     notes = [("note", note) for note in loaded.notes]
     return [*_rows(loaded, options.keep_head), *notes, ("written to", str(path))]
+
+
+def _convert_text(
+    file: checkpoints.Checkpoint,
+    path: Path,
+    options: ConvertOptions,
+) -> list[tuple[str, str]]:
+    """Write a text encoder, and return its properties."""
+    encoder = read_text_encoder(file)
+    config = encoder.config
+    facts = text_encoders.metadata(config)
+    about = {"format": FORMAT, "source": file.source, "sha256": file.digest, "text": facts}
+    save_native(path, encoder.params, about, options.dtype)
+    rows = [("mapping", encoder.mapping)]
+    rows += [(field, str(getattr(config.blocks, field))) for field in ("width", "depth", "heads", "mlp")]
+    rows += [(field, str(getattr(config, field))) for field in ("vocabulary", "length", "pooling")]
+    rows.append(("parameters", f"{sum(x.size for x in jax.tree.leaves(encoder.params)):,}"))
+    rows.append(("sha256", file.digest))
+    return [*rows, *(("note", note) for note in encoder.notes), ("written to", str(path))]
 
 
 def _target(source: str, target: str | None) -> Path:

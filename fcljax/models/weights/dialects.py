@@ -1,7 +1,8 @@
-"""Rename the tensors of ViTs to timm's names, and those of big_vision to Google's.
+"""Rename the tensors of ViTs and text encoders to timm's names, and those of big_vision to
+Google's.
 
-Dialects are the names of DINOv2, DINOv3, CLIP's visual tower, MoCo v3, torchvision's
-ViT, and flax. `naming` reads the result: scales of layers are `ls1` and `ls2`,
+Dialects are the names of DINOv2, DINOv3, CLIP's two towers, MoCo v3, torchvision's
+ViT, BERT, DistilBERT, and flax. `naming` reads the result: scales of layers are `ls1` and `ls2`,
 registers `reg_token`, the norm before the blocks `norm_pre`. Sources:
 facebookresearch's dinov2, dinov3 and moco-v3, openai's CLIP (open_clip has the same
 names), timm's Eva, transformers, torchvision and google-research's big_vision.
@@ -43,6 +44,8 @@ _HF_ATTENTION = (
     (r"(.*)attention\.o_proj\.", r"\1attn.proj."),
 )
 _PARTS = (
+    (r"(.*norm\w*)\.gamma$", r"\1.weight"),  # of BERT's first files
+    (r"(.*norm\w*)\.beta$", r"\1.bias"),
     (r"(.*ls[12])\.gamma$", r"\1.weight"),
     (r"(.*)layer_scale([12])\.lambda1$", r"\1ls\2.weight"),
     (r"(.*)gamma_([12])$", r"\1ls\2.weight"),
@@ -74,6 +77,32 @@ _CLIP = (
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.", r"blocks.\1.mlp.fc1."),
     (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.", r"blocks.\1.mlp.fc2."),
 )
+_BERT = (
+    (r"embeddings\.word_embeddings\.", "embed."),
+    (r"embeddings\.position_embeddings\.weight$", "pos_embed"),
+    (r"embeddings\.token_type_embeddings\.", "types."),
+    (r"embeddings\.LayerNorm\.", "norm_pre."),
+    (r"encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)\.", r"blocks.\1.attn.\2."),
+    (r"encoder\.layer\.(\d+)\.attention\.output\.dense\.", r"blocks.\1.attn.proj."),
+    (r"encoder\.layer\.(\d+)\.attention\.output\.LayerNorm\.", r"blocks.\1.norm1."),
+    (r"encoder\.layer\.(\d+)\.intermediate\.dense\.", r"blocks.\1.mlp.fc1."),
+    (r"encoder\.layer\.(\d+)\.output\.dense\.", r"blocks.\1.mlp.fc2."),
+    (r"encoder\.layer\.(\d+)\.output\.LayerNorm\.", r"blocks.\1.norm2."),
+)
+_DISTILBERT = (
+    *_BERT[:4],
+    (r"transformer\.layer\.(\d+)\.attention\.(q|k|v)_lin\.", r"blocks.\1.attn.\2."),
+    (r"transformer\.layer\.(\d+)\.attention\.out_lin\.", r"blocks.\1.attn.proj."),
+    (r"transformer\.layer\.(\d+)\.sa_layer_norm\.", r"blocks.\1.norm1."),
+    (r"transformer\.layer\.(\d+)\.ffn\.lin([12])\.", r"blocks.\1.mlp.fc\2."),
+    (r"transformer\.layer\.(\d+)\.output_layer_norm\.", r"blocks.\1.norm2."),
+)
+_CLIP_TEXT_HF = (
+    (r"embeddings\.token_embedding\.", "embed."),
+    (r"final_layer_norm\.", "norm."),
+    *_CLIP_HF,
+)
+_CLIP_TEXT = ((r"token_embedding\.", "embed."), (r"ln_final\.", "norm."), *_CLIP)
 _DINOV2_HF = (
     (r"embeddings\.cls_token$", "cls_token"),
     (r"embeddings\.register_tokens$", "reg_token"),
@@ -120,6 +149,10 @@ DIALECTS = {
     "DINOv2": Dialect(((r"register_tokens$", "reg_token"),), "imagenet"),
     "torchvision": Dialect(_TORCHVISION, "imagenet"),
     "big_vision": Dialect(_BIG_VISION, None, "gelu_tanh", _TANH),
+    "BERT": Dialect(_BERT),
+    "DistilBERT": Dialect(_DISTILBERT),
+    "CLIP's text of transformers": Dialect(_CLIP_TEXT_HF),
+    "CLIP's text": Dialect(_CLIP_TEXT),
     "timm": Dialect(),
     "transformers": Dialect(),
     "google": Dialect(),

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from fcljax.errors import InputError, choose
 from fcljax.models.weights.tensors import Tensors, listed
 
-Reader = Literal["vit", "convnet", "convnext"]
+Reader = Literal["vit", "convnet", "convnext", "text"]
 
 
 class Family(NamedTuple):
@@ -69,6 +69,26 @@ FAMILIES = (
     Family("ConvNeXt", r"stages\.0\.blocks\.0\.conv_dw\.weight", reader="convnext"),
     Family("ConvNeXt", r"features\.1\.0\.block\.0\.weight", reader="convnext"),
     Family("ConvNeXt", r"stages\.0\.0\.dwconv\.weight", reader="convnext"),
+    Family(
+        "BERT",
+        r"embeddings\.word_embeddings\.weight",
+        (r"encoder\.layer\.0\.attention\.self\.query\.weight",),
+        reader="text",
+    ),
+    Family(
+        "DistilBERT",
+        r"embeddings\.word_embeddings\.weight",
+        (r"transformer\.layer\.0\.attention\.q_lin\.weight",),
+        reader="text",
+    ),
+    Family(  # SigLIP's text has a head
+        "CLIP's text of transformers",
+        r"embeddings\.token_embedding\.weight",
+        lacks=(r"head\.weight",),
+        reader="text",
+    ),
+    Family("CLIP's text", r"token_embedding\.weight", (r"ln_final\.weight",), reader="text"),
+    Family("fcljax's text", r"embed", (r"block_00\.attn\.qkv\.kernel",), reader="text"),
 )
 # Families that are not read, by a name that only they have.
 _NOT_READ = {
@@ -107,7 +127,7 @@ _OTHER_CONTENT = {
 # Heads and counters, which no part of a backbone reads.
 _HEAD = re.compile(
     r"(head|heads|fc|classifier|linear|last_linear|proj|projector|projection|projection_head|predictor|"
-    r"visual_projection|logit_scale|logit_bias)([./].*)?|(.*\.)?(position_ids|num_batches_tracked)|"
+    r"visual_projection|text_projection|logit_scale|logit_bias)([./].*)?|(.*\.)?(position_ids|num_batches_tracked)|"
     r"rope_embed(dings)?\.(periods|inv_freq)"
 )
 MOST_LABELS = 8  # in a note
@@ -125,20 +145,22 @@ class NetworkInFile(NamedTuple):
     prefix."""
 
 
-def find(tensors: Tensors, part: str) -> NetworkInFile:
+def find(tensors: Tensors, part: str, text: bool = False) -> NetworkInFile:
     """Return the network of a file.
 
     Args:
       tensors: by name, as from `checkpoints.read_checkpoint`.
       part: "teacher", "student", or any other part of the prefix of one of several networks.
+      text: whether it reads text, and else images; CLIP's files have both.
 
     Raises:
       InputError: if there is no network, or several of which no rule chooses one.
     """
     families = _families(tensors)
-    if not families:
-        raise InputError(_no_network(tensors))
-    prefix = _choose_prefix(list(families), part)
+    prefixes = [prefix for prefix, family in families.items() if (family.reader == "text") == text]
+    if not prefixes:
+        raise InputError(_no_network(tensors, [family.name for family in families.values()], text))
+    prefix = _choose_prefix(prefixes, part)
     # a network may lie inside another: the prefix "" contains all names of the file
     nested = tuple(other for other in families if other != prefix and other.startswith(prefix))
     network: Tensors = {}
@@ -157,6 +179,12 @@ def find(tensors: Tensors, part: str) -> NetworkInFile:
         else:
             left_out.append(short)
     return NetworkInFile(families[prefix], prefix, network, tuple(left_out))
+
+
+def only_text(tensors: Tensors) -> bool:
+    """Check whether all networks of a file read text."""
+    families = _families(tensors).values()
+    return bool(families) and all(family.reader == "text" for family in families)
 
 
 def _families(tensors: Tensors) -> dict[str, Family]:
@@ -184,7 +212,15 @@ def _fits(family: Family, prefix: str, tensors: Tensors) -> bool:
     return all(map(has, family.needs)) and not any(map(has, family.lacks))
 
 
-def _no_network(tensors: Tensors) -> str:
+def _no_network(tensors: Tensors, others: list[str], text: bool) -> str:
+    if others:
+        wanted, nearest = "images", "--dataset text"
+        if text:
+            wanted, nearest = "text", "hf:sentence-transformers/all-MiniLM-L6-v2"
+        return f"checkpoint: no network in it reads {wanted}: it is of {others[0]}; nearest: {nearest}"
+    if text:
+        holds = listed(list(tensors)) or "no tensors"
+        return f"checkpoint: no text encoder in it (docs/checkpoints.md); it holds: {holds}"
     for pattern, family in _NOT_READ.items():
         name = next((name for name in tensors if re.fullmatch(pattern, name)), None)
         if name is not None:

@@ -114,7 +114,7 @@ def _modules(
 
 
 _OURS = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "fc1", "fc2")
-_TIMM = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+TIMM = _modules("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 _HF4 = _modules(
     "layernorm_before",
     " ".join(f"attention.attention.{part}" for part in ("query", "key", "value")),
@@ -154,14 +154,14 @@ _FCLJAX = ("decoder.embed", "decoder.mask", "decoder.pos", "decoder.norm", "deco
 _MAE = ("decoder_embed", "mask_token", "decoder_pos_embed", "decoder_norm", "decoder_pred")
 ENCODERS = (
     Naming("fcljax", "ours", "patch", "cls", "pos", "norm", "head", "block_%02d.", _OURS),
-    Naming("timm", "torch", *_PATCHES, "blocks.%d.", _TIMM),
+    Naming("timm", "torch", *_PATCHES, "blocks.%d.", TIMM),
     Naming("huggingface", "torch", *_HF, "encoder.layer.%d.", _HF4),
     Naming("huggingface", "torch", *_HF, "layers.%d.", _HF5),
     Naming("google", "google", *_BIG, "Transformer/encoderblock_%d/", _GOOGLE),
 )
 DECODERS = (
     Naming("fcljax", "ours", *_FCLJAX, "decoder.block_%02d.", _OURS),
-    Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", _TIMM),
+    Naming("timm", "torch", *_MAE, "decoder_blocks.%d.", TIMM),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF4),
     Naming("huggingface", "torch", *_MAE, "decoder_layers.%d.", _HF5),
     # what transformers 5 writes

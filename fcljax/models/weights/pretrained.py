@@ -33,7 +33,16 @@ from fcljax.models.shapes import (
     array_type,
 )
 from fcljax.models.vit import ViTConfig
-from fcljax.models.weights import checkpoints, convnext, dialects, finding, naming, sidecars, torchvision
+from fcljax.models.weights import (
+    checkpoints,
+    convnext,
+    dialects,
+    finding,
+    naming,
+    sidecars,
+    text_encoders,
+    torchvision,
+)
 from fcljax.models.weights.sidecars import FORMAT
 from fcljax.pixels import NORMALISE
 from fcljax.settings import Positions, StemChoice
@@ -47,7 +56,7 @@ ASSET_DIGESTS = {
     "text_micro.safetensors": "f828f7d2b17af51974667506b0a5979b1f43d94e5ae99a7c69165c0666d002b1",
 }
 # fields of some ViTs' shapes
-VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "activation", "rotary_base")
+VARIANTS = ("layer_scale", "registers", "qk_norm", "pre_norm", "post_norm", "activation", "rotary_base")
 
 _SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MATRICES = {"patch", "qkv", "proj", "fc1", "fc2", "embed", "predict"}
@@ -319,22 +328,43 @@ def _packaged_decoder(name: str | None, image_size: int | None) -> str | None:
     return str(file) if file.is_file() else None
 
 
-def packaged_text_encoder(name: str, dtype: Dtype, trains: bool = False) -> Pretrained:
-    """Return a text encoder that comes with the package; `experiments/text_encoder.py`
-    trains it.
+def load_text_encoder(checkpoint: str | None, dtype: Dtype, trains: bool = False) -> Pretrained:
+    """Load a text encoder.
 
     Args:
-      name: of TEXT_ENCODERS.
+      checkpoint: as of `load_backbone`; None: `text_micro`, which comes with the package and
+        `experiments/text_encoder.py` trains.
       dtype: number format of its products; matrix parameters are stored in its type.
       trains: whether the parameters train, and so are stored as float32.
+
+    Raises:
+      InputError: for a file without a text encoder, of another architecture, or broken.
     """
-    config = TEXT_ENCODERS[name]
+    if checkpoint is None:
+        file = checkpoints.read_checkpoint(packaged("text_micro"))
+        tensors = {key: np.asarray(value, np.float32) for key, value in file.tensors.items()}
+        params = unflatten_dict(tensors, sep=".")
+        encoder = text_encoders.InterpretedText(TEXT_ENCODERS["text_micro"], params, "fcljax", ())
+    else:
+        file = checkpoints.read_checkpoint(checkpoint)
+        encoder = read_text_encoder(file)
+    config = encoder.config
     config = dataclasses.replace(config, blocks=dataclasses.replace(config.blocks, dtype=dtype))
-    file = checkpoints.read_checkpoint(packaged(name))
-    tensors = {key: np.asarray(value, np.float32) for key, value in file.tensors.items()}
-    params = _to_device(unflatten_dict(tensors, sep="."), "float32" if trains else array_type(dtype))
+    params = _to_device(encoder.params, "float32" if trains else array_type(dtype))
     none = (0.0, 0.0, 0.0)
-    return Pretrained(config, params, None, None, none, (1.0, 1.0, 1.0), "fcljax", file.digest, ())
+    one = (1.0, 1.0, 1.0)
+    return Pretrained(config, params, None, None, none, one, encoder.mapping, file.digest, encoder.notes)
+
+
+def read_text_encoder(file: checkpoints.Checkpoint) -> text_encoders.InterpretedText:
+    """Return the text encoder of a file.
+
+    Raises:
+      InputError: as `load_text_encoder`.
+    """
+    text_encoders.check_architecture(file.config)
+    network = finding.find(dialects.from_flax(file.tensors), WeightOptions().part, text=True)
+    return text_encoders.interpret(network, file)
 
 
 def save_native(

@@ -108,8 +108,8 @@ def _checked_facts(
             f"checkpoint: {file.source!r} says that its rotary positions have base {rotary_base!r}"
         )
     tensors = TensorFacts(
-        _positive_integer(file, "heads", heads),
-        _positive_integer(file, "decoder heads", decoder_heads),
+        positive_integer(file, "heads", heads),
+        positive_integer(file, "decoder heads", decoder_heads),
         activation,
         rotary_base,
     )
@@ -192,8 +192,15 @@ def _activation(config: dict[str, Any], open_clip: dict[str, Any]) -> Activation
         if _model(open_clip).get("quick_gelu"):
             return "quick_gelu"
         return "gelu"
-    if name is None:
-        return None
+    return None if name is None else activation_of(name)
+
+
+def activation_of(name: object) -> Activation:
+    """Return our name of an activation of transformers.
+
+    Raises:
+      InputError: for another one.
+    """
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise InputError(
             f"checkpoint: config.json has hidden_act {name!r}, and the networks here have "
@@ -213,7 +220,7 @@ def checked_epsilon(file: Checkpoint, value: object) -> float:
     return value
 
 
-def _positive_integer(file: Checkpoint, what: str, value: object) -> int | None:
+def positive_integer(file: Checkpoint, what: str, value: object) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
