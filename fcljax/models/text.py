@@ -61,6 +61,7 @@ class TextEncoder(nn.Module):
         features = run_blocks(self, blocks, x, injection, outputs, Joins(mask=mask), whole, self.remat)
         if c.pooling in ("learned", "first"):
             return features
+        assert features.tokens is not None  # `whole` asks for them
         tokens = jnp.concatenate([features.tokens[:, :1], features.tokens[:, outputs:]], axis=1)
         return features._replace(cls=pooled(c, tokens, text["ids"], text["mask"]))
 

@@ -87,6 +87,7 @@ def main(folder: Path) -> None:
         arrays[f"{name}/shapes"] = np.array(json.dumps({key: x.shape for key, x in tensors.items()}))
         arrays |= {f"{name}/{key}": x.numpy() for key, x in outputs.items()}
         arrays[f"{name}/config"] = np.array(json.dumps(model.config.to_diff_dict()))
+    # pyrefly: ignore[bad-argument-type]  # no array is named allow_pickle
     np.savez_compressed(folder / "texts.npz", **arrays)
 
 

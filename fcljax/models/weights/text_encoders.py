@@ -69,7 +69,7 @@ _OPENAI = "heads of 64 channels and quick_gelu are assumed, as in OpenAI's netwo
 # the names of a file of fcljax's metadata
 _KEPT = ("heads", "activation", "epsilon", "pooling", "end", "causal")
 _ARRAYS = {"embed": "embed.weight", "pos": "pos_embed", "types": "types.weight"}  # ours -> timm's
-_POOLING = {"cls": "first", "cls_token": "first", "mean": "mean", "mean_tokens": "mean"}
+_POOLING: dict[str, Pooling] = {"cls": "first", "cls_token": "first", "mean": "mean", "mean_tokens": "mean"}
 
 
 class InterpretedText(NamedTuple):
