@@ -30,11 +30,9 @@ from fcljax.runs.inputs import compute_type
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
 
-QUICK = ("fppl",)
-METHODS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
 
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPTIONS)
 def test_all_programs_of_a_round_lower_for_gpus_and_tpus(name):
     """Without float64, which they lack or are slow at, and without a call of the host."""
     method = method_of(name, **{"epochs": 1, "batch_size": 4} | OPTIONS[name])
@@ -315,6 +313,7 @@ def settings(method="linear", **values):
     return config.resolve(config.from_mapping(method, values, "test"))
 
 
+@pytest.mark.long
 def test_a_plan_says_what_fits_a_chip_and_how_long_a_round_is_at_best(monkeypatch):
     """On a machine that stands for the chip: this CPU. The step needs less with fewer images at a time."""
     monkeypatch.setattr(plan, "machine", lambda name: (Machine("tpu"), None))

@@ -45,7 +45,7 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", some(RULES, [*RULES][::3]))
 def test_a_list_and_stacked_leaves_agree_and_a_missing_client_has_no_influence(name):
     rule, options = getattr(fcljax.aggregate, name), RULES[name]
     trees, weight = clients(), [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -658,8 +658,7 @@ JAX, ARRAYS = ("jax", "flax", "optax"), ("matplotlib", "numpy")
     [
         ("--help; --version; list; completion bash", JAX + ARRAYS),
         ("data list", (*JAX, "matplotlib")),
-        ("compare RUN --out NEW/accuracy.png", JAX),
-        ("report RUN --out NEW/report.html", JAX),
+        ("compare RUN --out NEW/accuracy.png; report RUN --out NEW/report.html", JAX),
     ],
 )
 def test_what_needs_no_jax_does_not_import_it(arguments, names, tmp_path):

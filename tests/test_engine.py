@@ -154,6 +154,7 @@ def test_clients_train_on_the_classes_of_their_own_task(lanes):
     assert report.metrics == {"loss": pytest.approx((1**2 / 2 + 3**2 / 2) / 2)}
 
 
+@pytest.mark.long
 def test_one_client_per_chunk_gives_the_same_numbers(data, partitions, plain):
     """The other engines here have chunks of 2, 4 and all clients."""
     engine = toys.build(TOYS["gathering"](), partitions, Lanes(3, "vmap"), slots=1)
@@ -431,6 +432,7 @@ def robust(partitions):
     return toys.build(method._replace(broadcast=twice(method.broadcast)), partitions, Lanes(3, "vmap"), 3)
 
 
+@pytest.mark.long
 def test_a_robust_rule_sees_all_uploads(robust, data, partitions):
     """Over chunks of three clients the server gets the median of all seven."""
 

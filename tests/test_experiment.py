@@ -130,6 +130,7 @@ def test_communication_of_linear_is_its_head_and_a_weight(linear_run):
     }
 
 
+@pytest.mark.long
 def test_communication_of_fppl_is_prompt_gate_head_and_prototypes(fppl_run):
     prompt, gate, prototypes = 2 * 2 * WIDTH, TASKS * WIDTH + 1, 2 * WIDTH
     summary = summary_of(fppl_run)
@@ -192,14 +193,18 @@ def test_accuracy_is_logged_at_the_end_of_tasks_and_is_the_summarys(run):
         assert line["A"] == pytest.approx(average)
 
 
-def test_accuracy_is_logged_in_every_round_only_if_asked_for(linear_run, fppl_run):
+def test_accuracy_is_logged_in_every_round_if_asked_for(linear_run):
     assert all(len(line["accuracy"]) == line["task"] + 1 for line in lines_of(linear_run))
+
+
+@pytest.mark.long
+def test_accuracy_is_logged_after_a_task_s_last_round_alone_unless_asked_for(fppl_run):
     assert all(("accuracy" in line) == (line["round"] == 1) for line in lines_of(fppl_run))
-
-
-def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run, fppl_run):
-    assert all(line["participants"] == 2 for line in lines_of(linear_run))  # ceil(0.6 * 3)
     assert all(line["participants"] <= 2 for line in lines_of(fppl_run))
+
+
+def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run):
+    assert all(line["participants"] == 2 for line in lines_of(linear_run))  # ceil(0.6 * 3)
 
 
 # ---- personal models ---------------------------------------------------------------------------------------

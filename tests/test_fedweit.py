@@ -582,6 +582,7 @@ def micro_resnet():
     return network, example
 
 
+@pytest.mark.long
 def test_it_keeps_to_the_protocol_on_lora():
     method = method_of("fedweit", adapter="lora", network=NETWORK)
     check_method(method, read, Example(Frozen(jax.eval_shape(NETWORK.init, KEY)), DATA, TASKS[0]))

@@ -702,6 +702,7 @@ def test_clients_that_are_absent_or_rejected_leave_the_pool_as_it_is():
     np.testing.assert_array_equal(new[0, 2:4], np.full((2, WIDTH), 7.0))
 
 
+@pytest.mark.long
 def test_after_twenty_full_tasks_debias_takes_2000_rows_in_80_steps():
     pool = Prototypes(jnp.zeros((10, 200, 2)), jnp.zeros((10, 200), bool))
     store = jax.jit(store_prototypes)

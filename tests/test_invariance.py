@@ -103,7 +103,7 @@ def mesh():
 
 @pytest.mark.parametrize(
     "name",
-    small_runs.some(["two_pass", "remembering", "personal", "clipping", "replaying"], ["replaying"]),
+    small_runs.some(["two_pass", "remembering", "personal", "clipping", "replaying"], ()),
 )
 def test_eight_devices_give_the_numbers_of_one(name, data, partitions, mesh):
     """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced

@@ -528,6 +528,7 @@ def history_kept(task):
     return keep_task(engine_of(method), FROZEN, history()[2 * task + 1][0], TASKS[task], 1)
 
 
+@pytest.mark.long
 def test_the_pool_of_earlier_tasks_changes_the_last_round_of_a_task_and_no_other():
     whole, alone = history(), history(wo_restore_pool=True)
     same(whole[2][0].params, alone[2][0].params)

@@ -59,7 +59,14 @@ def test_inputs_are_any_pytree_and_padding_of_it_does_not_count():
         assert found.history[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("y", [np.sign(X[:, 0]).astype(int), -np.ones(24, int), (1 << 30) + np.arange(24)])
+@pytest.mark.parametrize(
+    "y",
+    [
+        np.sign(X[:, 0]).astype(int),
+        pytest.param(-np.ones(24, int), marks=pytest.mark.long),
+        pytest.param((1 << 30) + np.arange(24), marks=pytest.mark.long),
+    ],
+)
 def test_integers_that_are_no_classes_are_targets(y):
     client = fcljax.local_sgd(lambda w, x, y: x @ w * y, optax.sgd(1e-12))
     assert fcljax.simulate(fcljax.fedavg(jnp.ones(3), client), X, y, OWNER, 1).history[0]["participants"] == 3

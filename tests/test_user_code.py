@@ -102,6 +102,7 @@ def test_a_method_of_ones_own_is_short_and_not_packed(name, most):
     assert not any("fmt:" in line for line in lines)
 
 
+@pytest.mark.long
 def test_fedprox_of_ones_own_is_the_package_s():
     run = run_of()
     own = method_of_file("fedprox", run, mu=2.0)
