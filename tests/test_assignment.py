@@ -271,7 +271,7 @@ def test_settings_of_an_impossible_partition_are_one_line(options, parts, tmp_pa
     assert all(part in line for part in parts)
 
 
-@pytest.mark.parametrize("partition", small_runs.some(BY_TASK, ["task_dirichlet"]))
+@pytest.mark.parametrize("partition", BY_TASK)
 @pytest.mark.long
 def test_the_chart_of_a_redrawn_population_shows_the_first_round_of_each_task(
     digits, partition, tmp_path, capsys

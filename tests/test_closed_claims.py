@@ -269,6 +269,7 @@ def features(images):
     return apply_vit(TINY, FROZEN.network, jnp.asarray(IMAGE[:images], jnp.float32), full=True)
 
 
+@pytest.mark.long
 def test_inputs_of_pairs_are_gram_matrices_within_the_norms_of_the_blocks():
     x = attention_inputs(FROZEN.network, features(9), 2).reshape(2, -1, TINY.width)
     grams = jnp.einsum("mnd,mne->mde", x, x)

@@ -69,7 +69,8 @@ def offered(lines, folder):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("method", small_runs.some(METHODS, ()))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
 def test_a_method_has_its_options_on_every_adapter_and_no_others(method, tmp_path):
     adapters = [name for name in ADAPTERS if name not in METHODS[method].excludes]
     lines = [f"run {method} --adapter {adapter} --" for adapter in adapters]

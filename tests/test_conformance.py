@@ -193,7 +193,8 @@ def test_classes_not_seen_and_padding_classes_never_win(name):
         assert set(np.argmax(logits, axis=-1).tolist()) <= set(np.flatnonzero(task.seen).tolist())
 
 
-@pytest.mark.parametrize("method", some(["joint", "fedclm", "ewc", "lwf", "icarl"], ()))
+@pytest.mark.parametrize("method", ["joint", "fedclm", "ewc", "lwf", "icarl"])
+@pytest.mark.long
 def test_one_client_with_all_rows_trains_as_a_plain_loop_would(method):
     """In the first task, where the baselines' own terms are 0: optax on unpadded batches, written from the
     definition of LoRA."""
@@ -293,6 +294,7 @@ def test_programs_differ_wherever_a_constant_does():
     assert differ(plain) is None
 
 
+@pytest.mark.long
 def test_a_loss_that_is_nan_is_found_though_states_stay_finite():
     def value(output, batch, task):
         plain = cross_entropy_loss().value(output, batch, task)

@@ -134,6 +134,7 @@ def test_claims_of_precision_are_attacked():
     same(upload.mean.mean, jnp.ones((3, 2)))
 
 
+@pytest.mark.long
 def test_a_client_that_is_certain_sends_noise_and_claims_precision(tmp_path, capsys):
     """Its standard deviations are as small as VFCL's server takes them for possible."""
     gaussian = Posterior(jnp.ones(2), jnp.array([-4.0, 30.0]))

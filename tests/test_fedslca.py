@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro import LABEL, SCALE, SIZES, TASKS, begin, engine_of, method_of, play, resolved, round_context_of
-from small_runs import some
 from test_closed_form import FEATURES, PARTITIONS
 from test_fedrecon import PIXELS, batch_of, run_of
 
@@ -34,7 +33,7 @@ UNEVEN = ("dirichlet 0.05", "one class a client")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", some(["iid", *UNEVEN], UNEVEN[:1]))
+@pytest.mark.parametrize("name", ["iid", *UNEVEN])
 def test_covariances_merged_over_clients_are_those_of_the_pooled_examples(name):
     method = fedslca(OPTIONS, run_of(False, PIXELS))
     server, states = begin(method, SCALE)

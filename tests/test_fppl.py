@@ -796,6 +796,7 @@ def test_an_empty_pool_leaves_the_head(head_and_pool):
         (dict(wo_debias=True), [], 0.0),
     ],
 )
+@pytest.mark.long
 def test_the_pools_classes_are_those_whose_head_the_server_trains(fields, trained, rate):
     method, server = make(**fields)
     pool = pool_of(full_pool(server))

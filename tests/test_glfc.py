@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_runs
 from micro import (
     FROZEN,
     IMAGE,
@@ -82,6 +81,7 @@ def test_category_balanced_weights_are_of_powered_gaps():
     assert lga.by_tasks(GAP, batch_of([0, 1, 3]), known_of([]), SECOND).tolist() == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_older_tasks_add_up_and_weights_are_bounded():
     """In the third task, of a class learned in the first and one in the second: the older one counts for
     both, over the means of {0} and of {0, 1}."""
@@ -464,7 +464,7 @@ class Server:
         return number(choice.previous), number(choice.current), float(metrics["score"].total)
 
 
-@pytest.mark.parametrize("reset", small_runs.some(["arrival", "second", "never"], ("arrival",)))
+@pytest.mark.parametrize("reset", ["arrival", "second", "never"])
 @pytest.mark.long
 def test_the_proxy_keeps_the_best_model_of_now_and_of_before(reset):
     """Models predict one class each. In the first task two of three images are of class 2."""

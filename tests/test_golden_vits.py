@@ -128,6 +128,7 @@ def test_other_images_sizes_keep_registers_and_scales(tmp_path):
     np.testing.assert_array_equal(loaded.params["registers"], tensors["register_tokens"][0])
 
 
+@pytest.mark.long
 def test_rotary_positions_stay_with_their_patches():
     """An autoencoder's encoder reads some of the patches, in any order; prompts have no place."""
     loaded, rng = load("vit_timm_dinov3", heads=HEADS), np.random.default_rng(1)

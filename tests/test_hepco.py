@@ -248,6 +248,7 @@ def test_prompts_that_are_sums_are_compared_without_being_made():
         np.testing.assert_allclose(*slopes, rtol=1e-2, atol=5e-3 * float(jnp.abs(slopes[1]).max()))
 
 
+@pytest.mark.long
 def test_the_generators_may_see_the_mean_over_the_prompts_numbers():
     """O10: a mean is 0.002 where the sum is 30.72."""
     opts, _, model, params, aggregate, _ = world()
@@ -463,7 +464,8 @@ SWITCHES = ["wo_previous", "wo_kl", "wo_mse", "wo_prompt_distillation", "wo_clas
 
 
 # each compiles a step of its own
-@pytest.mark.parametrize("switch", some(SWITCHES, ()))
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.long
 def test_every_ablation_takes_something_away(switch):
     plain, without = (played(*world(**{switch: on}))[0] for on in (False, True))
     start = world()[3]
@@ -490,7 +492,8 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize("field, value", some(READINGS, ()))
+@pytest.mark.parametrize("field, value", READINGS)
+@pytest.mark.long
 def test_every_reading_changes_the_result(field, value):
     plain, other = (played(*world(**more))[0] for more in ({}, {field: value}))
     assert norm(jax.tree.map(jnp.subtract, plain, other)) > 1e-8

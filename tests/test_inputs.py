@@ -134,6 +134,7 @@ def test_joint_training_has_all_classes_in_one_task():
     assert [len(tasks(method)) for method in ("joint", "fedclm")] == [1, 5]
 
 
+@pytest.mark.long
 def test_auto_takes_the_network_that_the_checkpoint_holds(tmp_path):
     tiny = ViTConfig(image_size=16, patch=8, width=64, depth=1, heads=1, mlp=32)
     save_native(tmp_path / "tiny.safetensors", init_vit(jax.random.key(0), tiny), {})
@@ -160,7 +161,8 @@ def photographs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("pipeline", small_runs.some(["fppl", "hepco"], ()))
+@pytest.mark.parametrize("pipeline", ["fppl", "hepco"])
+@pytest.mark.long
 def test_training_crops_of_photographs_are_drawn_in_their_own_pixels(pipeline, photographs, tmp_path):
     cfg = dataclasses.replace(
         SMALL, dataset=f"folder:{photographs}", data_dir=str(tmp_path), preprocess=pipeline, store_size=30

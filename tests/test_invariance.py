@@ -80,6 +80,7 @@ def test_a_clients_upload_does_not_depend_on_how_clients_are_chunked(data, parti
     same(uploads(chunked, data, partitions[0], PRESENT), expected)
 
 
+@pytest.mark.long
 def test_spare_room_in_the_tables_is_inert(data, partitions):
     """Twice the ticks, more rows, more slots and more participants than any round fills."""
     method, tight = toys.remembering(), engine_of("remembering", "vmap3").players[0].capacity
@@ -103,8 +104,9 @@ def mesh():
 
 @pytest.mark.parametrize(
     "name",
-    small_runs.some(["two_pass", "remembering", "personal", "clipping", "replaying"], ()),
+    ["two_pass", "remembering", "personal", "clipping", "replaying"],
 )
+@pytest.mark.long
 def test_eight_devices_give_the_numbers_of_one(name, data, partitions, mesh):
     """Two tasks of two rounds with a lane per device, against one lane on one device; nothing is traced
     again."""

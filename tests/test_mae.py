@@ -231,6 +231,7 @@ def test_a_width_that_cannot_hold_two_sines_and_cosines_is_refused():
         sincos_positions(2, 510)
 
 
+@pytest.mark.long
 def test_a_new_decoder_is_drawn_as_in_mae():
     wide = dataclasses.replace(SMALL, width=64, depth=1, mlp=96)
     params = jax.jit(init_decoder, static_argnums=1)(jax.random.key(0), wide)
@@ -451,6 +452,7 @@ def test_the_gradient_of_the_prompt_is_the_slope_of_the_loss(encoder, decoder, i
     np.testing.assert_allclose((slope * way).sum(), rise / 2, rtol=0.02, atol=1e-6)
 
 
+@pytest.mark.long
 def test_positions_are_fixed_and_everything_else_of_a_decoder_learns(encoder, decoder, image, masking):
     gradient = jax.jit(jax.grad(restore_loss, argnums=1))(None, decoder, encoder, image, masking)
     assert not gradient.pop("pos").any()

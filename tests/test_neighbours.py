@@ -2,7 +2,6 @@
 
 import pytest
 from micro import DATA, FROZEN, begin, method_of
-from small_runs import some
 from test_composition import settings_of
 from test_conformance import OPTIONS
 
@@ -24,7 +23,8 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "by"), some(CHOICES, ()))
+@pytest.mark.parametrize(("name", "by"), CHOICES)
+@pytest.mark.long
 def test_a_prediction_by_the_batch_is_caught_unless_the_method_names_it(name, by):
     made = method_of(name, **OPTIONS[name] | {by: True})
     named = statement(made)

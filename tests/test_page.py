@@ -314,6 +314,7 @@ def test_mistakes_of_report_are_one_line(arguments, words, capsys):
     assert said.count("\n") == 1 and all(word in said for word in words)
 
 
+@pytest.mark.long
 def test_a_page_that_cannot_be_made_is_one_line_and_is_made_when_it_can_be(tmp_path, monkeypatch, capsys):
     run = copy_of_run(tmp_path)
     for name in FIGURES:

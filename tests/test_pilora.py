@@ -702,7 +702,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", small_runs.some(VARIANTS, ()))
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.long
 def test_every_variant_plays_both_tasks_and_stays_finite(name):
     fidelity, fields = VARIANTS[name]
     method = build(fidelity=fidelity, epochs=2, batch_size=8, lr=0.03, **fields)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_runs
 from micro import (
     FORMULA,
     KEY,
@@ -357,6 +356,7 @@ def test_too_few_components_or_an_odd_length_are_refused():
 # ---- the baselines -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_first_classifiers_are_those_of_the_releases():
     head = init_truncated(KEY, 100, 400)
     assert not head.bias.any() and float(jnp.abs(head.kernel).max()) <= 0.04
@@ -373,7 +373,8 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", small_runs.some(["l2p", "dualprompt"], ()))
+@pytest.mark.parametrize("name", ["l2p", "dualprompt"])
+@pytest.mark.long
 def test_the_adapters_own_loss_is_part_of_every_methods(name):
     """The pull reaches the keys in FedAvg: without its weight they stay."""
     pull = {"l2p": "l2p_key_weight", "dualprompt": "dual_key_weight"}[name]

@@ -100,7 +100,8 @@ def test_the_first_round_waits_for_the_images_of_its_task_only(exp, tmp_path, mo
     assert shown == [event for pair in numbers for event in (*pair, "round")]
 
 
-@pytest.mark.parametrize("augment", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("augment", [False, True])
 def test_planned_programs_are_those_of_a_round(augment, exp):
     """Whoever compiles them before a run, to see whether they fit, compiles what the run does: with the query
     features of clean images, and without them where images are augmented."""

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given as cases
 from hypothesis import strategies as st
-from small_runs import some
 
 import fcljax
 from fcljax import config
@@ -44,7 +43,8 @@ def settings_of(method="linear", **given):
 # ---- rates as data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some(METHODS, ()))
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.long
 def test_the_learning_rates_of_every_method_may_be_data(name):
     """Each function of the method is traced with rates that are no constants, and keeps to the protocol."""
     settings = config.from_mapping(name, dict(scale="fit", clients=4, batch_size=4, epochs=2), "options")

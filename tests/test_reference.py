@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from small_runs import some
 from test_conformance import KEY, STREAM, federation
 from toys import stack
 
@@ -14,8 +13,9 @@ from fcljax.federated.reference import play_round
 
 @pytest.mark.parametrize(
     "name",
-    some(["pilora", "fppl", "linear", "ewc", "icarl", "scaffold", "vfcl", "hepco"], ()),
+    ["pilora", "fppl", "linear", "ewc", "icarl", "scaffold", "vfcl", "hepco"],
 )
+@pytest.mark.long
 def test_a_round_of_two_of_three_clients_equals_the_reference_round(name):
     """Client 1 has no examples, and client 2 is not sampled."""
     made = federation(name)

@@ -293,6 +293,7 @@ def test_narrow_uploads_of_3000_clients_are_summed_in_full(slots, data):
 # ---- what is reported --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_metrics_of_one_name_add_up_over_passes_and_are_told_apart_over_rounds(data):
     """Three rows at 10 and then, in the second pass, at 20: their mean is 15; the refresh has its own."""
 

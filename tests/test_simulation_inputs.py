@@ -36,7 +36,9 @@ def by_hand(y, gradient_of, weights, rounds, lr=0.05):
     return weights
 
 
-@pytest.mark.parametrize("batch_size", [100, LARGEST_INT])  # padding of so large a batch would fill memory
+@pytest.mark.parametrize(
+    "batch_size", [100, pytest.param(LARGEST_INT, marks=pytest.mark.long)]
+)  # padding of so large a batch would fill memory
 def test_targets_of_several_axes_are_those_of_federated_averaging_by_hand(batch_size):
     y = RNG.normal(size=(24, 2)).astype(np.float32)
     client = fcljax.local_sgd(squares, optax.sgd(0.05), batch_size=batch_size)
@@ -84,6 +86,7 @@ class Noisy(nnx.Module):
         return self.linear(self.dropout(self.norm(x)))[:, 0]
 
 
+@pytest.mark.long
 def test_layers_with_a_state_train_and_a_key_is_new_in_every_step():
     keys = []
 

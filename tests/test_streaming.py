@@ -46,7 +46,7 @@ def test_windows_from_the_host_give_the_bits_of_resident_data(name, way, data, p
 
 @pytest.mark.parametrize(
     ("rows", "overlap"),
-    small_runs.some([*itertools.product([1, 13, 10_000], [True, False])], [(1, True)]),
+    [*itertools.product([1, 13, 10_000], [True, False])],
 )
 @pytest.mark.long
 def test_the_size_of_the_windows_and_their_overlap_change_nothing(rows, overlap, data, partitions):
@@ -84,7 +84,7 @@ def test_only_the_rows_that_a_window_needs_are_read(data, partitions):
     assert set(np.concatenate(read).tolist()) == {0, *theirs.tolist()}  # row 0 stands for padding
 
 
-@pytest.mark.parametrize("name", small_runs.some(["two_pass", "replaying"], ["replaying"]))
+@pytest.mark.parametrize("name", ["two_pass", "replaying"])
 @pytest.mark.long
 def test_several_devices_get_windows_of_their_own_and_give_the_bits_of_resident_data(name, data, partitions):
     """Each device's rows alone: of a window of 24 rows a device holds no more than those of its lane."""

@@ -308,7 +308,8 @@ def test_a_generator_has_the_layers_of_the_source():
     assert image.shape == (5, 10, 7, 3) and 0 <= image.min() < image.max() <= 1
 
 
-@pytest.mark.parametrize("doubled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("doubled", [False, True])
 def test_a_layer_is_a_convolution_of_its_images_or_of_the_doubled_ones(doubled):
     x, layer = jax.random.normal(KEY, (2, 5, 4, 3)), _Conv(6, doubled)
     variables = layer.init(KEY, x)

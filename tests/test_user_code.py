@@ -125,12 +125,9 @@ def ridge_by_numpy(partitions, width, ridge):
 
 @pytest.mark.parametrize(
     "counts",
-    [
-        pytest.param((9, 0, 4, 7), marks=pytest.mark.long),
-        pytest.param((20, 0, 0, 0), marks=pytest.mark.long),
-        pytest.param((1, 3, 8, 2), marks=pytest.mark.long),
-    ],
+    [(9, 0, 4, 7), (20, 0, 0, 0), (1, 3, 8, 2)],
 )
+@pytest.mark.long
 def test_federated_ranpac_is_ridge_regression_on_all_examples_whoever_holds_them(counts):
     method = method_of_file("fedranpac", run_of(NETWORK), width=12, ridge=0.5)
     partitions = [partition_of(task, counts) for task in STREAM]

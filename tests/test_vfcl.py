@@ -27,7 +27,7 @@ from micro import (
     server_round,
     train,
 )
-from small_runs import COMMON, some
+from small_runs import COMMON
 
 from fcljax import cli
 from fcljax.adapters.full import FullOptions, full
@@ -165,9 +165,8 @@ def gaussian(x, mean, sigma):
     return -0.5 * ((x - mean) / sigma) ** 2 - np.log(sigma * np.sqrt(2 * np.pi))
 
 
-@pytest.mark.parametrize(
-    "scale, factor", some([("per_sample", 1 / 3), ("none", 1.0)], [("per_sample", 1 / 3)])
-)
+@pytest.mark.parametrize("scale, factor", [("per_sample", 1 / 3), ("none", 1.0)])
+@pytest.mark.long
 def test_at_first_the_body_is_where_its_prior_is_and_the_heads_prior_is_standard(scale, factor):
     """Before the first step q is the global posterior, so that only the classifier's term is left; it is
     counted over the classes that the client has seen."""
@@ -330,6 +329,7 @@ def test_labels_bound_how_certain_a_client_can_become():
 
 
 @pytest.mark.parametrize("merge", ["conflation", "tempered"])
+@pytest.mark.long
 def test_two_of_ten_that_are_certain_have_little_more_than_their_share(merge):
     """Honest means are 1 and the liars' -1, at a precision of a hundred times what was sent. Without a bound
     they have 96 % of the weight."""
