@@ -30,6 +30,7 @@ LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int
 
 # objects that Python takes for a choice
 OBJECTS = {
+    "attack": ("Attack",),
     "aggregator": ("MergingRule",),
     "lr_schedule": ("LearningRateSchedule",),
     "optimiser": ("ClientOptimiser", "OptaxOptimiser"),
@@ -46,6 +47,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 from fcljax.types import (
+    Attack,
     ClientOptimiser,
     LearningRateSchedule,
     MergingRule,

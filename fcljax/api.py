@@ -1,4 +1,5 @@
-"""`fcljax.run`: a run from Python, on data, methods and networks that may be objects in memory."""
+"""`fcljax.run`: a run from Python, on data, methods and networks that may be objects in
+memory."""
 
 from __future__ import annotations
 
@@ -42,9 +43,11 @@ from fcljax.runs.model import Model, model_of_run
 from fcljax.runs.resume import stored_settings
 from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
+from fcljax.types import Metric
 
 LISTED = ("class_order", "task_sizes")  # options that take lists
 Data = str | Dataset | Sequence[Any]
+NO_METRICS: Mapping[str, Metric] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +74,8 @@ class Result:
           method: as of the run; it may be left out for a method of the package.
 
         Raises:
-          InputError: if the run is not finished, or its method is a program that was not given.
+          InputError: if the run is not finished, or its method is a program that was
+            not given.
         """
         values = config.load_yaml(Path(folder) / "config.yaml")
         if method is None:
@@ -83,7 +87,8 @@ class Result:
 
     @property
     def accuracy(self) -> Float[np.ndarray, "T T"]:
-        """Return Class-IL accuracy on the test images of task i after task t, [t, i]; NaN before task i."""
+        """Return Class-IL accuracy on the test images of task i after task t, [t, i];
+        NaN before task i."""
         return np.array(self.metrics["accuracy"], float)
 
     @property
@@ -102,7 +107,8 @@ class Result:
         return self.client_model(None)
 
     def client_model(self, client: int | None) -> Model:
-        """The final model of a client that keeps one of its own; None: the global one.
+        """Return the final model of a client that keeps one of its own; None: the
+        global one.
 
         Raises:
           InputError: if there is no such model.
@@ -136,16 +142,16 @@ class Result:
 
     def facts(self) -> dict[str, str]:
         """Return the main results, in words."""
-        one = self.metrics
-        total = self.metrics["communication_total"]
-        sent = total["upload_bytes"] + total["download_bytes"]
+        summary = self.metrics
+        total = summary["communication_total"]
+        traffic = total["upload_bytes"] + total["download_bytes"]
         return {
-            "method": f"{one['method']} on {one['dataset']}, {one['backbone']}",
-            "mean accuracy after the last task": _percent(one["A_last"]),
-            "mean accuracy over all tasks": _percent(one["A_avg"]),
-            "forgetting": _percent(one["forgetting"]["paper"]),
-            "sent and received": f"{megabytes(sent)} MB",
-            "time": f"{sum(one['time'].values()):.0f} s",
+            "method": f"{summary['method']} on {summary['dataset']}, {summary['backbone']}",
+            "mean accuracy after the last task": _percent(summary["A_last"]),
+            "mean accuracy over all tasks": _percent(summary["A_avg"]),
+            "forgetting": _percent(summary["forgetting"]["paper"]),
+            "sent and received": f"{megabytes(traffic)} MB",
+            "time": f"{sum(summary['time'].values()):.0f} s",
         }
 
     def __repr__(self) -> str:
@@ -157,13 +163,19 @@ class Result:
             f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td>" for k, v in self.facts().items()
         )
         curve = self.figures.get("accuracy")
-        data = base64.b64encode(curve.read_bytes()).decode() if curve else ""
-        picture = f'<img alt="accuracy after each task" width="480" src="data:image/png;base64,{data}">'
-        return f"<table>{rows}</table>{picture if data else ''}"
+        table = f"<table>{rows}</table>"
+        if not curve:
+            return table
+        data = base64.b64encode(curve.read_bytes()).decode()
+        return f'{table}<img alt="accuracy after each task" width="480" src="data:image/png;base64,{data}">'
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    """Return a share in percent; "-" where there is none, as of forgetting after one
+    task."""
+    if share is None:
+        return "-"
+    return f"{100 * share:.1f} %"
 
 
 @overload
@@ -177,6 +189,7 @@ def run(
     out: str | Path | None = ...,
     resume: bool = ...,
     progress: bool = ...,
+    metrics: Mapping[str, Metric] = ...,
     **options: Unpack[RunOptions],
 ) -> Result: ...
 
@@ -193,6 +206,7 @@ def run(
     out: str | Path | None = ...,
     resume: bool = ...,
     progress: bool = ...,
+    metrics: Mapping[str, Metric] = ...,
     **options: Any,
 ) -> Result: ...
 
@@ -207,24 +221,33 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    metrics: Any = NO_METRICS,
     **options: Any,
 ) -> Result:
     """Train and evaluate a method.
 
     Args:
       method: a name of `fcljax list`, FILE.py, or a `MethodEntry`.
-      data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`. Images are uint8, or float
-        in [0, 1]; with a backbone for other data, x is any array [N, ...] or a pytree of them, and (x, y) is
-        enough: a fifth of it is for testing. Labels are integers or text.
-      backbone: the name of a network, such as `mlp` for tables and `conv1d` for series; None: the numbers
-        themselves are the features; or your own, a `Backbone` or a flax.nnx module.
-      partition: as `--partition`; or the client of each training example [N], integers or text.
-      tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None: the method's number.
-      out: the run directory, a new one; None: a temporary one, which is removed with the result.
+      data: the name of a data set; arrays (x, y, x_test, y_test); or a `Dataset`.
+        Images are uint8, or float in [0, 1]; with a backbone for other data, x is any
+        array [N, ...] or a pytree of them, and (x, y) is enough: a fifth of it is for
+        testing. Labels are integers or text.
+      backbone: the name of a network, such as `mlp` for tables and `conv1d` for series;
+        None: the numbers themselves are the features; or your own, a `Backbone` or a
+        flax.nnx module.
+      partition: as `--partition`; or the client of each training example [N], integers
+        or text.
+      tasks: how many; or the labels of each task, such as [[0, 1], [2, 3, 4]]; None:
+        the method's number.
+      out: the run directory, a new one; None: a temporary one, which is removed with
+        the result.
       resume: continue the run in `out`. What was in memory must be given again.
-      progress: whether a bar shows the rounds. Warnings about the training appear in any case.
-      options: any option of `fcljax run METHOD`, such as `clients=20, alpha=0.1`; lists for `class_order` and
-        `task_sizes`.
+      progress: whether a bar shows the rounds. Warnings about the training appear in
+        any case.
+      metrics: name -> function of `types.Predictions`, measured beside accuracy on the
+        test examples.
+      options: any option of `fcljax run METHOD`, such as `clients=20, alpha=0.1`; lists
+        for `class_order` and `task_sizes`.
 
     Returns:
       Metrics, figures, the report and the final model.
@@ -243,38 +266,71 @@ def run(
         backbone = "identity"
     examples, labels = _examples(data, backbone, options.get("data_dir"))
     chosen, owners = _partition(partition)
-    supplied = Supplied(examples, _network(backbone, examples), owners)
+    _check_metrics(metrics)
+    supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options)
     listed = {name: _listed(value) for name, value in options.items() if name in LISTED}
-    given: dict[str, Any] = {**options, **listed} | {
-        "dataset": data if isinstance(data, str) else examples.name if examples else NAME,
-        "backbone": backbone if isinstance(backbone, str) else "auto",
-    }
-    given = _adapter(method, examples, backbone) | given | chosen
+    stated: dict[str, Any] = {**options, **listed}
+    stated["dataset"] = _name_of_data(data, examples)
+    stated["backbone"] = "auto"
+    if isinstance(backbone, str):
+        stated["backbone"] = backbone
+    # an adapter that the user names wins over the usual one
+    stated = _adapter(method, examples, backbone) | stated | chosen
     if resume and out is None:
         raise InputError("resume: there is no run directory to resume; give out")
-    values = config.load_yaml(Path(out) / "config.yaml") if resume and out is not None else {}
-    check_no_programs(values, given, "resume")
-    values = stored_settings(values, given.get("devices"))
-    settings = config.from_mapping(method, values | given, "options")
+    values = {}
+    if resume and out is not None:
+        values = config.load_yaml(Path(out) / "config.yaml")
+    check_no_programs(values, stated, "resume")
+    values = stored_settings(values, stated.get("devices"))
+    settings = config.from_mapping(method, values | stated, "options")
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
+    # the summary is read from files in any case: without `out` they are temporary
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
         summary = loop.run(settings, folder, resume, observer, supplied)
     except BaseException:
+        # also after Ctrl-C nothing is left in the folder of temporary files
         if out is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    if not progress:  # else the run has said it
+    if not progress:
+        # with progress the run has printed them
         for line in summary.get("warnings", ()):
             say(Console(stderr=True), line)
+    # the run may have decided learning rates and number formats, which its file has
     values = config.load_yaml(folder / "config.yaml") | _in_memory(settings)
     settings = config.from_mapping(method, values, "config.yaml")
     result = Result(summary, folder, settings, supplied, labels)
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _name_of_data(data: Data, examples: Dataset | None) -> str:
+    """Return what the settings call the data set."""
+    if isinstance(data, str):
+        return data
+    if examples:
+        return examples.name
+    return NAME
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Check that metrics are functions with names.
+
+    Raises:
+      InputError: naming the first that is not.
+    """
+    if not isinstance(metrics, Mapping):
+        raise InputError(f"metrics: {type(metrics).__name__}; expected a dict of name -> function")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise InputError(f"metrics: {name!r} is not a name such as 'balanced_accuracy'")
+        if not callable(metric):
+            raise InputError(f"metrics: {name} is {metric!r}; expected a function of Predictions")
 
 
 def _check_folder_name(out: Any) -> None:
@@ -290,7 +346,8 @@ def _check_folder_name(out: Any) -> None:
 
 
 def _partition(partition: Any) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Return the option that names or is a partition, and the owners of the examples if they are given."""
+    """Return the option that names or is a partition, and the owners of the examples if
+    they are given."""
     if partition is None:
         return {}, None
     if isinstance(partition, str) or callable(partition) or name_of("partition", partition):
@@ -311,11 +368,14 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
       InputError: for tasks without classes, or options beside them that say the same.
     """
     if tasks is None or isinstance(tasks, int | np.integer):
-        return {} if tasks is None else {"tasks": int(tasks)}
+        if tasks is None:
+            return {}
+        return {"tasks": int(tasks)}
     if isinstance(tasks, str) or not all(isinstance(task, list | tuple | np.ndarray) for task in tasks):
         raise InputError(
             f"tasks: {tasks!r} is neither a number nor a list of lists of labels, as [[0, 1], [2]]"
         )
+    # a task without classes would train on nothing
     empty = next((t for t, task in enumerate(tasks) if not len(task)), None)
     if empty is not None or not len(tasks):
         raise InputError(f"tasks: task {(empty or 0) + 1} has no labels")
@@ -329,7 +389,9 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(value: Any) -> Any:
     """Return a list as the command line writes it."""
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value
 
 
 def _examples(
@@ -337,7 +399,8 @@ def _examples(
 ) -> tuple[Dataset | None, np.ndarray | None]:
     """Return the examples in memory, and the caller's own labels.
 
-    Arrays are images if the backbone reads images, as those with a size do, and else of any shape.
+    Arrays are images if the backbone reads images, as those with a size do, and else of
+    any shape.
     """
     if isinstance(data, str):
         if isinstance(backbone, str) or getattr(backbone, "image_size", 0):
@@ -354,7 +417,8 @@ def _examples(
 
 
 def _adapter(method: str | MethodEntry, examples: Dataset | None, backbone: Any) -> dict[str, Any]:
-    """Return the adapter of a run that names none, if its examples in memory are no images."""
+    """Return the adapter of a run that names none, if its examples in memory are no
+    images."""
     if examples is None or examples.kind is None:
         return {}
     attention = isinstance(backbone, str) and backbone not in ARRAY_NETS and are_tokens(examples.x_train)
@@ -367,7 +431,7 @@ def _reads_images(backbone: Any) -> bool:
 
 def _is_texts(values: Any) -> bool:
     """Check whether examples are a list or an array of texts."""
-    return len(values) > 0 and isinstance(values[0], str) if isinstance(values, list | np.ndarray) else False
+    return isinstance(values, list | np.ndarray) and len(values) > 0 and isinstance(values[0], str)
 
 
 def _network(backbone: Any, examples: Dataset | None = None) -> Pretrained | None:
@@ -384,10 +448,13 @@ def _network(backbone: Any, examples: Dataset | None = None) -> Pretrained | Non
     example = None
     if examples is not None and examples.kind is not None:
         example = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), examples.x_train
+            lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype),
+            examples.x_train,
         )
     elif not backbone.image_size:
         raise InputError("backbone: it reads images, and has no image_size; give their side in pixels")
+    # jax.eval_shape finds what the network returns, and a mistake is one line
     shape = own_config(backbone, describe, example)
+    # a resumed run must get the same network
     digest = checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

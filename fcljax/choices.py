@@ -1,12 +1,14 @@
 """The choices of a run that have options of their own: one table each, written out.
 
-To add a choice, write its file and add its line. A choice is a frozen dataclass: its fields are its options,
-with help and ranges, and its instances do the work. Settings are flat: on the command line and in YAML a
-choice is its name beside its options (`--partition quantity --classes-per-client 2`), and the options of
-other choices do not exist. Python takes the instance too (`partition=Quantity(classes_per_client=2)`), or any
-object that does the same work.
+To add a choice, write its file and add its line. A choice is a frozen dataclass: its
+fields are its options, with help and ranges, and its instances do the work. Settings
+are flat: on the command line and in YAML a choice is its name beside its options
+(`--partition quantity --classes-per-client 2`), and the options of other choices do not
+exist. Python takes the instance too (`partition=Quantity(classes_per_client=2)`), or
+any object that does the same work.
 
-The tables are known without the code, and so without JAX: the code of a choice is loaded when it is chosen.
+The tables are known without the code, and so without JAX: the code of a choice is
+loaded when it is chosen.
 """
 
 import dataclasses
@@ -31,13 +33,15 @@ class ChoiceEntry(NamedTuple):
 
 PARTITIONS = {
     "dirichlet": ChoiceEntry(
-        "classes spread by Dirichlet draws, once for all tasks (FPPL)", "data.partition:Dirichlet"
+        "classes spread by Dirichlet draws, once for all tasks (FPPL)",
+        "data.partition:Dirichlet",
     ),
     "iid": ChoiceEntry("classes divided evenly, once for all tasks", "data.partition:IID"),
     "quantity": ChoiceEntry("some classes of each task per client (PILoRA)", "data.partition:Quantity"),
     "shards": ChoiceEntry("some shards of each task per client (PILoRA's release)", "data.partition:Shards"),
     "task_dirichlet": ChoiceEntry(
-        "classes of each task spread by Dirichlet draws (PILoRA)", "data.partition:TaskDirichlet"
+        "classes of each task spread by Dirichlet draws (PILoRA)",
+        "data.partition:TaskDirichlet",
     ),
     "whole_classes": ChoiceEntry("whole classes, which clients share (GLFC)", "data.partition:WholeClasses"),
     "sampled": ChoiceEntry("clients that exist for one round (HePCo)", "data.sampled:Sampled"),
@@ -98,6 +102,32 @@ LR_SCHEDULES = {
     ),
 }
 
+ATTACKS = {
+    "sign_flip": ChoiceEntry(
+        "negate all floating-point parameters of the upload", "federated.attacks:SignFlip"
+    ),
+    "scale": ChoiceEntry("multiply all floating-point parameters of the upload", "federated.attacks:Scale"),
+    "label_flip": ChoiceEntry(
+        "mirror the labels of the client's task: class a of n becomes class n - 1 - a",
+        "federated.attacks:LabelFlip",
+    ),
+    "nan": ChoiceEntry("send NaN for all floating-point parameters", "federated.attacks:NaN"),
+    "weight": ChoiceEntry("claim a huge weight", "federated.attacks:Weight"),
+    "counts": ChoiceEntry(
+        "send the largest value for all integers and numbers of examples, and 1e-10 for standard deviations",
+        "federated.attacks:Counts",
+    ),
+    "certain": ChoiceEntry(
+        "send a tenth of the client's standard deviations, and add normal noise to all other arrays, with "
+        "the root mean square of each array",
+        "federated.attacks:Certain",
+    ),
+    "gram": ChoiceEntry(
+        "negate sums over examples, and make them as large as the server's checks allow",
+        "federated.attacks:Gram",
+    ),
+}
+
 CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
     "partition": PARTITIONS,
     "tasks_by": TASK_SOURCES,
@@ -106,6 +136,7 @@ CHOICES: Mapping[str, Mapping[str, ChoiceEntry]] = {
     "server_optimiser": SERVER_OPTIMISERS,
     "optimiser": OPTIMISERS,
     "lr_schedule": LR_SCHEDULES,
+    "attack": ATTACKS,
 }
 """Option -> its table."""
 
@@ -122,21 +153,24 @@ def summaries(name: str) -> dict[str, str]:
 
 
 def find_kind(name: str, value: object) -> type | None:
-    """Return the dataclass of a choice; None for an object of the user's own, which has no options.
+    """Return the dataclass of a choice; None for an object of the user's own, which has
+    no options.
 
     Args:
       name: of the option, such as "partition".
       value: what was chosen: a name of the table, or an object.
 
     Raises:
-      InputError: for an unknown name, with the nearest known one; for an object of which only text says what
-        it needs.
+      InputError: for an unknown name, with the nearest known one; for an object of
+        which only text says what it needs.
     """
     if not isinstance(value, str):
         entry = name_of(name, value)
         if ":" in entry:
             raise InputError(f"{name}: {type(value).__name__} is written as text, {entry}")
-        return type(value) if entry else None
+        if entry:
+            return type(value)
+        return None
     if value == OWN:
         return None
     if is_program(value):
@@ -145,6 +179,7 @@ def find_kind(name: str, value: object) -> type | None:
             return loaded
         return None
     table = CHOICES[name]
+    # forms such as file:PATH carry a value of the user's
     kind, colon, rest = value.partition(":")
     form = next((entry for entry in table if entry.startswith(f"{kind}:")), "")
     if form and colon and rest.strip():
@@ -158,16 +193,19 @@ def _loaded(name: str, entry: str) -> type:
 
 
 def name_of(name: str, value: object) -> str:
-    """Return the table's name of a chosen object; "" for one that the table does not have."""
+    """Return the table's name of a chosen object; "" for one that the table does not
+    have."""
     if isinstance(value, str):
         return value
     place = f"{type(value).__module__}:{type(value).__name__}".removeprefix("fcljax.")
+    # a file of the package and an object in memory name the same class differently
     entries = (entry for entry, choice in CHOICES[name].items() if choice.kind in (place, type(value)))
     return next(entries, "")
 
 
 def label_of(name: str, value: object) -> str:
-    """Return what a choice is called in messages: its name, or that of the user's own object."""
+    """Return what a choice is called in messages: its name, or that of the user's own
+    object."""
     return name_of(name, value) or getattr(value, "__name__", type(value).__name__)
 
 
@@ -189,6 +227,7 @@ def chosen(name: str, settings: object) -> Any:
     for field in fields_of(kind):
         values[field.name] = getattr(settings, field.name, field.default)
         if field.name in CHOICES and hasattr(settings, field.name):
+            # a choice inside a choice, such as the task pool of private streams
             values[field.name] = chosen(field.name, settings)
     built = kind(**values)
     if is_program(value):
@@ -201,6 +240,7 @@ ARGUMENTS = {
     "partition": ("labels", "clients", "rng"),
     "aggregator": ("stacked", "reference", "weight", "valid", "key"),
     "lr_schedule": ("progress",),
+    "attack": ("upload", "sender"),
 }
 
 
@@ -213,15 +253,16 @@ def _checked(name: str, value: Any) -> Any:
     if name_of(name, value):
         return value
     if name in ARGUMENTS:
-        wanted = f"({', '.join(ARGUMENTS[name])})"
+        arguments = f"({', '.join(ARGUMENTS[name])})"
         if not callable(value):
-            raise InputError(f"{name}: {value!r} cannot be called with {wanted}")
+            raise InputError(f"{name}: {value!r} cannot be called with {arguments}")
         try:
             inspect.signature(value).bind(*ARGUMENTS[name])
         except TypeError:
+            # a wrong signature is told here, not by a traceback inside of jit
             called = label_of(name, value)
             raise InputError(
-                f"{name}: {called} takes {inspect.signature(value)}, and {wanted} are given"
+                f"{name}: {called} takes {inspect.signature(value)}, and {arguments} are given"
             ) from None
     elif "optimiser" in name and not hasattr(value, "build") and not is_optax(value):
         raise InputError(f"{name}: {value!r} is not an optax optimiser and has no method build")
@@ -229,12 +270,14 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def is_optax(value: object) -> bool:
-    """Check whether an object is an optimiser of optax, which has a learning rate of its own."""
+    """Check whether an object is an optimiser of optax, which has a learning rate of
+    its own."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def check_no_programs(values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """Check that no choice in a file of settings is a program, unless the user gave it too.
+    """Check that no choice in a file of settings is a program, unless the user gave it
+    too.
 
     Raises:
       InputError: naming the file, the choice and what to give.
@@ -249,7 +292,8 @@ def check_no_programs(values: Mapping[str, Any], given: Mapping[str, Any], where
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which a choice that was given as an object is its name beside its options."""
+    """Return values in which a choice that was given as an object is its name beside
+    its options."""
     written: dict[str, Any] = {}
     for name, value in values.items():
         written[name] = value
@@ -275,27 +319,30 @@ def options_of(*names: str) -> dict[str, Any]:
     }
 
 
-def with_options(options: Value, values: Mapping[str, Any], given: Collection[str] = ()) -> Value:
-    """Return settings with these values, among which there may be choices and their options.
+def with_options(options: Value, values: Mapping[str, Any], typed: Collection[str] = ()) -> Value:
+    """Return settings with these values, among which there may be choices and their
+    options.
 
     Args:
       options: settings, a frozen dataclass.
       values: option -> value.
-      given: names of options that must be read, whatever their values.
+      typed: names of options that must be read, whatever their values.
 
     Raises:
-      InputError: for an unknown choice, an option that the choices do not read, or a value out of range.
+      InputError: for an unknown choice, an option that the choices do not read, or a
+        value out of range.
     """
-    written = flat(values)
-    before = flat({field.name: getattr(options, field.name) for field in fields_of(type(options))})
+    changes = flat(values)
+    fields = fields_of(type(options))
+    merged = flat({field.name: getattr(options, field.name) for field in fields}) | changes
     base = getattr(type(options), "base", type(options))
-    kind = class_with(base, selected(base, before | written))
-    known = {field.name for field in fields_of(kind)}
-    check_unread(known, written, before | written, given)
-    merged = {name: value for name, value in (before | written).items() if name in known}
-    made = kind(**merged)
-    check_ranges(made)
-    return made
+    kind = class_with(base, selected(base, merged))
+    names = {field.name for field in fields_of(kind)}
+    check_unread(names, changes, merged, typed)
+    # options of a choice that is no longer made are dropped
+    changed = kind(**{name: value for name, value in merged.items() if name in names})
+    check_ranges(changed)
+    return changed
 
 
 Selected = tuple[tuple[str, Any], ...]
@@ -303,7 +350,8 @@ Selected = tuple[tuple[str, Any], ...]
 
 
 def selected(base: type, values: Mapping[str, Any]) -> Selected:
-    """Return what is chosen where an option has a table; nested choices follow what they belong to."""
+    """Return what is chosen where an option has a table; nested choices follow what
+    they belong to."""
     return tuple(_selected(base, values))
 
 
@@ -311,6 +359,7 @@ def _selected(kind: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     for field in fields_of(kind):
         if field.name in CHOICES:
             value = values.get(field.name)
+            # files of earlier versions have null for the default
             if value is None:
                 value = field.default
             yield field.name, name_of(field.name, value) or OWN
@@ -321,14 +370,17 @@ def _selected(kind: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 
 @functools.cache
 def class_with(base: type, choices: Selected) -> type:
-    """Return a dataclass of settings with the options of what was chosen, each behind its choice.
+    """Return a dataclass of settings with the options of what was chosen, each behind
+    its choice.
 
     Args:
-      base: the dataclass without them; what is chosen by default gives its type no other fields.
+      base: the dataclass without them; what is chosen by default gives its type no
+        other fields.
       choices: what was chosen.
     """
     kinds: list[type] = []
     fields = list(_fields(base, dict(choices), kinds))
+    # nothing chosen has options: the class stays the one that others know
     if not kinds:
         return base
     return dataclasses.make_dataclass(
@@ -348,7 +400,11 @@ def class_with(base: type, choices: Selected) -> type:
 def _fields(kind: type, choices: Mapping[str, Any], kinds: list[type]) -> Iterator[tuple[str, Any, Any]]:
     for field in fields_of(kind):
         default = choices.get(field.name, field.default)
-        yield field.name, field.type, dataclasses.field(default=default, metadata=field.metadata)
+        yield (
+            field.name,
+            field.type,
+            dataclasses.field(default=default, metadata=field.metadata),
+        )
         if field.name not in CHOICES:
             continue
         nested = find_kind(field.name, default)
@@ -369,41 +425,47 @@ def readers(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def check_unread(
-    known: Collection[str],
+    names: Collection[str],
     values: Mapping[str, Any],
     choices: Mapping[str, Any],
-    given: Collection[str] = (),
+    typed: Collection[str] = (),
 ) -> None:
-    """Check that what was chosen reads every value that is not as usual, or that was given.
+    """Check that what was chosen reads every value that is not as usual, or that was
+    typed.
 
     Args:
-      known: the options that are read.
+      names: the options that are read.
       values: option -> value.
       choices: what was chosen where options have options of their own.
-      given: names of options that the user typed, whatever their values.
+      typed: names of options that the user typed, whatever their values.
 
     Raises:
       InputError: naming the first option that nothing reads, and what would read it.
     """
     for name, value in values.items():
-        if name in known or (name not in given and is_usual(name, value)):
+        if name in names or (name not in typed and is_usual(name, value)):
             continue
         reading = readers(name)
         if not reading:
-            continue
+            continue  # an unknown option, which is refused elsewhere
         # of two choices the inner one, whose outer one was made already
-        decider = next((choice for choice, _ in reversed(reading) if choice in choices), reading[0][0])
-        names = [entry for choice, entry in reading if choice == decider]
+        decider = next(
+            (choice for choice, _ in reversed(reading) if choice in choices),
+            reading[0][0],
+        )
+        entries = [entry for choice, entry in reading if choice == decider]
         now = "not chosen"
         if decider in choices:
             now = label_of(decider, choices[decider])
         raise InputError(
-            f"{name}: {only_read_by(names)}, and {decider} is {now!r}; nearest: {flag(decider)} {names[0]}"
+            f"{name}: {only_read_by(entries)}, and {decider} is {now!r}; nearest: "
+            f"{flag(decider)} {entries[0]}"
         )
 
 
 def is_usual(name: str, value: object) -> bool:
-    """Check whether a value is the default of an option in a choice that has it, or stands for none."""
+    """Check whether a value is the default of an option in a choice that has it, or
+    stands for none."""
     return value is None or any(
         field.name == name and field.default == value
         for choice, entry in readers(name)

@@ -1,9 +1,11 @@
-"""The settings of a run: those that all methods share, the method's own and its adapter's, in one frozen
-dataclass with one flat namespace of fields for the command line and for YAML.
+"""The settings of a run: those that all methods share, the method's own and its
+adapter's, in one frozen dataclass with one flat namespace of fields for the command
+line and for YAML.
 
-`config.yaml` holds every field of a run and can be given back with `--config`. Text becomes a value in one
-place (`typed_value`), wherever it comes from, so a wrong one gives the same single line. A stage of a run
-takes the dataclass that it reads, not the whole.
+`config.yaml` holds every field of a run and can be given back with `--config`. Text
+becomes a value in one place (`typed_value`), wherever it comes from, so a wrong one
+gives the same single line. A stage of a run takes the dataclass that it reads, not the
+whole.
 """
 
 import dataclasses
@@ -74,7 +76,8 @@ Run = TypeVar("Run", bound=PartitionConfig)
 # Most of a file of settings
 YAML_BYTES = 1 << 20
 YAML_DEPTH = 20
-MOST_SEEDS = 100  # more at once is rather a seed that was taken for a number of seeds
+# more at once is rather a seed that was taken for a number of seeds
+MOST_SEEDS = 100
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the pixels of the papers' releases, which also decide where the papers are silent
 AS_RELEASED = {"normalise": "release", "positions": "plain"}
@@ -82,7 +85,8 @@ AS_RELEASED = {"normalise": "release", "positions": "plain"}
 SCHEDULE = ("rounds", "epochs", "batch_size")
 # examples of a client and task for which presets are made: most papers have CIFAR-100, 10 tasks, 10 clients
 PAPER_EXAMPLES = 500.0
-NEAR = 3  # times as many steps a task, or a third of them: the preset's learning rates still fit
+# times as many steps a task, or a third of them: the preset's learning rates still fit
+NEAR = 3
 # option -> value for the networks of tables and series, which begin with random values: at the rates of
 # pretrained networks they hardly train. Chosen on held-out training examples of digits_table.
 FROM_RANDOM = {"full_lr": 1e-3}
@@ -96,16 +100,19 @@ MICRO = ("auto", "vit_micro", "resnet_micro", *ARRAY_NETS, *TEXT_NETS)
 def option_groups(
     method: str | MethodEntry, adapter: str, choices: Selected | None = None
 ) -> dict[str, type]:
-    """Return title -> dataclass of the options of a run: the run's, the method's and the adapter's.
+    """Return title -> dataclass of the options of a run: the run's, the method's and
+    the adapter's.
 
     Args:
       method: of the run.
       adapter: what trains inside the network.
-      choices: what was chosen where options have options of their own; None: as the method has them.
+      choices: what was chosen where options have options of their own; None: as the
+        method has them.
 
     Raises:
-      InputError: for an unknown method or adapter, one that the method cannot work with, or names that
-        collide, which only a method from outside the package can have.
+      InputError: for an unknown method or adapter, one that the method cannot work
+        with, or names that collide, which only a method from outside the package can
+        have.
     """
     entry = find_method(method)
     called = name_of(method)
@@ -118,9 +125,15 @@ def option_groups(
             f"adapter: {called} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
             f"{entry.adapter!r}"
         )
-    title = called if method in METHODS else Path(called).stem
-    groups = {"run": class_with(RunConfig, choices or usual_choices(method)), title: entry.options(adapter)}
+    title = called
+    if method not in METHODS:
+        title = Path(called).stem
+    groups = {
+        "run": class_with(RunConfig, choices or usual_choices(method)),
+        title: entry.options(adapter),
+    }
     groups[f"adapter {adapter}"] = find_adapter(adapter).options
+    # the namespace is flat: of two options with one name only one could be set
     owner: dict[str, str] = {}
     for group, options in groups.items():
         for field in fields_of(options):
@@ -133,7 +146,7 @@ def option_groups(
 
 def usual_choices(method: str | MethodEntry, fidelity: Fidelity = "intended") -> Selected:
     """Return what a method's preset chooses where options have options of their own."""
-    return selected(RunConfig, _flat_run(_reading(find_method(method).presets, fidelity).run))
+    return selected(RunConfig, flat_fields(_reading(find_method(method).presets, fidelity).run))
 
 
 @functools.cache
@@ -151,7 +164,8 @@ def preset(
       adapter: the method's if None.
       fidelity: the reading of the paper.
       scale: paper or mini; the default is that of the default network.
-      choices: what was chosen where options have options of their own; None: as the preset has them.
+      choices: what was chosen where options have options of their own; None: as the
+        preset has them.
 
     Raises:
       InputError: as `option_groups`.
@@ -182,8 +196,9 @@ def preset_of(settings: RunConfig, fidelity: Fidelity | None = None, scale: Scal
 
 @functools.cache
 def run_class(method: str | MethodEntry, adapter: str | None = None, choices: Selected | None = None) -> type:
-    """Return the dataclass of a run: the shared fields, those of its choices, the method's own and the
-    adapter's. Its defaults are those of the preset `intended` at the scale mini.
+    """Return the dataclass of a run: the shared fields, those of its choices, the
+    method's own and the adapter's. Its defaults are those of the preset `intended` at
+    the scale mini.
 
     Raises:
       InputError: as `option_groups`.
@@ -191,12 +206,13 @@ def run_class(method: str | MethodEntry, adapter: str | None = None, choices: Se
     if adapter is None or choices is None:
         adapter = adapter or find_method(method).adapter
         return run_class(method, adapter, choices or usual_choices(method))
+    # of several bases the fields of the last come first: the run's, the method's, the adapter's
     bases = tuple(reversed(option_groups(method, adapter, choices).values()))
-    known = {field.name: field for base in bases for field in fields_of(base)}
-    fields = [
-        (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
-        for name, value in _values(method, adapter, "intended", "mini", choices).items()
-    ]
+    declared = {field.name: field for base in bases for field in fields_of(base)}
+    fields = []
+    for name, default in _values(method, adapter, "intended", "mini", choices).items():
+        field = dataclasses.field(default=default, metadata=declared[name].metadata)
+        fields.append((name, declared[name].type, field))
     return dataclasses.make_dataclass(
         f"Run_{Path(name_of(method)).stem}_{adapter}",
         fields,
@@ -207,70 +223,96 @@ def run_class(method: str | MethodEntry, adapter: str | None = None, choices: Se
 
 
 def _values(
-    method: str | MethodEntry, adapter: str, fidelity: Fidelity, scale: Scale, choices: Selected
+    method: str | MethodEntry,
+    adapter: str,
+    fidelity: Fidelity,
+    scale: Scale,
+    choices: Selected,
 ) -> dict[str, Any]:
-    """Return field -> value of a preset at a scale."""
-    run, own, of_adapter = option_groups(method, adapter, choices).values()
+    """Return field -> value of a preset at a scale; later sources win over earlier
+    ones."""
+    groups = option_groups(method, adapter, choices)
+    run_options, method_options, adapter_options = groups.values()
     reading = _reading(find_method(method).presets, fidelity)
-    fallback = _reading(find_adapter(adapter).presets, fidelity)
-    adapted = next((each for each in reading.adapters if type(each) is of_adapter), fallback)
-    values = {field.name: field.default for field in fields_of(run)}
-    values |= {name: value for name, value in _stated(reading.run).items() if name in values}
+    # 1. defaults, 2. the preset's values of the run's fields, 3. what is chosen
+    values = {field.name: field.default for field in fields_of(run_options)}
+    values |= {name: value for name, value in values_of_preset(reading.run).items() if name in values}
     values |= dict(choices)
-    for each in (part(own, reading.options), adapted):
-        values |= {field.name: getattr(each, field.name) for field in fields_of(type(each))}
-    pixels = AS_RELEASED if fidelity in ("paper", "released") else {}
-    scaled = {}
+    # 4. the preset's options of the method and of its adapter
+    adapter_preset = _reading(find_adapter(adapter).presets, fidelity)
+    for options in reading.adapters:
+        if type(options) is adapter_options:
+            adapter_preset = options
+    for options in (part(method_options, reading.options), adapter_preset):
+        values |= {field.name: getattr(options, field.name) for field in fields_of(type(options))}
+    if fidelity in ("paper", "released"):
+        values |= AS_RELEASED
+    # 5. the scale; fit searches the learning rates, and length of training is the preset's
     if scale in ("mini", "fit"):
-        scaled = {name: value for name, value in reading.mini.items() if name in values}
+        untouched = set()
+        if scale == "fit":
+            rates = {field.name for options in groups.values() for field in rate_fields(options)}
+            untouched = rates | {*SCHEDULE}
+        for name, value in reading.mini.items():
+            if name in values and name not in untouched:
+                values[name] = value
+    values |= {
+        "method": name_of(method),
+        "adapter": adapter,
+        "fidelity": fidelity,
+        "scale": scale,
+    }
+    values["rate_factor"] = 1.0
     if scale == "fit":
-        rates = {field.name for each in (run, own, of_adapter) for field in rate_fields(each)}
-        scaled = {name: value for name, value in scaled.items() if name not in {*rates, *SCHEDULE}}
-    named = {"method": name_of(method), "adapter": adapter, "fidelity": fidelity, "scale": scale}
-    factor = {"rate_factor": 0.0 if scale == "fit" else 1.0}
-    return values | pixels | scaled | named | factor
+        values["rate_factor"] = 0.0  # the run decides it when it begins
+    return values
 
 
-def _flat_run(run: RunConfig) -> dict[str, Any]:
-    """Return all that a preset has of the run's fields, its choices as their names beside their options."""
+def flat_fields(run: RunConfig) -> dict[str, Any]:
+    """Return the run's fields of a preset: each choice is its name, with its options
+    beside it."""
     return flat({field.name: getattr(run, field.name) for field in fields_of(type(run))})
 
 
-def _stated(run: RunConfig) -> dict[str, Any]:
-    """Return what a preset says of the run's fields. An option of what it chooses holds for another choice
-    with an option of that name, unless the preset has left it at its default."""
-    written = _flat_run(run)
-    defaults = {
-        field.name: field.default for field in fields_of(class_with(RunConfig, selected(RunConfig, written)))
-    }
-    return {
-        name: value
-        for name, value in written.items()
-        if name in RunConfig.__dataclass_fields__ or value != defaults[name]
-    }
+def values_of_preset(run: RunConfig) -> dict[str, Any]:
+    """Return the run's fields of a preset, for a run that may choose other things.
+
+    An option of what the preset chooses, such as the momentum of its optimiser, holds
+    for any other choice with an option of that name, unless the preset has left it at
+    its default.
+    """
+    values = flat_fields(run)
+    usual = class_with(RunConfig, selected(RunConfig, values))
+    defaults = {field.name: field.default for field in fields_of(usual)}
+    shared = RunConfig.__dataclass_fields__
+    return {name: value for name, value in values.items() if name in shared or value != defaults[name]}
 
 
 def rate_fields(options: type) -> list[dataclasses.Field]:
-    """The fields of a dataclass of settings that are learning rates."""
+    """Return the fields of a dataclass of settings that are learning rates."""
     return [field for field in fields_of(options) if field.metadata.get("learning_rate")]
 
 
 def learning_rates(settings: RunConfig) -> dict[str, float]:
-    """Option -> learning rate that is trained with, of clients and server; none where nothing trains."""
+    """Return option -> learning rate that is trained with, of clients and server; none
+    where nothing trains."""
     entry = find_method(settings.source or settings.method)
     if (entry.closed_form and settings.adapter == entry.adapter) or has_own_rate(settings):
         return {}
+    # before the run has decided, rates are those of the preset
     factor = settings.rate_factor or 1.0
     rates = {field.name: getattr(settings, field.name) for field in rate_fields(type(settings))}
+    # None stands for the rate of another option, such as server_lr for lr
     return {name: rate * factor for name, rate in rates.items() if rate is not None}
 
 
 def _reading(presets: Mapping[str, Value], fidelity: str) -> Value:
+    """Return the preset of a fidelity; one that is missing is the intended one."""
     return presets.get(fidelity, presets["intended"])
 
 
 def part(options: type[Value], config: object) -> Value:
-    """The part of a run's settings that a dataclass names."""
+    """Return the part of a run's settings that a dataclass names."""
     return options(**{field.name: getattr(config, field.name) for field in fields_of(options)})
 
 
@@ -278,19 +320,21 @@ def part(options: type[Value], config: object) -> Value:
 
 
 def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) -> RunConfig:
-    """A run's settings from names and values, as YAML or the command line give them, checked.
+    """Return a run's settings from names and values, as YAML or the command line give
+    them, checked.
 
-    `adapter` decides which options there are; `fidelity` and `scale` decide which values those have that are
-    not given.
+    `adapter` decides which options there are; `fidelity` and `scale` decide which
+    values those have that are not given.
 
     Raises:
-      InputError: as `fill` and `resolve`, if the values name another method, or ask for what is better than
-        the paper where nothing is known to be.
+      InputError: as `fill` and `resolve`, if the values name another method, or ask for
+        what is better than the paper where nothing is known to be.
     """
     named = values.get("method", name_of(method))
     called = name_of(method)
     if named != called:
         raise InputError(f"{where}: the settings are for the method {named!r}, not {called!r}")
+    # first, since the adapter decides which other names are options
     adapter = values.get("adapter") or usual_adapter(method, has_attention(values))
     values = flat(values)
     check_known(method, adapter, values, where)
@@ -301,19 +345,23 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
             f"fidelity: {called} has no preset {fidelity!r}, which {having} have; nearest: 'intended'"
         )
     scale = _scale(values)
+    # both were chosen on held-out images, for short schedules
     if scale == "fit" and "fidelity" not in values and "improved" in find_method(method).presets:
         fidelity = "improved"
+    # 0 stands for a scale that the run decides once it knows its number of steps
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
+    # presets are for networks that are pretrained
     if adapter == "full" and scale == "mini" and not has_attention(values):
         values = _rates_from_random(method, values) | values
-    usual = preset(method, adapter, fidelity, scale, chosen_by(method, values))
-    return resolve(fill(usual, _read_values(usual, values), where))
+    usual = preset(method, adapter, fidelity, scale, choices_of(method, values))
+    return resolve(fill(usual, _without_unread(usual, values), where))
 
 
 def _rates_from_random(method: str | MethodEntry, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the learning rates of networks with random values that the method has none of its own for."""
+    """Return the learning rates of networks with random values that the method has none
+    of its own for."""
     if values.get("optimiser", "adam") not in CHOICES["optimiser"]:
         return {}  # an optimiser of the user's own, with its own rate
     of_mini = find_method(method).presets["intended"].mini
@@ -321,11 +369,13 @@ def _rates_from_random(method: str | MethodEntry, values: Mapping[str, Any]) -> 
 
 
 def usual_adapter(method: str | MethodEntry, attention: bool = True) -> str:
-    """Return the adapter of a run that names none: the method's, or `full` where that needs attention.
+    """Return the adapter of a run that names none: the method's, or `full` where that
+    needs attention.
 
     Args:
       method: of the run.
-      attention: whether the network has attention, as those of images and text have by default.
+      attention: whether the network has attention, as those of images and text have by
+        default.
     """
     entry = find_method(method)
     if attention or not find_adapter(entry.adapter).attention or "full" in entry.excludes:
@@ -334,91 +384,110 @@ def usual_adapter(method: str | MethodEntry, attention: bool = True) -> str:
 
 
 def has_attention(values: Mapping[str, Any]) -> bool:
-    """Check whether the network of these settings may have attention; those of tables have none."""
-    dataset, backbone = str(values.get("dataset")), str(values.get("backbone", "auto"))
+    """Check whether the network of these settings may have attention; those of tables
+    have none."""
+    dataset = str(values.get("dataset"))
+    backbone = str(values.get("backbone", "auto"))
     if backbone in (*ARRAY_NETS, *TEXT_NETS):
         return backbone in TEXT_NETS
     return dataset == "text" or not has_arrays(dataset, backbone)
 
 
-def chosen_by(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected:
-    """Return what is chosen by values that were given, or else by the method's preset."""
+def choices_of(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected:
+    """Return what values choose, or else the method's preset, where options have
+    options of their own."""
     reading = _reading(find_method(method).presets, values.get("fidelity", "intended"))
-    return selected(RunConfig, _flat_run(reading.run) | dict(values))
+    return selected(RunConfig, flat_fields(reading.run) | dict(values))
 
 
-def _read_values(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _without_unread(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without options of what is not chosen.
 
-    Files of earlier versions have the options of all choices. They are left out where they are as usual.
+    Files of earlier versions have the options of all choices. They are left out where
+    they are as usual.
 
     Raises:
       InputError: naming the first that nothing reads and that is not as usual.
     """
-    known = {field.name for field in fields_of(type(usual))}
-    stated = _stated(_reading(find_method(usual.source).presets, usual.fidelity).run)
-    of_others = {name: value for name, value in values.items() if name not in known and readers(name)}
-    changed = {name: value for name, value in of_others.items() if value != stated.get(name)}
-    check_unread(known, changed, vars(usual) | values)
+    fields = {field.name for field in fields_of(type(usual))}
+    in_preset = values_of_preset(_reading(find_method(usual.source).presets, usual.fidelity).run)
+    unread = {name: value for name, value in values.items() if name not in fields and readers(name)}
+    changed = {name: value for name, value in unread.items() if value != in_preset.get(name)}
+    check_unread(fields, changed, vars(usual) | values)
+    # null stood for a default that has a value today
     return {
         name: value
         for name, value in values.items()
-        if name not in of_others and not (value is None and readers(name))
+        if name not in unread and not (value is None and readers(name))
     }
 
 
 def with_values(settings: RunConfig, **values: Any) -> RunConfig:
-    """Return settings with other values, among which there may be other choices."""
-    given = flat(values)
-    before = vars(settings)
+    """Return settings with other values, among which there may be other choices.
+
+    A choice brings its options with their defaults; options that it does not have are
+    dropped.
+    """
+    changes = flat(values)
+    choices = selected(RunConfig, vars(settings) | changes)
     source = settings.source or settings.method
-    choices = selected(RunConfig, before | given)
     usual = preset(source, settings.adapter, settings.fidelity, settings.scale, choices)
-    merged = vars(usual) | {name: value for name, value in before.items() if name in vars(usual)} | given
-    return type(usual)(**merged)
+    merged = dict(vars(usual))
+    for name, value in vars(settings).items():
+        if name in merged:
+            merged[name] = value
+    return type(usual)(**(merged | changes))
 
 
 def _is_left_to_run(method: str | MethodEntry, adapter: str, values: Mapping[str, Any]) -> bool:
-    """Whether the number of steps, which only the run knows, decides between the scales paper and fit."""
-    micro = _is_micro(values.get("backbone", "auto"), values.get("checkpoint"))
-    asked = values.get("scale", "auto") == "auto"
-    return asked and not micro and not {*_fit_values(method, adapter), "fidelity"} & {*values}
+    """Check whether the number of steps, which the run alone knows, decides between
+    paper and fit."""
+    if values.get("scale", "auto") != "auto":
+        return False
+    if _is_micro(values.get("backbone", "auto"), values.get("checkpoint")):
+        return False
+    # a user who sets what fit decides has decided
+    return not {*_fit_values(method, adapter), "fidelity"} & {*values}
 
 
 @functools.cache
 def _fit_values(method: str | MethodEntry, adapter: str) -> Mapping[str, Any]:
-    """Option -> value that `--scale fit` starts from, of all that it may change; learning rates are the
-    paper's."""
+    """Return option -> value that `--scale fit` starts from, of all that it may change;
+    learning rates are the paper's."""
     paper = preset(method, adapter, "intended", "paper")
-    fidelity = "improved" if "improved" in find_method(method).presets else "intended"
+    fidelity = "intended"
+    if "improved" in find_method(method).presets:
+        fidelity = "improved"
     fit = preset(method, adapter, fidelity, "fit")
     rates = {field.name for field in rate_fields(type(fit))}
-    changed = {name: value for name, value in vars(fit).items() if value != getattr(paper, name, None)}
-    kept = {*SCHEDULE, "fidelity", "scale", "rate_factor"}
-    return {name: getattr(fit, name) for name in (*rates, *changed) if name not in kept}
+    changed = {name for name, value in vars(fit).items() if value != getattr(paper, name, None)}
+    left_alone = {*SCHEDULE, "fidelity", "scale", "rate_factor"}
+    names = [field.name for field in fields_of(type(fit)) if field.name in rates]
+    names += [name for name in vars(fit) if name in changed]
+    return {name: getattr(fit, name) for name in names if name not in left_alone}
 
 
 def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
-    """The options that the run decides when it begins: those that `--scale fit` may change and that are as
-    the preset has them; none where it has decided."""
+    """Return the options that the run decides when it begins: those that `--scale fit`
+    may change and that are as the preset has them; none where it has decided."""
     if settings.rate_factor:
         return ()
     source = settings.source or settings.method
     usual = preset_of(settings)
     names = _fit_values(source, settings.adapter)
-    open_ = [name for name in names if getattr(settings, name) == getattr(usual, name)]
-    return ("scale", "fidelity", "rate_factor", *open_)
+    undecided = [name for name in names if getattr(settings, name) == getattr(usual, name)]
+    return ("scale", "fidelity", "rate_factor", *undecided)
 
 
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
-    """Option -> learning rate of a method's preset at a scale."""
+    """Return option -> learning rate of a method's preset at a scale."""
     usual = preset_of(settings, scale=scale)
     return {name: getattr(usual, name) for name in learning_rates(settings)}
 
 
 def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
-    """Settings whose scale is decided, where the run decides it: fit for a schedule that is far from the
-    preset's, else the one that they have.
+    """Return settings whose scale is decided, where the run decides it: fit for a
+    schedule that is far from the preset's, else the one that they have.
 
     Args:
       settings: resolved.
@@ -432,14 +501,18 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if 1 / NEAR < share < NEAR or not learning_rates(settings):
         return dataclasses.replace(settings, rate_factor=1.0)
     values = dict(_fit_values(source, settings.adapter))
-    if share > 1:  # mini's server training is for short schedules
+    fidelity = settings.fidelity
+    if share > 1:
+        # mini's server training is for short schedules
         values = {name: getattr(usual, name) for name in values}
-    fidelity = "improved" if "improved" in find_method(source).presets and share < 1 else settings.fidelity
+    elif "improved" in find_method(source).presets:
+        fidelity = "improved"
     return with_values(settings, **values, fidelity=fidelity, scale="fit")
 
 
 def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> float:
-    """Return the training steps of a client in a task, over those of the method's preset at a scale.
+    """Return the training steps of a client in a task, over those of the method's
+    preset at a scale.
 
     Args:
       settings: resolved.
@@ -451,69 +524,81 @@ def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> flo
 
 
 def steps_of_task(settings: TrainConfig, examples: float) -> float:
-    """Training steps of a client with so many examples of a task."""
+    """Return the training steps of a client with so many examples of a task."""
     return settings.rounds * settings.epochs * max(1.0, examples / settings.batch_size)
 
 
 def _scale(values: Mapping[str, Any]) -> Scale:
-    """The scale that is asked for, or the one that suits the network.
+    """Return the scale that is typed, or the one that suits the network.
 
     Raises:
       InputError: for a scale that there is not.
     """
-    asked = choose("scale", values.get("scale", "auto"), typing.get_args(Scale))
-    if asked != "auto":
-        return asked
-    return "mini" if _is_micro(values.get("backbone", "auto"), values.get("checkpoint")) else "paper"
+    scale = choose("scale", values.get("scale", "auto"), typing.get_args(Scale))
+    if scale != "auto":
+        return scale
+    if _is_micro(values.get("backbone", "auto"), values.get("checkpoint")):
+        return "mini"
+    return "paper"
 
 
 def _is_micro(backbone: str, checkpoint: str | None) -> bool:
+    """Check whether a network is one of those that the scale mini is for."""
     return backbone in MICRO and checkpoint in (None, "None")
 
 
 def explain_scale(config: RunConfig) -> str:
-    """The scale of a run and its reason, in a line."""
+    """Return the scale of a run and its reason, in a line."""
     micro = _is_micro(config.backbone, config.checkpoint)
     if config.scale == "fit":
-        besides = " and --fidelity improved" if config.fidelity == "improved" else ""
-        chosen = f"learning rates searched on held-out training images{besides}"
-        return f"scale: fit, {chosen}; see also --scale paper"
+        reason = "learning rates searched on held-out training images"
+        if config.fidelity == "improved":
+            reason += " and --fidelity improved"
+        return f"scale: fit, {reason}; see also --scale paper"
     if (config.scale == "mini") != micro:
         return f"scale: {config.scale}, as --scale says"
     if micro:
-        return "scale: mini, because the network is a micro one without a checkpoint; see also --scale paper"
+        reason = "the network is a micro one without a checkpoint"
+        return f"scale: mini, because {reason}; see also --scale paper"
     network = config.checkpoint or config.backbone
     return f"scale: paper, because the network is {network}; see also --scale mini"
 
 
 def explain_fidelity(config: RunConfig) -> str:
-    """What runs where a method has no preset of the fidelity that is asked for, in a line; else nothing."""
-    source = config.source or config.method
+    """Return what runs where a method has no preset of the fidelity, in a line; else
+    nothing."""
     fidelity = config.fidelity
-    entry = find_method(source)
-    usual = find_adapter(config.adapter)
+    entry = find_method(config.source or config.method)
     if fidelity in entry.presets:
         return ""
-    own = any(type(each) is usual.options for each in entry.presets["intended"].adapters)
-    parts = [f"the adapter {config.adapter}"] if fidelity in usual.presets and not own else []
-    parts.append(f"the images ({', '.join(f'{name} {value}' for name, value in AS_RELEASED.items())})")
+    adapter = find_adapter(config.adapter)
+    parts = []
+    of_method = any(type(options) is adapter.options for options in entry.presets["intended"].adapters)
+    if fidelity in adapter.presets and not of_method:
+        parts.append(f"the adapter {config.adapter}")
+    images = ", ".join(f"{name} {value}" for name, value in AS_RELEASED.items())
+    parts.append(f"the images ({images})")
     return (
-        f"fidelity: {config.method} has no preset {fidelity!r}: its options are those of intended; those of "
-        f"{' and '.join(parts)} are of {fidelity}"
+        f"fidelity: {config.method} has no preset {fidelity!r}: its options are those of intended; "
+        f"those of {' and '.join(parts)} are of {fidelity}"
     )
 
 
 def improvement(config: RunConfig) -> dict[str, Any]:
-    """Option -> value, for what `--fidelity improved` changes of a run as intended; empty where there is no
-    such preset, or another fidelity was chosen."""
-    source = config.source or config.method
-    if config.fidelity != "intended" or "improved" not in find_method(source).presets:
+    """Return option -> value, for what `--fidelity improved` changes of a run as
+    intended.
+
+    It is empty where there is no such preset, or where the run has another fidelity.
+    """
+    if config.fidelity != "intended":
         return {}
-    now, better = (preset_of(config, fidelity) for fidelity in ("intended", "improved"))
+    if "improved" not in find_method(config.source or config.method).presets:
+        return {}
+    intended = preset_of(config, "intended")
+    improved = preset_of(config, "improved")
+    names = [field.name for field in fields_of(type(intended)) if field.name != "fidelity"]
     return {
-        field.name: getattr(better, field.name)
-        for field in fields_of(type(now))
-        if field.name != "fidelity" and getattr(better, field.name) != getattr(now, field.name)
+        name: getattr(improved, name) for name in names if getattr(improved, name) != getattr(intended, name)
     }
 
 
@@ -524,19 +609,23 @@ def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], w
       InputError: naming the first such option and the adapter that it goes with.
     """
     groups = option_groups(method, adapter).values()
-    known = {field.name for group in groups for field in fields_of(group)}
+    of_run = {field.name for group in groups for field in fields_of(group)}
     for name in names:
-        other = None if name in known else _adapter_of(find_method(method), name)
-        if other:
-            typed = flag(name) if where == "options" else name
+        if name in of_run:
+            continue
+        adapter_with = _adapter_of(find_method(method), name)
+        if adapter_with:
+            typed = name
+            if where == "options":
+                typed = flag(name)
             raise InputError(
-                f"{where}: {typed} is an option of the adapter {other!r}, and this run has {adapter!r}; "
-                f"nearest: --adapter {other}"
+                f"{where}: {typed} is an option of the adapter {adapter_with!r}, and this run has "
+                f"{adapter!r}; nearest: --adapter {adapter_with}"
             )
 
 
 def _adapter_of(entry: MethodEntry, name: str) -> str | None:
-    """The adapter that an option goes with, of the package or of the method."""
+    """Return the adapter that an option goes with, of the package or of the method."""
     for adapter in ADAPTERS:
         groups = (find_adapter(adapter).options, entry.options(adapter))
         if any(field.name == name for group in groups for field in fields_of(group)):
@@ -545,7 +634,7 @@ def _adapter_of(entry: MethodEntry, name: str) -> str | None:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Settings that have been checked, with what their partition decides.
+    """Return settings that have been checked, with what their partition decides.
 
     Raises:
       InputError: naming the field, its value and what is valid.
@@ -558,6 +647,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if find_method(config.source).one_client and config.clients > 1:
         called = name_of(config.source)
         raise InputError(f"clients: {called} has one client with all examples; nearest valid value: 1")
+    # 1.5 could be a slip for 15 as well as for 0.15
     if config.participation > 1 and config.participation % 1:
         raise InputError(
             f"participation: {config.participation} is neither a fraction nor a number of clients; "
@@ -574,6 +664,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if warmup_rounds >= rounds:
         raise InputError(f"warmup_rounds: {warmup_rounds} of a task's {rounds} rounds; nearest: {rounds - 1}")
     usual = preset_of(config)
+    # an optimiser of optax has been given its learning rate: another one would be ignored
     if has_own_rate(config):
         for field in rate_fields(type(config)):
             if getattr(config, field.name) != getattr(usual, field.name):
@@ -582,13 +673,14 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def has_own_rate(config: TrainConfig) -> bool:
-    """Check whether the optimiser of the clients is one of optax, with a learning rate of its own."""
+    """Check whether the optimiser of the clients is one of optax, with a learning rate
+    of its own."""
     in_memory = config.optimiser == OWN
     return in_memory or is_optax(chosen("optimiser", config))
 
 
 def _one_epoch(config: RunConfig, usual: RunConfig) -> RunConfig:
-    """Settings whose clients pass over an online stream once.
+    """Return settings whose clients pass over an online stream once.
 
     Raises:
       InputError: for a number of epochs that was given.
@@ -631,6 +723,7 @@ def _check_persistent(config: PartitionConfig, population: str) -> None:
     Raises:
       InputError: naming the option that needs them.
     """
+    # a client that exists for one round cannot join, leave or see a stream
     name = _over_time(config)
     if name and population in ("redrawn", "independent"):
         fleeting = "sampled" if config.partition == "sampled" else population
@@ -645,7 +738,8 @@ def _check_persistent(config: PartitionConfig, population: str) -> None:
 
 
 def _over_time(config: PartitionConfig) -> str:
-    """Return the first option by which clients' examples change over time; "" if there is none."""
+    """Return the first option by which clients' examples change over time; "" if there
+    is none."""
     changing = {
         "new_clients": config.new_clients > 0,
         "move_on": config.move_on < 1,
@@ -662,9 +756,11 @@ def _check_private(config: PartitionConfig) -> None:
     """
     if config.partition != "private":
         return
-    by_example = "tasks_by" if config.tasks_by != "class" else "blurry"
-    given = getattr(config, by_example, 0.0)
-    name = _over_time(config) or (by_example if given else "")
+    name = _over_time(config)
+    if not name and config.tasks_by != "class":
+        name = "tasks_by"
+    if not name and getattr(config, "blurry", 0.0):
+        name = "blurry"
     if name:
         raise InputError(
             f"{name}: {getattr(config, name)!r} has no effect on private streams, which have their own "
@@ -672,101 +768,119 @@ def _check_private(config: PartitionConfig) -> None:
         )
 
 
-SIZES = ("base_classes", "classes_per_task", "task_sizes")  # the options for how many classes tasks have
+SIZES = (
+    "base_classes",
+    "classes_per_task",
+    "task_sizes",
+)  # the options for how many classes tasks have
 
 
 def _check_task_sizes(config: PartitionConfig) -> None:
     """Check that one option, and no more, says how many classes the tasks have."""
-    given = [name for name in SIZES if getattr(config, name, 0)]
-    if "task_sizes" in given and len(given) > 1:
-        raise InputError(
-            f"{given[0]}: --task-sizes {getattr(config, given[-1])!r} has all sizes; leave one of them out"
-        )
+    stated = [name for name in SIZES if getattr(config, name, 0)]
+    if "task_sizes" in stated and len(stated) > 1:
+        sizes = getattr(config, stated[-1])
+        raise InputError(f"{stated[0]}: --task-sizes {sizes!r} has all sizes; leave one of them out")
     pool = label_of("task_pool", getattr(config, "task_pool", "same"))
-    if pool != "same" and given:
-        raise InputError(f"{given[0]}: it has no effect with --task-pool {pool}; leave it out")
+    if pool != "same" and stated:
+        raise InputError(f"{stated[0]}: it has no effect with --task-pool {pool}; leave it out")
 
 
-def check_given(config: RunConfig, given: Collection[str]) -> None:
-    """Check that something reads every option that was given, and that no other one decides it.
+def check_given(config: RunConfig, typed: Collection[str]) -> None:
+    """Check that something reads every option that was typed, and that no other one
+    decides it.
 
     Raises:
       InputError: naming the first such option.
     """
-    check_read(config, config, given)
-    check_unread(vars(config), dict.fromkeys(given), vars(config), given)
-    if "clients" in given and is_owned(config.partition):
+    check_read(config, config, typed)
+    check_unread(vars(config), dict.fromkeys(typed), vars(config), typed)
+    if "clients" in typed and is_owned(config.partition):
         raise InputError(
             f"clients: the partition {config.partition!r} decides their number; leave out --clients"
         )
-    decides = next((name for name in SIZES[1:] if getattr(config, name, 0)), "")
-    decides = decides if config.tasks_by == "class" else "tasks_by"
-    from fcljax.data.owners import says_tasks  # imports JAX, which help and lists do without
+    if "tasks" not in typed:
+        return
+    from fcljax.data.owners import (
+        says_tasks,
+    )  # imports JAX, which help and lists do without
 
-    if "tasks" in given and says_tasks(config.partition):
+    if says_tasks(config.partition):
         raise InputError(f"tasks: {config.partition!r} has a column 'task', which decides; leave it out")
-    if "tasks" in given and decides:
-        raise InputError(f"tasks: {decides} decides their number; leave out --tasks")
+    deciding = "tasks_by"
+    if config.tasks_by == "class":
+        deciding = next((name for name in SIZES[1:] if getattr(config, name, 0)), "")
+    if deciding:
+        raise InputError(f"tasks: {deciding} decides their number; leave out --tasks")
 
 
 def fill(options: Value, values: dict[str, Any], where: str) -> Value:
-    """Options with other values of some fields.
+    """Return options with other values of some fields.
 
     Raises:
-      InputError: for an unknown key (with the nearest known one) or a value of the wrong type.
+      InputError: for an unknown key (with the nearest known one) or a value of the
+        wrong type.
     """
     fields = {field.name: field for field in fields_of(type(options))}
     for name in values:
         if name not in fields:
             raise InputError(f"{where}: unknown key {name!r}; {nearest(name, fields)}")
-    given = {name: _converted(fields[name], value) for name, value in values.items()}
-    return replaced(options, **given)
+    return replaced(
+        options,
+        **{name: _converted(fields[name], value) for name, value in values.items()},
+    )
 
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
+    """Return a value from outside as a value of the field."""
     if field.name in CHOICES and not isinstance(value, str):
         return value
-    null = value is None and field.metadata.get("unset")  # files of earlier versions have null there
-    unset = null or value == "" == field.metadata.get("default")  # as config.yaml has it
-    return field.metadata["default"] if unset else typed_value(field.name, field.type, value)
+    # files of earlier versions have null where a default stands for none; config.yaml has ""
+    if value is None and field.metadata.get("unset"):
+        return field.metadata["default"]
+    if value == "" == field.metadata.get("default"):
+        return value
+    return typed_value(field.name, field.type, value)
 
 
 def typed_value(name: str, type_: Any, value: object) -> Any:
-    """`value`, which may be a string, as a value of the field's type.
+    """Return `value`, which may be a string, as a value of the field's type.
 
     Raises:
       InputError: naming the field, the value and what is valid.
     """
-    if typing.get_origin(type_) in (
-        types.UnionType,
-        typing.Union,
-    ):  # Literal | None is a typing.Union before Python 3.14
-        if types.NoneType in typing.get_args(type_) and (value is None or value == "None"):
+    # Literal | None is a typing.Union before Python 3.14
+    if typing.get_origin(type_) in (types.UnionType, typing.Union):
+        parts = typing.get_args(type_)
+        if types.NoneType in parts and (value is None or value == "None"):
             return None
-        type_ = next(part for part in typing.get_args(type_) if part is not types.NoneType)
+        type_ = next(part for part in parts if part is not types.NoneType)
     if typing.get_origin(type_) is Literal:
         return _chosen(name, value, typing.get_args(type_))
     if type_ is bool:
-        return {"true": True, "false": False}[choose(name, str(value).lower(), ("true", "false"))]
-    plain = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
+        return choose(name, str(value).lower(), ("true", "false")) == "true"
+    wrong = InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}")
+    # bool is a subclass of int
+    if not isinstance(value, str | int | float | Path) or isinstance(value, bool):
+        raise wrong
+    # Python reads digits of every script: what looks like one number here could be another to a reader
+    if type_ in (int, float) and not str(value).isascii():
+        raise wrong
+    if type_ is int and not _is_whole(value):
+        raise wrong
+    if type_ is str and isinstance(value, float):  # 1.50 would become 1.5
+        raise InputError(f"{name}: {value!r} is a number, and text is needed; write it in quotes")
+    if "\0" in str(value):
+        raise InputError(f"{name}: {value!r} contains a NUL character")
     try:
-        # Python reads digits of every script: what looks like one number here could be another to a reader
-        other_digits = type_ in (int, float) and not str(value).isascii()
-        if not plain or other_digits or (type_ is int and not _is_whole(value)):
-            raise TypeError
-        if type_ is str and isinstance(value, float):  # 1.50 would become 1.5
-            raise InputError(f"{name}: {value!r} is a number, and text is needed; write it in quotes")
-        if "\0" in str(value):
-            raise InputError(f"{name}: {value!r} contains a NUL character")
         return type_(value)
-    except InputError:
-        raise
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{name}: {value!r} is not {KINDS.get(type_, type_.__name__)}") from None
+        raise wrong from None
 
 
 def _chosen(name: str, value: object, options: tuple) -> Any:
-    """One of the options. Those such as "file:PATH" and "NAME,NAME" stand for any text of their form."""
+    """Return one of the options. Those such as "file:PATH" stand for any text of their
+    form."""
     kind, colon, rest = str(value).partition(":")
     forms = [str(option) for option in options]
     if colon and rest.strip() and any(form.startswith(f"{kind}:") for form in forms):
@@ -777,6 +891,7 @@ def _chosen(name: str, value: object, options: tuple) -> Any:
 
 
 def _is_whole(value: object) -> bool:
+    """Check whether a value is a whole number, or the text of one."""
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
 
 
@@ -785,8 +900,9 @@ class _Ambiguous(yaml.YAMLError):
 
 
 class _Plain(yaml.SafeLoader):
-    """Safe YAML of settings: every key once, little depth, no aliases, of which a few bytes can stand for
-    gigabytes, and no value that YAML 1.1 reads as another than the one that is written."""
+    """Safe YAML of settings: every key once, little depth, no aliases, of which a few
+    bytes can stand for gigabytes, and no value that YAML 1.1 reads as another than the
+    one that is written."""
 
     depth = 0
 
@@ -798,16 +914,18 @@ class _Plain(yaml.SafeLoader):
         if self.depth >= YAML_DEPTH:
             raise yaml.YAMLError(f"{self.peek_event().start_mark}: nested more than {YAML_DEPTH} deep")
         self.depth += 1
+        # a deep file would exhaust Python's stack in the parser
         node = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(node)
         if isinstance(node, yaml.MappingNode):
-            found: set[str] = set()
+            keys: set[str] = set()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in found:
+                # YAML lets the last one win without a word
+                if isinstance(key, yaml.ScalarNode) and key.value in keys:
                     raise yaml.YAMLError(f"{key.start_mark}: {key.value!r} appears twice; remove one")
-                found.add(str(key.value))
+                keys.add(str(key.value))
         return node
 
 
@@ -822,7 +940,8 @@ _WRITTEN = {
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
-    """Refuse a value that YAML 1.1 reads as another than the one written: 0777 is 511, and no is false.
+    """Refuse a value that YAML 1.1 reads as another than the one written: 0777 is 511,
+    and no is false.
 
     Raises:
       _Ambiguous: naming the line, what it would become, and how to write it.
@@ -833,7 +952,9 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
         raise _Ambiguous(f"{_line(node)}: {text!r} is a date in YAML; write text in quotes")
     if kind in _WRITTEN and not _WRITTEN[kind].fullmatch(text):
         value = yaml.load(f"!!{kind} {text!r}", yaml.SafeLoader)
-        shown = str(value).lower() if isinstance(value, bool) else value
+        shown = value
+        if isinstance(value, bool):
+            shown = str(value).lower()
         raise _Ambiguous(f"{_line(node)}: {text!r} is {shown} in YAML; write {shown}, or text in quotes")
 
 
@@ -842,11 +963,11 @@ def _line(node: yaml.Node) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file, safely loaded.
+    """Return the mapping in a YAML file, safely loaded.
 
     Raises:
-      InputError: for a missing file, broken YAML, a value that YAML reads as another than the one that is
-        written, or something that is no mapping.
+      InputError: for a missing file, broken YAML, a value that YAML reads as another
+        than the one that is written, or something that is no mapping.
     """
     text = read_user_text("config", path, YAML_BYTES)
     try:
@@ -862,23 +983,25 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All fields of a run's settings as YAML, the method first."""
+    """Return all fields of a run's settings as YAML, the method first."""
     return yaml.safe_dump({"method": config.method, **plain(config)}, sort_keys=False)
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """Return all fields of a run's settings as plain values; objects of the user's own as `choices.OWN`."""
+    """Return all fields of a run's settings as plain values; objects of the user's own
+    as `choices.OWN`."""
     order = getattr(config, "order", ())  # options of a choice stand behind it
+    # the fields again, for those that no choice has put into an order
     names = dict.fromkeys((*order, *(field.name for field in fields_of(type(config)))))
     values = {name: getattr(config, name) for name in names}
-    return {
-        name: value if name not in CHOICES or isinstance(value, str) else OWN
-        for name, value in values.items()
-    }
+    for name in CHOICES:
+        if not isinstance(values.get(name, ""), str):
+            values[name] = OWN
+    return values
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Readable differences between two mappings of settings: 'name (x, not y)'."""
-    return [
-        f"{name} ({b.get(name)!r}, not {a.get(name)!r})" for name in {**a, **b} if a.get(name) != b.get(name)
-    ]
+    """Return the differences between two mappings of settings as text: 'name (x, not
+    y)'."""
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    return [f"{name} ({b.get(name)!r}, not {a.get(name)!r})" for name in names]

@@ -37,6 +37,16 @@ def atomic(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def hugging_face_home() -> Path:
+    """Return the cache of Hugging Face's libraries."""
+    return Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+
+
+def hugging_face_hub() -> Path:
+    """Return the cache of huggingface_hub, which timm and transformers use too."""
+    return Path(os.environ.get("HF_HUB_CACHE") or hugging_face_home() / "hub")
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
     with atomic(path) as temporary:

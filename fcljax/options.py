@@ -1,8 +1,10 @@
-"""Fields of dataclasses of settings: what a value may be stands beside the field, as its metadata.
+"""Fields of dataclasses of settings: what a value may be stands beside the field, as
+its metadata.
 
-The rule for fields that say nothing: whole numbers are at least 1, other numbers finite and at
-least 0; and both are numbers of 32 bits, which is what devices compute with. A default of `None`,
-0, "" or "auto" may stand for "none" or "automatic", and `option(..., unset=...)` says which.
+The rule for fields that say nothing: whole numbers are at least 1, other numbers finite
+and at least 0; and both are numbers of 32 bits, which is what devices compute with. A
+default of `None`, 0, "" or "auto" may stand for "none" or "automatic", and `option(...,
+unset=...)` says which.
 """
 
 import ast
@@ -33,7 +35,8 @@ def option(
     unset: str = "",
     learning_rate: bool = False,
 ) -> Value:
-    """Make a field of settings with a range; typed, as `dataclasses.field` is, like its default.
+    """Make a field of settings with a range; typed, as `dataclasses.field` is, like its
+    default.
 
     Args:
       default: of the field; a field that may be None has its range all the same.
@@ -41,11 +44,13 @@ def option(
       most: the largest value.
       below: what a value must be less than.
       positive: 0 is no value either.
-      only: the option that decides whether this one is read, and its values with which it is. A
-        value with a colon, such as "mix:NAME", stands for all values that begin as it does.
-      needs: the option without which nothing reads this one: it must not be at its default.
-      unset: what the default means, for the help. In a file of settings null stands for this
+      only: the option that decides whether this one is read, and its values with which
+        it is. A value with a colon, such as "mix:NAME", stands for all values that
+        begin as it does.
+      needs: the option without which nothing reads this one: it must not be at its
         default.
+      unset: what the default means, for the help. In a file of settings null stands for
+        this default.
       learning_rate: whether `--scale fit` and `--rate-factor` multiply it.
     """
     metadata = {
@@ -64,7 +69,8 @@ def option(
 
 
 def shown_default(field: dataclasses.Field, value: object) -> str:
-    """Return a default as help shows it, with its meaning where it stands for "none" or "automatic"."""
+    """Return a default as help shows it, with its meaning where it stands for "none" or
+    "automatic"."""
     meaning = field.metadata.get("unset", "")
     if value is None or value == "":
         return meaning or "none"
@@ -74,7 +80,8 @@ def shown_default(field: dataclasses.Field, value: object) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that up to 20 decimal digits without a sign say; None for any other text."""
+    """Return the number that up to 20 decimal digits without a sign say; None for any
+    other text."""
     digits = text.strip()
     # `str.isdigit` takes a superscript two, which `int` does not
     if digits.isascii() and digits.isdecimal() and len(digits) <= 20:
@@ -94,7 +101,8 @@ def fields_of(options: type) -> tuple[dataclasses.Field, ...]:
 
 @functools.cache
 def help_of(options: type) -> dict[str, str]:
-    """Return field -> help: the docstring below the field, in the class or in a base class."""
+    """Return field -> help: the docstring below the field, in the class or in a base
+    class."""
     texts = {}
     for kind in reversed(options.__mro__):
         # options of what was chosen (`choices.class_with`)
@@ -115,7 +123,8 @@ def help_of(options: type) -> dict[str, str]:
 
 
 def load(package: str, reference: Any) -> Any:
-    """Return what "MODULE:NAME" names in a package; anything but text is returned as it is."""
+    """Return what "MODULE:NAME" names in a package; anything but text is returned as it
+    is."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")
@@ -142,8 +151,8 @@ def check_read(options: object, usual: object | None = None, typed: Collection[s
 
     Args:
       options: to check.
-      usual: options with the values that pass though nothing reads them; the dataclass's defaults
-        if None.
+      usual: options with the values that pass though nothing reads them; the
+        dataclass's defaults if None.
       typed: names of options that the user typed, whatever their values.
 
     Raises:
@@ -152,7 +161,11 @@ def check_read(options: object, usual: object | None = None, typed: Collection[s
     if usual is None:
         usual = type(options)()
     for field in fields_of(type(options)):
-        changed = getattr(options, field.name) != getattr(usual, field.name)
+        passing = getattr(usual, field.name)
+        # a preset has no reason to set what needs another option
+        if field.metadata.get("needs"):
+            passing = field.metadata["default"]
+        changed = getattr(options, field.name) != passing
         if (changed or field.name in typed) and not is_read(field, options):
             raise InputError(f"{field.name}: {_what_reads(field, options)}")
 

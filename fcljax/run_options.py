@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 from fcljax.types import (
+    Attack,
     ClientOptimiser,
     LearningRateSchedule,
     MergingRule,
@@ -55,7 +56,8 @@ class RunOptions(MergingOptions, total=False):
     align_lr: float
     align_samples: int
     alpha: float
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"]
+    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"] | Attack
+    attack_factor: float
     augment: bool | None
     base_classes: int
     batch_devices: int
@@ -66,6 +68,7 @@ class RunOptions(MergingOptions, total=False):
     category_ratio: float
     checkpoint: str | None
     checkpoint_every: int | None
+    claimed_weight: float
     class_list: str
     class_order: str | Sequence[Any]
     classes_per_client: int
@@ -290,6 +293,7 @@ class RunOptions(MergingOptions, total=False):
     statistics_weight: float
     stay_behind: Literal["keep", "leave"]
     stem: Literal["auto", "imagenet", "cifar"]
+    stop_when_flat: int
     store_size: int | None
     student_lr: float
     student_steps: int

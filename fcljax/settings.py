@@ -27,19 +27,6 @@ def is_owned(partition: Chosen) -> bool:
     return isinstance(partition, str) and partition.startswith(("file:", "column:"))
 
 
-ATTACKS = {
-    "sign_flip": "negate all floating-point parameters of the upload",
-    "scale": "multiply all floating-point parameters of the upload by 1e6",
-    "label_flip": "mirror the labels of the client's task: class a of n becomes class n - 1 - a",
-    "nan": "send NaN for all floating-point parameters",
-    "weight": "claim a weight of 1e30",
-    "counts": "send the largest value for all integers and numbers of examples, and 1e-10 for standard "
-    "deviations",
-    "certain": "send a tenth of the client's standard deviations, and add normal noise to all other arrays, "
-    "with the root mean square of each array",
-    "gram": "negate sums over examples, and make them as large as the server's checks allow",
-}
-
 # networks of data that are no images -> what they are
 ARRAY_NETS = {
     "mlp": "tables: two layers of 128 on standardised columns, random values; the default for tables",
@@ -212,9 +199,7 @@ class FaultOptions:
 
     malicious: int = option(0, least=0)
     """Number of malicious clients, those with the lowest ids."""
-    attack: Literal["sign_flip", "scale", "label_flip", "nan", "weight", "counts", "certain", "gram"] = (
-        option("sign_flip", needs="malicious")
-    )
+    attack: Chosen = option("sign_flip", needs="malicious")
     """What malicious clients do."""
     faults: str = option("none", unset="none")
     """Random faults with their probabilities per client and round, e.g.
@@ -238,6 +223,9 @@ class EngineConfig:
     update is unchanged up to rounding."""
     remat: bool = False
     """Recompute the blocks of a ViT in the backward pass, to save memory."""
+    stop_when_flat: int = option(0, least=0, unset="all rounds")
+    """End a task when the accuracy on held-out training images has not improved for N
+    rounds."""
     eval_every_round: bool = False
     """Evaluate after every round, not only after every task."""
     checkpoint_every: int | None = option(None, least=1, unset="1; above 64 MiB at most 3 % of the time")

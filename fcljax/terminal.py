@@ -1,5 +1,5 @@
-"""Lines, tables and progress bars on a terminal. Text appears as it is, whatever it contains: file names may
-look like rich's markup, and need not be UTF-8."""
+"""Lines, tables and progress bars on a terminal. Text appears as it is, whatever it
+contains: file names may look like rich's markup, and need not be UTF-8."""
 
 import html
 from collections.abc import Collection
@@ -34,7 +34,8 @@ def new_table(
     right: Collection[str] = (),
     narrow: bool = False,
 ) -> Table:
-    """Return an empty table in the one style of all commands, narrow enough for 80 columns.
+    """Return an empty table in the one style of all commands, narrow enough for 80
+    columns.
 
     Args:
       columns: their names.
@@ -43,31 +44,40 @@ def new_table(
       narrow: put one space between columns, not two.
     """
     table = Table(
-        title=plain_text(title) if title else None,
-        caption=plain_text(caption) if caption else None,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        padding=0 if narrow else (0, 1, 0, 0),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
+    if title:
+        table.title = plain_text(title)
+    if caption:
+        table.caption = plain_text(caption)
+    if narrow:
+        table.padding = (0, 0, 0, 0)
     for name in columns:
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
-        else:
+        elif name == columns[0]:
             # the first column names the row: it breaks last
-            table.add_column(name, overflow="fold", min_width=10 if name == columns[0] else None)
+            table.add_column(name, overflow="fold", min_width=10)
+        else:
+            table.add_column(name, overflow="fold")
     return table
 
 
 def duration(seconds: float | int) -> str:
-    """Return a time as seconds (12.3 s), from a minute on as minutes (2:44) or hours (1:02:44)."""
+    """Return a time as seconds (12.3 s), from a minute on as minutes (2:44) or hours
+    (1:02:44)."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def add_row(table: Table, *cells: object, style: str | None = None, end_section: bool = False) -> None:
@@ -113,24 +123,25 @@ class NotebookBar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         pass
 
-    def add_task(self, description: str, *, total: int, completed: int = 0, **fields: Any) -> int:
-        """Show the bar."""
+    def add_task(self, _description: str, *, total: int, completed: int = 0, **fields: Any) -> int:
+        """Show the bar; `fields` has what the label shows."""
         from IPython.display import display  # pyrefly: ignore[missing-import]
 
-        del description  # `fields` has what the label shows
         self.total = total
         self.done = completed
         self.fields = fields
         self.handle = display(self, display_id=True)
         return 0
 
-    def update(self, task: Any, *, advance: int = 0, **fields: Any) -> None:
-        """Move the bar."""
-        del task  # rich's bar has several, this one has one
+    def update(self, _task: Any, *, advance: int = 0, **fields: Any) -> None:
+        """Move the bar; of rich's bar there are several, of this one is one."""
         self.done += advance
         self.fields |= fields
         if self.handle:

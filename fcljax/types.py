@@ -529,6 +529,62 @@ class ServerFunction(Protocol):
         ...
 
 
+class Predictions(NamedTuple):
+    """Predictions of the test examples of all tasks so far, for a user's metric.
+
+    Of a method with personal models they are those of all clients, one after the other.
+    """
+
+    label: Int[np.ndarray, " n"]
+    """The true class of each example, in the run's class order."""
+    predicted: Int[np.ndarray, " n"]
+    """The predicted class among all classes so far; -1 where the outputs are not finite."""
+    predicted_in_task: Int[np.ndarray, " n"]
+    """The predicted class among those of the example's task."""
+    confidence: Float[np.ndarray, " n"]
+    """The probability of `predicted` under the softmax of all logits."""
+    task_of_class: Int[np.ndarray, " C"]
+    """The task that each class belongs to, from 0; -1: none yet."""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """Measures the predictions after a task."""
+
+    def __call__(self, predictions: Predictions, /) -> float:
+        """Return one number; NaN where it is not defined."""
+        ...
+
+
+class Sender(NamedTuple):
+    """The client for which an attack changes an upload."""
+
+    context: ClientContext
+    """What the client knows: its task, its examples, the broadcast."""
+    program: Program
+    """The honest program, whose claims the server checks."""
+    key: PRNGKeyArray
+    """Key of the client and round, for draws."""
+
+
+@runtime_checkable
+class Attack(Protocol):
+    """Changes what a malicious client sends."""
+
+    def __call__(self, upload: Upload, sender: Sender, /) -> Upload:
+        """Return what is sent in place of an honest upload, with its structure and shapes."""
+        ...
+
+
+@runtime_checkable
+class LabelAttack(Protocol):
+    """Changes the labels that a malicious client trains on; an `Attack` may have this method too."""
+
+    def labels(self, label: Int[Array, " B"], task: Task, /) -> Int[Array, " B"]:
+        """Return the labels of a batch; those of padding are not read."""
+        ...
+
+
 class Round(NamedTuple):
     """One exchange between server and clients; what it sends is counted."""
 

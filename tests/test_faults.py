@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from small_runs import COMMON
 
-from fcljax import cli
+from fcljax import cli, config
+from fcljax.choices import chosen
 from fcljax.errors import InputError
 from fcljax.federated import faults
+from fcljax.federated.attacks import mirror_labels
 from fcljax.methods.vfcl.posterior import Posterior
 from fcljax.runs import rounds
 from fcljax.settings import FaultOptions
@@ -158,10 +160,10 @@ def test_labels_are_mirrored_within_the_task_in_every_phase(phase):
 
 def test_mirroring_twice_gives_the_labels_back():
     label = jnp.arange(CLASSES)
-    mirrored = jax.jit(faults.mirror_labels)(label, TASK)
+    mirrored = jax.jit(mirror_labels)(label, TASK)
     assert mirrored.tolist() == [0, 1, 2, 5, 4, 3, 6, 7]
-    assert faults.mirror_labels(mirrored, TASK).tolist() == label.tolist()
-    assert faults.mirror_labels(label, TASK._replace(classes=jnp.array([2, 3, 4, 5])))[2] == 5
+    assert mirror_labels(mirrored, TASK).tolist() == label.tolist()
+    assert mirror_labels(label, TASK._replace(classes=jnp.array([2, 3, 4, 5])))[2] == 5
 
 
 def test_everything_else_of_the_method_is_the_same_object():
@@ -186,6 +188,38 @@ def test_an_unknown_attack_and_a_negative_number_of_clients_are_refused():
         faults.corrupt(METHOD, "flip", malicious=1)
     with pytest.raises(InputError, match="malicious: must be at least 0, got -1"):
         faults.corrupt(METHOD, "nan", malicious=-1)
+
+
+def test_an_attack_of_the_user_s_own_is_a_function_of_the_honest_upload():
+    def half(upload, sender):
+        return upload._replace(mean=upload.mean / 2, weight=upload.weight + sender.context.client.id)
+
+    (upload, _), (honest, _) = sent(faults.corrupt(METHOD, half, malicious=2)), sent(METHOD)
+    np.testing.assert_array_equal(upload.mean, honest.mean * np.array([[0.5], [0.5], [1.0]]))
+    np.testing.assert_array_equal(upload.weight, [30.0, 31.0, 30.0])
+    with pytest.raises(InputError, match="^attack: cut returned .*; needed: "):
+        sent(faults.corrupt(METHOD, cut, malicious=2))
+    with pytest.raises(InputError, match="^method: attack: test_faults.py:.* broken.*: KeyError: 'absent'"):
+        sent(faults.corrupt(METHOD, broken, malicious=2))
+
+
+def cut(upload, sender):
+    return upload._replace(mean=upload.mean[:1])
+
+
+def broken(upload, sender):
+    return upload.sum["absent"]
+
+
+def test_an_attack_carries_its_options_and_one_that_nothing_reads_is_refused():
+    given = {"malicious": 2, "attack": "scale", "attack_factor": 3.0, "clients": 4}
+    settings = config.from_mapping("fedavg", given, "test")
+    (upload, _), (honest, _) = sent(faults.corrupt(METHOD, chosen("attack", settings), 2)), sent(METHOD)
+    np.testing.assert_array_equal(upload.mean, honest.mean * np.array([[3.0], [3.0], [1.0]]))
+    with pytest.raises(InputError, match="^attack_factor: only scale reads it, and attack is 'nan'"):
+        config.from_mapping("fedavg", given | {"attack": "nan"}, "test")
+    with pytest.raises(InputError, match="^attack: only --malicious reads it, and 'scale' was given"):
+        config.from_mapping("fedavg", {"attack": "scale"}, "test")
 
 
 # ---- faults drawn in every round ---------------------------------------------------------------------------

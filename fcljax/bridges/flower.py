@@ -327,6 +327,8 @@ def serve(
 
     if out:
         check_new(out)
+    if settings.stop_when_flat:
+        raise InputError("stop_when_flat: nodes train on all of their examples; leave it out")
     bound = numbers_of_nodes(service.nodes, settings.clients)
     inputs, assigned = node.load_server(settings, service.test)
     facts = node.server_facts(settings, inputs, service.test)

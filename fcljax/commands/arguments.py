@@ -1,5 +1,6 @@
-"""The parser of all commands, made of dataclasses of options: it reads what was typed, prints the
-help and completes in the shell. Text becomes a value in `config.typed_value`, as in YAML files."""
+"""The parser of all commands, made of dataclasses of options: it reads what was typed,
+prints the help and completes in the shell. Text becomes a value in
+`config.typed_value`, as in YAML files."""
 
 import argparse
 import dataclasses
@@ -39,7 +40,8 @@ class ProgramOptions:
 
 
 def keep_compiled(folder: str | None) -> None:
-    """Keep compiled programs as `--compile-cache` says; print a line on stderr if none can be kept."""
+    """Keep compiled programs as `--compile-cache` says; print a line on stderr if none
+    can be kept."""
     from rich.console import Console
 
     from fcljax.runs import compile_cache
@@ -84,12 +86,12 @@ def parse(
     about: str,
     words: Words = NO_WORDS,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the words, and the typed options as values by field name; of an option that is typed
-    twice the last one counts.
+    """Return the words, and the typed options as values by field name; of an option
+    that is typed twice the last one counts.
 
     Args:
-      groups: title -> options, whose values are the defaults in the help; together one flat
-        namespace.
+      groups: title -> options, whose values are the defaults in the help; together one
+        flat namespace.
       arguments: what was typed after the command.
       command: what was typed before, such as ("run", "fppl").
       about: the first line of the help.
@@ -364,8 +366,8 @@ def print_rows(rows: Sequence[tuple[str, object]]) -> None:
 
 
 def new_folder(*parts: str) -> str:
-    """Return a folder in runs/ that no other command has: the parts of its name, the time, and a
-    random number."""
+    """Return a folder in runs/ that no other command has: the parts of its name, the
+    time, and a random number."""
     # two runs may begin in the same second, and clocks may be set back
     return "runs/" + "-".join([*parts, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(3)])
 

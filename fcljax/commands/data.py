@@ -76,7 +76,11 @@ def _data_prepare(arguments: list[str]) -> int:
     from fcljax.data.files.sources import prepare
     from fcljax.runs.inputs import image_options
 
-    info = prepare(options.dataset, image_options(options, options.image_size or 224), force=options.force)
+    info = prepare(
+        options.dataset,
+        image_options(options, options.image_size or 224),
+        force=options.force,
+    )
     print_rows(
         [
             ("training images", info.counts[0]),

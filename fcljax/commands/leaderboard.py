@@ -6,7 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on, slug
+from fcljax.commands.arguments import (
+    ProgramOptions,
+    Words,
+    new_folder,
+    parsed,
+    passed_on,
+    slug,
+)
 from fcljax.errors import InputError
 from fcljax.options import option
 from fcljax.runs import signals

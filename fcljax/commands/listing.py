@@ -22,7 +22,6 @@ def list_(arguments: list[str]) -> int:
     from fcljax.data.geometry import PIPELINES
     from fcljax.methods import METHODS
     from fcljax.models.shapes import CONVNETS, PACKAGED, VITS
-    from fcljax.settings import ATTACKS
 
     backbones = {
         name: f"{vit.depth} blocks, width {vit.width}, patch {vit.patch}, {vit.image_size} px; "
@@ -53,7 +52,6 @@ def list_(arguments: list[str]) -> int:
         "backbones": backbones,
         "pipelines": PIPELINES,
         **{flag(name): summaries(name) for name in CHOICES},
-        "attacks": ATTACKS,
     }
     for title, rows in by_title.items():
         console.print(_listing(title, list(rows.items())))

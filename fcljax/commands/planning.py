@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fcljax.commands.running import read_alone, settings, taken
+from fcljax.commands.running import pop_options, read_alone, settings
 from fcljax.errors import InputError, gib
 from fcljax.options import check_ranges, option
 from fcljax.terminal import add_row, new_table, say
@@ -33,8 +33,8 @@ class PlanOptions:
 
 def plan(arguments: list[str]) -> int:
     """Run `fcljax plan METHOD --chip CHIP [options]`; exit code 2 if it does not fit."""
-    given, paths = read_alone(arguments, "plan", {"plan": PlanOptions()})
-    options = taken(PlanOptions(), given)
+    typed, paths = read_alone(arguments, "plan", {"plan": PlanOptions()})
+    options = pop_options(PlanOptions(), typed)
     check_ranges(options)
     if not options.chip:
         raise InputError("chip: none given; choose from: v5e, v5e-16, v6e, v5p, h100, h200")
@@ -50,7 +50,7 @@ def plan(arguments: list[str]) -> int:
     stand = None
     if options.images:
         stand = planned.Stand(options.images, options.classes, options.side)
-    run_settings = settings(arguments[0], given, paths)
+    run_settings = settings(arguments[0], typed, paths)
     if options.chips:
         exp, state = planned.many_chips(run_settings, options.chip, options.chips, stand)
         return _show_state(exp, state, options)
@@ -90,7 +90,10 @@ def _show_state(exp: Any, state: Any, options: PlanOptions) -> int:
         add_row(table, name, f"{size / 2**20:.1f} MiB")
     console.print(table)
     share = f"{options.chips} chips share {exp.sizes.clients} clients, and have {slots} slots"
-    say(console, f"{share}; the engine holds {gib(state.total)} on each, besides network and images")
+    say(
+        console,
+        f"{share}; the engine holds {gib(state.total)} on each, besides network and images",
+    )
     return 0
 
 

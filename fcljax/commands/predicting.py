@@ -70,7 +70,10 @@ def predict(arguments: list[str]) -> int:
         add_row(table, row.file, row.label, f"{row.probability:.3f}")
     console.print(table)
     if len(predictions) > SHOWN:
-        say(console, f"and {len(predictions) - SHOWN:,} more images; --out FILE.csv has all of them")
+        say(
+            console,
+            f"and {len(predictions) - SHOWN:,} more images; --out FILE.csv has all of them",
+        )
     if left_out:
         say(Console(stderr=True), left_out)
     if options.out:
@@ -89,7 +92,7 @@ def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
     from fcljax.data.files.file_trees import in_words, is_image
 
     files = []
-    others = []
+    left_out = []
     for name in named:
         path = Path(name)
         if not path.is_dir():
@@ -97,14 +100,14 @@ def _image_files(named: Sequence[str]) -> tuple[list[Path], str]:
                 raise InputError(f"images: there is no file or folder {name!r}")
             files.append(path)
             continue
-        inside = sorted(each for each in path.rglob("*") if each.is_file())
-        files += [each for each in inside if is_image(each.name)]
-        others += [str(each) for each in inside if not is_image(each.name)]
+        inside = sorted(file for file in path.rglob("*") if file.is_file())
+        files += [file for file in inside if is_image(file.name)]
+        left_out += [str(file) for file in inside if not is_image(file.name)]
     if not files:
         raise InputError(f"images: no image in {', '.join(map(repr, named))}")
-    if not others:
+    if not left_out:
         return files, ""
-    return files, f"{len(files):,} images; left out: {in_words(others)}"
+    return files, f"{len(files):,} images; left out: {in_words(left_out)}"
 
 
 def _predictions(

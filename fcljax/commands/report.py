@@ -16,7 +16,8 @@ class ReportOptions:
     """Options of `fcljax report`."""
 
     out: str | None = option(
-        None, unset="report.html in the one folder given, else in the one that holds the first"
+        None,
+        unset="report.html in the one folder given, else in the one that holds the first",
     )
     """HTML file of the report."""
 

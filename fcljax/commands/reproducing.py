@@ -86,7 +86,11 @@ def _show(
     work.write(plan, rows, outcomes, out, lambda line: say(console, line))
     console.print(work.terminal_table(plan, rows))
     pairs = tables.orderings(rows)
-    lines = [*work.notes_of(plan)[1:], *tables.order_lines(pairs), *tables.otherwise(pairs)]
+    lines = [
+        *work.notes_of(plan)[1:],
+        *tables.order_lines(pairs),
+        *tables.otherwise(pairs),
+    ]
     lines += [f"the paper's claim: {claim}" for claim in plan.column.entry.claims]
     if plan.scale == "paper":
         lines += work.record_paper_runs(rows, outcomes, plan, _device(), write_files)

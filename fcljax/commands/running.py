@@ -1,4 +1,5 @@
-"""`fcljax run METHOD` and `fcljax check METHOD`: a run's settings from all that can give them."""
+"""Run the commands `fcljax run METHOD` and `fcljax check METHOD`, with settings from
+all that can give them."""
 
 import dataclasses
 import shlex
@@ -52,12 +53,12 @@ class Paths(ProgramOptions):
 
 
 def run(arguments: list[str]) -> int:
-    """`fcljax run METHOD [options]`."""
-    given, paths, host_options = _read(arguments)
+    """Run `fcljax run METHOD [options]`."""
+    typed, paths, host_options = _read(arguments)
     from fcljax.runs import hosts
 
     hosts.check_hosts(host_options)
-    resolved = settings(arguments[0], given, paths)
+    resolved = settings(arguments[0], typed, paths)
     if host_options.coordinator is None:
         return _play(resolved, paths, paths.resume or paths.out or _folder(resolved))
     if paths.seeds or (paths.resume and _seeds(resolved, paths)):
@@ -67,84 +68,99 @@ def run(arguments: list[str]) -> int:
 
 
 def run_as_process(arguments: list[str], log: TextIO) -> int:
-    """The same in the child of a process that has a coordinator; `log` is read by its parent."""
+    """Run it in the child of a process that has a coordinator; `log` is read by its
+    parent."""
     from fcljax.runs import hosts
 
-    given, paths, host_options = _read(arguments)
+    typed, paths, host_options = _read(arguments)
     with hosts.joined(host_options, log):
-        together = hosts.Hosts.connected()
-        resolved = together.agree(lambda: settings(arguments[0], given, paths))
-        asked = resolved.devices if paths.resume or resolved.devices > 1 else given.get("devices")
-        devices = together.agree(lambda: together.devices(asked))
+        processes = hosts.Hosts.connected()
+        resolved = processes.agree(lambda: settings(arguments[0], typed, paths))
+        wanted_devices = typed.get("devices")
+        if paths.resume or resolved.devices > 1:
+            wanted_devices = resolved.devices
+        devices = processes.agree(lambda: processes.devices(wanted_devices))
         resolved = dataclasses.replace(resolved, devices=devices)
-        out = together.from_first(lambda: paths.resume or paths.out or _folder(resolved))
+        out = processes.from_first(lambda: paths.resume or paths.out or _folder(resolved))
         hosts.report_folder(out, log)
         same = {"resume": paths.resume is not None, "stop_signal": paths.stop_signal}
-        together.check_same({"options": same})
+        processes.check_same({"options": same})
         return _play(resolved, paths, out)
 
 
 def _read(
-    arguments: list[str], command: str = "run", own: Mapping[str, object] | None = None
+    arguments: list[str],
+    command: str = "run",
+    of_command: Mapping[str, object] | None = None,
 ) -> tuple[dict[str, Any], Paths, HostOptions]:
-    """The settings that are given for a run, and the options that are none of its settings; `own`: as of
-    `read_alone`.
+    """Return the settings that are typed for a run, and the options that are none of
+    its settings.
+
+    `of_command` is as of `read_alone`.
 
     Raises:
       InputError: as `parse`, or if the arguments do not begin with a method.
     """
-    besides = {**(own or {}), "files": Paths(), "hosts": HostOptions()}
+    besides = {**(of_command or {}), "files": Paths(), "hosts": HostOptions()}
     if not arguments or arguments[0].startswith("-"):
         shared = {"run": config.RunConfig(), **besides}
-        parse(shared, arguments, [command], "Train and evaluate a method.", Words("METHOD", tuple(METHODS)))
+        parse(
+            shared,
+            arguments,
+            [command],
+            "Train and evaluate a method.",
+            Words("METHOD", tuple(METHODS)),
+        )
         raise InputError(
             f"method: none given; try: fcljax {command} fppl; choose from: {', '.join(METHODS)}; or give a "
             "file of your own"
         )
-    given = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, besides)
-    return given, taken(Paths(), given), taken(HostOptions(), given)
+    typed = parse_run(arguments[0], arguments[1:], command, find_method(arguments[0]).summary, besides)
+    return typed, pop_options(Paths(), typed), pop_options(HostOptions(), typed)
 
 
 def read_alone(
-    arguments: list[str], command: str, own: Mapping[str, object] | None = None
+    arguments: list[str], command: str, of_command: Mapping[str, object] | None = None
 ) -> tuple[dict[str, Any], Paths]:
-    """As `_read`, for a command that makes no run directory and is one process.
+    """Read what `_read` does, for a command that makes no run directory and is one
+    process.
 
     Args:
       arguments: what was typed after the command.
       command: what was typed before.
-      own: title -> the command's own options, of which those that are given stay among the settings.
+      of_command: title -> the command's options, of which those that are typed stay
+        among the settings.
 
     Raises:
       InputError: for options that only a run has.
     """
-    given, paths, host_options = _read(arguments, command, own)
+    typed, paths, host_options = _read(arguments, command, of_command)
     for name in ("out", "resume", "seeds", "stop_signal", "track"):
         if getattr(paths, name):
             raise InputError(f"{name}: {command} writes no run directory; leave out {flag(name)}")
     for field in fields_of(HostOptions):
         if getattr(host_options, field.name) is not None:
             raise InputError(f"{field.name}: {command} runs in one process; leave out {flag(field.name)}")
-    return given, paths
+    return typed, paths
 
 
-def taken(options: Value, given: dict[str, Any]) -> Value:
-    """The options with what is given of them, which is then no longer in `given`."""
-    names = [field.name for field in fields_of(type(options)) if field.name in given]
-    return replaced(options, **{name: given.pop(name) for name in names})
+def pop_options(options: Value, typed: dict[str, Any]) -> Value:
+    """Return the options with what is typed of them, and remove it from `typed`."""
+    names = [field.name for field in fields_of(type(options)) if field.name in typed]
+    return replaced(options, **{name: typed.pop(name) for name in names})
 
 
 def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
-    """The run itself, and what is printed at its end."""
+    """Play the run, and print its results."""
     from fcljax.results import page, trackers
     from fcljax.results.comparison import compare, results_table
     from fcljax.runs import hosts, loop
     from fcljax.runs.summary import learned_nothing
 
-    first = hosts.Hosts.connected().first
+    is_first = hosts.Hosts.connected().first  # of the processes: the one that prints
     resume = paths.resume is not None
     failed = False
-    console = Console(quiet=not first)
+    console = Console(quiet=not is_first)
     seeds = _seeds(resolved, paths)
     track = trackers.parse_trackers(paths.track)
     keep_compiled(paths.compile_cache)
@@ -160,56 +176,70 @@ def _play(resolved: config.RunConfig, paths: Paths, out: str) -> int:
             tables, _ = compare([out], figure)
         else:
             summary = loop.run(resolved, out, resume, loop.Observer(stop=stop, track=track))
-            tables = [results_table([summary])] if first else []
+            tables = []
+            if is_first:
+                tables = [results_table([summary])]
             figure = Path(out) / "figures" / "accuracy.png"
             failed = learned_nothing(summary)
     for table in tables:
         console.print(table)
     say(console, f"run directory: {out}")
-    for name, made in (("accuracy curve", figure), ("report", Path(out) / page.NAME)):
-        if made.exists():
-            say(console, f"{name}: {made}")
+    for name, file in (("accuracy curve", figure), ("report", Path(out) / page.NAME)):
+        if file.exists():
+            say(console, f"{name}: {file}")
     if failed:
-        err = Console(stderr=True, quiet=not first)
-        say(err, "fcljax: no round had a valid upload: the model is unchanged since the start")
+        err = Console(stderr=True, quiet=not is_first)
+        say(
+            err,
+            "fcljax: no round had a valid upload: the model is unchanged since the start",
+        )
     return int(failed)
 
 
 def _advice(method: str, out: str | None) -> str:
-    """What a user can do after a run was stopped."""
+    """Return what a user can do after a run was stopped."""
     if out is None or not (Path(out) / "config.yaml").exists():
         return "the run had not started; nothing was written"
     return f"resume with: fcljax run {shlex.quote(method)} --resume {shlex.quote(out)}"
 
 
 def _seeds(resolved: config.RunConfig, paths: Paths) -> list[int] | None:
-    """The seeds of a run over several, new or resumed; None: it is one run."""
+    """Return the seeds of a run over several, new or resumed; None: it is one run."""
     from fcljax.studies.seeds import parse_seeds, stored_seeds
 
-    asked = parse_seeds(paths.seeds, resolved.seed) if paths.seeds else None
-    stored = stored_seeds(paths.resume) if paths.resume else None
-    if paths.resume and asked and not stored:
-        raise InputError(f"seeds: {paths.resume!r} has one seed; leave out --seeds")
-    return list(dict.fromkeys((stored or []) + (asked or []))) or None
+    typed: list[int] = []
+    stored: list[int] = []
+    if paths.seeds:
+        typed = parse_seeds(paths.seeds, resolved.seed)
+    if paths.resume:
+        stored = stored_seeds(paths.resume) or []
+        if typed and not stored:
+            raise InputError(f"seeds: {paths.resume!r} has one seed; leave out --seeds")
+    # a resumed run may get further seeds
+    return list(dict.fromkeys(stored + typed)) or None
 
 
 def check(arguments: list[str]) -> int:
-    """`fcljax check METHOD [options]`: the statements that every method must hold; exit code 1 if one does
-    not."""
-    given, paths = read_alone(arguments, "check")
-    resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **given}, paths)
+    """Run `fcljax check METHOD [options]`, which tests the invariants that every method
+    must satisfy; exit code 1 if one does not hold."""
+    typed, paths = read_alone(arguments, "check")
+    resolved = settings(arguments[0], {"clients": 4, "batch_size": 4, "epochs": 2, **typed}, paths)
     keep_compiled(paths.compile_cache)
 
     from fcljax.checks import conformance
 
-    if said := config.explain_fidelity(resolved):
-        say(Console(stderr=True), said)
+    explanation = config.explain_fidelity(resolved)
+    if explanation:
+        say(Console(stderr=True), explanation)
     statements = conformance.check(resolved)
     table = Table("statement", "holds", "found")
-    for name, holds, found in statements:
-        add_row(table, name, "yes" if holds else "NO", found)
+    for name, holds, finding in statements:
+        word = "NO"
+        if holds:
+            word = "yes"
+        add_row(table, name, word, finding)
     Console().print(table)
-    return 0 if all(statement.holds for statement in statements) else 1
+    return int(not all(statement.holds for statement in statements))
 
 
 def _folder(resolved: config.RunConfig) -> str:
@@ -223,7 +253,9 @@ def parse_run(
     about: str,
     besides: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
-    """The options of a run that were given. Its adapter decides which there are; its fidelity preset, its
+    """Return the options of a run that were typed.
+
+    Its choices and its adapter decide which options there are; its fidelity preset, its
     scale and its file of settings decide the defaults that the help shows.
 
     Args:
@@ -237,16 +269,21 @@ def parse_run(
       InputError: as `parse`, or for a file of settings that cannot be read.
     """
     typed = typed_options(arguments)
-    source = Path(typed["resume"]) / "config.yaml" if "resume" in typed else typed.get("config")
-    values = config.load_yaml(source) if source and Path(source).is_file() else {}
+    source = typed.get("config")
+    if "resume" in typed:
+        source = Path(typed["resume"]) / "config.yaml"
+    values = {}
+    if source and Path(source).is_file():
+        values = config.load_yaml(source)
     deciding = {name: typed[name] for name in (*DECIDING, *CHOICES) if name in typed}
-    if completing():  # the last word may be the beginning of a name
+    if completing():
+        # the last word may be the beginning of a name
         deciding = {name: value for name, value in deciding.items() if value in CHOICES.get(name, (value,))}
     attention = config.has_attention(values | typed)
     adapter = deciding.get("adapter") or values.get("adapter") or config.usual_adapter(method, attention)
     if not attention:
         deciding["adapter"] = adapter
-    choices = config.chosen_by(method, values | deciding)
+    choices = config.choices_of(method, values | deciding)
     groups = config.option_groups(method, adapter, choices)
     if {"-h", "--help"} & set(arguments):
         reading = set().union(*map(deciders, groups.values()))
@@ -256,21 +293,26 @@ def parse_run(
     else:
         shown = config.preset(method, adapter, choices=choices)
     config.check_known(method, adapter, typed, "options")
-    run, *own = ((title, config.part(kind, shown)) for title, kind in groups.items())
+    run, *others = ((title, config.part(kind, shown)) for title, kind in groups.items())
     if besides is None:
         besides = {"files": Paths(), "hosts": HostOptions()}
     shown_besides = {title: _with_deciders(options, typed) for title, options in besides.items()}
-    parts = dict([*own, run, *shown_besides.items()])
+    # the method's options first: they are what a reader looks for
+    parts = dict([*others, run, *shown_besides.items()])
     return parse(parts, arguments, [command, method], about)[1]
 
 
 def _with_deciders(options: Value, typed: Mapping[str, str]) -> Value:
     """Return options with what is typed for those that decide whether others are read."""
-    return replaced(options, **{name: typed[name] for name in deciders(type(options)) if name in typed})
+    return replaced(
+        options,
+        **{name: typed[name] for name in deciders(type(options)) if name in typed},
+    )
 
 
-def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConfig:
-    """Settings of a run: defaults, then --config's or the resumed run's, then the options that were given.
+def settings(method: str, typed: dict[str, Any], paths: Paths) -> config.RunConfig:
+    """Return the settings of a run: defaults, then --config's or the resumed run's,
+    then what is typed.
 
     Raises:
       InputError: for a wrong value, or a file that belongs to another method.
@@ -284,27 +326,29 @@ def settings(method: str, given: dict[str, Any], paths: Paths) -> config.RunConf
         source = str(Path(paths.resume) / "config.yaml")
         if not Path(source).is_file():
             raise InputError(f"resume: {paths.resume!r} is not a run directory: it has no config.yaml")
-    values = config.load_yaml(source) if source else {}
+    values = {}
+    if source:
+        values = config.load_yaml(source)
     if paths.resume:
         from fcljax.runs.resume import stored_settings
 
-        values = stored_settings(values, given.get("devices"))
-    check_no_programs(values, given, str(source))
+        values = stored_settings(values, typed.get("devices"))
+    check_no_programs(values, typed, str(source))
     name = values.get("method", method)
     if name != method:
-        raise InputError(
-            f"{'resume' if paths.resume else 'config'}: {source!r} has settings of method {name!r}, "
-            f"not of {method!r}"
-        )
+        typed_as = "config"
+        if paths.resume:
+            typed_as = "resume"
+        raise InputError(f"{typed_as}: {source!r} has settings of method {name!r}, not of {method!r}")
     of_mini = find_method(method).presets["intended"].mini
     fixed = [option for option in of_mini if option in values]
-    if fixed and not paths.resume and given.get("scale", "auto") not in ("auto", values.get("scale")):
+    if fixed and not paths.resume and typed.get("scale", "auto") not in ("auto", values.get("scale")):
         raise InputError(f"scale: {source!r} has its own {', '.join(fixed)}; leave out --scale")
-    made = config.from_mapping(method, values | given, source or "options")
-    config.check_given(made, given)
-    if given.get("population", made.population) != made.population:
+    resolved = config.from_mapping(method, values | typed, source or "options")
+    config.check_given(resolved, typed)
+    if typed.get("population", resolved.population) != resolved.population:
         raise InputError(
-            f"population: {made.partition} clients are {made.population}, not {given['population']!r}; "
-            f"nearest: {made.population!r}"
+            f"population: {resolved.partition} clients are {resolved.population}, not "
+            f"{typed['population']!r}; nearest: {resolved.population!r}"
         )
-    return made
+    return resolved

@@ -10,7 +10,14 @@ from typing import Any, Literal
 from rich.console import Console
 
 from fcljax import config
-from fcljax.commands.arguments import ProgramOptions, Words, new_folder, parsed, passed_on, slug
+from fcljax.commands.arguments import (
+    ProgramOptions,
+    Words,
+    new_folder,
+    parsed,
+    passed_on,
+    slug,
+)
 from fcljax.errors import InputError
 from fcljax.options import check_ranges, option
 from fcljax.runs import signals
@@ -70,7 +77,9 @@ def sweep(arguments: list[str]) -> int:
     if figure:
         say(console, f"accuracy curve: {figure}")
         if page.try_report(
-            sweeps.finished_folders(outcomes, out), out / page.NAME, lambda line: say(console, line)
+            sweeps.finished_folders(outcomes, out),
+            out / page.NAME,
+            lambda line: say(console, line),
         ):
             say(console, f"report: {out / page.NAME}")
     return int(any(outcome.state != "finished" for outcome in outcomes.values()))

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from fcljax.commands.arguments import ProgramOptions, keep_compiled, new_folder, slug
-from fcljax.commands.running import parse_run, taken
+from fcljax.commands.running import parse_run, pop_options
 from fcljax.errors import InputError
 from fcljax.methods import METHODS, find_method
 from fcljax.options import check_ranges, option
@@ -50,12 +50,12 @@ def tune(arguments: list[str]) -> int:
     method = arguments[0]
     pairs, rest = tuning.sorted_arguments(arguments[1:])
     about = f"Search options on held-out training images. {find_method(method).summary}"
-    given = parse_run(method, rest, "tune", about, {"tuning": TuneOptions()})
-    trials = given.get("trials")
-    options = taken(TuneOptions(), given)
+    typed = parse_run(method, rest, "tune", about, {"tuning": TuneOptions()})
+    trials = typed.get("trials")
+    options = pop_options(TuneOptions(), typed)
     check_ranges(options)
     if options.resume:
-        if pairs or given or options.out or options.config:
+        if pairs or typed or options.out or options.config:
             raise InputError("resume: the study already has ranges and settings; give only --trials")
         tuning.check_optuna()
         request = tuning.stored(Path(options.resume), method)
@@ -70,8 +70,8 @@ def tune(arguments: list[str]) -> int:
         # parse_range refuses it
         for name in ("method", *(name.replace("-", "_") for name, _ in pairs)):
             shared.pop(name, None)
-        shared |= given
-        shared["holdout"] = given.get("holdout", HOLDOUT)
+        shared |= typed
+        shared["holdout"] = typed.get("holdout", HOLDOUT)
         if not shared["holdout"]:
             raise InputError(f"holdout: 0 would tune on test images; nearest: --holdout {HOLDOUT}")
         ranges = {
@@ -89,5 +89,8 @@ def tune(arguments: list[str]) -> int:
     console.print(tuning.table_of(results, request))
     best = shlex.quote(str(out / tuning.BEST))
     say(console, f"settings of the best trial: {best}")
-    say(console, f"on test images, over seeds: fcljax run {shlex.quote(method)} --config {best} --seeds 3")
+    say(
+        console,
+        f"on test images, over seeds: fcljax run {shlex.quote(method)} --config {best} --seeds 3",
+    )
     return 0

@@ -4,7 +4,15 @@ and `pretrain-decoder`."""
 import dataclasses
 from pathlib import Path
 
-from fcljax.commands.arguments import ProgramOptions, Words, keep_compiled, parse, parsed, print_rows, slug
+from fcljax.commands.arguments import (
+    ProgramOptions,
+    Words,
+    keep_compiled,
+    parse,
+    parsed,
+    print_rows,
+    slug,
+)
 from fcljax.errors import InputError, Value
 from fcljax.options import check_ranges, option, replaced
 from fcljax.runs import signals
@@ -32,7 +40,14 @@ def weights(arguments: list[str]) -> int:
 
     file = get_weights(names[1], options.data_dir)
     use = f"fcljax run METHOD --backbone {names[1]}"
-    print_rows([("file", file.path), ("bytes", f"{file.bytes:,}"), ("sha256", file.sha256), ("use", use)])
+    print_rows(
+        [
+            ("file", file.path),
+            ("bytes", f"{file.bytes:,}"),
+            ("sha256", file.sha256),
+            ("use", use),
+        ]
+    )
     return 0
 
 

@@ -117,8 +117,9 @@ def _code(function: Callable):
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
-def in_users_code(part: str, error: Exception) -> Exception:
-    """Return the error to raise for an exception in a function of a method.
+def in_users_code(part: str, error: Exception, field: str = "method") -> Exception:
+    """Return the error to raise for an exception in a function of a method, or of
+    another field.
 
     It is one line that names the user's file if the user's code was running, else the
     exception itself.
@@ -128,7 +129,7 @@ def in_users_code(part: str, error: Exception) -> Exception:
     place = _users_place(error)
     if place is None or isinstance(error, InputError):
         return error
-    return InputError(f"method: {part}: {place}: {type(error).__name__}: {_line(error)}")
+    return InputError(f"{field}: {part}: {place}: {type(error).__name__}: {_line(error)}")
 
 
 @contextlib.contextmanager

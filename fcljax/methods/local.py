@@ -10,6 +10,7 @@ from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
+from fcljax.parts.proximal import OPTION_OF_RULE
 from fcljax.settings import NoOptions, Preset, with_mini
 from fcljax.types import Method
 
@@ -25,7 +26,7 @@ def local(_options: NoOptions, run: Run) -> Method:
       InputError: for a rule that keeps clients near what was broadcast, which is nothing.
     """
     if run.rules:
-        option = {"prox": "prox_weight"}.get(run.rules[0].name, run.rules[0].name)
+        option = OPTION_OF_RULE[run.rules[0].name]
         raise InputError(f"{option}: clients of local are sent no parameters to stay near; leave it out")
     personal = ("adapter", "classifier", "stats")
     return federate(run, linear_learner(run), loss=cross_entropy_loss(), personal=personal)

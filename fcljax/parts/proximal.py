@@ -10,6 +10,9 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.learner import Params
 from fcljax.types import ClientContext
 
+# rule -> the option of a run that adds it
+OPTION_OF_RULE = {"prox": "prox_weight", "norm_bound": "norm_bound"}
+
 
 def prox(weight: float) -> ClientRule:
     """Add mu / 2 ||w - w_t||^2, w_t the broadcast (FedProx, Li et al. 2020, eq. 2).

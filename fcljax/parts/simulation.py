@@ -19,7 +19,7 @@ from rich.console import Console
 from fcljax.data.partition import count_matrix
 from fcljax.data.store import ClientIndices
 from fcljax.data.tasks import make_tasks
-from fcljax.errors import InputError, choose, reason
+from fcljax.errors import InputError, reason
 from fcljax.federated.aggregation import make_aggregation
 from fcljax.federated.check import Example, check_method, describe, leaks_in_one_line
 from fcljax.federated.engine import (
@@ -29,7 +29,7 @@ from fcljax.federated.engine import (
     make_engine,
     run_round,
 )
-from fcljax.federated.faults import CHECKED, check_claims, corrupt
+from fcljax.federated.faults import attack_of, check_attacks, corrupt
 from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
 from fcljax.federated.keys import RunKey
 from fcljax.federated.schedule import ClientPartition, capacities, largest_batch, participants
@@ -49,9 +49,8 @@ from fcljax.parts.simulation_inputs import (
 )
 from fcljax.parts.user_code import check_arguments
 from fcljax.run_options import MergingOptions
-from fcljax.settings import ATTACKS
 from fcljax.terminal import say
-from fcljax.types import Batch, Method, Network, Sizes, Task
+from fcljax.types import Attack, Batch, LabelAttack, Method, Network, Sizes, Task
 
 MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
 
@@ -120,8 +119,8 @@ class Averaging(NamedTuple):
     """model_of(parameters) -> a model of the kind that was given."""
     first_loss: Callable[[Any, Any], float]
     """first_loss(x, y) -> mean loss of the model that was given."""
-    attack: str = ""
-    """What malicious clients do; "" where there are none."""
+    attack: Attack | None = None
+    """What malicious clients do; None where there are none."""
 
 
 def fedavg(
@@ -131,7 +130,7 @@ def fedavg(
     client_rules: tuple[ClientRule, ...] = (),
     server_rules: tuple[ServerRule, ...] = (),
     malicious: int = 0,
-    attack: str = "sign_flip",
+    attack: str | Attack = "sign_flip",
     **merging: Unpack[MergingOptions],
 ) -> Averaging:
     """Make a method by federated averaging (McMahan et al. 2017).
@@ -144,7 +143,7 @@ def fedavg(
       client_rules: as of `federate`, such as `prox(0.1)`.
       server_rules: as of `federate`.
       malicious: the clients with the lowest ids that attack.
-      attack: of `settings.ATTACKS`.
+      attack: a name of `choices.ATTACKS`, or an attack of your own.
       merging: options of `AggregationOptions`, such as `aggregator="median"`, or `clip_norm=1.0,
         noise_multiplier=0.5` for differential privacy.
 
@@ -157,7 +156,7 @@ def fedavg(
     check_rules("client_rules", client_rules, ClientRule)
     check_rules("server_rules", server_rules, ServerRule)
     malicious = check_whole("malicious", malicious, 0, LARGEST_INT)
-    choose("attack", attack, ATTACKS)
+    lie = attack_of(attack)
     params, model_of = _opened(model)
     aggregation = make_aggregation(merging_options(merging))
     # federate subtracts what the optimiser gives, and optax's updates are added
@@ -172,16 +171,16 @@ def fedavg(
         method = federate(run, learner, loss=Loss(_mean_loss), server_rules=server_rules, predicts="all")
         if malicious > sizes.clients:
             raise InputError(f"malicious: {malicious} of {sizes.clients} clients; nearest: {sizes.clients}")
-        if malicious and attack == "label_flip" and sizes.classes == 1:
+        if malicious and isinstance(lie, LabelAttack) and sizes.classes == 1:
             raise InputError("attack: y has no class numbers to flip; nearest: 'sign_flip'")
-        return corrupt(method, attack, malicious)
+        return corrupt(method, lie, malicious)
 
     def first_loss(x: Any, y: Any) -> float:
         x = jax.tree.map(jnp.asarray, x)
         # on the host's device and without batches: a thousand examples at most
         return float(jnp.mean(_losses(client.loss, model_of(params), x, jnp.asarray(y), jax.random.key(0))))
 
-    return Averaging(build, model_of, first_loss, attack if malicious else "")
+    return Averaging(build, model_of, first_loss, lie if malicious else None)
 
 
 def _draws(loss: Any) -> bool:
@@ -356,7 +355,7 @@ def simulate(
     partition = ClientPartition(*ClientIndices.of(parts), counts.astype(np.int32))
     sizes = Sizes(classes, 1, classes, len(names), rounds, max(map(len, parts)))
     played = method.build(sizes) if isinstance(method, Averaging) else method
-    attack = ""
+    attack = None
     if isinstance(method, Averaging):
         attack = method.attack
     data = Examined(jax.tree.map(jnp.asarray, x), jnp.asarray(y))
@@ -381,7 +380,7 @@ class Rounds(NamedTuple):
     count: int
     participation: float
     seed: int
-    attack: str
+    attack: Attack | None
 
 
 def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, float]]) -> None:
@@ -420,8 +419,8 @@ def _rounds(
         lanes = Lanes(min(8, everyone), "vmap")
     room = capacities(method, [partition], lanes.count, everyone, participation)
     example = Example((), data, task)
-    if attack in CHECKED:
-        check_claims({attack}, tuple(each.upload for each in check_method(method, _fetch, example)))
+    if attack is not None:
+        check_attacks([attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
     engine = make_engine(method, _fetch, lanes, room, example)
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())
     # ids, not names, key the clients' draws

@@ -25,7 +25,7 @@ from fcljax.federated.aggregation import make_aggregation
 from fcljax.federated.check import Example, check_method, describe, in_users_code
 from fcljax.federated.client_loop import Fetch
 from fcljax.federated.engine import Engine, Lanes, alone_capacity, make_engine, sending
-from fcljax.federated.faults import CHECKED, check_claims, corrupt, parse_faults, with_faults
+from fcljax.federated.faults import acting, check_attacks, corrupt, parse_faults, with_faults
 from fcljax.federated.rates import Rates, with_rates
 from fcljax.federated.schedule import ClientPartition, capacities, largest_batch
 from fcljax.methods import MethodEntry, find_method
@@ -35,6 +35,7 @@ from fcljax.parts.client import Training
 from fcljax.parts.federate import Run
 from fcljax.parts.proximal import norm_bound, prox
 from fcljax.parts.schedules import Constant
+from fcljax.runs.early_stop import HeldOut, check_stop, held_out_of, hold_out_training
 from fcljax.runs.inputs import (
     Inputs,
     compute_type,
@@ -47,7 +48,7 @@ from fcljax.runs.inputs import (
 )
 from fcljax.runs.machine import Machine, kernel_on, plan_lanes, plan_shapes
 from fcljax.scenario import Scenario, fit_partition, make_scenario
-from fcljax.types import Frozen, Method, Network, PyTree, Sizes
+from fcljax.types import Frozen, Method, Metric, Network, PyTree, Sizes
 
 
 class Experiment(NamedTuple):
@@ -63,6 +64,10 @@ class Experiment(NamedTuple):
     inputs: Inputs
     sizes: Sizes
     key: jax.Array
+    held_out: HeldOut | None = None
+    """Training examples that decide when a task ends, with --stop-when-flat."""
+    metrics: Mapping[str, Metric] = {}
+    """The user's metrics: name -> function."""
 
     @property
     def batch_size(self) -> int:
@@ -83,6 +88,8 @@ class Supplied(NamedTuple):
     """A network."""
     owners: np.ndarray | None = None
     """The client of each training example [N], for the partition `column:owner`."""
+    metrics: Mapping[str, Metric] = {}
+    """The user's metrics: name -> function."""
 
 
 NOTHING = Supplied()
@@ -99,9 +106,14 @@ def build(settings: RunConfig, supplied: Supplied = NOTHING) -> Experiment:
       InputError: for settings or files that cannot work.
     """
     settings, inputs = load(settings, supplied)
-    scenario = make_scenario(inputs.dataset, settings, settings.rounds, find_method(settings.source).joint)
+    joint = find_method(settings.source).joint
+    scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
     settings = config.with_scale_of_schedule(settings, examples_of_task(scenario))
-    return assemble(settings, inputs, scenario, sizes_of(scenario))
+    exp = assemble(settings, inputs, scenario, sizes_of(scenario))
+    held_out = None
+    if inputs.validated is not None:
+        held_out = held_out_of(settings, inputs.dataset, inputs.validated, joint)
+    return exp._replace(held_out=held_out, metrics=supplied.metrics)
 
 
 def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
@@ -118,6 +130,11 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
         dataset = hold_out(dataset, settings.holdout)
     inputs = load_inputs(settings, dataset, supplied.backbone)
     check_reads(settings, inputs.dataset)
+    check_stop(settings, lambda: bool(config.learning_rates(settings)) or config.has_own_rate(settings))
+    if settings.stop_when_flat:
+        # before examples are assigned: every client gives its share
+        reduced, validated = hold_out_training(inputs.dataset)
+        inputs = inputs._replace(dataset=reduced, validated=validated)
     if supplied.owners is not None:
         inputs = inputs._replace(dataset=with_owners(inputs.dataset, supplied.owners))
     # a partition file or the data set may decide the number of clients and tasks
@@ -210,14 +227,14 @@ def _with_faults(settings: RunConfig, method: Method, fetch: Fetch, example: Exa
       InputError: for a fault or an attack that changes nothing of what this method's clients send.
     """
     shares = parse_faults(settings.faults)
-    names = set(shares)
+    attacks = list(acting(shares).values())
     if settings.malicious:
-        names.add(settings.attack)
-    if not shares and not names & CHECKED:
+        attacks.append(chosen("attack", settings))
+    if not attacks and not shares:
         return method
     # shapes of uploads decide whether a fault has anything to act on
     uploads = tuple(shapes.upload for shapes in check_method(method, fetch, example))
-    check_claims(names, uploads)
+    check_attacks(attacks, uploads)
     return with_faults(method, shares, settings.seed, uploads)
 
 
@@ -361,7 +378,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     # wrapped last, so that a method cannot tell malicious clients from honest ones
     if not settings.malicious:
         return method
-    return corrupt(method, settings.attack, settings.malicious)
+    return corrupt(method, chosen("attack", settings), settings.malicious)
 
 
 def _without_attention(entry: MethodEntry) -> str:
@@ -402,4 +419,7 @@ def placed(exp: Experiment) -> Experiment:
     mesh = exp.engine.mesh
     train = ready(exp.train, mesh)
     test = ready(exp.test, mesh)
-    return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test)
+    held_out = exp.held_out
+    if held_out is not None:
+        held_out = held_out._replace(split=ready(held_out.split, mesh))
+    return exp._replace(frozen=exp.engine.place(exp.frozen), train=train, test=test, held_out=held_out)

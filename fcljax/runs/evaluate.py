@@ -2,7 +2,7 @@
 of personal ones."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,15 @@ from jaxtyping import Array, Bool, Int
 
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
+from fcljax.errors import InputError
+from fcljax.federated.check import in_users_code
 from fcljax.mesh import jit
 from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.predict import Predicted, Predictor, make_predict
-from fcljax.runs.records import Evaluated, Records
-from fcljax.types import PyTree, RoundContext, Task
+from fcljax.runs.records import OF_USER, Evaluated, Records
+from fcljax.types import Metric, Predictions, PyTree, RoundContext, Task
 
 # evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's
 # test split, perhaps with query features. The records get the confusion matrix and the
@@ -55,10 +57,12 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
 
         predicted = predictions(predict)
         _record_predictions(records, [predicted], [label], exp.sizes.classes)
+        values = measured(exp.metrics, task_of_class, [predicted], [label])
         provisional = None
         if predict_provisional is not None:
             provisional = accuracy(predictions(predict_provisional).label)
-        return Evaluated(accuracy(predicted.label), provisional, accuracy(predicted.label_in_task))
+        task_il = accuracy(predicted.label_in_task)
+        return Evaluated(accuracy(predicted.label), provisional, task_il, metrics=values)
 
     return evaluate
 
@@ -87,9 +91,57 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
         # an evaluation within a task replaces the earlier one
         records.clients = [*records.clients[:t], class_il]
         records.clients_task_il = [*records.clients_task_il[:t], task_il]
-        return Evaluated(_mean_over_clients(class_il), None, _mean_over_clients(task_il), personal)
+        task_of_class = _task_of_class([scenario.current(task) for task in range(t + 1)])
+        values = measured(exp.metrics, task_of_class, predictions, labels)
+        return Evaluated(_mean_over_clients(class_il), None, _mean_over_clients(task_il), personal, values)
 
     return evaluate
+
+
+def measured(
+    metrics: Mapping[str, Metric],
+    task_of_class: Int[np.ndarray, " C"],
+    predictions: list[Predicted],
+    labels: list[np.ndarray],
+) -> dict[str, float] | None:
+    """Return name -> value of the user's metrics on all predictions together; None without any.
+
+    Raises:
+      InputError: naming the metric, and the line of the user's file if it raises.
+    """
+    if not metrics:
+        return None
+    predicted = _concatenate(predictions)
+    label = np.concatenate(labels)
+    test = Predictions(label, predicted.label, predicted.label_in_task, predicted.confidence, task_of_class)
+    return {name: _value(name, metric, test) for name, metric in metrics.items()}
+
+
+def _value(name: str, metric: Metric, predictions: Predictions) -> float:
+    """Return the value of a user's metric."""
+    try:
+        value = metric(predictions)
+    except Exception as error:
+        raise in_users_code(name, error, "metrics") from error
+    # a jax or numpy scalar is a number too
+    if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+        raise InputError(f"metrics: {name!r} returned {value!r}; needed: a number")
+    return float(value)
+
+
+def check_metrics(metrics: Mapping[str, Metric], lines: Sequence[dict[str, Any]]) -> None:
+    """Check that a resumed run has the user's metrics with which it began.
+
+    Raises:
+      InputError: naming those that differ.
+    """
+    evaluated = [line for line in lines if "A" in line]
+    if not evaluated:
+        return
+    before = {name.removeprefix(OF_USER) for name in evaluated[0] if name.startswith(OF_USER)}
+    if before != {*metrics}:
+        names = ", ".join(sorted(before)) or "none"
+        raise InputError(f"metrics: the run began with {names}; give the same again")
 
 
 def personal_accuracy(

@@ -76,6 +76,8 @@ class Inputs(NamedTuple):
     augments: bool  # whether the training view differs from the clean one
     # images of another data set, where the settings ask for some
     surrogate: np.ndarray | tuple = ()
+    # its test examples are the held-out ones of `early_stop`
+    validated: Dataset | None = None
 
 
 def load_inputs(

@@ -26,7 +26,8 @@ from fcljax.results.run_folder import changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, rate_search, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
-from fcljax.runs.evaluate import personal_accuracy, sampled_calibration
+from fcljax.runs.early_stop import ends_task
+from fcljax.runs.evaluate import check_metrics, personal_accuracy, sampled_calibration
 from fcljax.runs.features import make_fill
 from fcljax.runs.folder import check_new, created, locked
 from fcljax.runs.hosts import Hosts
@@ -92,7 +93,7 @@ class Progress(NamedTuple):
 
     state: State
     records: Records
-    step: int  # number of finished rounds, over all tasks
+    step: int  # number of finished rounds, over all tasks; those left out count as finished
 
 
 class Journal(NamedTuple):
@@ -397,6 +398,7 @@ def _begin(
     if snapshot is None:
         server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
+    check_metrics(exp.metrics, snapshot.records.get("rounds", []))
     # damaged checkpoints were skipped by all processes alike (`agree`)
     server, clients, key = snapshot.state
     server, key = hosts.broadcast((server, key))
@@ -440,8 +442,13 @@ def _play(
         play_round = make_play_round(exp, records, clock)
         fill = make_fill(exp)
         bar_task = bar.add_task("", total=steps, completed=first_step, **last_round(records))
-        for step in range(first_step, steps):
-            t = step // settings.rounds
+        step = first_step
+        while step < steps:
+            t, r = divmod(step, settings.rounds)
+            next_step = step + 1
+            # a task that ends early leaves out its other rounds
+            if ends_task(settings, records.rounds, t, r):
+                next_step = (t + 1) * settings.rounds
             exp = fill(exp, range(filled_tasks, t + 1), clock)
             filled_tasks = t + 1
             state, buffer, line = play_round(exp, state, past, step)
@@ -450,25 +457,26 @@ def _play(
                 if journal.manager:
                     records.kept.append(checkpoint.save_task(out / KEPT, t, buffer))
             # the first process's clock and signals decide for all
-            decide = partial(_after_round, observer, settings.checkpoint_every, step + 1, last_write)
+            decide = partial(_after_round, observer, settings.checkpoint_every, next_step, last_write)
             signal, due = hosts.from_first(decide)
-            last_step = step == steps - 1
+            last_step = next_step == steps
             with signals.unbroken():
                 due = signal or due or last_step
                 _log_round(out, journal, records)
                 if due:
-                    reached = Progress(state, records, step + 1)
+                    reached = Progress(state, records, next_step)
                     last_write = _save_checkpoint(session, exp, journal, reached, shared)
                     # otherwise this round's memory would be kept during the next one
                     del reached
             journal.trackers.heard(line)
-            bar.update(bar_task, advance=1, **last_round(records))
+            bar.update(bar_task, advance=next_step - step, **last_round(records))
             if signal and not last_step:
                 hosts.leave()
                 raise signals.Stopped(signal)
             if due or not hosts.first:
                 signals.check()
             observer.heard(line)
+            step = next_step
         return fill(exp, range(filled_tasks, tasks), clock), state
 
 

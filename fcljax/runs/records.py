@@ -18,6 +18,9 @@ from fcljax.federated.engine import RoundReport
 from fcljax.federated.health import CLASSES, NOT_FINITE
 from fcljax.terminal import NotebookBar, progress_bar
 
+HELD_OUT = "A_held_out"  # accuracy on a task's held-out training examples, with --stop-when-flat
+OF_USER = "metric_"  # before the names of the user's metrics
+
 
 class Evaluated(NamedTuple):
     """Accuracies over all test examples of each task seen so far; None: not evaluated.
@@ -36,6 +39,8 @@ class Evaluated(NamedTuple):
     personal: list[float | None] | None = None
     """Accuracy of each client's personal model, on test examples of the classes that
     the client has learned; None for a client that has learned none."""
+    metrics: dict[str, float] | None = None
+    """Values of the user's metrics."""
 
 
 NOT_EVALUATED = Evaluated()
@@ -52,6 +57,7 @@ class Records:
     provisional: list[list[float]] = dataclasses.field(default_factory=list)
     task_il: list[list[float]] = dataclasses.field(default_factory=list)
     personal: list[list[float | None]] = dataclasses.field(default_factory=list)
+    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
     # [task learned][client][task], for methods with personal models
     clients: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
     clients_task_il: list[list[list[float | None]]] = dataclasses.field(default_factory=list)
@@ -105,6 +111,7 @@ class Records:
         sent: Traffic,
         besides: Sequence[RoundReport] = (),
         classes_seen: int | None = None,
+        held_out_accuracy: float | None = None,
     ) -> dict[str, Any]:
         """Add a round to the history, and return its line of metrics.jsonl.
 
@@ -117,6 +124,7 @@ class Records:
           besides: reports of exchanges at a task's start and end. The totals have them
             already; their metrics join those of the round.
           classes_seen: number of classes of the tasks so far; None: unknown.
+          held_out_accuracy: on the held-out training examples of the task; None: there are none.
         """
         line: dict[str, Any] = {"task": t, "round": r, **_metrics(report, besides)}
         line |= {"participants": report.participants}
@@ -144,6 +152,9 @@ class Records:
             line["A_provisional"] = float(np.mean(evaluated.provisional))
         if evaluated.task_il is not None:
             line["A_task_il"] = float(np.nanmean(evaluated.task_il))
+        if held_out_accuracy is not None:
+            line[HELD_OUT] = held_out_accuracy
+        line |= {f"{OF_USER}{name}": value for name, value in (evaluated.metrics or {}).items()}
         line = {name: _finite(value) for name, value in line.items()}
         self.rounds.append(line)
         self.count(report)

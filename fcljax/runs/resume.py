@@ -161,6 +161,8 @@ def differing(before: dict[str, Any], now: dict[str, Any], decided: Collection[s
             return False
         if name in AUTOMATIC and now.get(name) == AUTOMATIC[name]:
             return False
+        if name == "stop_when_flat" and name not in before and not now[name]:
+            return False  # earlier versions played all rounds
         # files of earlier versions have the options of all choices, and null for a default
         is_of_choice = name in before and readers(name)
         return not (is_of_choice and (name not in now or before[name] is None))

@@ -23,6 +23,7 @@ from fcljax.federated.schedule import participants
 from fcljax.mesh import jit, on_host, put_server
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
+from fcljax.runs.early_stop import ends_task
 from fcljax.runs.evaluate import make_evaluate
 from fcljax.runs.records import NOT_EVALUATED, Clock, Records
 from fcljax.runs.traffic import Counted
@@ -99,12 +100,15 @@ def make_play_round(
     evaluate = None
     if clients is None or not exp.method.personal:
         evaluate = make_evaluate(exp)
+    evaluate_held_out = None
+    if exp.held_out is not None:
+        evaluate_held_out = make_evaluate(_on_held_out(exp))
     counted = Counted.of(exp)
 
     def play_round(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], step: int) -> RoundResult:
         t, r = divmod(step, settings.rounds)
-        last = r == settings.rounds - 1
-        state, buffer, report, other_reports = play(exp, state, past, t, r)
+        last = ends_task(settings, records.rounds, t, r)
+        state, buffer, report, other_reports = play(exp, state, past, t, r, last)
         if buffer is not None:
             records.add(replay_examples=len(buffer.label))
         evaluated = NOT_EVALUATED
@@ -113,6 +117,13 @@ def make_play_round(
                 evaluated = evaluate(exp.test, state, t, records)
             if last:
                 records.keep(evaluated)
+        held_out_accuracy = None
+        if evaluate_held_out is not None and exp.held_out is not None:
+            with clock("eval"):
+                # nothing of it joins the records of the test images
+                on_held_out = evaluate_held_out(exp.held_out.split, state, t, Records())
+            if on_held_out.accuracy is not None:
+                held_out_accuracy = on_held_out.accuracy[t]
         uploads = np.sum([part.uploads for part in (*other_reports, report)], axis=0, dtype=int).tolist()
         # clients download what a finished task hands over when the next one begins
         handovers = 0
@@ -120,17 +131,27 @@ def make_play_round(
             handovers = 1
         traffic = counted.total(uploads, handovers)
         classes_seen = int(np.sum(exp.scenario.tasks[t].seen))
-        line = records.record(t, r, report, evaluated, traffic, other_reports, classes_seen)
+        line = records.record(
+            t, r, report, evaluated, traffic, other_reports, classes_seen, held_out_accuracy
+        )
         return RoundResult(state, buffer, line)
 
     return play_round
 
 
+def _on_held_out(exp: Experiment) -> Experiment:
+    """Return the experiment with the held-out training examples in place of test examples."""
+    assert exp.held_out is not None
+    # metrics of the user are of the test examples
+    return exp._replace(scenario=exp.held_out.scenario, test=exp.held_out.split, metrics={})
+
+
 def make_play(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
-    """Return play(exp, state, past, task, round) -> (state, buffer, report,
-    other_reports), which plays a round.
+    """Return play(exp, state, past, task, round, last) -> (state, buffer, report,
+    other_reports), which plays a round. Without `last`, the last of the settings' rounds
+    ends a task.
 
     `other_reports` are of what comes before the first and after the last round of a
     task; `buffer` is as in `RoundResult`.
@@ -151,10 +172,18 @@ def make_play(
         ids = participants(settings.seed, t, r, eligible(t, round_of_count), settings.participation)
         return reached(fault_shares, settings.seed, t, r, ids)
 
-    def play(exp: Experiment, state: State, past: tuple[ReplayBuffer, ...], t: int, r: int):
+    def play(
+        exp: Experiment,
+        state: State,
+        past: tuple[ReplayBuffer, ...],
+        t: int,
+        r: int,
+        last: bool | None = None,
+    ):
         server, states, key = state
         task = exp.scenario.tasks[t]
-        last = r == settings.rounds - 1
+        if last is None:
+            last = r == settings.rounds - 1
 
         def play_stage(when: When) -> RoundReport:
             nonlocal server, states

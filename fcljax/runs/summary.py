@@ -2,6 +2,7 @@
 figures."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from fcljax.results.repeat import command, names_to_give
 from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
-from fcljax.runs.records import Records
+from fcljax.runs.records import HELD_OUT, Records
 from fcljax.runs.traffic import (
     Counted,
     Payloads,
@@ -94,6 +95,7 @@ def summarize(
         "unpredicted": metrics.unpredicted(confusion),
         "task_confusion": metrics.task_confusion(confusion, [task.classes for task in exp.scenario.tasks]),
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
+        **_of_user(records),
         "personal_accuracy": personal,
         "personal": _personal(records),
         **_communication(exp, payloads, records),
@@ -126,6 +128,26 @@ def summarize(
         "config": config,
         "given": names_to_give({"method": method} | config),
     }
+
+
+def _of_user(records: Records) -> dict[str, Any]:
+    """Return what only some runs have: values of the user's metrics after each task, and the
+    rounds of each task where it may end early."""
+    fields: dict[str, Any] = {}
+    if records.metrics:
+        names = records.metrics[0]
+        fields["metrics"] = {name: [_or_none(values[name]) for values in records.metrics] for name in names}
+    if any(HELD_OUT in line for line in records.rounds):
+        rounds = Counter(line["task"] for line in records.rounds)
+        fields["rounds_played"] = [rounds[task] for task in sorted(rounds)]
+    return fields
+
+
+def _or_none(value: float) -> float | None:
+    """Return a number, and None in place of NaN and infinity, which JSON does not have."""
+    if np.isfinite(value):
+        return value
+    return None
 
 
 def _class_names(exp: Experiment) -> list[str]:
@@ -302,6 +324,8 @@ def learned_nothing(summary: dict[str, Any]) -> bool:
     """Return whether no round of a run had a valid upload."""
     # tasks that were played, which may be fewer than planned
     rounds = summary["config"]["rounds"] * len(summary["A"])
+    if "rounds_played" in summary:
+        rounds = sum(summary["rounds_played"])
     return len(summary["rounds_without_upload"]) >= rounds > 0
 
 

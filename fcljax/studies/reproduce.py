@@ -91,7 +91,7 @@ def settings_of(column: Column, row: Row) -> RunConfig:
 
 
 def _fields(method: str, adapter: str | None, values: Mapping[str, Any]) -> set[str]:
-    options = config.run_class(method, adapter, config.chosen_by(method, values))
+    options = config.run_class(method, adapter, config.choices_of(method, values))
     return {field.name for field in dataclasses.fields(options)}
 
 

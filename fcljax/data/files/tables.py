@@ -25,7 +25,7 @@ from fcljax.data.files.images import MAX_PIXELS, Picture
 from fcljax.data.files.prepared import Listing, UndecodedSplit
 from fcljax.data.files.raw import LabelledItems, Raw, Scan, file_facts, first_names, random_split
 from fcljax.errors import InputError, install_command, reason
-from fcljax.files import in_home
+from fcljax.files import hugging_face_home, hugging_face_hub, in_home
 
 RULES = 2  # version of the rules by which tables are read; part of the fingerprint
 SPLITS = {"train": r"train(ing)?", "test": r"test(ing)?", "validation": r"val(id(ation)?)?|dev"}
@@ -75,9 +75,9 @@ def _root(name: str) -> Path:
         return path
     if path.is_file():
         raise InputError(f"dataset: {str(path)!r} is a file; give the folder that it is in: hf:PATH")
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
+    hub = hugging_face_hub() / f"datasets--{name.replace('/', '--')}"
+    datasets = Path(os.environ.get("HF_DATASETS_CACHE") or hugging_face_home() / "datasets")
+    prepared = datasets / name.replace("/", "___")
     for folder in (*_newest(hub / "snapshots"), *_newest(prepared)):
         if any(path.suffix in SUFFIXES for path in folder.rglob("*")):
             return folder

@@ -23,7 +23,7 @@ from fcljax.archives import sha256
 from fcljax.data.files.download import Archive, fetch_file
 from fcljax.data.files.sources import data_folder
 from fcljax.errors import InputError, reason
-from fcljax.files import atomic, check_folder
+from fcljax.files import atomic, check_folder, hugging_face_hub
 from fcljax.models.weights.checkpoints import SIDECARS, SUFFIXES
 from fcljax.options import whole_number
 
@@ -73,10 +73,7 @@ def _cache_folder(name: str, data_dir: str | Path | None) -> Path:
 def _hub_snapshot(name: str) -> Path | None:
     """Return the newest snapshot in the cache of huggingface_hub, which timm and
     transformers use."""
-    # the variables of huggingface_hub
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    root = cache / f"models--{repository(name).replace('/', '--')}"
+    root = hugging_face_hub() / f"models--{repository(name).replace('/', '--')}"
     try:
         revision = (root / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
