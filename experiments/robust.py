@@ -32,7 +32,7 @@ from jaxtyping import Array
 
 import fcljax
 from fcljax import cli
-from fcljax.federated import claims, client_loop, faults
+from fcljax.federated import attacks, claims, client_loop
 from fcljax.federated.faults import ATTACKS, FAULTS
 from fcljax.methods import METHODS as KNOWN
 from fcljax.types import ClientContext, Program, Upload
@@ -109,7 +109,7 @@ def switch_off_checks() -> None:
         return jnp.ones(len(claims.claims_of(program)), bool)
 
     client_loop.claims_hold = all_hold
-    faults.claims_hold = all_hold
+    attacks.claims_hold = all_hold
 
 
 def table(
