@@ -269,22 +269,15 @@ def run(
     _check_metrics(metrics)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options)
-    listed = {name: _listed(value) for name, value in options.items() if name in LISTED}
-    stated: dict[str, Any] = {**options, **listed}
+    listed = {name: _listed(options[name]) for name in LISTED if name in options}
+    stated = {**options, **listed}
     stated["dataset"] = _name_of_data(data, examples)
     stated["backbone"] = "auto"
     if isinstance(backbone, str):
         stated["backbone"] = backbone
     # an adapter that the user names wins over the usual one
     stated = _adapter(method, examples, backbone) | stated | chosen
-    if resume and out is None:
-        raise InputError("resume: there is no run directory to resume; give out")
-    values = {}
-    if resume and out is not None:
-        values = config.load_yaml(Path(out) / "config.yaml")
-    check_no_programs(values, stated, "resume")
-    values = stored_settings(values, stated.get("devices"))
-    settings = config.from_mapping(method, values | stated, "options")
+    settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
     # the summary is read from files in any case: without `out` they are temporary
@@ -307,6 +300,24 @@ def run(
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _settings(
+    method: str | MethodEntry, stated: dict[str, Any], out: str | Path | None, resume: bool
+) -> RunConfig:
+    """Return the settings of a run: those that are stated, and of a resumed run its own.
+
+    Raises:
+      InputError: for wrong settings, or a run to resume that is not given.
+    """
+    values = {}
+    if resume:
+        if out is None:
+            raise InputError("resume: there is no run directory to resume; give out")
+        values = config.load_yaml(Path(out) / "config.yaml")
+    check_no_programs(values, stated, "resume")
+    values = stored_settings(values, stated.get("devices"))
+    return config.from_mapping(method, values | stated, "options")
 
 
 def _name_of_data(data: Data, examples: Dataset | None) -> str:

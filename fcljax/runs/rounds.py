@@ -146,6 +146,26 @@ def _on_held_out(exp: Experiment) -> Experiment:
     return exp._replace(scenario=exp.held_out.scenario, test=exp.held_out.split, metrics={})
 
 
+def make_sample(exp: Experiment) -> Callable[[int, int], np.ndarray]:
+    """Return sample(task, round), the ids of the clients that take part in a round."""
+    settings = exp.settings
+    fault_shares = parse_faults(settings.faults)
+
+    @functools.lru_cache(maxsize=1)
+    def eligible(t: int, r: int) -> np.ndarray:
+        return np.flatnonzero(exp.scenario.partitions[t][r].count)
+
+    def sample(t: int, r: int) -> np.ndarray:
+        round_of_count = r
+        if settings.population == "static":
+            # all rounds of a task have the same eligible clients
+            round_of_count = 0
+        ids = participants(settings.seed, t, r, eligible(t, round_of_count), settings.participation)
+        return reached(fault_shares, settings.seed, t, r, ids)
+
+    return sample
+
+
 def make_play(
     exp: Experiment, records: Records, clock: Clock, clients: Clients | None = None
 ) -> Callable[..., tuple[State, ReplayBuffer | None, RoundReport, list[RoundReport]]]:
@@ -158,19 +178,8 @@ def make_play(
     """
     begin_task = jit(exp.method.begin_task, None, donate_argnums=1)
     settings = exp.settings
-    fault_shares = parse_faults(settings.faults)
     partitions = exp.scenario.partitions
-
-    @functools.lru_cache(maxsize=1)
-    def eligible(t: int, r: int) -> np.ndarray:
-        return np.flatnonzero(partitions[t][r].count)
-
-    def sample(t: int, r: int) -> np.ndarray:
-        """Return the clients that take part in a round."""
-        # a static population has the same eligible clients in all rounds of a task
-        round_of_count = 0 if settings.population == "static" else r
-        ids = participants(settings.seed, t, r, eligible(t, round_of_count), settings.participation)
-        return reached(fault_shares, settings.seed, t, r, ids)
+    sample = make_sample(exp)
 
     def play(
         exp: Experiment,
