@@ -255,26 +255,17 @@ def run(
     Raises:
       InputError: in one line that names the option, its value and the nearest valid one.
     """
-    if not isinstance(method, str | MethodEntry):
-        raise InputError(
-            f"method: {type(method).__name__}; expected a name of fcljax list, FILE.py or a MethodEntry"
-        )
-    _check_folder_name(out)
-    if "dataset" in options:
-        raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
+    _check_arguments(method, out, options)
+    _check_metrics(metrics)
     if backbone is None:
         backbone = "identity"
     examples, labels = _examples(data, backbone, options.get("data_dir"))
     chosen, owners = _partition(partition)
-    _check_metrics(metrics)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options)
-    listed = {name: _listed(options[name]) for name in LISTED if name in options}
-    stated = {**options, **listed}
+    stated = options | {name: _listed(options[name]) for name in LISTED if name in options}
     stated["dataset"] = _name_of_data(data, examples)
-    stated["backbone"] = "auto"
-    if isinstance(backbone, str):
-        stated["backbone"] = backbone
+    stated["backbone"] = backbone if isinstance(backbone, str) else "auto"
     # an adapter that the user names wins over the usual one
     stated = _adapter(method, examples, backbone) | stated | chosen
     settings = _settings(method, stated, out, resume)
@@ -344,16 +335,22 @@ def _check_metrics(metrics: Any) -> None:
             raise InputError(f"metrics: {name} is {metric!r}; expected a function of Predictions")
 
 
-def _check_folder_name(out: Any) -> None:
-    """Check that a run directory is a path, if one is given.
+def _check_arguments(method: Any, out: Any, options: Mapping[str, Any]) -> None:
+    """Check a run's method, and that its directory is a path, if one is given.
 
     Raises:
-      InputError: for anything else.
+      InputError: for anything else, or a data set among the options.
     """
+    if not isinstance(method, str | MethodEntry):
+        raise InputError(
+            f"method: {type(method).__name__}; expected a name of fcljax list, FILE.py or a MethodEntry"
+        )
     if out is not None and not isinstance(out, str | Path):
         raise InputError(f"out: {type(out).__name__}; expected the path of a run directory")
     if out is not None and not str(out):
         raise InputError("out: '' is not a run directory; leave it out for a temporary one")
+    if "dataset" in options:
+        raise InputError(f"dataset: give it as data={options['dataset']!r}, the second argument of run")
 
 
 def _partition(partition: Any) -> tuple[dict[str, Any], np.ndarray | None]:
