@@ -106,7 +106,7 @@ ATTACKS = {
     "sign_flip": ChoiceEntry(
         "negate all floating-point parameters of the upload", "federated.attacks:SignFlip"
     ),
-    "scale": ChoiceEntry("multiply all floating-point parameters of the upload", "federated.attacks:Scale"),
+    "scale": ChoiceEntry("multiply all floating-point parameters of the upload", "federated.attacks:Scaling"),
     "label_flip": ChoiceEntry(
         "mirror the labels of the client's task: class a of n becomes class n - 1 - a",
         "federated.attacks:LabelFlip",

@@ -49,7 +49,7 @@ class SignFlip:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class Scaling:
     """Multiply all floating-point parameters of the upload."""
 
     attack_factor: float = option(1e6, positive=True)
