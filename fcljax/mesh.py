@@ -41,8 +41,7 @@ def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
 
 
 def with_batch(mesh: AnyMesh, batch: int) -> AnyMesh:
-    """Return a mesh of the same devices of which `batch` neighbours share the batches of
-    a client."""
+    """Return a mesh of the same devices; `batch` neighbours share a client's batches."""
     if isinstance(mesh, AbstractMesh):
         return abstract_mesh(mesh.size, batch)
     return mesh_of(list(mesh.devices.flat), batch)
@@ -92,8 +91,7 @@ def by_itself() -> bool:
 
 
 def split(axis: int = 0) -> PartitionSpec:
-    """Return the specification by which every device has a part of an axis, in the order
-    of the devices."""
+    """Return the specification that divides an axis over the devices in order."""
     return PartitionSpec(*[None] * axis, AXIS)
 
 
@@ -105,8 +103,7 @@ def rows_on(mesh: AnyMesh | None, rows: int) -> int:
 
 
 def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Put arrays [N, ...] so that every device of the mesh has an equal part, in the
-    order of the devices.
+    """Put arrays [N, ...] so that the devices have equal parts, in their order.
 
     The last row is repeated up to a multiple of the devices. Without a mesh, the arrays
     stay as they are.
@@ -376,8 +373,7 @@ def add_over_devices(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 
 
 def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Return arrays that the devices share, for functions that add over their first
-    axis, inside jit.
+    """Return shared arrays for functions that add over their first axis, in jit.
 
     On CPUs every device gets all of them, so that sums over them have the same bits
     however many processes there are. On accelerators they stay shared, and XLA divides
@@ -390,8 +386,7 @@ def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
 
 
 def keeps_order(mesh: AnyMesh) -> bool:
-    """Return whether sums over arrays are the same bits however many processes the
-    devices belong to.
+    """Return whether sums have the same bits for any number of processes.
 
     They are on CPUs. An abstract mesh stands for accelerators.
     """
@@ -421,8 +416,7 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
 
 
 def put_server(server: Any, mesh: AnyMesh | None) -> Any:
-    """Put a server's state on the devices, as of `server_specs`; without a mesh, return
-    it as it is."""
+    """Put a server's state on the mesh as `server_specs` says, if there is one."""
     if mesh is None:
         return server
     return jax.tree.map(lambda x, spec: put(x, mesh, spec), server, server_specs(server, mesh))
@@ -499,8 +493,7 @@ def _visit_devices(
     part: Any,
     mesh: AnyMesh,
 ) -> Any:
-    """Return (request, part) after each device's request has visited every device and
-    come home.
+    """Return (request, part) after each request has visited every device.
 
     visit(request, part) -> both, on the device that the request is at.
     """

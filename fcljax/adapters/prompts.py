@@ -85,8 +85,7 @@ def fuse(
 
 
 def prompt_injection(fused: Float[Array, "batch blocks length width"]) -> Injection:
-    """Return the injection in which each block has its prompts, dropped after the
-    block."""
+    """Return the injection of prompts into blocks, dropped after each block."""
     return Injection(prompt=dict(enumerate(jnp.unstack(fused, axis=1))))
 
 

@@ -31,8 +31,7 @@ WARPS = {"forward": 4, "backward": 8}
 
 
 def fits(chip: ChipKind, queries: int, keys: int, size: int) -> bool:
-    """Check whether the chip's kernel takes so many queries and keys, of heads of this
-    size."""
+    """Check whether the kernel takes so many queries, keys and channels of a head."""
     if chip == "gpu" and (size < FEWEST or size.bit_count() > 1):
         return False  # Triton's products have powers of 2
     return chip != "none" and queries >= FEWEST and keys <= MOST[chip]
@@ -197,8 +196,7 @@ def _attend_back(
 
 
 def _layout_on_gpu(warps: int, shape: tuple[int, ...], keys: int) -> _Layout:
-    """Lay arrays out as [batch, tokens, heads, size], as projections write and read
-    them."""
+    """Lay arrays out as [batch, tokens, heads, size], as projections do."""
     from jax.experimental import pallas as pl
 
     heads = shape[1]
@@ -221,8 +219,7 @@ def _triton() -> Any:
 
 
 def _rows(ref: Any, start: Array | int, count: int, tokens: int) -> tuple[Any, Array]:
-    """Return a reference to `count` rows of a head, and a mask of those that are
-    tokens."""
+    """Return a reference to `count` rows of a head, and which are tokens."""
     from jax.experimental import pallas as pl
 
     exists = (start + jnp.arange(count) < tokens)[:, None]

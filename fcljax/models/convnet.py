@@ -51,8 +51,7 @@ def layer(
 
 
 class Norm(nn.Module):
-    """Batch normalisation in float32 over the examples in the mask, then ReLU if
-    `relu`."""
+    """Batch normalisation in float32 over the mask's examples, then ReLU if `relu`."""
 
     train: bool
     relu: bool = True
@@ -98,8 +97,7 @@ class Variables(NamedTuple):
 
 
 def convnet_shapes(module: nn.Module, image_size: int) -> PyTree:
-    """Return the shapes of all variables as jax.ShapeDtypeStruct, without computing
-    them."""
+    """Return the shapes of all variables as jax.ShapeDtypeStruct."""
     image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
     return jax.eval_shape(lambda image: module.init(jax.random.key(0), image, None), image)
 

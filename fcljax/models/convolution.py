@@ -41,8 +41,7 @@ def conv(
     kernel: Float[Array, "rows columns inputs outputs"],
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "batch height_out width_out outputs"]:
-    """Convolve as `jax.lax.conv_general_dilated`, with gradients that are fast inside
-    loops.
+    """Convolve as `conv_general_dilated`, with gradients that are fast in loops.
 
     Args:
       window: static.
@@ -153,8 +152,7 @@ def conv_general_dilated(
     padding: str | Sequence[Pair],
     **options: Any,
 ) -> Array:
-    """Call `conv` with the arguments of jax's function, for
-    `flax.linen.Conv(conv_general_dilated=...)`.
+    """Call `conv` with the arguments that `flax.linen.Conv` passes.
 
     jax's function computes the cases that `conv` lacks: other than two spatial axes,
     dilations, groups.
@@ -234,8 +232,7 @@ def _pool_gradient_by_pixels(
     largest: Array,
     gradient: Array,
 ) -> Array:
-    """Give each pixel the gradients of those of its windows in which it is the first
-    largest value."""
+    """Add, for each pixel, the gradients of windows whose first maximum it is."""
     argmax = _first_maximum(size, window, x, largest)
     total = jnp.zeros_like(x)
     # Along an axis a pixel stands in at most ceil(size / stride) windows: in the last
@@ -254,8 +251,7 @@ def _pool_gradient_by_pixels(
 
 
 def _first_maximum(size: Pair, window: Window, x: Array, largest: Array) -> Array:
-    """Return the position in its window, counted row by row, where each largest value is
-    first."""
+    """Return the first largest value's position in its window, row by row."""
     padded = jnp.pad(x, ((0, 0), *window.pads, (0, 0)), constant_values=-jnp.inf)
     argmax = jnp.zeros(largest.shape, jnp.int32)
     # backwards, so that the first position is written last
@@ -271,8 +267,7 @@ def _first_maximum(size: Pair, window: Window, x: Array, largest: Array) -> Arra
 def _windows_of_pixels(
     size: int, stride: int, pads: Pair, pixels: int, windows: int, steps_back: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, along one axis, a window of each pixel and the pixel's position in that
-    window.
+    """Return, along one axis, a window of each pixel and its position there.
 
     The window is `steps_back` before the last one that begins at the pixel or before
     it. Where there is none, or it ends before the pixel, the window is 0 and the

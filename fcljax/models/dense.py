@@ -45,8 +45,7 @@ class _Conv1D(nn.Module):
 
 
 def _windows(x: Float[Array, "B steps channels"], size: int, stride: int) -> Float[Array, "B out window"]:
-    """Return the windows of `size` steps around every `stride`-th step; zeros are beyond
-    both ends."""
+    """Return `size` steps around every `stride`-th step, zeros beyond the ends."""
     steps = x.shape[1]
     padded = jnp.pad(x, [(0, 0), (size // 2, size // 2), (0, 0)])
     shifted = [padded[:, i : i + steps : stride] for i in range(size)]

@@ -33,8 +33,7 @@ def init_head(key: PRNGKeyArray, width: int, classes: int) -> Head:
 
 
 def init_truncated(key: PRNGKeyArray, width: int, classes: int) -> Head:
-    """Draw a kernel of standard deviation 0.02, truncated at two of them; bias 0 (timm's
-    heads)."""
+    """Draw a kernel of deviation 0.02, truncated at two of them (timm's heads)."""
     kernel = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, classes))
     return Head(kernel, jnp.zeros(classes))
 
@@ -61,8 +60,7 @@ def masked_sum(
     value: Float[Array, " batch"],
     mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
-    """Sum over the examples in the mask; others may be nan, and add neither value nor
-    gradient."""
+    """Sum over the mask's examples; others, even nan, add no value or gradient."""
     return jnp.sum(jnp.where(mask, value, 0.0))
 
 
@@ -134,8 +132,7 @@ def kl(
     q: Float[Array, "*q classes"],
     allowed: Bool[Array, "*r classes"],
 ) -> Float[Array, "*broadcast"]:
-    """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes; axes
-    broadcast."""
+    """Return KL(softmax(p) || softmax(q)) of logits over the allowed classes."""
 
     def log_probability(logits: Array) -> Array:
         # 0 after the softmax, so that differences of
@@ -173,8 +170,7 @@ def sum_by_class(
     classes: Int[Array, " Ct"],
     mask: Bool[Array, " batch"],
 ) -> tuple[Float[Array, "Ct width"], Float[Array, " Ct"]]:
-    """Return the sum of features and the number of examples of each class in
-    `classes`."""
+    """Return the sum of features and the number of examples of each class."""
     # a matrix product, because scatter-add is not deterministic on GPUs
     one_hot = ((label[:, None] == classes) & mask[:, None]).astype(jnp.float32)
     masked_feature = jnp.where(mask[:, None], feature, 0.0).astype(jnp.float32)

@@ -84,8 +84,7 @@ def random_mask(
 
 
 def mask_by_noise(noise: Float[Array, "batch patches"], ratio: float) -> Masking:
-    """Show the patches with the least noise, in order of their noise, and hide the
-    others.
+    """Show the patches with the least noise, in its order, and hide the others.
 
     Raises:
       InputError: for a ratio outside [0, 1].
@@ -160,8 +159,7 @@ def decode(
     restore: Int[Array, "batch patches"],
     prompt: Float[Array, "..."] | None = None,
 ) -> Float[Array, "batch patches pixels"]:
-    """Predict the pixels of all patches, visible ones included, in the range that the
-    decoder learned.
+    """Predict the pixels of all patches, in the range that the decoder learned.
 
     Args:
       config: the static shape.
@@ -239,8 +237,7 @@ def _draw(
 
 @functools.lru_cache(maxsize=64)
 def decoder_shapes(config: DecoderConfig) -> PyTree:
-    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing
-    them."""
+    """Return the shapes of all parameters as jax.ShapeDtypeStruct."""
     latent = jax.ShapeDtypeStruct((1, 1 + config.grid**2, config.encoder_width), jnp.float32)
     restore = jax.ShapeDtypeStruct((1, config.grid**2), jnp.int32)
     return jax.eval_shape(Decoder(config).init, jax.random.key(0), latent, restore)["params"]
@@ -269,8 +266,7 @@ def reconstruction_loss(
     masked: Bool[Array, "batch patches"],
     mask: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """Return the mean squared error over the hidden patches of the batch; 0 if none is
-    hidden.
+    """Return the mean squared error over hidden patches; 0 if none is hidden.
 
     It is sum(masked * error) / sum(masked), with error the mean over a patch's pixels
     (MAE, section 3, without per-patch normalisation of the pixels).

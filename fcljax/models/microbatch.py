@@ -48,8 +48,7 @@ def in_microbatches(network: Network, size: int) -> Network:
 
 
 def on_batch_devices(network: Network) -> Network:
-    """Return the network, dividing images evenly among the devices that share a
-    client's batch.
+    """Return the network, dividing images among the devices of a client's batch.
 
     Every device gets the features of all images and the gradients of all parameters,
     and does the rest of a step by itself. A network that trains on the statistics of
@@ -166,8 +165,7 @@ def _on_devices(
     shared: PyTree,
     batch: PyTree,
 ) -> PyTree:
-    """Compute function(shared, batch) of leaves [n, ...], with each device taking its
-    part of n."""
+    """Compute function(shared, batch), each device on its part of the batch."""
     return _gather(function(shared, _part_of_device(batch)), _batch_size(batch))
 
 

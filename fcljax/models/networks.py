@@ -76,8 +76,7 @@ def reads_images(config: NetworkConfig) -> bool:
 
 
 def network_name(config: NetworkConfig) -> str:
-    """Return the name of networks of this shape, for example vit_b16, or else describe
-    the shape.
+    """Return a shape's name, for example vit_b16, or else describe the shape.
 
     Image size and compute type are no part of it.
     """

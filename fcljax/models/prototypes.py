@@ -39,8 +39,7 @@ def distances(
 def distance_logits(
     distance: Float[Array, "batch classes"], allowed: Bool[Array, " classes"]
 ) -> Float[Array, "batch classes"]:
-    """Return logits whose highest is the nearest allowed prototype; other classes never
-    win."""
+    """Return logits, highest for the nearest allowed prototype."""
     return mask_logits(-distance, allowed)
 
 
@@ -65,6 +64,5 @@ def dce_loss(
 def class_means(
     sums: Float[Array, "classes width"], counts: Float[Array, " classes"]
 ) -> tuple[Float[Array, "classes width"], Bool[Array, " classes"]]:
-    """Return mean features, 0 for classes without examples, and which classes have
-    examples."""
+    """Return mean features (0 without examples), and which classes have examples."""
     return sums / jnp.maximum(counts, 1)[:, None], counts > 0

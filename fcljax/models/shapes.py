@@ -34,8 +34,7 @@ class NumberFormat(NamedTuple):
 
 
 def array_type(dtype: str) -> str:
-    """Return the type in which arrays of a format are stored; tf32 is a format of factors
-    alone."""
+    """Return the type of arrays of a format; tf32 is a format of factors alone."""
     if dtype == "tf32":
         return "float32"
     return dtype

@@ -68,8 +68,7 @@ class Injection(NamedTuple):
 def split_injection(
     injection: Injection | None,
 ) -> tuple[Injection | None, Injection | None]:
-    """Split an injection into its leaves of single images, [batch, ...], and those that
-    images share.
+    """Split an injection into leaves of single images and those that images share.
 
     In each half, None stands for the leaves of the other one.
     """
@@ -87,8 +86,7 @@ def split_injection(
 
 
 def merge_injection(of_images: Injection | None, shared: Injection | None) -> Injection | None:
-    """Merge the two halves of `split_injection`, the first of which may be of some images
-    only."""
+    """Merge the two halves of `split_injection`; the first may be of some images."""
 
     def present(image_leaf: Array | None, shared_leaf: Array | None) -> Array | None:
         return shared_leaf if image_leaf is None else image_leaf
@@ -183,8 +181,7 @@ def _layer_norm_jvp(
 
 
 def patch_angles(c: ViTConfig) -> Float[Array, "patches head"]:
-    """Return the angles by which DINOv3 rotates the channels of a head's queries and
-    keys.
+    """Return the angles by which DINOv3 rotates a head's queries and keys.
 
     Patches are row by row. A quarter of the channels turns with the patch's row, the
     next with its column, channel i at a period of base^(i / (head / 4)) half images.
@@ -288,8 +285,7 @@ def for_each_image(
     tokens: Float[Array, "..."],
     batch: int,
 ) -> Float[Array, "batch length width"]:
-    """Repeat tokens [length, width] for all images; leave [batch, length, width] as they
-    are."""
+    """Repeat tokens [length, width] for all images, unless they have a batch axis."""
     return jnp.broadcast_to(tokens, (batch, *tokens.shape[-2:]))
 
 
@@ -554,8 +550,7 @@ def run_blocks(
 
 
 def _token_angles(c: ViTConfig, injection: Injection, tokens: int) -> Float[Array, "*images tokens head"]:
-    """Return the angles of visible patches behind zeros for the tokens without a
-    position."""
+    """Return the visible patches' angles, behind zeros for other tokens."""
     angle = patch_angles(c)
     if injection.keep is not None:
         angle = angle[injection.keep]
@@ -598,8 +593,7 @@ def apply_vit(
 def attention_inputs(
     params: PyTree, features: Features, blocks: int
 ) -> Float[Array, "blocks batch tokens width"]:
-    """Return the inputs of the qkv projections of the first blocks: norm1 of each
-    block's input, or with `post_norm` that input.
+    """Return the inputs of the first blocks' qkv projections, after norm1.
 
     Args:
       params: of the ViT.
@@ -620,8 +614,7 @@ def attention_inputs(
 
 
 def longest_attention_inputs(params: PyTree, blocks: int) -> Float[Array, " blocks"]:
-    """Return a bound on the norm of `attention_inputs` of one image, all tokens of a
-    block together.
+    """Return a bound on the norm of an image's `attention_inputs` in a block.
 
     Tokens that an adapter adds are not counted: pairs have none.
     """
@@ -688,6 +681,5 @@ def check_blocks(field: str, blocks: int, network: Network) -> None:
 
 @functools.lru_cache(maxsize=64)
 def parameter_shapes(config: ViTConfig) -> PyTree:
-    """Return the shapes of all parameters as jax.ShapeDtypeStruct, without computing
-    them."""
+    """Return the shapes of all parameters as jax.ShapeDtypeStruct."""
     return jax.eval_shape(lambda: init_vit(jax.random.key(0), config))

@@ -113,8 +113,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
-    """Read a file of weights, from a path or from the hub as
-    `hf:OWNER/NAME[@REVISION][:FILE]`.
+    """Read a file of weights, from a path or from `hf:OWNER/NAME[@REVISION][:FILE]`.
 
     A path may also be a folder as transformers writes it, the index of a network in
     several files, or one of these files.
@@ -153,8 +152,7 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def imports(stream: io.BufferedIOBase) -> list[str]:
-    """List the dotted names that a pickle would import, from its opcodes, which are not
-    run.
+    """List the dotted names that a pickle would import, without running it.
 
     "?" stands for a name that opcodes alone do not show.
 
@@ -242,8 +240,7 @@ def _read_kind(path: Path, kind: str) -> tuple[dict[str, np.ndarray], dict[str, 
 
 
 def _read(path: Path, source: str) -> Checkpoint:
-    """Read a file, a folder, or a network in several files, with the JSON files beside
-    it."""
+    """Read a file, a folder or a network in shards, and the JSON files beside it."""
     if path.is_dir():
         path = _weight_file(path)
     index = _index_of(path)
@@ -275,8 +272,7 @@ def _weight_file(folder: Path) -> Path:
 
 
 def _index_of(path: Path) -> Path | None:
-    """Return the index of the network of which this file is a shard, or this file if it
-    is an index."""
+    """Return the index that lists this shard, or the file if it is an index."""
     if path.name.endswith(".index.json"):
         return path
     shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}(\.\w+)", path.name)
@@ -509,8 +505,7 @@ def _read_hub(spec: str) -> Checkpoint:
 
 
 def _fetch(spec: str, repository: str, revision: str | None, name: str) -> Path | None:
-    """Download a file of the hub into the library's cache and verify it; None if there is
-    no such file."""
+    """Download a file of the hub and verify it; None if there is no such file."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
             f"checkpoint: {spec!r} needs the hub's library: {install_command('hub')}, "

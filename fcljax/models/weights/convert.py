@@ -57,8 +57,7 @@ def convert(
     target: str | None,
     options: ConvertOptions,
 ) -> list[tuple[str, str]]:
-    """Write any checkpoint in fcljax's format, with its architecture, pixel constants
-    and provenance.
+    """Write any checkpoint in fcljax's format, with its constants and provenance.
 
     Args:
       source: as `load_backbone`'s checkpoint.

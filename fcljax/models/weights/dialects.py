@@ -21,8 +21,7 @@ Names = tuple[tuple[str, str], ...]
 
 
 class Dialect(NamedTuple):
-    """Names of a family's tensors, with facts on its networks that files do not
-    contain."""
+    """Names of a family's tensors, and facts that its files do not contain."""
 
     names: Names = ()
     """(pattern, timm's name); the first that matches counts."""
@@ -271,8 +270,7 @@ def _rename_big_vision(tensors: Tensors, dialect: Dialect) -> Tensors:
 
 
 def _complete_dinov3(tensors: Tensors) -> Tensors:
-    """Add zeros for what DINOv3 lacks: learned positions, and biases of keys or of q, k
-    and v.
+    """Add zeros for the positions and the biases that DINOv3 lacks.
 
     Raises:
       InputError: for a network with learned positions, which DINOv3 does not have.
@@ -348,8 +346,7 @@ def _add_missing(tensors: Tensors) -> Tensors:
 
 
 def _split_positions(position: np.ndarray, registers: np.ndarray | None) -> Tensors:
-    """Return positions of class token and patches alone, and registers that include their
-    positions."""
+    """Return positions of class token and patches, and registers with theirs."""
     tokens = position.shape[1]
     # 1 + n^2 positions include that of the class token
     if is_square(tokens - 1):

@@ -200,8 +200,7 @@ def _families(tensors: Tensors) -> dict[str, Family]:
 
 
 def _fits(family: Family, prefix: str, tensors: Tensors) -> bool:
-    """Check that the names behind a prefix are those that the family needs, and none that
-    it lacks."""
+    """Check that a prefix has the names that the family needs, and no others."""
     if not family.needs and not family.lacks:
         return True
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
@@ -266,8 +265,7 @@ def _choose_prefix(prefixes: list[str], part: str) -> str:
 
 
 def _of_part(prefixes: list[str], part: str) -> list[str]:
-    """Return the prefixes of that part, or all if the file has no parts and `part` is the
-    default."""
+    """Return the part's prefixes; all, for the default, of a file without parts."""
     chosen = [prefix for prefix in prefixes if part in components(prefix)]
     if chosen:
         return chosen
@@ -331,8 +329,7 @@ def role_notes(prefix: str) -> list[str]:
 
 
 def left_out_notes(names: Iterable[str]) -> list[str]:
-    """Return a note on tensors that are left out, with counts by label, or none for no
-    tensors."""
+    """Return a note on tensors that are left out, by label; none without any."""
     counts = Counter(
         _label(name) or re.split(r"[./]", name)[0]
         for name in names

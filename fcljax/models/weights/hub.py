@@ -34,8 +34,7 @@ TIMEOUT = 60.0  # seconds without an answer
 
 
 def is_hub_name(name: str) -> bool:
-    """Check whether a network's name is one of timm, ARCHITECTURE.TAG, or of the hub,
-    OWNER/NAME."""
+    """Check whether a name is timm's (ARCHITECTURE.TAG) or the hub's (OWNER/NAME)."""
     if name.startswith((".", "/")) or name.endswith(SUFFIXES):  # a file
         return False
     return bool(re.fullmatch(r"[\w-]+\.[\w.-]+|[\w.-]+/[\w.-]+", name))
@@ -71,8 +70,7 @@ def _cache_folder(name: str, data_dir: str | Path | None) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Return the newest snapshot in the cache of huggingface_hub, which timm and
-    transformers use."""
+    """Return the newest snapshot in huggingface_hub's cache."""
     root = hugging_face_hub() / f"models--{repository(name).replace('/', '--')}"
     try:
         revision = (root / "refs" / "main").read_text(encoding="ascii").strip()
@@ -131,8 +129,7 @@ def get_weights(
 
 def _archive(url: str, name: str) -> Archive | None:
     # HEAD: the hub answers with the checksum before a redirection to its store
-    """Ask the hub for the size and the checksum of a file; None if it has no such
-    file."""
+    """Ask the hub for the size and the checksum of a file; None without the file."""
     with _open(urllib.request.Request(url, method="HEAD"), name) as answer:
         if answer is None:
             return None

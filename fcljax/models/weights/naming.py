@@ -46,8 +46,7 @@ class Naming(NamedTuple):
 
 
 class TensorFacts(NamedTuple):
-    """Facts on a network from elsewhere than its tensors: the caller, metadata, a
-    config.json."""
+    """Facts that tensors do not show: from the caller, metadata, a config.json."""
 
     heads: int | None = None
     decoder_heads: int | None = None
@@ -77,8 +76,7 @@ class NamedViT(NamedTuple):
 
 
 class Interpreted(NamedTuple):
-    """A network under our names and in our layouts: float32 numpy arrays, some of them
-    views."""
+    """A network under our names, in our layouts: float32 arrays, or views."""
 
     config: ViTConfig  # at the file's image size
     params: PyTree
@@ -179,8 +177,7 @@ _TRAINING_CONTENT = ("mask_token", "masked_embed", "centers of the loss")
 
 
 class _Recipe(NamedTuple):
-    """How one of our tensors is made of the file's, which are concatenated on the last
-    axis."""
+    """The file's tensors that make one of ours, joined along the last axis."""
 
     names: tuple[str, ...]
     file_shape: tuple[int, ...]  # of each
@@ -189,8 +186,7 @@ class _Recipe(NamedTuple):
 
 
 def name_tensors(network: finding.NetworkInFile) -> NamedViT:
-    """Choose the naming that a file's ViT follows, and drop the tensors that are no
-    part of it.
+    """Choose the naming that a file's ViT follows, and drop other tensors.
 
     Raises:
       InputError: if the network is of a kind that is not supported.
@@ -315,8 +311,7 @@ def interpret_decoder(
     tensors: Tensors,
     facts: TensorFacts,
 ) -> tuple[DecoderConfig, PyTree, list[str]]:
-    """Return the static shape, the parameters and the assumptions of a decoder without
-    its encoder.
+    """Return shape, parameters and assumptions of a decoder without its encoder.
 
     Args:
       tensors: for which `is_decoder` holds.
@@ -383,8 +378,7 @@ def _is_of_network(naming: Naming, tensors: Tensors) -> Callable[[str], bool]:
 
 
 def _with_biases(naming: Naming, tensors: Tensors) -> Tensors:
-    """Add zeros for the biases of queries, keys and values if no block has any
-    (qkv_bias=False)."""
+    """Add zero biases of queries, keys and values if no block has any."""
     # block numbers are part of the names
     block = re.sub("%(02)?d", r"\\d{1,9}", re.escape(naming.block))
     modules = "|".join(map(re.escape, naming.modules["attn.qkv"]))
@@ -416,8 +410,7 @@ def _has_decoder(tensors: Tensors) -> bool:
 
 
 def _refuse_other_networks(naming: Naming, tensors: Tensors) -> None:
-    """Refuse networks whose tensors would load, or nearly, and that compute something
-    else."""
+    """Refuse networks that would load, or nearly, but compute something else."""
     # a distilled network's class token alone computes something else
     distilled = r"dist_token|head_dist|(embeddings\.)?distillation_token|distillation_classifier"
     if any(re.match(distilled, key) for key in tensors):
@@ -444,8 +437,7 @@ def _architecture(
     name: str | None,
     facts: TensorFacts,
 ) -> tuple[ViTConfig, list[str]]:
-    """Return the static shape of the tensors, or that of `name`, and the assumptions that
-    it needs."""
+    """Return the shape of the tensors, or of `name`, and what it assumes."""
     naming = network.naming
     tensors = network.tensors
     width, depth, mlp, patch = sizes(network)
@@ -490,8 +482,7 @@ def _architecture(
 
 
 def _heads(network: NamedViT, facts: TensorFacts) -> int | None:
-    """Return the number of heads, if the facts or Google's matrices, split by heads, show
-    it."""
+    """Return the number of heads, if the facts or Google's matrices show it."""
     naming = network.naming
     if naming.layout != "google":
         return facts.heads
@@ -503,8 +494,7 @@ def _heads(network: NamedViT, facts: TensorFacts) -> int | None:
 
 
 def _assumed_heads(config: ViTConfig, network: NamedViT) -> tuple[int, list[str]]:
-    """Assume the usual number of heads, which leave no trace in fused or split
-    matrices."""
+    """Assume the usual number of heads, which fused matrices do not show."""
     if network.naming.layout == "ours":
         # our own shapes with the same tensors differ in heads alone
         for vit in VITS.values():
@@ -618,8 +608,7 @@ def _length(tensors: Tensors, name: str, axis: int, default):
 def _decoder(
     network: NamedViT, config: ViTConfig, facts: TensorFacts
 ) -> tuple[DecoderConfig, list[str], dict[str, _Recipe]]:
-    """Return a masked autoencoder's decoder: static shape, assumptions, and recipes of
-    its tensors."""
+    """Return a decoder's shape, assumptions, and recipes of its tensors."""
     tensors = network.tensors
     assumptions = []
     naming = _best_naming(DECODERS, network.naming.mapping, tensors)
@@ -650,8 +639,7 @@ def _describe(config: ViTConfig) -> str:
 
 
 def _leaf(naming: Naming, module: str, leaf: str) -> str:
-    """Return the file's name of our leaf (kernel, scale or bias) of one of its
-    modules."""
+    """Return the file's name of our leaf (kernel, scale or bias) of a module."""
     if naming.layout == "torch" and leaf != "bias":
         leaf = "weight"
     if naming.layout == "google":
@@ -750,8 +738,7 @@ def _build(tensors: Tensors, recipes: dict[str, _Recipe]) -> PyTree:
 
 
 def timm_tensors(params: PyTree, config: ViTConfig) -> Tensors:
-    """Return a ViT's parameters under timm's names and in torch's layouts, which
-    `interpret` reads back.
+    """Return a ViT's parameters under timm's names, in torch's layouts.
 
     Args:
       params: of the network; "head" has {"kernel", "bias"} of a classifier, if there is one.

@@ -373,8 +373,7 @@ def save_native(
     metadata: dict[str, str],
     dtype: str = "float32",
 ) -> None:
-    """Write parameters as safetensors under dotted names, atomically, with provenance
-    in the metadata.
+    """Write parameters as safetensors, atomically, with their provenance.
 
     The same parameters and metadata give the same bytes.
 
@@ -439,8 +438,7 @@ def decoder_metadata(
 
 
 def shape_text(config: ViTConfig | DecoderConfig) -> str:
-    """Return a static shape as JSON, without fields of VARIANTS that have their
-    default."""
+    """Return a shape as JSON, without VARIANTS that have their default."""
     defaults = dataclasses.asdict(ViTConfig())
     return json.dumps(
         {
@@ -454,8 +452,7 @@ def shape_text(config: ViTConfig | DecoderConfig) -> str:
 def interpolate_positions(
     position: Float[Array, "tokens width"], grid: int, how: Positions = "antialiased"
 ) -> Float[Array, "tokens2 width"]:
-    """Interpolate position embeddings to grid x grid patches, bicubically; the class
-    token's stays.
+    """Interpolate the patches' position embeddings to grid x grid, bicubically.
 
     Args:
       position: the class token's and those of side x side patches, row by row.
@@ -548,8 +545,7 @@ def _with_epsilon(network: naming.Interpreted, epsilon: float | None) -> naming.
 def _merge_facts(
     heads: int | None, decoder_heads: int | None, facts: naming.TensorFacts
 ) -> naming.TensorFacts:
-    """Add the user's numbers of heads to the facts of the file, which must not contradict
-    them."""
+    """Add the user's numbers of heads, which must not contradict the file's."""
     for field, option, in_file in (
         ("heads", heads, facts.heads),
         ("decoder_heads", decoder_heads, facts.decoder_heads),
@@ -564,8 +560,7 @@ def _merge_facts(
 def _resize(
     network: naming.Interpreted, image_size: int | None, positions: Positions
 ) -> tuple[naming.Interpreted, list[str]]:
-    """Interpolate the positions to another image size; return the network, and a note if
-    they changed."""
+    """Interpolate the positions to another image size; note it if they changed."""
     if image_size is None or image_size == network.config.image_size:
         return network, []
     old = network.config.grid
@@ -589,8 +584,7 @@ def _resize_decoder(
     grid: int,
     positions: Positions,
 ) -> PyTree:
-    """Compute positions by the sin-cos formula if the old ones follow it, else
-    interpolate them."""
+    """Recompute sin-cos positions; interpolate any others."""
     position = params["pos"]
     # the tolerance is for positions in half precision, which rounds them by up to 2e-3
     # (bfloat16)
@@ -634,8 +628,7 @@ def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
 
 
 def _to_device(tree: PyTree, dtype: str) -> PyTree:
-    """Copy parameters to the device: those of matrix products in this type, all others as
-    float32."""
+    """Copy parameters to the device, those of matrix products in this type."""
 
     def store(path, x):
         matrix = any(getattr(part, "key", "") in _MATRICES for part in path)
@@ -649,8 +642,7 @@ def _to_device(tree: PyTree, dtype: str) -> PyTree:
 
 
 def _decoder_in_file(loaded: LoadedViT) -> PretrainedDecoder | None:
-    """Return the decoder in the encoder's file, which shares the file's pixel
-    constants."""
+    """Return the decoder in the encoder's file, with its pixel constants."""
     decoder = loaded.network.decoder
     return decoder and PretrainedDecoder(*decoder, loaded.mean, loaded.std)
 
@@ -660,8 +652,7 @@ def _load_decoder(
     source: str,
     heads: int | None,
 ) -> tuple[PretrainedDecoder, list[str]]:
-    """Load the decoder of another file at the encoder's image size, with notes for the
-    user."""
+    """Load the decoder of another file at the encoder's image size, and notes."""
     try:
         file, decoder, notes = _read_decoder(encoder, source, heads)
     except InputError as error:  # readers of files name the option `checkpoint`
@@ -690,8 +681,7 @@ def _load_decoder(
 def _read_decoder(
     encoder: LoadedViT, source: str, heads: int | None
 ) -> tuple[checkpoints.Checkpoint, PretrainedDecoder, list[str]]:
-    """Read the decoder of a file, which is that of a decoder alone or of a whole masked
-    autoencoder."""
+    """Read a file's decoder, alone or within a whole masked autoencoder."""
     file = checkpoints.read_checkpoint(source)
     if not naming.is_decoder(file.tensors):
         network = find_network(file, WeightOptions().part)

@@ -100,8 +100,7 @@ def _checked_facts(
     pixels: tuple[Colour, Colour] | None,
     notes: list[str],
 ) -> NetworkFacts:
-    """Check the values of a config; `keys` are its names of heads, rotary base and
-    epsilon."""
+    """Check a config's values; `keys` name heads, rotary base and epsilon."""
     heads, rotary_base, epsilon = map(config.get, keys)
     if rotary_base is not None and not (isinstance(rotary_base, int | float) and 1 < rotary_base <= 1e6):
         raise InputError(
