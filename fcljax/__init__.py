@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "fcljax.api": ("Result", "run"),
+    "fcljax.comparison": ("Comparison", "compare", "run_seeds"),
     "fcljax.data.files.client_json": ("read_clients",),
     "fcljax.data.files.dataset": ("Dataset",),
     "fcljax.errors": ("InputError",),
@@ -77,6 +78,7 @@ _SUBMODULES = ("aggregate",)
 if TYPE_CHECKING:  # isort: off
     from fcljax import aggregate as aggregate
     from fcljax.api import Result as Result, run as run
+    from fcljax.comparison import Comparison as Comparison, compare as compare, run_seeds as run_seeds
     from fcljax.data.files.client_json import read_clients as read_clients
     from fcljax.data.files.dataset import Dataset as Dataset
     from fcljax.errors import InputError as InputError

@@ -33,7 +33,7 @@ FLOORS = (
     {"runs"},
     {"studies", "checks", "pretraining", "bridges"},
     {"commands", "api"},
-    {"cli"},
+    {"cli", "comparison"},
     {"__main__", "worker"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

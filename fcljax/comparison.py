@@ -1,0 +1,168 @@
+"""`fcljax.run_seeds` and `fcljax.compare`: a method over several seeds, and methods side
+by side, from Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fcljax.api import Data, Result, run
+from fcljax.errors import InputError
+from fcljax.methods import MethodEntry
+from fcljax.results.comparison import curves_of, differences_table, groups_of, results_table
+from fcljax.results.run_folder import Summary, load_summary, run_folders
+from fcljax.settings import RunConfig
+from fcljax.studies.seeds import parse_seeds
+
+if TYPE_CHECKING:
+    import pandas  # pyrefly: ignore[missing-import]
+
+Runs = Result | str | Path | Sequence[Any]
+# what `Comparison.rows` copies of each run's summary
+COLUMNS = ("method", "dataset", "backbone", "fidelity", "seed", "A_last", "A_avg")
+
+
+def run_seeds(
+    method: str | MethodEntry,
+    data: Data = "digits",
+    *,
+    seeds: int | Sequence[int] = 3,
+    out: str | Path | None = None,
+    **options: Any,
+) -> list[Result]:
+    """Train and evaluate a method once with each seed.
+
+    Args:
+      method: as of `fcljax.run`.
+      data: as of `fcljax.run`.
+      seeds: how many, from the method's own seed on; or a list of them.
+      out: the folder of the run directories seed-S, a new one; None: temporary ones,
+        which are removed with the results.
+      options: all others of `fcljax.run`; not `seed`.
+
+    Returns:
+      A result for each seed, in their order. `compare` shows mean and deviation.
+
+    Raises:
+      InputError: as `fcljax.run`, or for seeds that are not different whole numbers.
+    """
+    if "seed" in options:
+        raise InputError(f"seed: {options['seed']!r} has no effect beside seeds; leave it out")
+    if out is not None and Path(out).exists():
+        raise InputError(f"out: {str(out)!r} exists; give a new folder")
+    results = []
+    for seed in _numbers(seeds):
+        folder = None
+        if out is not None:
+            folder = Path(out) / f"seed-{seed}"
+        results.append(run(method, data, out=folder, seed=seed, **options))
+    return results
+
+
+def _numbers(seeds: int | Sequence[int]) -> list[int]:
+    """Return the seeds, as `--seeds` takes them."""
+    if isinstance(seeds, int):
+        return parse_seeds(str(seeds), RunConfig().seed)
+    return parse_seeds(",".join(map(str, seeds)) + ",", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Finished runs side by side. It shows itself in a notebook."""
+
+    runs: list[Summary]
+    """Their summaries."""
+
+    def tables(self) -> list[Table]:
+        """Return a table of the runs, and one of paired differences if there are seeds to
+        pair."""
+        tables = [results_table(self.runs), differences_table(groups_of(self.runs))]
+        return [table for table in tables if table.row_count]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the main numbers of each run; accuracies are fractions."""
+        rows = []
+        for summary in self.runs:
+            traffic = summary["communication_total"]
+            row = {name: summary[name] for name in COLUMNS}
+            row["forgetting"] = summary["forgetting"]["paper"]
+            row["upload_bytes"] = traffic["upload_bytes"]
+            row["download_bytes"] = traffic["download_bytes"]
+            row["seconds"] = sum(summary["time"].values())
+            rows.append(row)
+        return rows
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return `rows` as a table of pandas.
+
+        Raises:
+          InputError: if pandas is not installed.
+        """
+        try:
+            import pandas  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise InputError(
+                "to_pandas: pandas is not installed; nearest: pip install pandas, or rows()"
+            ) from None
+        return pandas.DataFrame(self.rows())
+
+    def figure(self, path: str | Path) -> Path:
+        """Draw accuracy after each task, with bands over seeds, as .png, .pdf or .svg.
+
+        Raises:
+          InputError: for another format.
+        """
+        # matplotlib takes a second to import, and tables do not need it
+        from fcljax.results import figures
+
+        figures.check_format(Path(path))
+        return figures.save(path, figures.accuracy_curve(*curves_of(groups_of(self.runs))))
+
+    def __repr__(self) -> str:
+        """Return the tables as text of 80 columns."""
+        console = Console(width=80)
+        with console.capture() as capture:
+            for table in self.tables():
+                console.print(table)
+        return capture.get()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def compare(*runs: Runs) -> Comparison:
+    """Compare finished runs: runs that differ only in the seed get a row with mean and
+    population standard deviation, and methods with equal seeds paired differences.
+
+    Args:
+      runs: results of `fcljax.run` and `fcljax.run_seeds`, run directories, folders of
+        them, or lists of these.
+
+    Raises:
+      InputError: for no runs, or a folder without a finished run.
+    """
+    summaries = [summary for each in runs for summary in _summaries(each)]
+    if not summaries:
+        raise InputError("runs: nothing to compare; give results of fcljax.run or run directories")
+    return Comparison(summaries)
+
+
+def _summaries(runs: Runs) -> Iterator[Summary]:
+    """Yield the summaries of all runs of an argument of `compare`."""
+    if isinstance(runs, Result):
+        yield runs.metrics
+    elif isinstance(runs, str | Path):
+        yield from map(load_summary, run_folders(runs))
+    elif isinstance(runs, list | tuple):
+        for each in runs:
+            yield from _summaries(each)
+    else:
+        raise InputError(
+            f"runs: {type(runs).__name__} is no run; expected a Result, a run directory or a list of them"
+        )
