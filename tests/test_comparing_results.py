@@ -34,7 +34,7 @@ def test_a_comparison_shows_mean_and_deviation_over_seeds(seeds, tmp_path):
     ("call", "line"),
     [
         (lambda: fcljax.compare(), "runs: nothing to compare"),
-        (lambda: fcljax.compare(3), "runs: int is no run"),
+        (lambda: fcljax.compare([3]), "runs: int is no run"),
         (lambda: fcljax.run_seeds("linear", seeds=[1, 1]), "seeds: '1,1,' must be different"),
         (lambda: fcljax.run_seeds("linear", seeds=0), "seeds: 0 runs; nearest: 1"),
         (lambda: fcljax.run_seeds("linear", seed=3), "seed: 3 has no effect beside seeds"),

@@ -404,3 +404,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     parts = Path(tmp_path / "site" / "api" / "parts" / "index.html").read_text()
     for field in ("loss", "on_start", "project", "parameters"):
         assert f'id="fcljax.parts.client.ClientRule.{field}"' in parts
+
+
+def test_the_front_page_of_results_says_of_every_method_whether_its_paper_was_reached():
+    from fcljax.methods import METHODS
+
+    section = (
+        (DOCS / "results" / "index.md").read_text(encoding="utf-8").split("## Are the papers' numbers")[1]
+    )
+    rows = [line.split("|")[1] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `")]
+    named = re.findall(r"`([^`]+)`", " ".join(rows))
+    assert sorted(named) == sorted(METHODS)

@@ -178,3 +178,19 @@ def test_a_value_whose_name_says_all_is_shown_as_it_is():
 def test_two_places_for_one_option_are_named_with_the_file():
     with pytest.raises(InputError, match=r"^my file: grid.lr: base sets it too; keep one of them$"):
         plan_of({"method": "linear", "base": {"lr": 1}, "grid": {"lr": [1]}}, "my file")
+
+
+def test_all_18_published_cells_of_lorm_are_planned():
+    path = ROOT / "experiments" / "lorm.yaml"
+    runs = plan(path.read_text())
+    assert len(runs) == 18
+    assert {run.cfg.dataset for run in runs} == {
+        "cifar100",
+        "imagenet_r",
+        "eurosat",
+        "cub200",
+        "cars196",
+        "imagenet_a",
+    }
+    # every cell has three concentrations
+    assert len({(run.cfg.dataset, run.cfg.alpha) for run in runs}) == 18

@@ -173,6 +173,16 @@ def test_office_home_and_eurosat_are_pooled(tmp_path):
     assert_random_split(load("eurosat", tmp_path), 10)
 
 
+def test_cars_have_their_split_and_imagenet_a_is_pooled_without_one(tmp_path):
+    for split, start in (("train", 0), ("test", 40)):
+        tree(tmp_path / "stanford_cars" / split, ("Audi A5", "Fiat 500"), 5, start=start)
+    data = load("cars196", tmp_path)
+    assert data.class_names == ("Audi A5", "Fiat 500")
+    assert min(numbers(data.x_test)) >= 40 > max(numbers(data.x_train))
+    tree(tmp_path / "imagenet-a", WNIDS[:2], 10)
+    assert_random_split(load("imagenet_a", tmp_path), 10)
+
+
 def test_three_sessions_of_core50_are_for_testing(tmp_path):
     sessions = [f"s{i}" for i in range(1, 12)]
     for i, session in enumerate(sessions):

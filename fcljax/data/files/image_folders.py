@@ -37,6 +37,12 @@ def split_or_pooled(base: Path, _choice: Choice, *, split: str, official: str) -
     return _raw_of(base / official, _scan_pooled, [""])
 
 
+def cars196(base: Path, _choice: Choice) -> Raw | None:
+    """Find Stanford Cars, one folder for each model of car."""
+    root = base / "stanford_cars"
+    return folder_of_classes(root) if _is_split(root) else None
+
+
 def imagenet_r_hepco(base: Path, _choice: Choice) -> Raw | None:
     """Find ImageNet-R, which is split at random, whatever split its folder has."""
     root = base / "imagenet-r"

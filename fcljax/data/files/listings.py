@@ -145,6 +145,20 @@ NAMED = {
         ("caltech_birds2011",),
         partial(tfds.from_all_splits, splits=("train", "test"), field="image/filename"),
     ),
+    "cars196": Named(
+        "stanford_cars/{train,test}/CLASS/*",
+        image_folders.cars196,
+        16_185,
+        ("cars196",),
+        tfds.official,
+    ),
+    "imagenet_a": Named(
+        "imagenet-a/{train,test}/WNID/* (a published split) or imagenet-a/WNID/* (official)",
+        partial(image_folders.split_or_pooled, split="imagenet-a", official="imagenet-a"),
+        7_500,
+        ("imagenet_a",),
+        partial(tfds.from_all_splits, splits=("test",), field="file_name"),
+    ),
     "domainnet": Named(
         f"domainnet/{{{','.join(image_folders.DOMAINS)}}}/CLASS/*",
         partial(image_folders.domains, folder="domainnet", names=image_folders.DOMAINS),

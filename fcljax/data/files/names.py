@@ -17,6 +17,9 @@ NAMED = {
     "whatever split its folder has",
     "cub200": "CUB-200-2011: 11,788 photos of 200 birds; "
     "in the 9,430 + 2,358 split of PILOT if it is there, else random 80/20",
+    "cars196": "Stanford Cars: 16,185 photos of 196 models of cars, in their official 8,144 + 8,041 split",
+    "imagenet_a": "ImageNet-A: 7,500 natural adversarial photos of 200 ImageNet classes; "
+    "in a published split if it is there, else random 80/20",
     "domainnet": "DomainNet: 345 classes, its six domains pooled, random 80/20 split",
     "office_home": "Office-Home: 65 classes, its four domains pooled, random 80/20 split",
     "core50": "CORe50: 164,866 frames of 50 objects in 11 sessions, 128x128; "
