@@ -153,7 +153,7 @@ def compare(*runs: Runs) -> Comparison:
     return Comparison(summaries)
 
 
-def _summaries(runs: Runs) -> Iterator[Summary]:
+def _summaries(runs: Any) -> Iterator[Summary]:
     """Yield the summaries of all runs of an argument of `compare`."""
     if isinstance(runs, Result):
         yield runs.metrics
