@@ -149,7 +149,7 @@ def summaries(name: str) -> dict[str, str]:
     return {value: entry.summary for value, entry in CHOICES[name].items()}
 
 
-# ---- one choice --------------------------------------------------------------------------------------------
+# ---- one choice ------------------------------------------------------------------------
 
 
 def find_kind(name: str, value: object) -> type | None:
@@ -306,7 +306,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-# ---- settings with the options of what was chosen ----------------------------------------------------------
+# ---- settings with the options of what was chosen --------------------------------------
 
 
 def options_of(*names: str) -> dict[str, Any]:

@@ -83,18 +83,20 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 AS_RELEASED = {"normalise": "release", "positions": "plain"}
 # the length of training, of which --scale fit changes nothing
 SCHEDULE = ("rounds", "epochs", "batch_size")
-# examples of a client and task for which presets are made: most papers have CIFAR-100, 10 tasks, 10 clients
+# examples of a client and task for which presets are made: most papers have CIFAR-100, 10
+# tasks, 10 clients
 PAPER_EXAMPLES = 500.0
 # times as many steps a task, or a third of them: the preset's learning rates still fit
 NEAR = 3
-# option -> value for the networks of tables and series, which begin with random values: at the rates of
-# pretrained networks they hardly train. Chosen on held-out training examples of digits_table.
+# option -> value for the networks of tables and series, which begin with random values:
+# at the rates of pretrained networks they hardly train. Chosen on held-out training
+# examples of digits_table.
 FROM_RANDOM = {"full_lr": 1e-3}
 # networks that have the scale mini, unless a checkpoint is given; auto is the packaged one
 MICRO = ("auto", "vit_micro", "resnet_micro", *ARRAY_NETS, *TEXT_NETS)
 
 
-# ---- the options of a method with an adapter ---------------------------------------------------------------
+# ---- the options of a method with an adapter -------------------------------------------
 
 
 def option_groups(
@@ -316,7 +318,7 @@ def part(options: type[Value], config: object) -> Value:
     return options(**{field.name: getattr(config, field.name) for field in fields_of(options)})
 
 
-# ---- values that were given --------------------------------------------------------------------------------
+# ---- values that were given ------------------------------------------------------------
 
 
 def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) -> RunConfig:
@@ -863,7 +865,8 @@ def typed_value(name: str, type_: Any, value: object) -> Any:
     # bool is a subclass of int
     if not isinstance(value, str | int | float | Path) or isinstance(value, bool):
         raise wrong
-    # Python reads digits of every script: what looks like one number here could be another to a reader
+    # Python reads digits of every script: what looks like one number here could be
+    # another to a reader
     if type_ in (int, float) and not str(value).isascii():
         raise wrong
     if type_ is int and not _is_whole(value):

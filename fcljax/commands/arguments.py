@@ -62,7 +62,7 @@ HELP_COLUMN = 30  # where the text of an option begins
 MOST_COLUMNS = 110  # of the help in a wide terminal
 
 
-# ---- the parser --------------------------------------------------------------------------------------------
+# ---- the parser ------------------------------------------------------------------------
 
 
 class Words(NamedTuple):
@@ -311,7 +311,7 @@ def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
     return ()
 
 
-# ---- what the shell offers ---------------------------------------------------------------------------------
+# ---- what the shell offers -------------------------------------------------------------
 
 
 def datasets() -> list[str]:
@@ -349,7 +349,7 @@ def _completer(known: Callable[[], Iterable[str]], files: bool) -> Callable[...,
     return complete
 
 
-# ---- what commands share -----------------------------------------------------------------------------------
+# ---- what commands share ---------------------------------------------------------------
 
 
 def print_rows(rows: Sequence[tuple[str, object]]) -> None:

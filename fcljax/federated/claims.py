@@ -77,8 +77,8 @@ def possible_class_sums(
 def possible_trace(
     trace: Float[Array, "*sums"], count: Num[Array, "*sums"], longest: ArrayLike = jnp.inf
 ) -> Bool[Array, ""]:
-    """Return whether these can be the sums of |x|^2 over `count` vectors x of at most this
-    norm."""
+    """Return whether these can be the sums of |x|^2 over `count` vectors x of at most
+    this norm."""
     count = count.astype(jnp.float32)
     most = jnp.where(count > 0, count * jnp.square(longest) * (1 + SUMS), 0.0)
     return jnp.all((trace >= 0) & (trace <= most))
@@ -89,9 +89,9 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     eigenvalue.
 
     G stands for G + ROUNDING tr(G) I, which is positive definite for every Gram matrix in
-    spite of rounding. One Cholesky factor tells both. The result is never larger than with
-    G itself, and a column of X outside of the range of G makes it large. With X = H^T Y and
-    G = H^T H it is at most |Y|^2.
+    spite of rounding. One Cholesky factor tells both. The result is never larger than
+    with G itself, and a column of X outside of the range of G makes it large. With X =
+    H^T Y and G = H^T H it is at most |Y|^2.
     """
     slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0))
@@ -108,9 +108,9 @@ def sketch(
 ) -> tuple[Float[Array, "d d"], Float[Array, "d n"]]:
     """Return S^T G S and S^T X for random directions S [M, DIRECTIONS].
 
-    With G = H^T H and X = H^T Y these are sums over the features H S. What is no Gram matrix
-    is found if a negative eigenvalue is larger than about 1 / DIRECTIONS of the trace, and
-    any if there are fewer examples than directions.
+    With G = H^T H and X = H^T Y these are sums over the features H S. What is no Gram
+    matrix is found if a negative eigenvalue is larger than about 1 / DIRECTIONS of the
+    trace, and any if there are fewer examples than directions.
     """
     # directions that a client cannot know before it has chosen the matrix
     seed = jax.lax.bitcast_convert_type(jnp.sum(gram), jnp.uint32)

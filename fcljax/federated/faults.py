@@ -98,7 +98,7 @@ def _share(name: str, value: str) -> float:
     return share
 
 
-# ---- which clients are faulty ------------------------------------------------------------------------------
+# ---- which clients are faulty ----------------------------------------------------------
 
 
 def drawn_fault(
@@ -206,7 +206,7 @@ def with_faults(
     return method
 
 
-# ---- what they do ------------------------------------------------------------------------------------------
+# ---- what they do ----------------------------------------------------------------------
 
 
 def _faulty(this_round: Round, faults: _Faults) -> Round:
@@ -294,7 +294,7 @@ def _mislabelled(honest: Phase, faults: _Faults, name: str, attack: LabelAttack)
     return honest._replace(step=step)
 
 
-# ---- uploads that are sent again ---------------------------------------------------------------------------
+# ---- uploads that are sent again -------------------------------------------------------
 
 
 class LastUpload(NamedTuple):

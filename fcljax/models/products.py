@@ -2,20 +2,22 @@
 
 float32 rounds nothing: products take all bits of their factors on every platform.
 
-tf32 rounds the factors of products alone, to 11 bits on NVIDIA's GPUs; a TPU takes about 16, by three
-products of bfloat16, and a CPU all.
+tf32 rounds the factors of products alone, to 11 bits on NVIDIA's GPUs; a TPU takes about
+16, by three products of bfloat16, and a CPU all.
 
-bfloat16 is the format of accelerators, where memory bounds a network. It rounds the factors of products,
-forwards and backwards, and the results that one operation passes to the next, the residual stream
-included. A network that trains keeps its parameters in float32. Inside an
-operation (the sum of a product with its bias, a norm, GELU, softmax, the residual sum) all is float32;
-the backward pass recomputes it from the rounded inputs. Features are float32 in any case, and so are
-statistics, losses and classifiers, whose products are exact (`exact_einsum`).
+bfloat16 is the format of accelerators, where memory bounds a network. It rounds the
+factors of products, forwards and backwards, and the results that one operation passes to
+the next, the residual stream included. A network that trains keeps its parameters in
+float32. Inside an operation (the sum of a product with its bias, a norm, GELU, softmax,
+the residual sum) all is float32; the backward pass recomputes it from the rounded inputs.
+Features are float32 in any case, and so are statistics, losses and classifiers, whose
+products are exact (`exact_einsum`).
 
-XLA's CPU backend has one fast bfloat16 product: that with a float32 result. For a bfloat16 result it
-widens both factors first. So results are rounded after the product; accelerators do both at once, where
-the program asks for the rounded result (`_rounded_einsum`): a library of products, as a GPU has, would
-else write float32 for another kernel to round.
+XLA's CPU backend has one fast bfloat16 product: that with a float32 result. For a
+bfloat16 result it widens both factors first. So results are rounded after the product;
+accelerators do both at once, where the program asks for the rounded result
+(`_rounded_einsum`): a library of products, as a GPU has, would else write float32 for
+another kernel to round.
 """
 
 import functools
@@ -30,8 +32,8 @@ from fcljax.models.attention_kernel import fits, kernel_attention
 from fcljax.models.shapes import ChipKind, NumberFormat
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-# Of float32 factors, which TPUs would round to bfloat16 and NVIDIA GPUs to TF32. For statistics,
-# prototypes, distances, prompts and classifiers.
+# Of float32 factors, which TPUs would round to bfloat16 and NVIDIA GPUs to TF32. For
+# statistics, prototypes, distances, prompts and classifiers.
 exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 exact_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -44,11 +46,12 @@ TF32 = jax.lax.Precision.HIGH
 def product(
     spec: str, a: Float[Array, "..."], b: Float[Array, "..."], number_format: NumberFormat = FLOAT32
 ) -> Float[Array, "..."]:
-    """Return the einsum of two arrays of one type, as float32, or as bfloat16 where the format says so.
+    """Return the einsum of two arrays of one type, as float32, or as bfloat16 where the
+    format says so.
 
     Args:
-      spec: of `jnp.einsum`, with every index named; each index of a factor stands in the other factor
-        or in the result.
+      spec: of `jnp.einsum`, with every index named; each index of a factor stands in the
+        other factor or in the result.
       a, b: float32 or bfloat16. bfloat16 rounds the factors of the gradient too.
       number_format: what is rounded besides.
     """
@@ -103,7 +106,8 @@ def matmul(
 
 
 def dense(features: int, number_format: NumberFormat, name: str) -> nn.Dense:
-    """Make a linear layer with bias: kernel and input in the compute type, the result as of `product`."""
+    """Make a linear layer with bias: kernel and input in the compute type, the result as
+    of `product`."""
 
     # flax asks for the last axis of x and the first of the kernel, always
     def dot_general(x: Array, kernel: Array, _dimensions: object, precision: object = None) -> Array:
@@ -112,7 +116,7 @@ def dense(features: int, number_format: NumberFormat, name: str) -> nn.Dense:
     return nn.Dense(features, dtype=jnp.dtype(number_format.array), dot_general=dot_general, name=name)
 
 
-# ---- between products --------------------------------------------------------------------------------------
+# ---- between products ------------------------------------------------------------------
 
 
 def activated(
@@ -130,8 +134,8 @@ def activated(
         first, *rest = (summand.astype(jnp.float32) for summand in summands)
         return function(sum(rest, first)).astype(dtype)
 
-    # The backward pass recomputes the function from x and bias, or under bfloat16 from their rounded
-    # sum: half the memory.
+    # The backward pass recomputes the function from x and bias, or under bfloat16 from
+    # their rounded sum: half the memory.
     summands = (x, bias)
     if dtype != "float32":
         summands = ((x + bias.astype(x.dtype)).astype(dtype),)
@@ -163,7 +167,7 @@ def masked_attention(
     mask: Bool[Array, "batch #queries keys"],
     number_format: NumberFormat = FLOAT32,
 ) -> Float[Array, "batch heads queries size"]:
-    """Return attention in which a query reads only the keys whose mask is True, in the type of q, k and v."""
+    """Return attention in which queries read the keys whose mask is True."""
     scores = product("bhqd,bhkd->bhqk", q, k, number_format).astype(jnp.float32) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min))
     return product("bhqk,bhkd->bhqd", weights.astype(q.dtype), v, number_format).astype(q.dtype)
@@ -187,8 +191,8 @@ def _attention_forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array
 def _attention_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v, without a float32 array of all scores in memory.
 
-    Softmax's gradient needs sum_k(weights * grad_weights), which equals sum_d(out * gradient) (Dao et al.
-    2022, appendix B.2).
+    Softmax's gradient needs sum_k(weights * grad_weights), which equals sum_d(out *
+    gradient) (Dao et al. 2022, appendix B.2).
     """
     q, k, v, weights, out = saved
     scale = q.shape[-1] ** -0.5

@@ -1,7 +1,8 @@
-"""What clients do: how they train, the rules that a method adds to training, and what clients report.
+"""What clients do: how they train, the rules that methods add, and what they report.
 
-A `ClientRule` acts in training and may keep a state per client; a `Report` is what clients send besides their
-trainable parameters. `train_step` is the only training step of the package: read it first.
+A `ClientRule` acts in training and may keep a state per client; a `Report` is what
+clients send besides their trainable parameters. `train_step` is the only training step of
+the package: read it first.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ ADAPTER = "adapter"
 
 
 class Training(NamedTuple):
-    """How clients train: some epochs over their examples, with an optimiser that is new in every round."""
+    """How clients train: epochs with an optimiser that is new in every round."""
 
     epochs: int
     """Passes over the client's examples in a round."""
     batch_size: int
     """Examples of a step."""
     lr: LearningRate
-    """Learning rate of all parameters but those of an adapter with a rate of its own (`Adapter.rate`)."""
+    """Of all parameters but those of an adapter with its own rate (`Adapter.rate`)."""
     optimiser: optax.GradientTransformation = optax.scale_by_adam()
     """Gives the direction of a step; the learning rate is applied afterwards."""
     schedule: LearningRateSchedule | None = None
@@ -92,13 +93,15 @@ class ClientStep(NamedTuple):
     key: PRNGKeyArray
     """The key of this step."""
     drawn: Params
-    """What `output` was computed with: `trainable`, or a draw from it where the learner is Bayesian."""
+    """The parameters of `output`: `trainable`, or a Bayesian learner's draw from it."""
     train: bool = True
-    """Whether `output` was computed as in training. False in passes that measure, over a network with batch
-    norm: its batch statistics would make what is measured depend on the batch size."""
+    """Whether `output` was computed as in training. False in passes that measure, over a
+    network with batch norm: its batch statistics would make what is measured depend on
+    the batch size."""
 
     def forward(self, trainable: Params, train: bool | None = None) -> Output:
-        """Compute the output of other trainable parameters for this batch; `train` None: as `output` was."""
+        """Compute the output of other trainable parameters for this batch; `train` None:
+        as `output` was."""
         if train is None:
             train = self.train
         context = self.context
@@ -159,7 +162,7 @@ class ClientPass:
     """A pass over the client's examples besides training: a rule updates its memory."""
 
     when: Literal["before_training", "after_training", "task_end"]
-    """`task_end`: after the last round of a task, at every client with examples, under the final model."""
+    """`task_end`: after a task's last round, with its model, at clients with examples."""
     view: View
     """How the examples are read."""
     step: StepMemory
@@ -167,9 +170,9 @@ class ClientPass:
     on_start: RoundStart = _memory_is_state
     """on_start(context, state, key) -> the memory of the pass; read at `task_end` only."""
     on_end: RoundEnd = _keep_state
-    """on_end(context, memory, trainable, state) -> the state after the pass; read at `task_end` only."""
+    """on_end(context, memory, trainable, state) -> the state after a `task_end` pass."""
     trains: bool = False
-    """Whether the rule trains parameters of its own in it; the client's trainable parameters stay."""
+    """Whether the rule trains its own parameters in it; the client's stay."""
 
     def __post_init__(self) -> None:
         choose("when", self.when, ("before_training", "after_training", "task_end"))
@@ -185,7 +188,8 @@ class Replay:
     count: int
     """The most examples that join a batch."""
     stored: Callable[[PyTree], Int[Array, " M"]]
-    """stored(state) -> ids of the training examples that the client may replay; -1: an empty place."""
+    """stored(state) -> ids of the training examples that the client may replay; -1: an
+    empty place."""
     choose: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " count"]]
     """choose(context, memory, key) -> indices into `stored`; -1: none."""
 
@@ -195,7 +199,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class ClientRule:
-    """What clients do besides minimising their own loss; every field but the name may be left out."""
+    """What clients do besides minimising their loss; only the name is required."""
 
     name: str
     """Names the rule in messages, and its parameters."""
@@ -210,11 +214,12 @@ class ClientRule:
     on_end: RoundEnd = _keep_state
     """on_end(context, memory, trainable, state) -> the state that the client keeps."""
     project: Project | None = None
-    """project(context, trainable) -> the parameters, moved to where the rule allows; after every step."""
+    """project(context, trainable) -> the parameters, moved to where the rule allows;
+    after every step."""
     replay: Replay | None = None
     """Past examples that join every training batch."""
     parameters: Callable[[PRNGKeyArray], PyTree] | None = None
-    """parameters(key) -> parameters of the rule's own, which train and travel in `Params.extra[name]`."""
+    """parameters(key) -> the rule's own, which train and travel as `Params.extra[name]`."""
 
     def __post_init__(self) -> None:
         check_arguments(
@@ -233,7 +238,7 @@ class ClientRule:
         return passes[level] if level < len(passes) else None
 
 
-# ---- reports -----------------------------------------------------------------------------------------------
+# ---- reports ---------------------------------------------------------------------------
 
 
 class ClientEnd(NamedTuple):
@@ -272,16 +277,16 @@ class Report:
     finalize: Callable[[ClientEnd, PyTree], PyTree] = _total
     """finalize(end, total) -> what is sent."""
     view: View | None = None
-    """How a pass after training reads examples for it; None: `step` sees every training batch, before its
-    update."""
+    """How a pass after training reads examples; None: in training, before each update."""
     merge: Literal["gather", "sum"] = "gather"
     """`gather`: one per client, [P, ...]; `sum`: added up."""
     follows_rule: bool = False
-    """Whether the server rule merges it by the run's aggregation rule, or merges nothing, so that the run may
-    choose any rule."""
+    """Whether the server rule merges it by the run's aggregation rule, or merges nothing,
+    so that the run may choose any rule."""
     possible: Callable[[ClientContext, PyTree], Bool[Array, ""]] | None = None
-    """possible(context, sent) -> whether a client that read `context.client.examples` examples, each once in
-    every epoch of the pass, can have sent it; the server leaves out what cannot be."""
+    """possible(context, sent) -> whether a client that read `context.client.examples`
+    examples, each once in every epoch of the pass, can have sent it; the server leaves
+    out what cannot be."""
 
     def __post_init__(self) -> None:
         choose("merge", self.merge, ("gather", "sum"))
@@ -299,8 +304,8 @@ class OfEachClient:
     """A report of trainable parameters themselves, one set per client."""
 
     name: Literal["adapter", "classifier", "trainable"]
-    """`trainable`: all of them, besides their mean. Else this part alone, which is then not averaged: the
-    server rule merges it."""
+    """`trainable`: all of them, besides their mean. Else this part alone, which is then
+    not averaged: the server rule merges it."""
     follows_rule: bool = False
     """As in a `Report`."""
 
@@ -308,7 +313,7 @@ class OfEachClient:
         choose("name", self.name, ("adapter", "classifier", "trainable"))
 
 
-# ---- the training step -------------------------------------------------------------------------------------
+# ---- the training step -----------------------------------------------------------------
 
 
 class ClientWork(NamedTuple):
@@ -341,7 +346,7 @@ def train_step(
     learner = work.learner
 
     def expected_loss(trainable: Params) -> tuple[Array, Output]:
-        # a Bayesian learner draws the parameters of its forward pass; for all others they are `trainable`
+        # a Bayesian learner draws the parameters of its forward pass from `trainable`
         return learner.expectation(functools.partial(loss_at, trainable), trainable, batch, key)
 
     def loss_at(trainable: Params, drawn: Params) -> tuple[Array, Output]:
@@ -360,8 +365,8 @@ def train_step(
 
 
 def loss_terms(work: ClientWork, step: ClientStep, memory: tuple[PyTree, ...]) -> list[Array | float]:
-    """Return the terms of the loss, in the order of `term_names`: the clients' own loss, the adapter's, and
-    one for each rule that has a loss."""
+    """Return the terms of the loss, in the order of `term_names`: the clients' own loss,
+    the adapter's, and one for each rule that has a loss."""
     assert work.training.loss is not None
     context = step.context
     terms: list[Array | float] = [work.training.loss.value(step.output, step.batch, context.task)]
@@ -383,8 +388,7 @@ def loss_terms(work: ClientWork, step: ClientStep, memory: tuple[PyTree, ...]) -
 
 
 def term_names(work: ClientWork) -> tuple[str, ...]:
-    """Return the names of the terms of the clients' loss, in the order in which they are added up; none if
-    clients never train."""
+    """Return the names of the loss's terms, in order; none if clients never train."""
     if work.training.loss is None:
         return ()
     adapter = () if work.learner.adapter.loss is None else (ADAPTER,)
@@ -420,8 +424,8 @@ def descend(work: ClientWork, context: ClientContext, local: Local, direction: P
 def step_metrics(
     work: ClientWork, step: ClientStep, loss: Float[Array, ""], gradient: Params
 ) -> dict[str, Weighted]:
-    """Return what a training step records: its loss and, where labels are classes, accuracy and
-    cross-entropy; where the loss has several terms, its gradient's norm."""
+    """Return what a training step records: its loss and, where labels are classes,
+    accuracy and cross-entropy; where the loss has several terms, its gradient's norm."""
     training_loss = work.training.loss
     assert training_loss is not None
     batch = step.batch
@@ -461,7 +465,7 @@ def finalized(
     return {report.name: (report, report.finalize(end, totals[report.name])) for report in reports}
 
 
-# ---- passes without training -------------------------------------------------------------------------------
+# ---- passes without training -----------------------------------------------------------
 
 
 def passes_before(work: ClientWork) -> tuple[Phase, ...]:
@@ -470,7 +474,7 @@ def passes_before(work: ClientWork) -> tuple[Phase, ...]:
 
 
 def passes_after(work: ClientWork) -> tuple[Phase, ...]:
-    """Return the rules' passes after training. Reports with a view of their own join the first ones."""
+    """Return the rules' passes after training, joined by reports with their own view."""
     return _levels(work, "after_training", tuple(report for report in work.reports if report.view))
 
 
@@ -480,7 +484,7 @@ def passes_at_task_end(work: ClientWork) -> tuple[Phase, ...]:
 
 
 def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    """Return the phases of a time: the first passes of all rules, then their second ones, and so on."""
+    """Return a time's phases: the first passes of all rules, then the second ones."""
     phases: tuple[Phase, ...] = ()
     level = 0
     while True:
@@ -498,8 +502,8 @@ def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[P
 def passes(
     work: ClientWork, rule_passes: dict[int, ClientPass], reports: tuple[Report, ...]
 ) -> tuple[Phase, ...]:
-    """Return one phase for each view: rules, by their index, and reports that share a view share its phase.
-    Rules that train have phases of their own."""
+    """Return one phase for each view: rules, by their index, and reports that share a
+    view share its phase. Rules that train have phases of their own."""
     kinds = [(client_pass.view, client_pass.trains) for client_pass in rule_passes.values()]
     kinds += [(report.view, False) for report in reports if report.view]
 
@@ -539,13 +543,13 @@ def _step_of_pass(
     return local._replace(memory=tuple(memory), totals=totals), {}
 
 
-# ---- the start and the end of a client ---------------------------------------------------------------------
+# ---- the start and the end of a client -------------------------------------------------
 
 
 def start_memory(
     rules: tuple[ClientRule, ...], when: str, context: ClientContext, state: tuple, key: PRNGKeyArray
 ) -> tuple[PyTree, ...]:
-    """Return each rule's memory when a client starts. The rules' states are the first ones of `state`."""
+    """Return each rule's memory when a client starts; its states come first in `state`."""
 
     def memory(i: int, rule: ClientRule) -> PyTree:
         part = _part_at(rule, when)
@@ -560,8 +564,8 @@ def start_memory(
 def end_state(
     rules: tuple[ClientRule, ...], when: str, context: ClientContext, local: Local, state: tuple
 ) -> tuple[PyTree, ...]:
-    """Return each rule's state when a client ends. At a task's end, rules without a pass there keep
-    theirs."""
+    """Return each rule's state when a client ends. At a task's end, rules without a pass
+    there keep theirs."""
 
     def after(i: int, rule: ClientRule) -> PyTree:
         part = _part_at(rule, when)
@@ -573,7 +577,7 @@ def end_state(
 
 
 def _part_at(rule: ClientRule, when: str) -> ClientRule | ClientPass | None:
-    """Return what starts and ends a client for a rule: the rule itself, or at a task's end its pass there."""
+    """Return what starts and ends a client for a rule: itself, or its task-end pass."""
     if when == "task_end":
         return rule.pass_at("task_end", 0)
     return rule

@@ -175,11 +175,12 @@ def assemble(
 
     Args:
       settings: resolved.
-      inputs: network and images; its weights may be shapes, to compile the programs without running them.
+      inputs: network and images; its weights may be shapes, to compile the programs
+        without running them.
       scenario: client partitions and task schedule.
       sizes: of the run.
-      single: for one client that works by itself (`engine.work_alone`), with at most `sizes.examples`
-        examples in a round.
+      single: for one client that works by itself (`engine.work_alone`), with at most
+        `sizes.examples` examples in a round.
       machine: what it is compiled for; None: the first `settings.devices` devices that are here.
 
     Raises:
@@ -257,8 +258,8 @@ def _engine(
 
 
 def _single_engine(method: Method, fetch: Fetch, example: Example, sizes: Sizes) -> Engine:
-    """Return the engine of a client that works by itself. All clients have the shapes of the largest, so that
-    those of one process share what was compiled."""
+    """Return the engine of a client that works by itself. All clients have the shapes of
+    the largest, so that those of one process share what was compiled."""
     indices = np.zeros(sizes.examples, np.int32)
     class_examples = np.zeros((1, sizes.classes), np.int32)
     largest = ClientPartition(indices, np.array([0, sizes.examples]), class_examples)
@@ -406,7 +407,7 @@ def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
 
 
 def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Frozen:
-    """Return the parameters of a file of weights, none of which train, and the surrogate images."""
+    """Return a file's parameters, none of which train, and the surrogate images."""
     decoder = ()
     if backbone.decoder:
         decoder = backbone.decoder.params
@@ -414,8 +415,8 @@ def frozen_of(backbone: Pretrained, surrogate: np.ndarray | tuple = ()) -> Froze
 
 
 def placed(exp: Experiment) -> Experiment:
-    """Return the experiment with everything that rounds and evaluations read on every device of the mesh,
-    except for images on the host."""
+    """Return the experiment with everything that rounds and evaluations read on every
+    device of the mesh, except for images on the host."""
     mesh = exp.engine.mesh
     train = ready(exp.train, mesh)
     test = ready(exp.test, mesh)

@@ -1,8 +1,9 @@
 """Read the examples of clients from JSON, for `fcljax.simulate`.
 
-LEAF (Caldas et al. 2018) writes {"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...],
-"y": [...]}}}, often in several files of a folder. Others, such as FederatedScope, have the parts of each
-client: {CLIENT: {"train": {"x": [...], "y": [...]}, "test": ...}}.
+LEAF (Caldas et al. 2018) writes {"users": [...], "num_samples": [...], "user_data":
+{USER: {"x": [...], "y": [...]}}}, often in several files of a folder. Others, such as
+FederatedScope, have the parts of each client: {CLIENT: {"train": {"x": [...], "y":
+[...]}, "test": ...}}.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ class ClientArrays(NamedTuple):
     """Examples and their clients: `simulate(method, *data[:3], rounds=10)`."""
 
     x: np.ndarray
-    """Inputs [N, ...]: float32 or int32; text becomes the index [N, T] of each character in `characters`."""
+    """Inputs [N, ...]: float32 or int32; text becomes the index [N, T] of each character
+    in `characters`."""
     y: np.ndarray
     """Labels or targets [N, ...]; integers are int32."""
     owner: np.ndarray
@@ -53,8 +55,8 @@ def read_clients(path: str | Path, split: str = "", characters: str = "") -> Cli
     Args:
       path: of the file or folder.
       split: "train", "test" or "val", for a file that has these parts of each client.
-      characters: those of the training split, to give the test split's characters the same indices; "" takes
-        the characters of the file, sorted.
+      characters: those of the training split, to give the test split's characters the
+        same indices; "" takes the characters of the file, sorted.
 
     Raises:
       InputError: naming the file, the client and what is wrong.
@@ -96,7 +98,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-# ---- clients -----------------------------------------------------------------------------------------------
+# ---- clients ---------------------------------------------------------------------------
 
 
 def _clients(where: str, content: Any, split: str) -> tuple[list[_JsonClient], list[str]]:
@@ -164,7 +166,7 @@ def _client(where: str, name: str, data: Any, split: str) -> _JsonClient:
     return _JsonClient(name, data["x"], data["y"], left_out)
 
 
-# ---- values ------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------
 
 
 def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
@@ -201,7 +203,7 @@ def _values(where: str, key: str, clients: list[_JsonClient]) -> np.ndarray:
 def _encode(
     where: str, x: np.ndarray, y: np.ndarray, characters: str
 ) -> tuple[np.ndarray, str, np.ndarray, tuple[str, ...]]:
-    """Turn x and y into numbers; return them with the characters or the classes of these numbers."""
+    """Return x and y as numbers, with the characters or classes that they stand for."""
     if x.dtype.kind != "U":
         if characters:
             raise InputError(f"characters: {where.removeprefix('clients: ')} has no text in x")
@@ -239,7 +241,7 @@ def _characters(where: str, key: str, text: np.ndarray, index_of: Mapping[str, i
 
 
 def _numbers(where: str, key: str, values: np.ndarray, whole: bool = False) -> np.ndarray:
-    """Convert floats to float32 and integers to int32; with `whole`, also floats that all are integers."""
+    """Return floats as float32, integers (with `whole`, whole floats too) as int32."""
     if not np.isfinite(values).all():
         raise InputError(f"{where}: {key} holds a number that is too large")
     if whole and values.dtype.kind == "f" and (values == np.rint(values)).all():

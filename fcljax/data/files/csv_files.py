@@ -1,4 +1,4 @@
-"""Read tables of numbers and categories: CSV files with a label column, `csv:FILE` or `csv:TRAIN,TEST`."""
+"""Read CSV files with a label column, as `csv:FILE` or `csv:TRAIN,TEST`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +36,9 @@ class _Table(NamedTuple):
 def csv_dataset(name: str, say: Callable[[str], None]) -> Dataset:
     """Read the data set `csv:FILE`, of which a fifth is for testing, or `csv:TRAIN,TEST`.
 
-    Columns of numbers are features. A column with any text is one column for each of its values in the
-    training table; its texts are kept as a column of the data set, for partitions.
+    Columns of numbers are features. A column with any text is one column for each of its
+    values in the training table; its texts are kept as a column of the data set, for
+    partitions.
 
     Args:
       name: of the data set.

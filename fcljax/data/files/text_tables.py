@@ -1,7 +1,7 @@
 """Read tables that a user writes as text with a header (CSV).
 
-Excel, R and pandas write them differently: with a byte-order mark, quoted headers, semicolons or tabs between
-the values, and the line ends of Windows or of old Macs.
+Excel, R and pandas write them differently: with a byte-order mark, quoted headers,
+semicolons or tabs between the values, and the line ends of Windows or of old Macs.
 """
 
 import csv
@@ -48,8 +48,8 @@ def read_table(where: str, text: str, known: Sequence[str]) -> TextTable:
       known: names of columns, in lower case; columns may be missing.
 
     Raises:
-      InputError: naming the file and the line, for an unknown or repeated column, another number of values
-        than of columns, or text that is no CSV.
+      InputError: naming the file and the line, for an unknown or repeated column, another
+        number of values than of columns, or text that is no CSV.
     """
     header = read_header(where, text)
     for position, name in enumerate(header):
@@ -83,7 +83,8 @@ def read_rows(where: str, text: str, separators: str = SEPARATORS) -> Iterator[t
     Args:
       where: field and file, for messages.
       text: of the whole file.
-      separators: the first one that is in the first row separates values; several blanks count as one.
+      separators: the first one that is in the first row separates values; several blanks
+        count as one.
 
     Raises:
       InputError: naming a line that is no CSV.
