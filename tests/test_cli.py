@@ -516,6 +516,7 @@ def test_data_prepare_counts_and_checks(capsys):
     assert "1438" in out and "359" in out
 
 
+@pytest.mark.long
 def test_data_show_draws_images_and_who_holds_what(capsys):
     assert cli.main(["data", "show", "digits", "--clients", "4", "--alpha", "0.1", "--out", "pictures"]) == 0
     assert {path.name for path in Path("pictures").iterdir()} == {"images.png", "classes.png"}

@@ -926,6 +926,7 @@ def partition_of(task, label, owner):
     return ClientPartition(np.concatenate(mine), np.cumsum([0, *map(len, mine)]), present)
 
 
+@pytest.mark.long
 def test_a_run_fills_the_pool_with_the_classes_that_clients_hold(short_run):
     _, servers, reports, label, owner, _ = short_run
     holds = np.zeros((3, 5), bool)

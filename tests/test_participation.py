@@ -81,8 +81,9 @@ def federation_of_lora():
     return Run(sizes, network, adapter, Training(1, 4, RATE, optax.identity()))
 
 
-@pytest.mark.parametrize("participation", [pytest.param(1.0, marks=pytest.mark.long), 0.34])
-@pytest.mark.parametrize("name", [pytest.param("scaffold", marks=pytest.mark.long), "feddyn"])
+@pytest.mark.long
+@pytest.mark.parametrize("participation", [1.0, 0.34])
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
 def test_the_optimum_is_reached_however_many_clients_take_part(name, participation):
     found = simulated(rules_of(name), participation)
     np.testing.assert_allclose(found, optimum(), atol=1e-3)
