@@ -36,9 +36,8 @@ def by_hand(y, gradient_of, weights, rounds, lr=0.05):
     return weights
 
 
-@pytest.mark.parametrize(
-    "batch_size", [100, pytest.param(LARGEST_INT, marks=pytest.mark.long)]
-)  # padding of so large a batch would fill memory
+# padding of the second, which is so large, would fill memory
+@pytest.mark.parametrize("batch_size", [100, pytest.param(LARGEST_INT, marks=pytest.mark.long)])
 def test_targets_of_several_axes_are_those_of_federated_averaging_by_hand(batch_size):
     y = RNG.normal(size=(24, 2)).astype(np.float32)
     client = fcljax.local_sgd(squares, optax.sgd(0.05), batch_size=batch_size)
