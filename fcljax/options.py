@@ -241,26 +241,26 @@ def check_value(field: dataclasses.Field, value: object) -> None:
         return
     name = field.name
     limits = field.metadata
-    whole = "float" not in str(field.type)
+    is_integer = "float" not in str(field.type)
     # what holds where the field says nothing
     least: float | int = 0
     most: float | int = LARGEST_FLOAT
-    if whole:
+    if is_integer:
         least = 1
         most = LARGEST_INT
     if limits.get("least") is not None:
         least = limits["least"]
     if limits.get("most") is not None:
         most = limits["most"]
-    if whole and value < least:
+    if is_integer and value < least:
         raise InputError(f"{name}: {_shown(value)} is too small; nearest valid value: {least}")
     # NaN fails every comparison
     if not least <= value < math.inf or (limits.get("positive") and not value):
-        wanted = f"{least} or more"
+        range_text = f"{least} or more"
         if limits.get("positive"):
-            wanted = "positive"
+            range_text = "positive"
         if field.default:
-            wanted += f", such as {field.default}"
+            range_text += f", such as {field.default}"
         raise InputError(f"{name}: {value} must be finite and {wanted}")
     if value > most:
         raise InputError(f"{name}: {_shown(value)} is too large; nearest valid value: {most}")
