@@ -261,7 +261,7 @@ def check_value(field: dataclasses.Field, value: object) -> None:
             range_text = "positive"
         if field.default:
             range_text += f", such as {field.default}"
-        raise InputError(f"{name}: {value} must be finite and {wanted}")
+        raise InputError(f"{name}: {value} must be finite and {range_text}")
     if value > most:
         raise InputError(f"{name}: {_shown(value)} is too large; nearest valid value: {most}")
     below = limits.get("below")
