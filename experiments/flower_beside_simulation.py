@@ -40,7 +40,7 @@ def simulated(settings: RunConfig) -> tuple[list[PyTree], list[dict[str, int]]]:
         state = first_state(exp)
         play_round = make_play_round(exp, Records(), clock)
         for step in range(len(exp.scenario.tasks) * settings.rounds):
-            state, kept, _ = play_round(exp, state, past, step)
+            state, kept, *_ = play_round(exp, state, past, step)
             past += () if kept is None else (kept,)
             states.append(jax.device_get(state.server))
     return states, [each._asdict() for each in traffic_by_round(exp, payload_shapes(exp))]

@@ -174,7 +174,7 @@ class _Player:
         for step in range(len(exp.scenario.tasks) * settings.rounds):
             if step % settings.rounds == 0:
                 exp = self.fill(exp, [step // settings.rounds], contextlib.nullcontext)
-            state, kept, _ = self.play(exp, state, past, step)
+            state, kept, *_ = self.play(exp, state, past, step)
             past += () if kept is None else (kept,)
         records = self.records
         mean = [float(np.mean(each)) for each in records.accuracy]

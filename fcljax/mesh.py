@@ -136,11 +136,18 @@ def process_rows(mesh: AnyMesh | None, rows: int) -> np.ndarray:
     return np.unique(np.minimum(np.concatenate([indices[part] for part in parts]), rows - 1))
 
 
-def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
-    """Return this process's part of arrays that the devices share (`put_shared`).
+def process_part(tree: Any, chosen: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Return the chosen rows in this process's part of arrays that the devices share
+    (`put_shared`).
 
-    All processes together have every row once: indices [n] below `rows`, and these rows
-    [n, ...] on the host.
+    All processes together have every chosen row once.
+
+    Args:
+      tree: the arrays, leaves [at least rows, ...].
+      chosen: mask [rows].
+
+    Returns:
+      Indices [n] of the rows, and the rows [n, ...] on the host.
     """
 
     def parts(array: jax.Array) -> list[Any]:
@@ -149,14 +156,20 @@ def process_part(tree: Any, rows: int) -> tuple[np.ndarray, Any]:
         # jax does not promise an order of the shards
         return sorted(originals, key=lambda part: part.index[0].start or 0)
 
-    def joined(array: jax.Array) -> np.ndarray:
-        no_rows = np.zeros((0, *array.shape[1:]), array.dtype)
-        return np.concatenate([no_rows, *(part.data for part in parts(array))])
-
     leaf = jax.tree.leaves(tree)[0]
+    # the devices' rows may be more, so that all have equally many
+    is_chosen = np.zeros(len(leaf), bool)
+    is_chosen[: len(chosen)] = chosen
     all_rows = np.arange(len(leaf))
+
+    def chosen_rows(array: jax.Array) -> np.ndarray:
+        no_rows = np.zeros((0, *array.shape[1:]), array.dtype)
+        # on a CPU an array's memory is read in its place, so that only chosen rows are copied
+        taken = [np.asarray(part.data)[is_chosen[part.index[0]]] for part in parts(array)]
+        return np.concatenate([no_rows, *taken])
+
     index = np.concatenate([np.arange(0), *(all_rows[part.index[0]] for part in parts(leaf))])
-    return index[index < rows], jax.tree.map(lambda array: joined(array)[index < rows], tree)
+    return index[is_chosen[index]], jax.tree.map(chosen_rows, tree)
 
 
 def put_process_rows(

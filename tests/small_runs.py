@@ -136,10 +136,15 @@ def last_checkpoint(out):
         restored = manager.restore(step, args=parts)
     state, host = restored.state, restored.records
     clients = dict(checkpoint._named(state.pop("clients")))
-    if "shards" in host:  # several processes have written them
-        folder = out / checkpoint.CLIENTS / str(step)
-        files = [np.load(folder / shard["file"]) for shard in host["shards"]]
-        clients = {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+    # large states, and those of several processes, are in files, of which a later one replaces an earlier one
+    for shard in host.get("shards", ()):
+        file = np.load(out / checkpoint.CLIENTS / str(shard["step"]) / shard["file"])
+        for name in file:
+            states = file[name]
+            if name not in clients:
+                clients[name] = np.zeros((shard["of"], *states.shape[1:]), states.dtype)
+            for row, client in enumerate(i for bounds in shard["clients"] for i in range(*bounds)):
+                clients[name][client] = states[row]
     records = {name: value for name, value in host["records"].items() if name != "seconds"}
     return step, (state, clients), records
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from micro import DATA, FROZEN, KEY, PARTITIONS, SIZES, STREAM, engine_of, method_of
 from test_conformance import OPTIONS
+from toys import same
 
 from fcljax import cli, config
 from fcljax.checks import chips, plan
@@ -26,7 +27,7 @@ from fcljax.models import products
 from fcljax.models.shapes import ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.runs.build import Experiment
-from fcljax.runs.inputs import compute_type
+from fcljax.runs.inputs import compute_type, load_network
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
 
@@ -434,10 +435,23 @@ def test_a_plan_refuses_what_it_cannot_answer_in_one_line(words, said, capsys):
         ("gpu", {"dtype": "float32"}, "float32"),
         ("cpu", {"dtype": "bfloat16"}, "bfloat16"),
         ("gpu", {"dtype": "tf32"}, "tf32"),
-        ("tpu", {"adapter": "full"}, "float32"),  # what trains
-        ("tpu", {"adapter": "full", "dtype": "bfloat16"}, "bfloat16"),
+        ("tpu", {"adapter": "full"}, "bfloat16"),  # what trains, too
+        ("gpu", {"adapter": "full", "dtype": "float32"}, "float32"),
     ],
 )
-def test_a_frozen_network_computes_in_bfloat16_on_accelerators_alone(backend, given, kind):
+def test_networks_compute_in_bfloat16_on_accelerators_alone(backend, given, kind):
     cfg = config.resolve(config.from_mapping("ewc", given, "test"))
     assert compute_type(cfg, backend) == kind
+
+
+def test_a_network_that_trains_in_bfloat16_begins_with_all_bits_of_its_parameters():
+    """Products round them; what the optimiser changes is float32. A frozen network is stored rounded."""
+
+    def params(**values):
+        cfg = config.resolve(config.from_mapping("ewc", {"backbone": "resnet_micro", **values}, "test"))
+        return load_network(cfg, None, None, 0).params
+
+    exact = params(adapter="full", dtype="float32")
+    same(params(adapter="full", dtype="bfloat16"), exact)
+    types = {str(leaf.dtype) for leaf in jax.tree.leaves(params(adapter="lora", dtype="bfloat16"))}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(exact)} == {"float32"} and "bfloat16" in types

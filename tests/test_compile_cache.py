@@ -1,9 +1,12 @@
 """Compiled programs that the command line keeps between processes."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,60 @@ def test_a_jax_that_has_no_place_for_checksums_keeps_nothing(tmp_path, monkeypat
     monkeypatch.delattr(compilation_cache, "get_file_cache")
     compile_cache._set_up(tmp_path, said.append)
     assert settings == [OFF] and "cannot store their checksums" in said[0]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_two_that_need_a_program_at_once_compile_it_once(is_kept, tmp_path, monkeypatch):
+    """Locks are those of files, so that threads stand for processes. A program that is compiled faster than
+    it is read is not kept, and both compile it."""
+    from jax._src import compilation_cache, compiler
+
+    compiled, kept, started, may_end = [], {}, threading.Event(), threading.Event()
+
+    def compile_program(backend, executable_devices, compile_options, cache_key):
+        compiled.append(cache_key)
+        started.set()
+        assert may_end.wait(10)
+        if is_kept:
+            kept[cache_key] = f"{cache_key} of {backend}"
+        return f"{cache_key} of {backend}"
+
+    def get(cache_key, compile_options, backend, executable_devices):
+        return kept.get(cache_key), 1
+
+    monkeypatch.setattr(compiler, "_compile_and_write_cache", compile_program)
+    monkeypatch.setattr(compilation_cache, "get_executable_and_time", get)
+    for _ in range(2):  # a process may set up its cache again
+        compile_cache.compile_once(tmp_path)
+    first_waits = threading.Event()
+    owned = compile_cache.owned
+    # the second one is known to wait before the first one may end
+    monkeypatch.setattr(
+        compile_cache, "owned", lambda lock, wait: owned(lock, lambda: (wait(), first_waits.set()))
+    )
+    with ThreadPoolExecutor() as pool:
+        call = functools.partial(compiler._compile_and_write_cache, "cpu", (), None, cache_key="jit_f-1")
+        first = pool.submit(call)
+        assert started.wait(10)
+        second = pool.submit(call)
+        assert first_waits.wait(10)
+        other = pool.submit(compiler._compile_and_write_cache, "cpu", (), None, cache_key="jit_g-2")
+        may_end.set()
+        results = [each.result(10) for each in (first, second, other)]
+        assert results == [*2 * ["jit_f-1 of cpu"], "jit_g-2 of cpu"]
+    assert compiled.count("jit_f-1") == (1 if is_kept else 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_locks_compiles_all_the_same(tmp_path, monkeypatch):
+    from jax._src import compiler
+
+    def compile_program(backend, executable_devices, compile_options, cache_key):
+        return f"compiled {cache_key}"
+
+    monkeypatch.setattr(compiler, "_compile_and_write_cache", compile_program)
+    compile_cache.compile_once(tmp_path / "missing")
+    assert compiler._compile_and_write_cache("cpu", (), None, cache_key="jit_f-1") == "compiled jit_f-1"
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
-"""States of clients that several processes write for one checkpoint, and any number of processes reads."""
+"""States of clients in files beside checkpoints, which several processes may write and any number reads."""
 
+import contextlib
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import small_runs
 from toys import same
 
+from fcljax import cli
 from fcljax import mesh as meshes
 from fcljax.errors import InputError
 from fcljax.runs import checkpoint
@@ -114,6 +118,123 @@ def test_files_of_clients_go_with_their_checkpoints_and_half_written_ones_with_t
     same(newest(folder).state, state(10))
 
 
+class Changing:
+    """A run of one process in which some clients change in every step, with its checkpoints; `after[step]` is
+    its state then."""
+
+    def __init__(self, folder, seed=0):
+        self.manager = checkpoint.open_checkpoints(folder, 2)
+        self.draw = np.random.default_rng(seed)
+        self.after = {0: state(1)}
+        self.shards = []
+
+    def play(self, step):
+        """Change a third of the clients and the server, and save; as `runs.loop` does. Return which were
+        written."""
+        changed = self.draw.random(COUNT) < 0.3
+        before, new = self.after[step - 1], state(step)
+
+        def mixed(old, drawn):
+            return np.where(changed.reshape(-1, *[1] * (old.ndim - 1)), drawn, old)
+
+        self.after[step] = new._replace(clients=jax.tree.map(mixed, before.clients, new.clients))
+        chosen = checkpoint.clients_to_write(self.shards, changed)
+        index = np.flatnonzero(chosen)
+        clients = jax.tree.map(lambda x: x[index], self.after[step].clients)
+        folder = Path(self.manager.directory)
+        shard = checkpoint.save_shard(folder, step, 0, index, clients, COUNT)
+        self.shards = checkpoint.newest_files([*self.shards, shard])
+        server = self.after[step]._replace(clients=())
+        checkpoint.save(self.manager, checkpoint.Snapshot(step, server, {"kept": []}, {}, self.shards))
+        return chosen, changed
+
+
+@pytest.mark.parametrize("most_steps", [3, 64])
+def test_a_checkpoint_writes_changed_clients_alone_and_has_the_states_of_all(
+    tmp_path, monkeypatch, most_steps
+):
+    monkeypatch.setattr(checkpoint, "MOST_STEPS", most_steps)
+    run = Changing(tmp_path / "checkpoints")
+    sizes = []
+    for step in range(1, 13):
+        chosen, changed = run.play(step)
+        assert (chosen == changed).all() or chosen.all()
+        sizes.append(chosen.sum())
+        assert len({shard["step"] for shard in run.shards}) <= most_steps
+        checkpoint.finish(run.manager)
+        for kept in checkpoint.steps(tmp_path / "checkpoints"):
+            found = checkpoint._restore(tmp_path / "checkpoints", kept, state(7))
+            every = np.arange(COUNT)
+            clients = checkpoint._read_shards(tmp_path / "checkpoints", found, state(7).clients, every)
+            same(found.state._replace(clients=clients), run.after[kept])
+        # no file is left that no checkpoint names
+        files = {path.name for path in (tmp_path / CLIENTS).iterdir()}
+        assert {str(shard["step"]) for shard in run.shards} <= files and len(files) <= most_steps + 2
+    whole = [step for step, size in enumerate(sizes, 1) if size == COUNT]
+    assert whole[0] == 1 and 1 < len(whole) <= 5  # MOST_COPIES: after four steps of a third, or most_steps
+
+
+def test_a_kill_at_any_instant_of_a_write_leaves_a_checkpoint_of_this_step_or_the_last(tmp_path, monkeypatch):
+    """Copies of the folder stand for what a kill leaves: before a file is there, when it is, after the
+    checkpoint, and before each removal."""
+    run, instants = Changing(tmp_path / "run" / "checkpoints"), []
+
+    def killed_before(module, name):
+        function = getattr(module, name)
+
+        def call(*arguments, **options):
+            copy = tmp_path / f"killed-{len(instants)}"
+            # a file that Orbax moves while it is copied is as a kill may leave it
+            with contextlib.suppress(shutil.Error):
+                shutil.copytree(tmp_path / "run", copy)
+            instants.append((step, name, copy / "checkpoints"))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    run.play(1)
+    checkpoint.finish(run.manager)
+    killed_before(checkpoint, "_sha256")
+    killed_before(checkpoint, "_seal")
+    killed_before(checkpoint, "_forget_shards")
+    killed_before(shutil, "rmtree")
+    for step in range(2, 7):
+        run.play(step)
+        checkpoint.finish(run.manager)
+    monkeypatch.undo()
+    assert {name for _, name, _ in instants} == {"_sha256", "_seal", "_forget_shards", "rmtree"}
+    for step, name, folder in instants:
+        said = []
+        found = newest(folder, said=said)
+        assert said == [] and found.step in (step, step - 1), (step, name)
+        same(found.state, run.after[found.step])
+
+
+@pytest.mark.long
+def test_a_run_with_files_of_changed_clients_equals_one_with_whole_checkpoints(tmp_path, monkeypatch):
+    """In every round, resumed from its middle, and with the newest file of a client damaged."""
+    reference = small_runs.finished("icarl")
+    monkeypatch.setattr(checkpoint, "BESIDE", 0)
+    every = ["--checkpoint-every", "1", "--keep-checkpoints", "4"]
+    out = tmp_path / "files"
+    assert cli.main(["run", "icarl", *small_runs.OPTIONS["icarl"], *every, "--out", str(out)]) == 0
+    small_runs.assert_same_run(out, reference, but=["config"])
+    steps = checkpoint.steps(out / "checkpoints")
+    assert len(steps) == 4
+    # the checkpoint that the resumed run begins with names files of two steps
+    records = checkpoint.ocp.args.JsonRestore()
+    host = checkpoint._read(out / "checkpoints", steps[1], records=records)["records"]
+    assert len({shard["step"] for shard in host["shards"]}) == 2
+    for damaged in (False, True):
+        cut = shutil.copytree(out, tmp_path / f"cut-{damaged}")
+        (cut / "summary.json").unlink()
+        shutil.rmtree(cut / "checkpoints" / str(steps[0]))
+        if damaged:
+            (cut / CLIENTS / str(steps[1]) / "process-0.npz").write_bytes(b"damaged")
+        assert cli.main(["run", "icarl", "--resume", str(cut)]) == 0
+        small_runs.assert_same_run(cut, reference, but=["config"])
+
+
 def test_a_shard_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / CLIENTS).write_text("in the way")
     with pytest.raises(InputError, match="^out: cannot write a checkpoint to .*process-1.npz'"):
@@ -125,8 +246,10 @@ def test_what_a_process_saves_and_reads_is_what_its_devices_have(batch):
     """21 rows on eight devices, or on four pairs: here one process has all of them, each once."""
     mesh, whole = meshes.mesh_of(jax.devices(), batch), state(7).clients
     shared = meshes.put_shared(whole, mesh)
-    index, part = meshes.process_part(shared, COUNT)
+    index, part = meshes.process_part(shared, np.ones(COUNT, bool))
     same((index, part), (np.arange(COUNT), whole))
+    some = np.arange(COUNT) % 5 == 1
+    same(meshes.process_part(shared, some), (np.flatnonzero(some), jax.tree.map(lambda x: x[some], whole)))
     index = meshes.process_rows(mesh, COUNT)
     same(index, np.arange(COUNT))
     again = meshes.put_process_rows(part, index, COUNT, mesh)

@@ -376,7 +376,7 @@ def _play(
     with Clock(records.seconds) as clock:
         play_round = make_play_round(exp, records, clock, link.play)
         for step in range(exp.sizes.tasks * exp.sizes.rounds):
-            state, replay, line = play_round(exp, state, past, step)
+            state, replay, line, _ = play_round(exp, state, past, step)
             if replay is not None:
                 past += (replay,)
             line |= link.counted()

@@ -130,6 +130,9 @@ class RoundReport(NamedTuple):
     """Lanes times ticks: the useful steps if no lane waited."""
     uploads: tuple[int, ...] = ()
     """Clients that took part in each of the method's rounds."""
+    client_ids: frozenset[int] = frozenset()
+    """Ids of the clients that took part in any of the method's rounds: the state of no
+    other client has changed."""
 
     @property
     def slot_efficiency(self) -> float:
@@ -1041,6 +1044,7 @@ def _report(
         training_examples=int(examples.sum()) * max(epochs),
         useful_steps=useful_steps,
         paid_steps=paid_steps,
+        client_ids=frozenset(outcome.ids.tolist()),
     )
 
 
@@ -1084,6 +1088,7 @@ def _combine(
         useful_steps=sum(report.useful_steps for report in reports),
         paid_steps=sum(report.paid_steps for report in reports),
         uploads=tuple(uploads),
+        client_ids=frozenset().union(*(report.client_ids for report in reports)),
     )
 
 

@@ -4,8 +4,10 @@ Orbax writes them in the background, commits them atomically and keeps the last 
 takes memory beside the run's arrays, a large one is written before the next round begins. Each checkpoint has
 a checksum of its content. A damaged one is set aside, and the one before it is used.
 
-Where several processes share a run, each writes the states of its clients to a file beside the checkpoint,
-which has the files' checksums and is committed after all of them are written.
+Large states of clients have files beside the checkpoint. So have those of a run that several processes
+share, of which each writes its clients' states. A checkpoint writes only the states that changed since the
+one before it, and names the files that have the others, with their checksums. It is committed after all of
+its files are written. A file is removed with the last checkpoint that names it.
 
 The examples that a server replays of a finished task never change, so each task has its own file.
 """
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int
 
 from fcljax.errors import InputError
 from fcljax.files import atomic
@@ -37,6 +39,10 @@ ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged 
 FILE = 2**23
 # bytes of the largest state that is written while the next round runs on the same memory
 BESIDE = 2**26
+# steps at which the files of one checkpoint were written; at the next one all states are written again
+MOST_STEPS = 64
+# clients in all files of one checkpoint, as a multiple of the run's, before all states are written again
+MOST_COPIES = 2
 # share of a run's time that larger ones may take, if nobody asks for a number of rounds
 SHARE = 0.03
 
@@ -64,14 +70,15 @@ class Snapshot(NamedTuple):
     origin: dict[str, Any] = {}
     """The run's settings, and digests of the files that it reads."""
     shards: Sequence[dict[str, Any]] = ()
-    """Results of `save_shard`; empty if `state` has the clients' states."""
+    """Results of `save_shard`, the older first; of a client in several of them the last one counts. Empty if
+    `state` has the clients' states."""
 
 
 class Write(NamedTuple):
     """The last checkpoint that a run wrote."""
 
     size: int
-    """Bytes of its arrays."""
+    """Bytes of the arrays that it wrote."""
     seconds: float
     """How long the run waited for it."""
     end: float
@@ -111,15 +118,21 @@ def open_checkpoints(folder: str | Path, keep: int) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> Write:
+def save(manager: ocp.CheckpointManager, snapshot: Snapshot, start: float | None = None) -> Write:
     """Start to write a snapshot; on a CPU, finish to write a large one. Return what it took.
 
     The caller may change or donate the arrays afterwards.
 
+    Args:
+      manager: of the checkpoints.
+      snapshot: what to write.
+      start: when the run began to write its shards, by `time.monotonic`; None: now.
+
     Raises:
       InputError: if this write or the one before it failed, because the disk is full or read-only.
     """
-    start = time.monotonic()
+    if start is None:
+        start = time.monotonic()
     # Orbax copies NumPy arrays before it returns; the memory of others it may read when the next round has
     # changed it already
     state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
@@ -134,12 +147,18 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> Write:
         manager.save(snapshot.step, args=arguments)  # waits for the write before it
     except Exception as error:
         raise _unwritable(manager, error) from error
-    _forget_shards(Path(manager.directory), snapshot.step)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    _forget_shards(Path(manager.directory), snapshot)
+    size = tree_bytes(state)
     if jax.default_backend() == "cpu" and size > BESIDE:
         finish(manager)
     end = time.monotonic()
+    size += sum(shard["bytes"] for shard in snapshot.shards if shard["step"] == snapshot.step)
     return Write(size, end - start, end)
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Return the bytes of a tree's arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def finish(manager: ocp.CheckpointManager) -> None:
@@ -349,7 +368,29 @@ def _line(error: Exception) -> str:
     return f"{text[:100]} ... {text[-95:]}"
 
 
-# ---- states of clients that each process writes ------------------------------------------------------------
+# ---- states of clients in files beside the checkpoint ------------------------------------------------------
+
+
+def clients_to_write(shards: Sequence[dict[str, Any]], changed: Bool[np.ndarray, " K"]) -> np.ndarray:
+    """Return a mask [K] of the clients whose states the next checkpoint writes.
+
+    They are those that changed; or all, if there are no files yet or too many of them.
+
+    Args:
+      shards: files of the last checkpoint.
+      changed: the clients whose states may have changed since.
+    """
+    steps_of_files = {shard["step"] for shard in shards}
+    copies = sum(len(_clients_of(shard)) for shard in shards) + changed.sum()
+    if not shards or len(steps_of_files) >= MOST_STEPS or copies > MOST_COPIES * len(changed):
+        return np.ones_like(changed)
+    return changed
+
+
+def newest_files(shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the files that have the newest state of any client, in their order."""
+    file_of_client = _file_of_client(shards)
+    return [shard for number, shard in enumerate(shards) if (file_of_client == number).any()]
 
 
 def save_shard(
@@ -381,27 +422,33 @@ def save_shard(
         raise InputError(f"out: cannot write a checkpoint to {str(path)!r}: {_line(error)}") from None
     runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1) if len(index) else []
     ranges = [[int(run[0]), int(run[-1]) + 1] for run in runs]
-    return {"file": path.name, "sha256": sha256, "clients": ranges, "of": of}
+    file = {"step": step, "file": path.name, "sha256": sha256, "bytes": tree_bytes(clients)}
+    return file | {"clients": ranges, "of": of}
 
 
 def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.ndarray) -> PyTree:
-    """Read the states of some clients, leaves [n, ...], from the files that have them.
+    """Return the states of the clients `index`, leaves [n, ...], from the files that have them.
 
     Raises:
       ValueError: if a file has another checksum, or a client or a leaf is in none.
     """
     named = _named(template)
-    missing = np.ones(len(index), bool)
     leaves = [
         np.empty((len(index), *template_leaf.shape[1:]), template_leaf.dtype) for _, template_leaf in named
     ]
-    for shard in snapshot.shards:
-        clients = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in shard["clients"])])
-        _, positions, entries = np.intersect1d(index, clients, return_indices=True)
-        if not len(positions):
-            continue
-        path = _shards(folder, snapshot.step) / shard["file"]
-        missing[positions] = False
+    file_numbers = _file_of_client(snapshot.shards)[index]
+    missing = file_numbers < 0
+    if missing.any():
+        raise ValueError(f"it has no state of client {index[missing][0]}")
+    for number in np.unique(file_numbers):
+        shard = snapshot.shards[number]
+        clients = _clients_of(shard)
+        positions = np.flatnonzero(file_numbers == number)
+        entry_of_client = np.zeros(shard["of"], int)
+        entry_of_client[clients] = np.arange(len(clients))
+        entries = entry_of_client[index[positions]]
+        # earlier versions wrote all files of a checkpoint at its own step
+        path = _shards(folder, shard.get("step", snapshot.step)) / shard["file"]
         _check_sha256(path, shard["sha256"])
         with np.load(path, allow_pickle=False) as file:
             for (name, template_leaf), leaf in zip(named, leaves, strict=True):
@@ -412,20 +459,45 @@ def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.n
                 if states.dtype != template_leaf.dtype or states.shape != shape:
                     raise ValueError(f"{str(path)!r} has no {name} of this run's shape")
                 leaf[positions] = states[entries]
-    if missing.any():
-        raise ValueError(f"it has no state of client {index[missing][0]}")
     return jax.tree.structure(template).unflatten(leaves)
 
 
-def _forget_shards(folder: Path, *written: int) -> None:
+def _clients_of(shard: dict[str, Any]) -> Int[np.ndarray, " n"]:
+    """Return the ids of the clients in a file, in its order."""
+    return np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in shard["clients"])])
+
+
+def _file_of_client(shards: Sequence[dict[str, Any]]) -> Int[np.ndarray, " K"]:
+    """Return the position in `shards` of the file with each client's newest state; -1: in none."""
+    file_of_client = np.full(shards[-1]["of"] if shards else 0, -1)
+    for number, shard in enumerate(shards):
+        file_of_client[_clients_of(shard)] = number
+    return file_of_client
+
+
+def _forget_shards(folder: Path, written: Snapshot | None = None) -> None:
     """Remove the client states that belong neither to a complete checkpoint nor to one being written."""
     beside = folder.parent / CLIENTS
-    needed = {str(step) for step in (*steps(folder), *written)}
     if not beside.is_dir():
+        return
+    needed = set()
+    if written is not None:
+        needed |= _steps_of_files(written.step, written.shards)
+    try:
+        for step in steps(folder):
+            records = _read(folder, step, records=ocp.args.JsonRestore())["records"]
+            needed |= _steps_of_files(step, records.get("shards", ()))
+    # nobody knows which files a damaged checkpoint needs; Orbax may raise anything
+    except Exception:
         return
     for path in beside.iterdir():
         if path.name not in needed:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps_of_files(step: int, shards: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the names of the folders that have the files of a checkpoint."""
+    return {str(step), *(str(shard.get("step", step)) for shard in shards)}
 
 
 def _named(clients: PyTree) -> list[tuple[str, Any]]:

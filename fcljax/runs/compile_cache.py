@@ -5,20 +5,26 @@ the version of jaxlib, XLA's flags and the accelerator, but not the type of the 
 Code for another CPU may crash a process (jax issue 38445), so each type of CPU has its
 own folder. Cached programs are executed as they are: only a folder that belongs to the
 user, and that no other user may write to, is used.
+
+Processes that need the same program at the same time compile it once: the others wait
+for its file.
 """
 
+import contextlib
+import functools
 import hashlib
+import inspect
 import os
 import platform
 import stat
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from fcljax.files import atomic, in_home
+from fcljax.files import atomic, in_home, owned
 
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
@@ -152,6 +158,7 @@ def _set_up(folder: Path, say: Callable[[str], None]) -> None:
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    compile_once(folder)
     # one warning is enough for a full disk
     warnings.filterwarnings("ignore", message=UNWRITTEN)
 
@@ -212,6 +219,72 @@ def _checked_by(damaged: Callable[[str], None]) -> bool:
     # pyrefly: ignore[bad-assignment]  # it has what jax uses of a cache
     compilation_cache.get_file_cache = checked
     return True
+
+
+def compile_once(folder: Path) -> None:
+    """Let jax compile a program that is not in the cache in one process at a time.
+
+    The others wait, and read the program that the first one wrote. jax has no public
+    interface for this; where its internal one differs, every process compiles by itself.
+
+    Args:
+      folder: for the lock of each program that is being compiled.
+    """
+    from jax._src import compilation_cache, compiler, distributed
+
+    # a second call must not wait for the lock of the first
+    compile_program = inspect.unwrap(getattr(compiler, "_compile_and_write_cache", _unknown))
+    parameters = inspect.signature(compile_program)
+    if "cache_key" not in parameters.parameters:
+        return
+
+    def kept_program(program: Mapping[str, Any]) -> Any:
+        names = ("cache_key", "compile_options", "backend", "executable_devices")
+        return compilation_cache.get_executable_and_time(*(program[name] for name in names))[0]
+
+    @functools.wraps(compile_program)
+    def compile_or_wait(*args: Any, **options: Any) -> Any:
+        program = parameters.bind(*args, **options).arguments
+        # jax divides the work among the processes of one run itself
+        if distributed.global_state.client is not None:
+            return compile_program(*args, **options)
+        with _others_excluded(folder / f"{program['cache_key']}-lock") as waited:
+            # another process may have written it since jax looked for it
+            executable = kept_program(program)
+            if executable is None and not waited:
+                executable = compile_program(*args, **options)
+        # the process that had the lock left no program if compilation took less than
+        # LEAST_SECONDS or failed
+        if executable is None:
+            executable = compile_program(*args, **options)
+        return executable
+
+    # pyrefly: ignore[missing-attribute]  # the attribute is internal
+    compiler._compile_and_write_cache = compile_or_wait
+
+
+def _unknown() -> None:
+    """Stand for the function that this version of jax does not have."""
+
+
+@contextlib.contextmanager
+def _others_excluded(lock: Path) -> Iterator[bool]:
+    """Lock a file, which is removed afterwards. Yield whether another process had it."""
+    waited = False
+
+    def wait() -> None:
+        nonlocal waited
+        waited = True
+
+    with contextlib.ExitStack() as stack:
+        # without a lock a program is compiled as often as processes need it
+        with contextlib.suppress(OSError):
+            stack.enter_context(owned(lock, wait))
+        try:
+            yield waited
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink(missing_ok=True)
 
 
 def entries(folder: Path) -> list[CachedProgram]:

@@ -265,7 +265,7 @@ def network_trains(cfg: BackboneConfig) -> bool:
 def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Dtype:
     """Return the number format of the backbone's products.
 
-    Unless the settings name one, it is bfloat16 for a frozen network on an accelerator.
+    Unless the settings name one, it is bfloat16 on an accelerator.
 
     Args:
       cfg: the settings.
@@ -273,7 +273,7 @@ def compute_type(cfg: BackboneConfig, backend: str | None = None) -> Dtype:
     """
     if cfg.dtype != "auto":
         return cfg.dtype
-    if network_trains(cfg) or (backend or jax.default_backend()) == "cpu":
+    if (backend or jax.default_backend()) == "cpu":
         return "float32"
     return "bfloat16"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from orbax.checkpoint import CheckpointManager
 from rich.console import Console
 
@@ -94,6 +95,8 @@ class Progress(NamedTuple):
     state: State
     records: Records
     step: int  # number of finished rounds, over all tasks; those left out count as finished
+    # files of clients' states in the newest checkpoint, if it has some (`checkpoint.Snapshot`)
+    shards: Sequence[dict[str, Any]] = ()
 
 
 class Journal(NamedTuple):
@@ -408,7 +411,9 @@ def _begin(
     else:
         clients = put_shared(hosts.broadcast(clients), engine.mesh)
     state = State(put_server(server, engine.mesh), clients, engine.place(key))
-    return Progress(state, Records(**snapshot.records), snapshot.step)
+    # earlier versions wrote all files of a checkpoint at its own step, and did not say so
+    shards = [{"step": snapshot.step} | shard for shard in snapshot.shards]
+    return Progress(state, Records(**snapshot.records), snapshot.step, shards)
 
 
 def intact_files(kept: Path) -> Callable[[checkpoint.Snapshot], None]:
@@ -427,7 +432,7 @@ def _play(
         after the last round.
     """
     settings, out, observer, hosts, _ = session
-    state, records, first_step = progress
+    state, records, first_step, shards = progress
     tasks = len(exp.scenario.tasks)
     steps = tasks * settings.rounds
     filled_tasks = 0  # tasks whose query features are cached
@@ -437,7 +442,9 @@ def _play(
         # will be logged again.
         write_text(out / "metrics.jsonl", "".join(map(json_line, records.rounds)))
     past = _past(exp, state, out / KEPT, records.kept)
-    shared = hosts.share(out)
+    states_in_files = _has_files(state, hosts, hosts.share(out))
+    # clients whose states may differ from those of the last checkpoint
+    changed = np.zeros(exp.sizes.clients, bool)
     with Clock(records.seconds) as clock, rounds_bar(observer.console) as bar:
         play_round = make_play_round(exp, records, clock)
         fill = make_fill(exp)
@@ -451,7 +458,8 @@ def _play(
                 next_step = (t + 1) * settings.rounds
             exp = fill(exp, range(filled_tasks, t + 1), clock)
             filled_tasks = t + 1
-            state, buffer, line = play_round(exp, state, past, step)
+            state, buffer, line, client_ids = play_round(exp, state, past, step)
+            changed[list(client_ids)] = True
             if buffer is not None:
                 past = (*past, buffer)
                 if journal.manager:
@@ -464,10 +472,12 @@ def _play(
                 due = signal or due or last_step
                 _log_round(out, journal, records)
                 if due:
-                    reached = Progress(state, records, next_step)
-                    last_write = _save_checkpoint(session, exp, journal, reached, shared)
+                    reached = Progress(state, records, next_step, shards)
+                    changed_in_files = changed if states_in_files else None
+                    last_write, shards = _save_checkpoint(session, exp, journal, reached, changed_in_files)
                     # otherwise this round's memory would be kept during the next one
                     del reached
+                    changed[:] = False
             journal.trackers.heard(line)
             bar.update(bar_task, advance=next_step - step, **last_round(records))
             if signal and not last_step:
@@ -488,24 +498,34 @@ def _after_round(
     return signal, checkpoint.is_due(every, step, last_write, time.monotonic())
 
 
-def _saved(
-    session: Session, exp: Experiment, state: State, step: int, shared: bool
-) -> tuple[State, list[dict[str, Any]]]:
-    """Return a run's state on the host, as checkpoints have it, and the shards that
-    have the states of clients.
+def _has_files(state: State, hosts: Hosts, shared: bool) -> bool:
+    """Return whether checkpoints have files for the states of clients.
 
-    All processes call this together; where they share the run's folder, each writes its
-    clients' states.
+    They have some where the processes share the run's folder, and where the states are large.
+    """
+    if not jax.tree.leaves(state.clients):
+        return False
+    is_large = checkpoint.tree_bytes(state.clients) > checkpoint.BESIDE
+    return shared or (hosts.count == 1 and is_large)
+
+
+def _save_shards(
+    session: Session, exp: Experiment, progress: Progress, changed: np.ndarray
+) -> list[dict[str, Any]]:
+    """Write the states of changed clients, and return the files with the states of all.
+
+    All processes call this together; each writes its clients' states.
     """
     hosts = session.hosts
-    num_clients = exp.sizes.clients
-    if not shared or not jax.tree.leaves(state.clients):
-        return saved_state(exp, state), []
-    index, clients = process_part(state.clients, num_clients)
+    state, _, step, shards = progress
+    chosen = checkpoint.clients_to_write(shards, changed)
+    index, clients = process_part(state.clients, chosen)
     folder = session.out / CHECKPOINTS
-    shard = hosts.agree(lambda: checkpoint.save_shard(folder, step, hosts.index, index, clients, num_clients))
-    shards = [json.loads(text) for text in hosts.gather(json.dumps(shard))]
-    return saved_state(exp, state._replace(clients=())), shards
+    shard = hosts.agree(
+        lambda: checkpoint.save_shard(folder, step, hosts.index, index, clients, exp.sizes.clients)
+    )
+    written = [json.loads(text) for text in hosts.gather(json.dumps(shard))]
+    return checkpoint.newest_files([*shards, *written])
 
 
 def _log_round(out: Path, journal: Journal, records: Records) -> None:
@@ -516,21 +536,31 @@ def _log_round(out: Path, journal: Journal, records: Records) -> None:
 
 
 def _save_checkpoint(
-    session: Session, exp: Experiment, journal: Journal, progress: Progress, shared: bool
-) -> checkpoint.Write | None:
+    session: Session, exp: Experiment, journal: Journal, progress: Progress, changed: np.ndarray | None
+) -> tuple[checkpoint.Write | None, Sequence[dict[str, Any]]]:
     """Save a checkpoint; all processes call this together. Afterwards nothing refers to
     the state's memory but `progress`: the next round could not overwrite it otherwise,
     and would take as much again.
 
+    Args:
+      session, exp, journal, progress: the run so far.
+      changed: mask of the clients whose states changed since the last checkpoint; None: the
+        checkpoint itself has the states of clients.
+
     Returns:
-      What the write took, in the first process.
+      What the write took, in the first process, and the files of clients' states.
     """
-    state, records, step = progress
-    saved, shards = _saved(session, exp, state, step, shared)
-    if journal.manager:
-        snapshot = checkpoint.Snapshot(step, saved, dataclasses.asdict(records), journal.origin, shards)
-        return checkpoint.save(journal.manager, snapshot)
-    return None
+    start = time.monotonic()
+    state, records, step, _ = progress
+    shards: Sequence[dict[str, Any]] = ()
+    if changed is not None:
+        shards = _save_shards(session, exp, progress, changed)
+        state = state._replace(clients=())
+    saved = saved_state(exp, state)
+    if not journal.manager:
+        return None, shards
+    snapshot = checkpoint.Snapshot(step, saved, dataclasses.asdict(records), journal.origin, shards)
+    return checkpoint.save(journal.manager, snapshot, start), shards
 
 
 def _past(exp: Experiment, state: State, folder: Path, sha256: list[str]) -> tuple[ReplayBuffer, ...]:

@@ -2,7 +2,7 @@
 the result recorded."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,8 @@ class RoundResult(NamedTuple):
     """Examples that the server keeps of the task that has just ended, if it keeps any."""
     line: dict[str, Any]
     """The round's line of metrics.jsonl."""
+    client_ids: Set[int]
+    """Ids of the clients whose state may have changed."""
 
 
 # play_round(exp, state, past, step) -> RoundResult. The arrays of `state` are donated;
@@ -134,7 +136,8 @@ def make_play_round(
         line = records.record(
             t, r, report, evaluated, traffic, other_reports, classes_seen, held_out_accuracy
         )
-        return RoundResult(state, buffer, line)
+        client_ids = report.client_ids.union(*(part.client_ids for part in other_reports))
+        return RoundResult(state, buffer, line, client_ids)
 
     return play_round
 
