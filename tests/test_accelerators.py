@@ -448,7 +448,7 @@ def test_a_network_that_trains_in_bfloat16_begins_with_all_bits_of_its_parameter
     """Products round them; what the optimiser changes is float32. A frozen network is stored rounded."""
 
     def params(**values):
-        cfg = config.resolve(config.from_mapping("ewc", {"backbone": "resnet_micro", **values}, "test"))
+        cfg = config.resolve(config.from_mapping("ewc", {"backbone": "vit_micro", **values}, "test"))
         return load_network(cfg, None, None, 0).params
 
     exact = params(adapter="full", dtype="float32")

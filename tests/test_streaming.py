@@ -11,6 +11,7 @@ import small_runs
 import toys
 from toys import FROZEN, KEY, PARTICIPATION, TOYS, drive_engine, engine_of, same
 
+from fcljax.data import streaming
 from fcljax.data.streaming import Host, over_windows
 from fcljax.federated.engine import RoundInputs, init_clients, run_round
 from fcljax.mesh import by_device, mesh_of
@@ -168,3 +169,11 @@ def test_an_error_while_loading_reaches_the_caller():
 
     with pytest.raises(OSError, match="x_train.npy"):
         over_windows(lambda carry, item, window: carry, 0, [1], load)
+
+
+def test_a_single_window_starts_no_thread(monkeypatch):
+    """Each of thousands of clients with a model of its own is evaluated in one."""
+    monkeypatch.setattr(streaming, "ThreadPoolExecutor", None)
+    for overlap in (True, False):
+        found = over_windows(lambda carry, item, window: [*carry, (item, window)], [], [3], str, overlap)
+        assert found == [(3, "3")]

@@ -85,6 +85,15 @@ def over_windows(
     """
     if not items:
         return carry
+    if len(items) == 1:
+        # Nothing is left to load during the step. To start a thread for each of thousands of
+        # clients, which are evaluated one after the other, takes as long as their predictions.
+        window = load(items[0])
+        jax.block_until_ready(carry)
+        carry = step(carry, items[0], window)
+        if not overlap:
+            carry = jax.block_until_ready(carry)
+        return carry
     # one thread: windows must come in order, and two at a time fit on the device
     with ThreadPoolExecutor(1) as loader:
         next_window = loader.submit(load, items[0])

@@ -282,10 +282,11 @@ class _Loops(NamedTuple):
         # results come device by device; undo the order in which they were dealt
         original_order = np.argsort(order)
 
-        def join(*results: Array) -> np.ndarray:
-            in_order = [np.asarray(result)[original_order] for result in results]
+        def join(*results: np.ndarray) -> np.ndarray:
+            in_order = [result[original_order] for result in results]
             return np.concatenate(in_order)[: len(index)]
 
-        result = jax.tree.map(join, *results)
+        # one transfer for all
+        result = jax.tree.map(join, *jax.device_get(results))
         on_progress(len(parts[-1]))
         return result
