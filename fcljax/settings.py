@@ -101,7 +101,7 @@ class BackboneConfig:
     positions: Positions = "antialiased"
     """Interpolation of position embeddings; the releases use plain."""
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = option(
-        "auto", unset="bfloat16 on an accelerator, float32 on a CPU"
+        "auto", unset="bfloat16 on an accelerator (of networks that train, only fedavg-ft's), else float32"
     )
     """Number format of the backbone's products: float32 is exact on every device, tf32
     rounds factors. Trained parameters are float32."""

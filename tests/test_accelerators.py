@@ -27,7 +27,7 @@ from fcljax.models import products
 from fcljax.models.shapes import ViTConfig
 from fcljax.models.vit import vit_network
 from fcljax.runs.build import Experiment
-from fcljax.runs.inputs import compute_type, load_network
+from fcljax.runs.inputs import TRAIN_IN_BFLOAT16, compute_type, load_network
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import RoundProgram, engine_state, programs_of
 
@@ -435,13 +435,23 @@ def test_a_plan_refuses_what_it_cannot_answer_in_one_line(words, said, capsys):
         ("gpu", {"dtype": "float32"}, "float32"),
         ("cpu", {"dtype": "bfloat16"}, "bfloat16"),
         ("gpu", {"dtype": "tf32"}, "tf32"),
-        ("tpu", {"adapter": "full"}, "bfloat16"),  # what trains, too
-        ("gpu", {"adapter": "full", "dtype": "float32"}, "float32"),
+        ("tpu", {"adapter": "full"}, "float32"),  # what trains
+        ("tpu", {"adapter": "full", "dtype": "bfloat16"}, "bfloat16"),
     ],
 )
-def test_networks_compute_in_bfloat16_on_accelerators_alone(backend, given, kind):
+def test_a_frozen_network_computes_in_bfloat16_on_accelerators_alone(backend, given, kind):
     cfg = config.resolve(config.from_mapping("ewc", given, "test"))
     assert compute_type(cfg, backend) == kind
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "kind"),
+    [("gpu", {}, "bfloat16"), ("cpu", {}, "float32"), ("gpu", {"dtype": "float32"}, "float32")],
+)
+def test_a_network_trains_in_bfloat16_where_that_was_measured(backend, given, kind):
+    for method in TRAIN_IN_BFLOAT16:
+        cfg = config.resolve(config.from_mapping(method, {"adapter": "full", **given}, "test"))
+        assert compute_type(cfg, backend) == kind
 
 
 def test_a_network_that_trains_in_bfloat16_begins_with_all_bits_of_its_parameters():
