@@ -181,7 +181,7 @@ def put_process_rows(
     """Put arrays [rows, ...] as `put_shared` does, where each process has the rows
     `index` of `process_rows` alone; leaves [n, ...]."""
     if mesh is None:
-        return tree
+        return jax.device_put(tree)
     row_of_entry = np.minimum(np.arange(rows_on(mesh, rows)), rows - 1)
     sharding = NamedSharding(mesh, split())
 
