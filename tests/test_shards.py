@@ -4,6 +4,8 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -15,9 +17,11 @@ from toys import same
 from fcljax import cli
 from fcljax import mesh as meshes
 from fcljax.errors import InputError
-from fcljax.runs import checkpoint
+from fcljax.runs import checkpoint, loop
+from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import CLIENTS, State
-from fcljax.runs.hosts import Hosts
+from fcljax.runs.hosts import ALONE, Hosts
+from fcljax.runs.records import Records
 
 COUNT = 21
 
@@ -208,6 +212,47 @@ def test_a_kill_at_any_instant_of_a_write_leaves_a_checkpoint_of_this_step_or_th
         found = newest(folder, said=said)
         assert said == [] and found.step in (step, step - 1), (step, name)
         same(found.state, run.after[found.step])
+
+
+def test_a_run_resumes_from_files_of_changed_clients_and_goes_on_with_them(tmp_path, monkeypatch):
+    """`runs.loop` saves five steps, of which each changes a client, and is resumed before the last one."""
+    engine = SimpleNamespace(mesh=None, place=lambda x: x)
+    exp = Mock(spec=Experiment, engine=engine, sizes=SimpleNamespace(clients=COUNT))
+    monkeypatch.setattr(loop, "state_shapes", lambda exp: state(1))
+    session = loop.Session(None, tmp_path, loop.Observer(), ALONE)
+    folder = tmp_path / loop.CHECKPOINTS
+    after, shards = {0: jax.tree.map(jax.numpy.asarray, state(1))}, ()
+
+    def saved(manager, step, shards):
+        """Save step: client `step` has changed, and the server."""
+        new = state(step)
+        clients = jax.tree.map(lambda x, y: x.at[step].set(y[step]), after[step - 1].clients, new.clients)
+        after[step] = loop.State(jax.numpy.asarray(new.server), clients, after[0].key)
+        progress = loop.Progress(after[step], Records(), step, shards)
+        changed = np.arange(COUNT) == step
+        write, shards = loop._save_checkpoint(
+            session, exp, loop.Journal(manager, {}, None), progress, changed
+        )
+        checkpoint.finish(manager)
+        return write.size, shards
+
+    with checkpoint.open_checkpoints(folder, 2) as manager:
+        sizes = []
+        for step in range(1, 5):
+            size, shards = saved(manager, step, shards)
+            sizes.append(size)
+    # the states of all, then of one client; 16 bytes of server and key
+    per_client = 4 * 3 * 2 + 2 + 1
+    assert [size - 16 for size in sizes] == [COUNT * per_client, *3 * [per_client]]
+    for _ in range(2):
+        with checkpoint.open_checkpoints(folder, 2) as manager:
+            progress = loop._begin(session, exp, manager)
+            same(progress.state, after[progress.step])
+            assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(progress.state.clients))
+            assert progress.shards == shards
+            if progress.step == 4:
+                size, shards = saved(manager, 5, progress.shards)
+                assert size - 16 == per_client and len(shards) == 5
 
 
 @pytest.mark.long
