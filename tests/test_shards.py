@@ -217,7 +217,7 @@ def test_a_kill_at_any_instant_of_a_write_leaves_a_checkpoint_of_this_step_or_th
 def test_a_run_resumes_from_files_of_changed_clients_and_goes_on_with_them(tmp_path, monkeypatch):
     """`runs.loop` saves five steps, of which each changes a client, and is resumed before the last one."""
     engine = SimpleNamespace(mesh=None, place=lambda x: x)
-    exp = Mock(spec=Experiment, engine=engine, sizes=SimpleNamespace(clients=COUNT))
+    exp = Mock(spec=Experiment, engine=engine, metrics={}, sizes=SimpleNamespace(clients=COUNT))
     monkeypatch.setattr(loop, "state_shapes", lambda exp: state(1))
     session = loop.Session(None, tmp_path, loop.Observer(), ALONE)
     folder = tmp_path / loop.CHECKPOINTS
