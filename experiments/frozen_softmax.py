@@ -70,7 +70,7 @@ def trained(
         for class_id in classes:
             share = rng.dirichlet(np.full(clients, alpha))
             for index in np.flatnonzero(images.train_label == class_id):
-                members[rng.choice(clients, p=share)].append(index)
+                members[rng.choice(clients, p=share)].append(int(index))
         with_images = [np.array(indices) for indices in members if indices]
         for _ in range(ROUNDS):
             models = [client_model(images, weight, classes, own, optimiser, rate, rng) for own in with_images]
