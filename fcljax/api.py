@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import base64
+import csv
 import dataclasses
 import html
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich.console import Console
 
 from fcljax import config
@@ -30,12 +31,13 @@ from fcljax.data.kinds import are_tokens
 from fcljax.data.owners import OWNER
 from fcljax.errors import InputError
 from fcljax.federated.check import describe
+from fcljax.files import read_user_text
 from fcljax.methods import MethodEntry, check_no_code
 from fcljax.models.own import Backbone, is_flax_module, own_config
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.results import page
 from fcljax.results.comparison import megabytes
-from fcljax.results.run_folder import load_summary
+from fcljax.results.run_folder import CONFUSION, load_summary
 from fcljax.run_options import RunOptions
 from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
@@ -47,6 +49,7 @@ from fcljax.types import Metric
 
 LISTED = ("class_order", "task_sizes")  # options that take lists
 Data = str | Dataset | Sequence[Any]
+MOST_CONFUSION = 1 << 30  # bytes of a file of a run of 10,000 classes
 NO_METRICS: Mapping[str, Metric] = {}
 
 
@@ -90,6 +93,21 @@ class Result:
         """Return Class-IL accuracy on the test images of task i after task t, [t, i];
         NaN before task i."""
         return np.array(self.metrics["accuracy"], float)
+
+    @property
+    def confusion(self) -> Int[np.ndarray, "C C+1"]:
+        """Return the number of test images by true and predicted class after the last
+        task, in the order of `metrics["class_names"]`; the last column has those without
+        a prediction.
+
+        Raises:
+          InputError: for a run of an earlier version, which has no confusion.csv.
+        """
+        path = self.folder / CONFUSION
+        if not path.exists():
+            raise InputError(f"confusion: {str(path)!r} does not exist; an earlier version wrote the run")
+        rows = list(csv.reader(read_user_text("confusion", path, MOST_CONFUSION).splitlines()))
+        return np.array([row[1:] for row in rows[1:]], int)
 
     @property
     def figures(self) -> dict[str, Path]:

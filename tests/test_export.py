@@ -72,6 +72,14 @@ def test_an_export_has_the_model_s_parameters_classifier_and_card(tmp_path, caps
     assert "exists; give another folder" in capsys.readouterr().err
 
 
+def test_the_confusion_matrix_is_in_the_run_directory():
+    result = fcljax.Result.of(small_runs.finished("linear"))
+    confusion = result.confusion
+    classes = len(result.metrics["class_names"])
+    assert confusion.shape == (classes, classes + 1)
+    np.testing.assert_allclose(np.diag(confusion) / confusion.sum(1), result.metrics["class_accuracy"])
+
+
 def test_a_classifier_that_is_no_linear_layer_is_left_out(tmp_path):
     lines = fcljax.Result.of(small_runs.finished("fppl")).export(tmp_path / "out")
     assert any(line.startswith("no adapter_model.safetensors: the adapter adds more") for line in lines)

@@ -16,7 +16,8 @@ Summary = dict[str, Any]  # the content of a summary.json
 Number = float | int
 
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
-SEALED = ("summary.json", "metrics.jsonl", "config.yaml")
+CONFUSION = "confusion.csv"
+SEALED = ("summary.json", "metrics.jsonl", "config.yaml", CONFUSION)
 # what the keys of shares of the loss's terms in metrics.jsonl begin with
 SHARES = "gradient_share_"
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl

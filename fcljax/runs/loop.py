@@ -23,7 +23,7 @@ from fcljax.federated.check import leaks_in_one_line
 from fcljax.files import read_text, write_text
 from fcljax.mesh import process_part, process_rows, put_process_rows, put_server, put_shared
 from fcljax.results import page, trackers
-from fcljax.results.run_folder import changed_files, seal, write_json
+from fcljax.results.run_folder import CONFUSION, changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, rate_search, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
@@ -36,7 +36,7 @@ from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
 from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_server, first_state, make_play_round, saved_state, state_shapes
-from fcljax.runs.summary import draw_figures, missing_figures, summarize
+from fcljax.runs.summary import confusion_csv, draw_figures, missing_figures, summarize
 from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
@@ -299,6 +299,7 @@ def _complete(
         # the other processes have the same summary, and leave files to the first
         if hosts.first:
             if not finished:
+                write_text(out / CONFUSION, confusion_csv(exp, records))
                 write_json(out / "summary.json", summary)
                 seal(out)
             _write_results(session, exp, summary, rebuilt)

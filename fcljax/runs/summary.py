@@ -1,7 +1,9 @@
 """The results of a run: the content of summary.json, warnings for the user, and the run's
 figures."""
 
+import csv
 import dataclasses
+import io
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -128,6 +130,18 @@ def summarize(
         "config": config,
         "given": names_to_give({"method": method} | config),
     }
+
+
+def confusion_csv(exp: Experiment, records: Records) -> str:
+    """Return the confusion matrix of the last evaluation as CSV: a row for each true
+    class, a column for each predicted one, and one for examples without a prediction."""
+    names = _class_names(exp)
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["class", *names, "none"])
+    for name, counts in zip(names, records.confusion, strict=True):
+        rows.writerow([name, *counts])
+    return text.getvalue()
 
 
 def _of_user(records: Records) -> dict[str, Any]:
