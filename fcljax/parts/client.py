@@ -549,7 +549,7 @@ def _step_of_pass(
 def start_memory(
     rules: tuple[ClientRule, ...], when: str, context: ClientContext, state: tuple, key: PRNGKeyArray
 ) -> tuple[PyTree, ...]:
-    """Return each rule's memory when a client starts; its states come first in `state`."""
+    """Return each rule's memory when a client starts; rules' states come first in `state`."""
 
     def memory(i: int, rule: ClientRule) -> PyTree:
         part = _part_at(rule, when)
