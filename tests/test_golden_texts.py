@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import fcljax
+from fcljax.checks.doctor import checkpoint
 from fcljax.commands.running import Paths
 from fcljax.commands.running import settings as settings_of
 from fcljax.data.files.any_arrays import dataset_of_any_arrays
@@ -190,6 +191,7 @@ def test_lora_pairs_read_what_attention_reads(encoder, name):
     pair = Lora(direction[None], jnp.ones((16, 1)), jnp.zeros((1, 16)), jnp.zeros((16, 1)))
     acting = features(loaded, TEXT, Injection(lora={1: pair}))
     np.testing.assert_allclose(features(loaded._replace(params=changed)), acting, atol=1e-4)
+    np.testing.assert_array_equal(jnp.any(x != 0, axis=-1)[0], TEXT["mask"])
     tokens = jnp.sqrt(jnp.sum(x**2, axis=(2, 3)))
     assert (tokens <= longest_attention_inputs(loaded.params, 2)[:, None]).all()
 
@@ -230,6 +232,7 @@ def test_what_is_missing_or_of_another_kind_is_refused(tmp_path):
     assert "pooling 'max_tokens'" in refusal(written(tmp_path / "max", "bert", pooling=pooling))
     tensors = tensors_of("bert")
     del tensors["encoder.layer.1.output.dense.bias"]
+    assert checkpoint(written(tmp_path / "whole", "bert")).state == "ok"
     assert "missing: blocks.1.mlp.fc2.bias" in refusal(written(tmp_path / "part", "bert", tensors))
 
 

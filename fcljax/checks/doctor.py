@@ -28,7 +28,7 @@ from fcljax.data.files.sources import data_folder, known_datasets
 from fcljax.errors import InputError, install_command, one_line
 from fcljax.files import check_folder, machine_memory
 from fcljax.models.networks import network_name
-from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_backbone
+from fcljax.models.weights.pretrained import ASSET_DIGESTS, load_any
 from fcljax.runs.compile_cache import asked_folders
 
 # failed: no run can start; missing: only some runs need it; warning: worth knowing
@@ -228,7 +228,7 @@ def weights() -> Iterator[Finding]:
 def checkpoint(name: str) -> Finding:
     """Examine whether a run can read a file of weights."""
     try:
-        network = load_backbone(None, name, None)
+        network = load_any(name)
     except (InputError, OSError) as error:
         return Finding("checkpoints", name, "failed", one_line(str(error)), "fcljax convert --help")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(network.params))

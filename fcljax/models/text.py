@@ -52,6 +52,7 @@ class TextEncoder(nn.Module):
         if blocks.pre_norm:
             x = embedding_norm(blocks)(x)
         x = x.astype(blocks.number_format.array)
+        is_read = mask
         mask = mask[:, None]
         if c.causal:
             mask = mask & jnp.tri(x.shape[1], dtype=bool)
@@ -59,6 +60,8 @@ class TextEncoder(nn.Module):
         # a feature that is not the first token's needs the last block's other tokens
         whole = full or c.pooling in ("mean", "end")
         features = run_blocks(self, blocks, x, injection, outputs, Joins(mask=mask), whole, self.remat)
+        # statistics of tokens leave out padding
+        features = features._replace(taps=features.taps | {"is_read": is_read})
         if c.pooling in ("learned", "first"):
             return features
         assert features.tokens is not None  # `whole` asks for them

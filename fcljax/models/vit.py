@@ -595,9 +595,11 @@ def attention_inputs(
 ) -> Float[Array, "blocks batch tokens width"]:
     """Return the inputs of the first blocks' qkv projections, after norm1.
 
+    With `post_norm` there is no norm1. Padding of texts is 0.
+
     Args:
       params: of the ViT.
-      features: as from `apply_vit`, with taps.
+      features: as from `apply_vit` or `apply_text`, with taps.
       blocks: how many.
     """
     inputs = ["embed", *(f"block_{i:02d}" for i in range(blocks - 1))]
@@ -610,7 +612,11 @@ def attention_inputs(
         # another epsilon of a checkpoint is next to 0 as well
         return layer_norm(x, norm["scale"], norm["bias"], ViTConfig.epsilon)
 
-    return jnp.stack([normalised(block, name) for block, name in enumerate(inputs)])
+    x = jnp.stack([normalised(block, name) for block, name in enumerate(inputs)])
+    is_read = features.taps.get("is_read")
+    if is_read is None:
+        return x
+    return jnp.where(is_read[..., None], x, 0.0)
 
 
 def longest_attention_inputs(params: PyTree, blocks: int) -> Float[Array, " blocks"]:

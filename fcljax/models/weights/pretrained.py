@@ -356,6 +356,20 @@ def load_text_encoder(checkpoint: str | None, dtype: Dtype, trains: bool = False
     return Pretrained(config, params, None, None, none, one, encoder.mapping, file.digest, encoder.notes)
 
 
+def load_any(checkpoint: str) -> Pretrained:
+    """Load the network of a file, which may be a text encoder.
+
+    Args:
+      checkpoint: as of `load_backbone`.
+
+    Raises:
+      InputError: as `load_backbone`.
+    """
+    if finding.only_text(checkpoints.read_checkpoint(checkpoint).tensors):
+        return load_text_encoder(checkpoint, "float32")
+    return load_backbone(None, checkpoint, None)
+
+
 def read_text_encoder(file: checkpoints.Checkpoint) -> text_encoders.InterpretedText:
     """Return the text encoder of a file.
 
