@@ -120,10 +120,19 @@ def compiled(function):
 
 
 def play(
-    engine, server, states, partitions=PARTITIONS, ids=None, data=DATA, frozen=FROZEN, stream=STREAM, rounds=2
+    engine,
+    server,
+    states,
+    partitions=PARTITIONS,
+    ids=None,
+    data=DATA,
+    frozen=FROZEN,
+    stream=STREAM,
+    rounds=2,
+    heard=lambda when, report: None,
 ):
     """(server, states, report) after every round of all tasks, with what comes before and after a task's
-    rounds. ids: who takes part; None: everyone."""
+    rounds. ids: who takes part; None: everyone. heard: gets the report of every exchange."""
     begin_task = compiled(engine.method.begin_task)
     states, history, reports, past = jax.tree.map(jnp.copy, states), [], {}, ()
     for task, partition in zip(stream, partitions, strict=True):
@@ -138,6 +147,7 @@ def play(
                     frozen, data, partition, who, task, number, jax.random.key(3), when, last, past
                 )
                 server, states, reports[when] = run_round(engine, server, states, inputs)
+                heard(when, reports[when])
             kept = keep_task(engine, frozen, server, task, round_) if last else None
             past += () if kept is None else (kept,)
             history.append((*jax.tree.map(jnp.copy, (server, states)), reports["round"]))

@@ -331,16 +331,6 @@ OPTIONS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CLOSED)
-def test_honest_clients_are_never_left_out(name):
-    engine = engine_of(method_of(name, **OPTIONS.get(name, {})))
-    server, states = begin(engine.method)
-    for ids in (None, [0, 3]):
-        for _, _, report in play(engine, server, states, PARTITIONS, ids):
-            assert report.rejected == 0 and not report.impossible
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CLOSED)
 def test_the_worst_sums_that_are_believed_reach_the_server(name):
     """Of the attack `gram` nothing is left out, and what the server makes of it is another model."""
     method = method_of(name, **OPTIONS.get(name, {}))
@@ -348,8 +338,10 @@ def test_the_worst_sums_that_are_believed_reach_the_server(name):
     for attacked in (method, faults.corrupt(method, "gram", malicious=1)):
         engine = engine_of(attacked)
         server, states = begin(engine.method)
-        server, _, report = play(engine, server, states, PARTITIONS)[-1]
-        assert report.rejected == 0 and not report.impossible
+        reports = []
+        heard = lambda when, report, reports=reports: reports.append(report)
+        server, _, _ = play(engine, server, states, PARTITIONS, heard=heard)[-1]
+        assert not any(report.rejected or report.impossible for report in reports)
         models.append(server)
     honest, lied = map(jax.tree.leaves, models)
     assert all(np.all(np.isfinite(leaf)) for leaf in lied if np.issubdtype(leaf.dtype, np.floating))
