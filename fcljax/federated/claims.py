@@ -89,10 +89,15 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     eigenvalue.
 
     G stands for G + ROUNDING tr(G) I, which is positive definite for every Gram matrix in
-    spite of rounding. One Cholesky factor tells both. The result is never larger than
-    with G itself, and a column of X outside of the range of G makes it large. With X =
-    H^T Y and G = H^T H it is at most |Y|^2.
+    spite of rounding. One Cholesky factor tells both. The result is never larger than with
+    G itself, and a column of X outside of the range of G makes it large. With X = H^T Y and
+    G = H^T H it is at most |Y|^2.
+
+    A matrix wider than `EXACT` is judged by its `sketch`: its factor would cost more than a
+    client's round.
     """
+    if len(gram) > EXACT:
+        gram, x = sketch(gram, x)
     slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0))
     symmetric = jnp.all(jnp.abs(gram - gram.T) <= 10 * ROUNDING * root[:, None] * root)
