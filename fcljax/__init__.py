@@ -14,6 +14,7 @@ _MODULES = {
     "fcljax.comparison": ("Comparison", "compare", "run_seeds"),
     "fcljax.data.files.client_json": ("read_clients",),
     "fcljax.data.files.dataset": ("Dataset",),
+    "fcljax.data.files.tokenizer_files": ("tokenize",),
     "fcljax.errors": ("InputError",),
     "fcljax.methods": ("MethodEntry",),
     "fcljax.models.heads": ("apply_head", "cross_entropy", "distillation", "init_head", "mask_logits"),
@@ -81,6 +82,7 @@ if TYPE_CHECKING:  # isort: off
     from fcljax.comparison import Comparison as Comparison, compare as compare, run_seeds as run_seeds
     from fcljax.data.files.client_json import read_clients as read_clients
     from fcljax.data.files.dataset import Dataset as Dataset
+    from fcljax.data.files.tokenizer_files import tokenize as tokenize
     from fcljax.errors import InputError as InputError
     from fcljax.methods import MethodEntry as MethodEntry
     from fcljax.models.heads import (

@@ -22,7 +22,7 @@ from fcljax.methods import METHODS, find_method
 from fcljax.models.products import attention, masked_attention
 from fcljax.models.shapes import TextConfig
 from fcljax.models.text import apply_text, check_text, init_text
-from fcljax.models.vit import Injection, Lora, Prefix
+from fcljax.models.vit import Injection, Lora, Prefix, attention_inputs
 from fcljax.runs.build import build
 
 LABEL = np.arange(120) % 4
@@ -205,6 +205,14 @@ def test_nothing_reads_padding_and_every_adapter_is_read(adapter):
     np.testing.assert_allclose(apply_text(SMALL, PARAMS, shorter, injection).cls, feature, atol=1e-5)
     plain = apply_text(SMALL, PARAMS, TEXT).cls
     assert (adapter == "none") == bool(np.allclose(plain, feature, atol=1e-4))
+
+
+def test_padding_is_no_input_of_a_lora_pair():
+    longer = attention_inputs(PARAMS, apply_text(SMALL, PARAMS, TEXT), 2)
+    texts = {name: array[:, :3] for name, array in TEXT.items()}
+    shorter = attention_inputs(PARAMS, apply_text(SMALL, PARAMS, texts), 2)
+    gram = jnp.einsum("mbnd,mbne->mde", longer, longer)
+    np.testing.assert_allclose(gram, jnp.einsum("mbnd,mbne->mde", shorter, shorter), atol=1e-4)
 
 
 def test_attention_with_a_mask_that_hides_nothing_is_attention():

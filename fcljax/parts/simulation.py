@@ -1,44 +1,49 @@
 """Federated averaging of any model on arrays, on the engine that runs everything else.
 
-Between a whole run (`fcljax.run`: images, tasks, files) and the engine itself: clients are an array of
-owners, the model is a Flax module or a pytree of parameters. Aggregation rules, client rules, server rules,
-attacks and differential privacy are those of runs.
+Between a whole run (`fcljax.run`: networks, adapters, files) and the engine itself: clients are an array of
+owners, the model is a Flax module or a pytree of parameters. Tasks, aggregation rules, client rules, server
+rules, attacks and differential privacy are those of runs.
 """
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from rich.console import Console
 
 from fcljax.data.partition import count_matrix
 from fcljax.data.store import ClientIndices
-from fcljax.data.tasks import make_tasks
 from fcljax.errors import InputError, reason
 from fcljax.federated.aggregation import make_aggregation
 from fcljax.federated.check import Example, check_method, describe, leaks_in_one_line
 from fcljax.federated.engine import (
+    Engine,
     Lanes,
     RoundInputs,
+    RoundReport,
     init_clients,
     make_engine,
     run_round,
 )
 from fcljax.federated.faults import attack_of, check_attacks, corrupt
 from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
-from fcljax.federated.keys import RunKey
+from fcljax.federated.keys import RunKey, fold
 from fcljax.federated.schedule import ClientPartition, capacities, largest_batch, participants
+from fcljax.mesh import jit
 from fcljax.options import LARGEST_INT
 from fcljax.parts.client import ClientRule, Training
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Adapter, Classifier, Learner, Loss, Output, Params
 from fcljax.parts.server import ServerRule
 from fcljax.parts.simulation_inputs import (
+    OwnedExamples,
     check_model,
     check_optimiser,
     check_participation,
@@ -47,11 +52,23 @@ from fcljax.parts.simulation_inputs import (
     checked_examples,
     merging_options,
 )
+from fcljax.parts.simulation_tasks import (
+    ExampleMetric,
+    Metric,
+    ScoredExamples,
+    TaskSplit,
+    checked_test,
+    make_metric,
+    measured_row,
+    split_tasks,
+)
 from fcljax.parts.user_code import check_arguments
 from fcljax.run_options import MergingOptions
-from fcljax.terminal import say
-from fcljax.types import Attack, Batch, LabelAttack, Method, Network, Sizes, Task
+from fcljax.terminal import progress_bar, say
+from fcljax.types import Attack, Batch, LabelAttack, Method, Network, RoundContext, Sizes, Task, When
 
+# what the key is folded in with for each of `RoundInputs.when`
+_STAGE_KEYS = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
 MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
 
 
@@ -68,6 +85,13 @@ class RandomLoss(Protocol):
     """A loss that draws."""
 
     def __call__(self, model: Any, x: Any, y: Any, /, *, key: PRNGKeyArray) -> Float[Array, " B"]: ...
+
+
+@runtime_checkable
+class Callback(Protocol):
+    """Hears of a round: its line of the history, and the model after it."""
+
+    def __call__(self, line: dict[str, float], model: Any, /) -> object: ...
 
 
 class LocalSGD(NamedTuple):
@@ -119,6 +143,8 @@ class Averaging(NamedTuple):
     """model_of(parameters) -> a model of the kind that was given."""
     first_loss: Callable[[Any, Any], float]
     """first_loss(x, y) -> mean loss of the model that was given."""
+    losses: Callable[[Any, Any, Array], Float[Array, " B"]]
+    """losses(model, x, y) -> the loss of each example."""
     attack: Attack | None = None
     """What malicious clients do; None where there are none."""
 
@@ -175,12 +201,14 @@ def fedavg(
             raise InputError("attack: y has no class numbers to flip; nearest: 'sign_flip'")
         return corrupt(method, lie, malicious)
 
-    def first_loss(x: Any, y: Any) -> float:
-        x = jax.tree.map(jnp.asarray, x)
-        # on the host's device and without batches: a thousand examples at most
-        return float(jnp.mean(_losses(client.loss, model_of(params), x, jnp.asarray(y), jax.random.key(0))))
+    def losses(model: Any, x: Any, y: Array) -> Array:
+        return _losses(client.loss, model, x, y, jax.random.key(0))
 
-    return Averaging(build, model_of, first_loss, lie if malicious else None)
+    def first_loss(x: Any, y: Any) -> float:
+        # on the host's device and without batches: a thousand examples at most
+        return float(jnp.mean(losses(model_of(params), jax.tree.map(jnp.asarray, x), jnp.asarray(y))))
+
+    return Averaging(build, model_of, first_loss, losses, lie if malicious else None)
 
 
 def _draws(loss: Any) -> bool:
@@ -303,68 +331,39 @@ def _mean_loss(output: Output, batch: Batch, _task: Task) -> Float[Array, ""]:
     return total / jnp.maximum(jnp.sum(batch.mask), 1)
 
 
-class Simulated(NamedTuple):
-    """What a simulation ends with."""
+class SimulationState(NamedTuple):
+    """What a simulation goes on from."""
+
+    server: PyTree
+    """The server's state."""
+    clients: PyTree
+    """The clients' states, leaves [K, ...]."""
+    names: np.ndarray
+    """Names of the clients [K], sorted."""
+    tasks: int
+    """Tasks so far."""
+    seen: Bool[np.ndarray, " C"]
+    """Classes so far."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Simulated:
+    """What a simulation ends with. `model, history = simulate(...)` takes the first two fields."""
 
     model: Any
     """The trained model, of the kind that `fedavg` was given; the server's state for any other method."""
     history: list[dict[str, float]]
     """Of each round: the clients' mean loss, participants, uploads that were left out, and the share of
-    examples whose loss was NaN or infinite."""
+    examples whose loss was NaN or infinite; with `tasks`, also the task and its round, from 0."""
+    scores: Float[np.ndarray, "T T"] | None
+    """The metric on the test examples of task i after task t, [t, i]; NaN before task i. None without
+    `test`."""
+    state: SimulationState
+    """For `simulate(..., state=...)`, which goes on with further tasks."""
 
-
-@leaks_in_one_line()
-def simulate(
-    method: Averaging | Method,
-    x: Any,
-    y: Any,
-    owner: Sequence | np.ndarray,
-    rounds: int,
-    *,
-    participation: float = 1.0,
-    seed: int = 0,
-) -> Simulated:
-    """Play rounds of a method on arrays whose examples have owners.
-
-    Args:
-      method: from `fedavg`, or any `Method`.
-      x: inputs [N, ...], or a pytree of such arrays, as {"ids": ..., "mask": ...}.
-      y: labels or targets [N, ...]. Integers from 0 of shape [N] are classes, for what reads classes.
-      owner: each example's client [N]: integers or text.
-      rounds: how many.
-      participation: share of the clients that take part in a round.
-      seed: of all random draws.
-
-    Raises:
-      InputError: for arrays of different lengths, or for a function that returns something else than it
-        should, naming its file and line.
-    """
-    if not isinstance(method, Averaging | Method):
-        raise InputError(f"method: {type(method).__name__}; nearest: fcljax.fedavg(model, client)")
-    x, y, names, client, classes = checked_examples(x, y, owner)
-    rounds = check_whole("rounds", rounds, 1)
-    seed = check_whole("seed", seed, 0, 2**32 - 1)
-    participation = check_participation(participation, len(names))
-    # clients are numbered in the order of their names
-    parts = [np.flatnonzero(client == k).astype(np.int32) for k in range(len(names))]
-    # without classes all examples are of one class, so that reports have a shape
-    label = y
-    if classes == 1:
-        label = np.zeros(len(y), int)
-    counts = count_matrix(label, parts, classes)
-    partition = ClientPartition(*ClientIndices.of(parts), counts.astype(np.int32))
-    sizes = Sizes(classes, 1, classes, len(names), rounds, max(map(len, parts)))
-    played = method.build(sizes) if isinstance(method, Averaging) else method
-    attack = None
-    if isinstance(method, Averaging):
-        attack = method.attack
-    data = Examined(jax.tree.map(jnp.asarray, x), jnp.asarray(y))
-    server, history = _rounds(played, data, partition, Rounds(rounds, participation, seed, attack))
-    _warn(method, x, y, history)
-    model = server
-    if isinstance(method, Averaging):
-        model = method.model_of(server.params.classifier)
-    return Simulated(model, history)
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the model and the history."""
+        return iter((self.model, self.history))
 
 
 class Examined(NamedTuple):
@@ -375,12 +374,187 @@ class Examined(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """How many rounds are played, and by whom."""
+    """How many rounds of a task are played, and by whom."""
 
     count: int
     participation: float
     seed: int
     attack: Attack | None
+    names_tasks: bool
+    """Whether a line of the history says its task and round."""
+
+
+class Scored(NamedTuple):
+    """What is measured after each task."""
+
+    metric: Metric
+    test: ScoredExamples
+
+
+class Listener(NamedTuple):
+    """Who hears of the rounds."""
+
+    callback: Callback | None
+    model_of: Callable[[PyTree], Any]
+    progress: bool
+
+
+class End(NamedTuple):
+    """The states after all rounds, and what was measured."""
+
+    server: PyTree
+    clients: PyTree
+    history: list[dict[str, float]]
+    scores: Float[np.ndarray, "T T"] | None
+
+
+@leaks_in_one_line()
+def simulate(
+    method: Averaging | Method,
+    x: Any,
+    y: Any,
+    owner: Sequence | np.ndarray,
+    rounds: int,
+    *,
+    tasks: int | Sequence | np.ndarray | None = None,
+    test: Sequence[Any] | None = None,
+    evaluate: str | ExampleMetric = "loss",
+    callback: Callback | None = None,
+    progress: bool = False,
+    state: SimulationState | None = None,
+    participation: float = 1.0,
+    seed: int = 0,
+) -> Simulated:
+    """Play rounds of a method on arrays whose examples have owners.
+
+    Args:
+      method: from `fedavg`, or any `Method`.
+      x: inputs [N, ...], or a pytree of such arrays, as {"ids": ..., "mask": ...}.
+      y: labels or targets [N, ...]. Integers from 0 of shape [N] are classes, for what reads classes.
+      owner: each example's client [N]: integers or text.
+      rounds: how many, of each task.
+      tasks: how many, with the classes divided in their order; or the labels of each task, such as
+        [[0, 1], [2]]; or each example's task [N], integers or text. None: all examples are one task.
+      test: (x_test, y_test); (x_test, y_test, tasks_test) where `tasks` names each example's task.
+      evaluate: measured on `test` after each task. "loss" is the client's. "accuracy" and "perplexity"
+        call model(x) for logits [..., C] of labels y [...], and leave out negative labels. Or evaluate(model,
+        x, y) -> a number for each example [B], or such numbers and their weights.
+      callback: callback(line, model), called after each round with its line of the history.
+      progress: whether a bar shows the rounds.
+      state: `Simulated.state` of an earlier simulation; the tasks follow its tasks.
+      participation: share of the clients that take part in a round.
+      seed: of all random draws.
+
+    Raises:
+      InputError: for arrays of different lengths, or for a function that returns something else than it
+        should, naming its file and line.
+    """
+    if not isinstance(method, Averaging | Method):
+        raise InputError(f"method: {type(method).__name__}; nearest: fcljax.fedavg(model, client)")
+    examples = checked_examples(x, y, owner)
+    rounds = check_whole("rounds", rounds, 1)
+    seed = check_whole("seed", seed, 0, 2**32 - 1)
+    if callback is not None:
+        check_arguments("simulate", callback=(callback, 2))
+    split = split_tasks(tasks, examples)
+    if state is not None:
+        if not isinstance(state, SimulationState):
+            kind = type(state).__name__
+            raise InputError(f"state: {kind}; nearest: the field `state` of a simulation's result")
+        examples, split = _following(state, examples, split)
+    participation = check_participation(participation, len(examples.names))
+    partitions = _partitions(examples, split)
+    scored = _scored(method, test, evaluate, examples, split)
+    attack = method.attack if isinstance(method, Averaging) else None
+    plan = Rounds(rounds, participation, seed, attack, tasks is not None)
+    played = method
+    if isinstance(method, Averaging):
+        played = method.build(_sizes(examples, split, partitions, rounds))
+    listener = Listener(callback, functools.partial(_model_of, method), progress)
+    data = Examined(jax.tree.map(jnp.asarray, examples.x), jnp.asarray(examples.y))
+    end = _rounds(played, data, partitions, split.tasks, plan, state, scored, listener)
+    _warn(method, examples.x, examples.y, end.history)
+    last = split.tasks[-1]
+    following = SimulationState(
+        end.server, end.clients, examples.names, int(last.index) + 1, np.asarray(last.seen)
+    )
+    return Simulated(_model_of(method, end.server), end.history, end.scores, following)
+
+
+def _model_of(method: Averaging | Method, server: PyTree) -> Any:
+    """Return the model of a server's state; the state itself for a method that is not `fedavg`."""
+    if isinstance(method, Averaging):
+        return method.model_of(server.params.classifier)
+    return server
+
+
+def _sizes(
+    examples: OwnedExamples, split: TaskSplit, partitions: list[ClientPartition], rounds: int
+) -> Sizes:
+    """Return the sizes from which a method makes its shapes."""
+    tasks = int(split.tasks[-1].index) + 1
+    task_classes = len(split.tasks[0].classes)
+    most_examples = max(int(partition.count.max()) for partition in partitions)
+    return Sizes(examples.classes, tasks, task_classes, len(examples.names), rounds, most_examples)
+
+
+def _scored(
+    method: Averaging | Method, test: Any, evaluate: Any, examples: OwnedExamples, split: TaskSplit
+) -> Scored | None:
+    """Return what is measured after each task; None without test examples."""
+    if test is None:
+        if evaluate != "loss":
+            raise InputError("evaluate: there are no test examples; give test=(x_test, y_test)")
+        return None
+    losses = method.losses if isinstance(method, Averaging) else None
+    metric = make_metric(evaluate, losses, functools.partial(_model_of, method))
+    return Scored(metric, checked_test(test, examples.x, split))
+
+
+def _partitions(examples: OwnedExamples, split: TaskSplit) -> list[ClientPartition]:
+    """Return the clients' examples of each task."""
+    # without classes all examples are of one class, so that reports have a shape
+    label = examples.y
+    if examples.classes == 1:
+        label = np.zeros(len(examples.y), int)
+    partitions = []
+    for task in range(len(split.tasks)):
+        # clients are numbered in the order of their names
+        client = np.where(split.of_example == task, examples.client, -1)
+        parts = [np.flatnonzero(client == k).astype(np.int32) for k in range(len(examples.names))]
+        counts = count_matrix(label, parts, examples.classes)
+        partitions.append(ClientPartition(*ClientIndices.of(parts), counts.astype(np.int32)))
+    return partitions
+
+
+def _following(
+    state: SimulationState, examples: OwnedExamples, split: TaskSplit
+) -> tuple[OwnedExamples, TaskSplit]:
+    """Return examples of the clients of an earlier simulation, and tasks that follow its tasks.
+
+    Raises:
+      InputError: for clients that the simulation does not have.
+    """
+    unknown = np.setdiff1d(examples.names, state.names)
+    if len(unknown):
+        raise InputError(
+            f"owner: {unknown[0].item()!r} is no client of state, which has {len(state.names)}, such as "
+            f"{state.names[0].item()!r}"
+        )
+    client = np.searchsorted(state.names, examples.names)[examples.client]
+    # labels of the earlier tasks may be larger, or smaller
+    classes = max(examples.classes, len(state.seen))
+    before = np.zeros(classes, bool)
+    before[: len(state.seen)] = state.seen
+
+    def moved(task: Task) -> Task:
+        room = (0, classes - examples.classes)
+        seen = before | np.pad(np.asarray(task.seen), room)
+        number = np.asarray(int(task.index) + state.tasks, np.int32)
+        return Task.of_numpy(number, np.asarray(task.classes), np.pad(np.asarray(task.current), room), seen)
+
+    examples = examples._replace(names=state.names, client=client, classes=classes)
+    return examples, split._replace(tasks=tuple(map(moved, split.tasks)))
 
 
 def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, float]]) -> None:
@@ -405,36 +579,122 @@ def _fetch(data: Examined, index: Array, _keys: Array, _augment: bool) -> tuple[
     return jax.tree.map(lambda leaf: leaf[index], data.x), data.y[index], None
 
 
+class Stage(NamedTuple):
+    """The rounds that `_play` plays: before a task, one of it, or after it."""
+
+    task: Task
+    partition: ClientPartition
+    round: int
+    when: When
+    last: bool
+
+
+class Federation(NamedTuple):
+    """What stays over all rounds."""
+
+    engine: Engine
+    data: Examined
+    plan: Rounds
+    key: PRNGKeyArray
+
+
+def _play(
+    federation: Federation, server: PyTree, clients: PyTree, stage: Stage
+) -> tuple[PyTree, PyTree, RoundReport]:
+    """Return the states after one stage, and its report."""
+    task, partition, number, when, last = stage
+    engine, data, plan, key = federation
+    ids = np.flatnonzero(partition.count)
+    if when == "round":
+        ids = participants(plan.seed, int(task.index), number, ids, plan.participation)
+    stage_key = jax.random.fold_in(key, _STAGE_KEYS[when])
+    inputs = RoundInputs((), data, partition, ids, task, number, stage_key, when, last)
+    return run_round(engine, server, clients, inputs)
+
+
 def _rounds(
-    method: Method, data: Examined, partition: ClientPartition, played: Rounds
-) -> tuple[PyTree, list[dict[str, float]]]:
-    """Return the server's state after all rounds, and the history of the rounds."""
-    rounds, participation, seed, attack = played
-    everyone, classes = partition.class_examples.shape
-    (task,) = make_tasks(classes, 1)
-    key = jax.random.key(seed)
+    method: Method,
+    data: Examined,
+    partitions: list[ClientPartition],
+    tasks: tuple[Task, ...],
+    plan: Rounds,
+    state: SimulationState | None,
+    scored: Scored | None,
+    listener: Listener,
+) -> End:
+    """Play the rounds of all tasks, from the states of an earlier simulation if there is one."""
+    everyone = len(partitions[0].count)
+    key = jax.random.key(plan.seed)
     # batched clients are slower on a CPU
     lanes = Lanes(1, "loop")
     if jax.default_backend() != "cpu":
         lanes = Lanes(min(8, everyone), "vmap")
-    room = capacities(method, [partition], lanes.count, everyone, participation)
-    example = Example((), data, task)
-    if attack is not None:
-        check_attacks([attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
-    engine = make_engine(method, _fetch, lanes, room, example)
+    room = capacities(method, partitions, lanes.count, everyone, plan.participation)
+    example = Example((), data, tasks[0])
+    if plan.attack is not None:
+        check_attacks([plan.attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
+    federation = Federation(make_engine(method, _fetch, lanes, room, example), data, plan, key)
+    server, clients = _first_states(method, everyone, key, state)
+    begin_task = jit(method.begin_task, None)
+    history = []
+    rows = []
+    with progress_bar("rounds", console=Console(stderr=True, quiet=not listener.progress)) as bar:
+        shown = bar.add_task("", total=len(tasks) * plan.count)
+        for task, partition in zip(tasks, partitions, strict=True):
+            context = RoundContext.on_host((), task, 0, plan.count == 1)
+            server = begin_task(context, server, fold(key, RunKey.BEGIN_TASK, int(task.index)))
+            start = Stage(task, partition, 0, "task_start", plan.count == 1)
+            server, clients, _ = _play(federation, server, clients, start)
+            for r in range(plan.count):
+                stage = Stage(task, partition, r, "round", r == plan.count - 1)
+                server, clients, report = _play(federation, server, clients, stage)
+                if stage.last:
+                    end = stage._replace(round=0, when="task_end")
+                    server, clients, _ = _play(federation, server, clients, end)
+                line = {"task": int(task.index), "round": r} if plan.names_tasks else {}
+                history.append(line | _measured(report))
+                bar.advance(shown)
+                if listener.callback is not None:
+                    listener.callback(history[-1], listener.model_of(server))
+            if scored is not None:
+                rows.append(
+                    measured_row(
+                        scored.metric, server, scored.test, int(task.index - tasks[0].index), len(tasks)
+                    )
+                )
+    return End(server, clients, history, np.array(rows) if rows else None)
+
+
+def _measured(report: RoundReport) -> dict[str, float]:
+    """Return what the history says of a round."""
+    return {
+        "loss": report.metrics["loss"],
+        "participants": report.participants,
+        "rejected": report.rejected,
+        NOT_FINITE: report.metrics.get(NOT_FINITE, 0.0),
+    }
+
+
+def _first_states(
+    method: Method, everyone: int, key: PRNGKeyArray, state: SimulationState | None
+) -> tuple[PyTree, PyTree]:
+    """Return the states of the server and of all clients from which the first round starts.
+
+    Raises:
+      InputError: for states of another method or model.
+    """
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())
     # ids, not names, key the clients' draws
-    states = init_clients(method, server, everyone, jax.random.fold_in(key, RunKey.CLIENTS))
-    history = []
-    for r in range(rounds):
-        ids = participants(seed, 0, r, np.arange(everyone), participation)
-        last = r == rounds - 1
-        inputs = RoundInputs(
-            (), data, partition, ids, task, r, jax.random.fold_in(key, RunKey.ROUND), last=last
-        )
-        server, states, report = run_round(engine, server, states, inputs)
-        history.append(
-            {"loss": report.metrics["loss"], "participants": report.participants}
-            | {"rejected": report.rejected, NOT_FINITE: report.metrics.get(NOT_FINITE, 0.0)}
-        )
-    return server, history
+    clients = init_clients(method, server, everyone, jax.random.fold_in(key, RunKey.CLIENTS))
+    if state is None:
+        return server, clients
+    for name, fresh, given in (("server", server, state.server), ("clients", clients, state.clients)):
+        expected = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(fresh)]
+        found = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(given)]
+        if expected != found or jax.tree.structure(fresh) != jax.tree.structure(given):
+            raise InputError(
+                f"state: its {name} have arrays of other shapes than the method; nearest: the method and "
+                f"the model of the simulation that it is from"
+            )
+    # the engine donates clients' states, and the caller may use his again
+    return state.server, jax.tree.map(jnp.copy, state.clients)

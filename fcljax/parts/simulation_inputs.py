@@ -148,11 +148,11 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     # shapes first: the usual mistake is one array of another length
     if None not in shapes and len({shape[:1] for shape in shapes if shape is not None}) > 1:
         raise InputError("simulate: x, y and owner have the shapes {}, {} and {}".format(*shapes))
-    y = _array("y", y)
-    owner = _array("owner", owner, "biuU")
+    y = checked_array("y", y)
+    owner = checked_array("owner", owner, "biuU")
     is_one_array = isinstance(x, list) or not jax.tree.leaves(x)
     paths = [((), x)] if is_one_array else jax.tree_util.tree_leaves_with_path(x, is_leaf=_is_array_like)
-    leaves = [_array(f"x{_place(path)}", leaf) for path, leaf in paths]
+    leaves = [checked_array(f"x{_place(path)}", leaf) for path, leaf in paths]
     named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
     if owner.ndim != 1 or not len(owner):
         raise InputError(f"owner: shape {list(owner.shape)}; expected the client of each example, [N]")
@@ -188,7 +188,7 @@ def _is_array_like(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
+def checked_array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
     """Return one argument as an array of numbers that 32 bits hold.
 
     Raises:

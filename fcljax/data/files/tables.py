@@ -31,6 +31,7 @@ RULES = 2  # version of the rules by which tables are read; part of the fingerpr
 SPLITS = {"train": r"train(ing)?", "test": r"test(ing)?", "validation": r"val(id(ation)?)?|dev"}
 # usual names of the two columns, in order of preference
 IMAGES = ("image", "img", "jpg", "png", "pixels")
+TEXTS = ("text", "sentence", "content", "document", "question", "review")
 LABELS = ("label", "labels", "fine_label", "class", "category", "target")
 
 _DARK = 16  # images whose levels end here have another range than 0..255
@@ -223,8 +224,11 @@ def _columns(root: Path, tables: list[Table], split_names: list[str]) -> _Column
     )
     if not images or not labels:
         missing = f"labels ({', '.join(LABELS)})" if images else "images ('image')"
+        hint = ""
+        if not images and any(name in train_table.plain for name in TEXTS):
+            hint = "; give texts from Python: fcljax.run(method, (fcljax.tokenize(texts, FILE), labels))"
         raise InputError(
-            f"dataset: {str(root)!r} has no column of {missing}; it has: {', '.join(train_table.kinds)}"
+            f"dataset: {str(root)!r} has no column of {missing}; it has: {', '.join(train_table.kinds)}{hint}"
         )
     for table in tables:
         for column in (images[0], labels[0]):
