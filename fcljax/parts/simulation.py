@@ -91,7 +91,7 @@ class RandomLoss(Protocol):
 class Callback(Protocol):
     """Hears of a round: its line of the history, and the model after it."""
 
-    def __call__(self, line: dict[str, float], model: Any, /) -> object: ...
+    def __call__(self, line: dict[str, Any], model: Any, /) -> object: ...
 
 
 class LocalSGD(NamedTuple):
@@ -352,7 +352,7 @@ class Simulated:
 
     model: Any
     """The trained model, of the kind that `fedavg` was given; the server's state for any other method."""
-    history: list[dict[str, float]]
+    history: list[dict[str, Any]]
     """Of each round: the clients' mean loss, participants, uploads that were left out, and the share of
     examples whose loss was NaN or infinite; with `tasks`, also the task and its round, from 0."""
     scores: Float[np.ndarray, "T T"] | None
@@ -404,7 +404,7 @@ class End(NamedTuple):
 
     server: PyTree
     clients: PyTree
-    history: list[dict[str, float]]
+    history: list[dict[str, Any]]
     scores: Float[np.ndarray, "T T"] | None
 
 
@@ -467,9 +467,8 @@ def simulate(
     scored = _scored(method, test, evaluate, examples, split)
     attack = method.attack if isinstance(method, Averaging) else None
     plan = Rounds(rounds, participation, seed, attack, tasks is not None)
-    played = method
-    if isinstance(method, Averaging):
-        played = method.build(_sizes(examples, split, partitions, rounds))
+    sizes = _sizes(examples, split, partitions, rounds)
+    played = method.build(sizes) if isinstance(method, Averaging) else method
     listener = Listener(callback, functools.partial(_model_of, method), progress)
     data = Examined(jax.tree.map(jnp.asarray, examples.x), jnp.asarray(examples.y))
     end = _rounds(played, data, partitions, split.tasks, plan, state, scored, listener)
@@ -557,7 +556,7 @@ def _following(
     return examples, split._replace(tasks=tuple(map(moved, split.tasks)))
 
 
-def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, float]]) -> None:
+def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, Any]]) -> None:
     """Say on standard error if training went wrong."""
     said = training_warnings(history)
     # measured only where the loss did not fall: it costs a pass over examples
@@ -569,7 +568,7 @@ def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[di
         say(Console(stderr=True), line)
 
 
-def _loss_stayed(history: list[dict[str, float]]) -> bool:
+def _loss_stayed(history: list[dict[str, Any]]) -> bool:
     """Return whether the last round's loss is no lower than the first one's, or is the first one's."""
     # NaN compares as not smaller
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
@@ -665,7 +664,7 @@ def _rounds(
     return End(server, clients, history, np.array(rows) if rows else None)
 
 
-def _measured(report: RoundReport) -> dict[str, float]:
+def _measured(report: RoundReport) -> dict[str, Any]:
     """Return what the history says of a round."""
     return {
         "loss": report.metrics["loss"],

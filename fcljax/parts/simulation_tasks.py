@@ -281,11 +281,9 @@ def measure(metric: Metric, state: PyTree, test: ScoredExamples, task: int) -> f
         # a full batch, so that one program serves all; repeated examples are cut off
         rows = np.resize(batch, min(BATCH, len(test.y)))
         x = jax.tree.map(lambda leaf, rows=rows: leaf[rows], test.x)
-        values = metric.of_examples(state, x, test.y[rows])
-        total, weight = (
-            before + np.asarray(value, np.float64)[: len(batch)].sum()
-            for before, value in zip((total, weight), values, strict=True)
-        )
+        values, weights = metric.of_examples(state, x, jnp.asarray(test.y[rows]))
+        total += np.asarray(values, np.float64)[: len(batch)].sum()
+        weight += np.asarray(weights, np.float64)[: len(batch)].sum()
     mean = total / weight if weight else np.nan
     return float(np.exp(mean) if metric.is_perplexity else mean)
 
