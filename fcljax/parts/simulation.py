@@ -53,8 +53,8 @@ from fcljax.parts.simulation_inputs import (
     merging_options,
 )
 from fcljax.parts.simulation_tasks import (
+    CompiledMetric,
     ExampleMetric,
-    Metric,
     ScoredExamples,
     TaskSplit,
     checked_test,
@@ -387,7 +387,7 @@ class Rounds(NamedTuple):
 class Scored(NamedTuple):
     """What is measured after each task."""
 
-    metric: Metric
+    metric: CompiledMetric
     test: ScoredExamples
 
 
@@ -588,7 +588,7 @@ class Stage(NamedTuple):
     last: bool
 
 
-class Federation(NamedTuple):
+class RoundPlayer(NamedTuple):
     """What stays over all rounds."""
 
     engine: Engine
@@ -598,7 +598,7 @@ class Federation(NamedTuple):
 
 
 def _play(
-    federation: Federation, server: PyTree, clients: PyTree, stage: Stage
+    federation: RoundPlayer, server: PyTree, clients: PyTree, stage: Stage
 ) -> tuple[PyTree, PyTree, RoundReport]:
     """Return the states after one stage, and its report."""
     task, partition, number, when, last = stage
@@ -632,7 +632,7 @@ def _rounds(
     example = Example((), data, tasks[0])
     if plan.attack is not None:
         check_attacks([plan.attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
-    federation = Federation(make_engine(method, _fetch, lanes, room, example), data, plan, key)
+    federation = RoundPlayer(make_engine(method, _fetch, lanes, room, example), data, plan, key)
     server, clients = _first_states(method, everyone, key, state)
     begin_task = jit(method.begin_task, None)
     history = []

@@ -47,7 +47,7 @@ class ScoredExamples(NamedTuple):
     """The task of each example; -1: of no task."""
 
 
-class Metric(NamedTuple):
+class CompiledMetric(NamedTuple):
     """What is measured on test examples."""
 
     of_examples: Callable[[PyTree, Any, Array], tuple[Array, Array]]
@@ -186,7 +186,7 @@ def _named_tests(values: np.ndarray, examples: OwnedExamples, names: np.ndarray)
     return np.searchsorted(names, values)
 
 
-def make_metric(evaluate: Any, losses: Callable | None, model_of: Callable[[PyTree], Any]) -> Metric:
+def make_metric(evaluate: Any, losses: Callable | None, model_of: Callable[[PyTree], Any]) -> CompiledMetric:
     """Return what a user measures, compiled.
 
     Args:
@@ -225,7 +225,7 @@ def make_metric(evaluate: Any, losses: Callable | None, model_of: Callable[[PyTr
             )
         return values
 
-    return Metric(jax.jit(of_examples), evaluate == "perplexity")
+    return CompiledMetric(jax.jit(of_examples), evaluate == "perplexity")
 
 
 def _named(evaluate: Any) -> str:
@@ -271,7 +271,7 @@ def _token_losses(model: Any, x: Any, y: Array) -> tuple[Array, Array]:
     return _sums(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0)), y)
 
 
-def measure(metric: Metric, state: PyTree, test: ScoredExamples, task: int) -> float:
+def measure(metric: CompiledMetric, state: PyTree, test: ScoredExamples, task: int) -> float:
     """Return the metric on the test examples of a task; NaN if it has none."""
     index = np.flatnonzero(test.of_example == task)
     total = 0.0
@@ -289,7 +289,7 @@ def measure(metric: Metric, state: PyTree, test: ScoredExamples, task: int) -> f
 
 
 def measured_row(
-    metric: Metric, state: PyTree, test: ScoredExamples, task: int, tasks: int
+    metric: CompiledMetric, state: PyTree, test: ScoredExamples, task: int, tasks: int
 ) -> Float[np.ndarray, " T"]:
     """Return the metric on each task up to `task`; NaN for later ones."""
     row = [measure(metric, state, test, earlier) for earlier in range(task + 1)]
