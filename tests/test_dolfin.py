@@ -129,6 +129,7 @@ def inputs_of(task):
     return np.asarray(read(FROZEN.network, image)).reshape(-1, TINY.width)
 
 
+@pytest.mark.long
 def test_a_does_not_train_and_is_the_leading_directions_of_everybody_s_inputs(servers):
     x = inputs_of(0).astype(np.float64)
     expected = np.linalg.svd(x.T @ x)[0][:, :3]

@@ -59,6 +59,7 @@ def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
         "summary.json",
         "checkpoints",
         "figures",
+        "confusion.csv",
         "digests.json",
         "report.html",
         ".lock",

@@ -80,6 +80,7 @@ def test_the_confusion_matrix_is_in_the_run_directory():
     np.testing.assert_allclose(np.diag(confusion) / confusion.sum(1), result.metrics["class_accuracy"])
 
 
+@pytest.mark.long
 def test_a_classifier_that_is_no_linear_layer_is_left_out(tmp_path):
     lines = fcljax.Result.of(small_runs.finished("fppl")).export(tmp_path / "out")
     assert any(line.startswith("no adapter_model.safetensors: the adapter adds more") for line in lines)

@@ -479,6 +479,7 @@ def full_pool(server, seed=5):
     return with_pool(server, Prototypes(jnp.asarray(vector), jnp.ones_like(pool.present)))
 
 
+@pytest.mark.long
 def test_wo_unified_removes_the_loss_and_the_download_of_prototypes():
     data, reported = batch([2, 3, 3]), {}
     for wo_unified in (False, True):

@@ -146,6 +146,7 @@ def history():
     return first, [step[0].params for step in play(engine, server, states, PARTITIONS, rounds=3)]
 
 
+@pytest.mark.long
 def test_one_factor_trains_at_a_time_and_b_comes_first(history):
     first, (one, two, *_) = history
     np.testing.assert_array_equal(one.adapter.a_q, first.adapter.a_q)

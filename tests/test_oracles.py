@@ -189,6 +189,7 @@ def generator_loss(z, labels, server, clients, mse):
     return total
 
 
+@pytest.mark.long
 def test_hepcos_losses_and_their_gradients():
     options, _, model, params, aggregate, past = world(fidelity="paper")
     task = TASKS[1]

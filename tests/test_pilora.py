@@ -680,6 +680,7 @@ def test_a_run_learns_and_traces_everything_once(short_run):
     assert set(engine.traces.values()) == {1}
 
 
+@pytest.mark.long
 def test_a_run_leaves_prototypes_and_pairs_of_other_tasks_exactly_as_they_were(short_run):
     start, first, last = short_run[0]
     np.testing.assert_array_equal(prototypes_of(first)[3:], prototypes_of(start)[3:])

@@ -369,6 +369,7 @@ def test_headtune_starts_a_tasks_classes_at_the_mean_features_of_all_clients(nam
 # ---- the server: the pool ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_pool_has_each_clients_newest_upload_of_the_task_and_the_prompts_of_all_tasks():
     servers = [server for server, _, _ in history()]
     first, second, third = (server.rules[0] for server in servers[:3])

@@ -16,6 +16,7 @@ from fcljax.choices import with_options
 from fcljax.commands import running
 from fcljax.commands.arguments import Words, chosen_in, parse
 from fcljax.commands.data import ShowOptions
+from fcljax.commands.exporting import ExportOptions
 from fcljax.commands.health import DoctorOptions
 from fcljax.commands.reproducing import ReproduceOptions
 from fcljax.commands.sweeping import SweepOptions
@@ -56,7 +57,7 @@ def namespace(block):
 
 def by_cost(block):
     """Blocks with whole runs or simulations are executed in `make test-long`."""
-    whole = "fcljax.run(" in block or "simulate(" in block
+    whole = any(call in block for call in ("fcljax.run(", "fcljax.run_seeds(", "simulate("))
     return pytest.param(block, marks=pytest.mark.long) if whole else block
 
 
@@ -99,6 +100,7 @@ def test_commands_have_options_that_exist(monkeypatch):
     commands_ = {"run", "check", "list", "compare", "data", "convert", "embed", "pretrain"}
     commands_ |= {
         "predict",
+        "export",
         "pretrain-decoder",
         "sweep",
         "reproduce",
@@ -122,7 +124,7 @@ def test_commands_have_options_that_exist(monkeypatch):
         assert ranges and given and all(tuning.parse_range(call[1], {}, *each) for each in ranges)
     others = {"embed": (EmbedConfig, 1), "convert": (ConvertOptions, 3), "data show": (ShowOptions, 3)}
     others |= {"pretrain-decoder": (PretrainDecoderConfig, 1), "sweep": (SweepOptions, 2)}
-    others |= {"doctor": (DoctorOptions, 2)}
+    others |= {"doctor": (DoctorOptions, 2), "export": (ExportOptions, 2)}
     others |= {"reproduce": (ReproduceOptions, 3)}
     for name, (options, words) in others.items():
         used = [call for call in calls if " ".join(call).startswith(name)]

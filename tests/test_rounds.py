@@ -105,6 +105,7 @@ def whole_task(data):
     return engine, server, calls, reports, plain, plain_reports
 
 
+@pytest.mark.long
 def test_every_kind_of_round_equals_plain_loops(whole_task):
     engine, server, _, reports, plain, plain_reports = whole_task
     toys.close(server, plain, atol=1e-6)

@@ -111,7 +111,7 @@ def test_glyphs_without_images_are_refused():
         ("cifar-10", "did you mean 'cifar10'?"),
         ("ImageNet-R", "did you mean 'imagenet_r'?"),
         ("tinyimagenet", "did you mean 'tiny_imagenet'?"),
-        ("qqq", "choose from: breast_cancer, cifar10, cifar100, core50, csv:FILE, cub200, digits,"),
+        ("qqq", "choose from: breast_cancer, cars196, cifar10, cifar100, core50, csv:FILE, cub200, digits,"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name, hint):

@@ -417,7 +417,7 @@ def simulate(
     rounds: int,
     *,
     tasks: int | Sequence | np.ndarray | None = None,
-    test: Sequence[Any] | None = None,
+    test: Sequence | None = None,
     evaluate: str | ExampleMetric = "loss",
     callback: Callback | None = None,
     progress: bool = False,
