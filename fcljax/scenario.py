@@ -648,8 +648,7 @@ def order_of_classes(
     classes = len(dataset.class_names)
     kind = options.class_order
     if kind.startswith("file:"):
-        names = read_order(kind.removeprefix("file:"), ORDER_BYTES)
-        return listed_order(dataset.class_names, names)
+        return listed_order(dataset.class_names, _lines(kind.removeprefix("file:")))
     if "," in kind:
         return listed_order(dataset.class_names, [name.strip() for name in kind.split(",")])
     match kind:
@@ -659,3 +658,8 @@ def order_of_classes(
             return python_order(classes, options.seed)
         case _:
             return class_order(classes, stream)
+
+
+def _lines(path: str) -> list[str]:
+    """Return the classes that a file lists, one in each line."""
+    return read_order(path, ORDER_BYTES)

@@ -53,16 +53,19 @@ def show(cfg: PartitionConfig, out: str | Path) -> list[tuple[str, object]]:
         stored = described(dataset.x_train)
         pictures = []
     figures.save(files[1], figures.class_counts(counts, [task.classes for task in tasks]))
+    examples = "examples"
+    if dataset.kind is None:
+        examples = "images"
     redrawn = ", again in every round; below: the first of each task"
     return [
         ("data set", dataset.name),
         ("classes", classes),
-        ("training examples", len(dataset.y_train)),
-        ("test examples", len(dataset.y_test)),
+        (f"training {examples}", len(dataset.y_train)),
+        (f"test {examples}", len(dataset.y_test)),
         ("stored as", stored),
-        ("training examples per class", _range(np.bincount(dataset.y_train))),
+        (f"training {examples} per class", _range(np.bincount(dataset.y_train))),
         ("partition", str(cfg.partition) + (redrawn if cfg.population == "redrawn" else "")),
-        ("training examples per client", _range(counts.sum(1))),
+        (f"training {examples} per client", _range(counts.sum(1))),
         ("classes per client", _range((counts > 0).sum(1))),
         *pictures,
         ("client partition", str(files[1])),
