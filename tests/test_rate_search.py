@@ -47,7 +47,7 @@ def settings_of(method="linear", **given):
 @pytest.mark.long
 def test_the_learning_rates_of_every_method_may_be_data(name):
     """Each function of the method is traced with rates that are no constants, and keeps to the protocol."""
-    settings = config.from_mapping(name, dict(scale="fit", clients=4, batch_size=4, epochs=2), "options")
+    settings = config.from_mapping(name, dict(scale="fit", batch_size=4, epochs=2), "options")
     rates, network = config.learning_rates(settings), federation.network(federation.TINY)
     assert bool(rates) != METHODS[name].closed_form
 
