@@ -18,7 +18,7 @@ from fcljax.methods import MethodEntry
 from fcljax.results.comparison import curves_of, differences_table, groups_of, results_table
 from fcljax.results.run_folder import Summary, load_summary, run_folders
 from fcljax.settings import RunConfig
-from fcljax.studies.seeds import parse_seeds
+from fcljax.studies.seeds import listed_seeds
 
 if TYPE_CHECKING:
     import pandas  # pyrefly: ignore[missing-import]
@@ -57,19 +57,12 @@ def run_seeds(
     if out is not None and Path(out).exists():
         raise InputError(f"out: {str(out)!r} exists; give a new folder")
     results = []
-    for seed in _numbers(seeds):
+    for seed in listed_seeds(seeds, RunConfig.seed):
         folder = None
         if out is not None:
             folder = Path(out) / f"seed-{seed}"
         results.append(run(method, data, out=folder, seed=seed, **options))
     return results
-
-
-def _numbers(seeds: int | Sequence[int]) -> list[int]:
-    """Return the seeds, as `--seeds` takes them."""
-    if isinstance(seeds, int):
-        return parse_seeds(str(seeds), RunConfig().seed)
-    return parse_seeds(",".join(map(str, seeds)) + ",", 0)
 
 
 @dataclasses.dataclass(frozen=True)

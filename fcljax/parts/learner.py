@@ -477,6 +477,18 @@ def _check_parts(adapter: Adapter, classifier: Classifier) -> None:
     )
 
 
+def network_params(network: Network, adapter: Adapter, frozen: Frozen, trainable: Params) -> PyTree:
+    """Return the network's parameters: the frozen ones, or those that the adapter trains
+    with their running statistics."""
+    if not adapter.network:
+        return frozen.network
+    weights = adapter.network(trainable.adapter)
+    # statistics that train and weights that do not, as one tree
+    if network.join:
+        return network.join(weights, trainable.stats)
+    return weights
+
+
 def _features(
     network: Network,
     adapter: Adapter,
@@ -497,17 +509,10 @@ def _features(
     # nothing inside the network: the query is the feature
     if adapter.plain and query is not None:
         return query, query, ()
-    params = frozen.network
-    trained = trainable.adapter
-    if adapter.network:
-        weights = adapter.network(trained)
-        params = weights
-        # statistics that train and weights that do not, as one tree
-        if network.join:
-            params = network.join(weights, trainable.stats)
+    params = network_params(network, adapter, frozen, trainable)
     injection = None
     if adapter.inject:
-        injection = adapter.inject(cached.adapter, trained, query, task, train, batch.mask)
+        injection = adapter.inject(cached.adapter, trainable.adapter, query, task, train, batch.mask)
     features, new_params = network.apply(params, batch.input, injection, train, batch.mask)
     stats = ()
     # only a network that trains moves its statistics

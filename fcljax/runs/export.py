@@ -20,12 +20,12 @@ from fcljax.models.vit import Lora, ViTConfig
 from fcljax.models.weights.naming import timm_tensors
 from fcljax.models.weights.pretrained import save_native
 from fcljax.parts.federate import ServerState, learner_of
-from fcljax.parts.learner import Learner, Params
+from fcljax.parts.learner import Learner, Params, network_params
 from fcljax.runs.build import NOTHING, Supplied, make_method
 from fcljax.runs.inputs import network_of
 from fcljax.runs.loop import final_state
 from fcljax.settings import RunConfig
-from fcljax.types import Frozen, PyTree, Task
+from fcljax.types import PyTree, Task
 
 TRAINED = "parameters.safetensors"
 CLASSIFIER = "classifier.safetensors"
@@ -123,7 +123,7 @@ def trained_model(
     trained = Trained(
         exp.inputs.backbone.config,
         exp.inputs.backbone.digest,
-        _network(learner, exp.frozen, trainable),
+        network_params(learner.network, learner.adapter, exp.frozen, trainable),
         params,
         _updates(learner, params, trainable, task),
         linear_head(learner, params, trainable, task, exp.inputs.backbone.config),
@@ -132,16 +132,6 @@ def trained_model(
     if not isinstance(pixels, Preprocess):
         return trained, {}
     return trained, {"mean": list(pixels.mean), "std": list(pixels.std)}
-
-
-def _network(learner: Learner, frozen: Frozen, trainable: Params) -> PyTree:
-    """Return the network's parameters in evaluation."""
-    if learner.adapter.network is None:
-        return frozen.network
-    weights = learner.adapter.network(trainable.adapter)
-    if learner.network.join is None:
-        return weights
-    return learner.network.join(weights, trainable.stats)
 
 
 def _updates(learner: Learner, params: Params, trainable: Params, task: Task) -> Mapping[int, Lora] | None:
@@ -179,12 +169,13 @@ def linear_head(learner: Learner, params: Params, trainable: Params, task: Task,
         bias = logits(jnp.zeros((1, width)))[0]
         weights = logits(jnp.eye(width)) - bias
         probe = jax.random.normal(jax.random.key(0), (8, width))
-        error = logits(probe) - (probe @ weights + bias)
+        expected = logits(probe)
     except TypeError:
         # a classifier of features of another width
         return None
-    scale = jnp.max(jnp.abs(logits(probe)))
-    if not jnp.max(jnp.abs(error)) <= 1e-4 * scale:
+    error = expected - (probe @ weights + bias)
+    # NaN, of a classifier that divides by the feature's length, is no linear layer either
+    if not jnp.max(jnp.abs(error)) <= 1e-4 * jnp.max(jnp.abs(expected)):
         return None
     return Head(weights, bias)
 
@@ -203,31 +194,39 @@ def _write(
     if trained.head is not None:
         save_native(folder / CLASSIFIER, _head_tensors(trained.head, ""), metadata)
         lines.append(f"{CLASSIFIER}: weight [classes, width] and bias of the classifier")
-    if trained.updates and trained.head is not None and plain_vit:
+    obstacle = _why_not_peft(trained, plain_vit)
+    if obstacle is None:
+        assert trained.updates is not None and trained.head is not None
         write_text(
             folder / PEFT[0], json.dumps(_peft_config(trained.updates, str(summary["backbone"])), indent=2)
         )
         save_native(folder / PEFT[1], _peft_tensors(trained.updates, trained.head), metadata)
         lines.append(f"{PEFT[1]}: low-rank updates and classifier, for PEFT on timm's network")
     else:
-        lines.append(f"no {PEFT[1]}: {_why_not_peft(trained, plain_vit)}")
+        lines.append(f"no {PEFT[1]}: {obstacle}")
     if network and plain_vit:
-        save_native(folder / NETWORK, timm_tensors(_plain_tree(trained.network), trained.config), metadata)
+        save_native(folder / NETWORK, timm_tensors(trained.network, trained.config), metadata)
         lines.append(f"{NETWORK}: the network under timm's names, at {trained.config.image_size} pixels")
     elif network:
         lines.append(f"no {NETWORK}: timm has no plain VisionTransformer of this shape")
-    write_text(folder / CARD, card(trained, summary, pixels, lines))
+    usage = ""
+    if obstacle is None:
+        usage = _usage(trained, network)
+    write_text(folder / CARD, card(trained, summary, pixels, lines, usage))
     return lines
 
 
-def _why_not_peft(trained: Trained, plain_vit: bool) -> str:
+def _why_not_peft(trained: Trained, plain_vit: bool) -> str | None:
+    """Return why PEFT cannot load the model; None if it can."""
     if not plain_vit:
         return "the network is no plain ViT of timm's"
     if trained.updates is None:
         return "the adapter adds more than low-rank updates"
     if not trained.updates:
         return "the run trained no low-rank updates"
-    return "the classifier is no linear layer"
+    if trained.head is None:
+        return "the classifier is no linear layer"
+    return None
 
 
 def _is_plain(config: ViTConfig) -> bool:
@@ -242,10 +241,6 @@ def _named(tree: PyTree) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf, np.float32)
         for path, leaf in paths
     }
-
-
-def _plain_tree(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
 
 
 def _head_tensors(head: Head, prefix: str) -> dict[str, np.ndarray]:
@@ -290,7 +285,9 @@ def _peft_tensors(updates: Mapping[int, Lora], head: Head) -> dict[str, np.ndarr
     return tensors
 
 
-def card(trained: Trained, summary: Mapping[str, Any], pixels: dict[str, Any], lines: list[str]) -> str:
+def card(
+    trained: Trained, summary: Mapping[str, Any], pixels: dict[str, Any], lines: list[str], usage: str
+) -> str:
     """Return the model card: what was trained, on what, with what result, and how to load it."""
     settings = summary["config"]
     facts = {
@@ -311,23 +308,20 @@ def card(trained: Trained, summary: Mapping[str, Any], pixels: dict[str, Any], l
         f"# {summary['method']} on {summary['dataset']}",
         f"| | |\n|---|---|\n{rows}",
         f"## Files\n\n{files}",
-        *_usage(trained, lines),
+        *([usage] if usage else []),
         f"## Classes\n\nIn the order of the logits:\n\n{classes}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _usage(trained: Trained, lines: list[str]) -> list[str]:
-    """Return the section on loading, where PEFT can load the files."""
-    if not any(line.startswith(PEFT[1]) for line in lines):
-        return []
+def _usage(trained: Trained, network: bool) -> str:
+    """Return the section on loading; `network`: whether its parameters are written."""
     config = trained.config
     assert trained.head is not None
-    source = f'load_file("{NETWORK}")'
-    if not any(line.startswith(NETWORK) for line in lines):
-        source = "weights"
-    return [
-        f"""## Use in PyTorch
+    source = "weights"
+    if network:
+        source = f'load_file("{NETWORK}")'
+    return f"""## Use in PyTorch
 
 `network` is timm's network with the weights that the run started from; `fcljax export --network` writes them.
 
@@ -343,4 +337,3 @@ network.load_state_dict({source}, strict=False)  # all but the classifier
 model = peft.PeftModel.from_pretrained(network, ".").eval()
 logits = model(images)  # [N, 3, {config.image_size}, {config.image_size}], normalised as above
 ```"""
-    ]

@@ -31,7 +31,7 @@ from fcljax.config import RunConfig
 from fcljax.errors import InputError
 from fcljax.methods import check_no_code
 from fcljax.studies import typed
-from fcljax.studies.seeds import parse_seeds
+from fcljax.studies.seeds import listed_seeds
 
 MAX_RUNS = 10_000  # more are probably a mistake
 MAX_PART = 40  # characters of a value in a folder's name
@@ -172,11 +172,10 @@ def _seeds(file: SweepFile) -> list[int | None]:
         if base_seed is None:
             base_seed = RunConfig.seed
         start: int = config.typed_value("base.seed", int, base_seed)
-        # as text, so that both forms have the same errors
-        return [*parse_seeds(str(file.seeds), start)]
+        return [*listed_seeds(file.seeds, start)]
     if base_seed is not None:
         raise InputError(f"base.seed: {base_seed!r} has no effect, because seeds lists all seeds")
-    return [*parse_seeds(",".join(map(str, file.seeds)) + ",", 0)]
+    return [*listed_seeds(file.seeds, 0)]
 
 
 def _points(

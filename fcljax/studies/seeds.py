@@ -48,6 +48,17 @@ def parse_seeds(text: str, start: int) -> list[int]:
     return list(range(start, start + count))
 
 
+def listed_seeds(seeds: int | Sequence[int], start: int) -> list[int]:
+    """Return seeds that are a number of them, from `start` on, or a list.
+
+    Raises:
+      InputError: as `parse_seeds`, through which both forms go.
+    """
+    if isinstance(seeds, int):
+        return parse_seeds(str(seeds), start)
+    return parse_seeds(",".join(map(str, seeds)) + ",", start)
+
+
 def stored_seeds(folder: str | Path) -> list[int] | None:
     """Read the seeds of a folder that `run_seeds` has made; None for any other folder.
 
