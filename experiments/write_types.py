@@ -26,7 +26,11 @@ FILE = Path(fcljax.__file__).parent / "run_options.py"
 # arguments of `fcljax.run` that have names there
 NAMED = ("method", "dataset", "backbone", "partition", "tasks")
 # options that Python takes as lists too
-LISTS = {"class_order": "str | Sequence[Any]", "task_sizes": "str | Sequence[int]"}
+LISTS = {
+    "class_order": "str | Sequence[Any]",
+    "classes": "str | Sequence[Any]",
+    "task_sizes": "str | Sequence[int]",
+}
 
 # objects that Python takes for a choice
 OBJECTS = {

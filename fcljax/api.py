@@ -7,6 +7,7 @@ import base64
 import csv
 import dataclasses
 import html
+import io
 import shutil
 import tempfile
 import weakref
@@ -37,7 +38,7 @@ from fcljax.models.own import Backbone, is_flax_module, own_config
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.results import page
 from fcljax.results.comparison import megabytes
-from fcljax.results.run_folder import CONFUSION, load_summary
+from fcljax.results.run_folder import CONFUSION, PREDICTIONS, load_summary
 from fcljax.run_options import RunOptions
 from fcljax.runs import checkpoint, loop
 from fcljax.runs.build import NOTHING, Supplied
@@ -47,9 +48,9 @@ from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 from fcljax.types import Metric
 
-LISTED = ("class_order", "task_sizes")  # options that take lists
+LISTED = ("class_order", "classes", "task_sizes")  # options that take lists
 Data = str | Dataset | Sequence[Any]
-MOST_CONFUSION = 1 << 30  # bytes of a file of a run of 10,000 classes
+MOST_OF_TABLE = 1 << 30  # bytes: the confusion matrix of 10,000 classes has 200 MB
 NO_METRICS: Mapping[str, Metric] = {}
 
 
@@ -103,11 +104,39 @@ class Result:
         Raises:
           InputError: for a run of an earlier version, which has no confusion.csv.
         """
-        path = self.folder / CONFUSION
+        return np.array([row[1:] for row in self._table(CONFUSION)[1:]], int)
+
+    @property
+    def predictions(self) -> dict[str, np.ndarray]:
+        """Return the predictions after the last task: column of predictions.csv -> values;
+        `pandas.DataFrame` takes them.
+
+        Raises:
+          InputError: for a run without predictions.csv: of an earlier version, or with
+            more than 1,000,000 predictions of personal models.
+        """
+        header, *rows = self._table(PREDICTIONS)
+        columns = dict(zip(header, np.array(rows, str).reshape(-1, len(header)).T, strict=True))
+        for name in {"client", "index", "task"} & {*header}:
+            columns[name] = columns[name].astype(int)
+        probability = columns["probability"]
+        # NaN where an output was not finite, and nothing is predicted
+        columns["probability"] = np.where(probability == "", "nan", probability).astype(float)
+        return columns
+
+    def _table(self, name: str) -> list[list[str]]:
+        """Read a CSV file of the run directory.
+
+        Raises:
+          InputError: for a run of an earlier version, which has no such file.
+        """
+        path = self.folder / name
+        what = path.stem
         if not path.exists():
-            raise InputError(f"confusion: {str(path)!r} does not exist; an earlier version wrote the run")
-        rows = list(csv.reader(read_user_text("confusion", path, MOST_CONFUSION).splitlines()))
-        return np.array([row[1:] for row in rows[1:]], int)
+            raise InputError(f"{what}: {str(path)!r} does not exist; an earlier version wrote the run")
+        text = read_user_text(what, path, MOST_OF_TABLE)
+        # names of classes may contain line breaks
+        return list(csv.reader(io.StringIO(text, newline="")))
 
     @property
     def figures(self) -> dict[str, Path]:
@@ -265,7 +294,7 @@ def run(
       metrics: name -> function of `types.Predictions`, measured beside accuracy on the
         test examples.
       options: any option of `fcljax run METHOD`, such as `clients=20, alpha=0.1`; lists
-        for `class_order` and `task_sizes`.
+        for `class_order`, `classes` and `task_sizes`.
 
     Returns:
       Metrics, figures, the report and the final model.

@@ -71,6 +71,7 @@ class RunOptions(MergingOptions, total=False):
     claimed_weight: float
     class_list: str
     class_order: str | Sequence[Any]
+    classes: str | Sequence[Any]
     classes_per_client: int
     classes_per_task: int
     classifier: Literal["linear", "nearest"]

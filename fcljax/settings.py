@@ -146,6 +146,9 @@ class PartitionConfig(SplitConfig):
     class_order: Literal["shuffled", "natural", "python", "file:PATH", "NAME,NAME"] = "shuffled"
     """Order in which tasks take the classes; python shuffles as HePCo's release does. A
     file has one class per line; classes are names, or numbers from 0."""
+    classes: str = option("all", unset="all")
+    """Classes of the data set that the run uses: names, numbers from 0 and ranges, such
+    as 0-9,12. There are no others for it."""
     tasks_by: Chosen = "class"
     """A task is a group of classes, or a domain of a column."""
 

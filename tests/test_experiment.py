@@ -60,6 +60,7 @@ def test_a_run_directory_holds_what_it_should_and_nothing_half_written(run):
         "checkpoints",
         "figures",
         "confusion.csv",
+        "predictions.csv",
         "digests.json",
         "report.html",
         ".lock",

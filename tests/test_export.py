@@ -1,6 +1,7 @@
 """`fcljax export`: a run's model for other libraries."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,34 @@ def test_the_confusion_matrix_is_in_the_run_directory():
     classes = len(result.metrics["class_names"])
     assert confusion.shape == (classes, classes + 1)
     np.testing.assert_allclose(np.diag(confusion) / confusion.sum(1), result.metrics["class_accuracy"])
+
+
+def test_predictions_are_in_the_run_directory_and_make_the_confusion_matrix():
+    result = fcljax.Result.of(small_runs.finished("linear"))
+    names = result.metrics["class_names"]
+    rows = result.predictions
+    places = [np.searchsorted(names, rows[of], sorter=np.argsort(names)) for of in ("class", "predicted")]
+    label, predicted = (np.argsort(names)[place] for place in places)
+    confusion = np.zeros_like(result.confusion)
+    np.add.at(confusion, (label, predicted), 1)
+    np.testing.assert_array_equal(confusion, result.confusion)
+    np.testing.assert_array_equal(rows["index"], np.arange(len(label)))
+    task_of_class = {c: t for t, task in enumerate(result.metrics["task_classes"]) for c in task}
+    assert [task_of_class[c] for c in label] == rows["task"].tolist()
+    # the calibration of the same predictions, whose bins are fifteenths
+    bins = np.minimum((rows["probability"] * 15).astype(int), 14)
+    assert np.bincount(bins, minlength=15).tolist() == result.metrics["calibration"]["examples"]
+
+
+@pytest.mark.long
+def test_a_run_that_is_resumed_after_its_last_round_predicts_again(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(small_runs.finished("linear"), run)
+    written = (run / "predictions.csv").read_bytes()
+    for name in ("summary.json", "predictions.csv", "digests.json"):
+        (run / name).unlink()
+    assert cli.main(["run", "linear", "--resume", str(run)]) == 0
+    assert (run / "predictions.csv").read_bytes() == written
 
 
 @pytest.mark.long

@@ -140,6 +140,7 @@ def load_client(settings: RunConfig, private: OwnData | None) -> ClientData:
         inputs = load_inputs(settings)
         scenario = make_scenario(inputs.dataset, settings, settings.rounds, joint)
         return ClientData(inputs, scenario, False)
+    _check_all_classes(settings, "partitions")
     dataset = load_part(settings.dataset, private.path, "train", private.class_names)
     scenario = scenario_of_one(dataset, settings, settings.rounds, joint, private.client)
     return ClientData(load_inputs(settings, dataset), scenario, True)
@@ -288,9 +289,22 @@ def load_server(settings: RunConfig, test: str | None) -> ServerData:
         counted = ClientData(inputs, scenario, False)
         assigned = [counted.examples(client) for client in range(settings.clients)]
         return ServerData(inputs._replace(dataset=_without_training(inputs.dataset)), assigned)
+    _check_all_classes(settings, "test")
     if settings.holdout:
         raise InputError(f"holdout: {settings.holdout} is a share of training images, and test names others")
     return ServerData(load_inputs(settings, load_part(settings.dataset, test, "test")), None)
+
+
+def _check_all_classes(settings: RunConfig, what: str) -> None:
+    """Check that no classes are selected where files have the examples.
+
+    Raises:
+      InputError: for `--classes`.
+    """
+    if settings.classes != "all":
+        raise InputError(
+            f"classes: {settings.classes!r} selects from the data set, and {what} names files; leave it out"
+        )
 
 
 def server_facts(settings: RunConfig, inputs: Inputs, test: str | None) -> Facts:

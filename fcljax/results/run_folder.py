@@ -17,7 +17,8 @@ Number = float | int
 
 DIGESTS = "digests.json"  # sha256 of what a finished run wrote
 CONFUSION = "confusion.csv"
-SEALED = ("summary.json", "metrics.jsonl", "config.yaml", CONFUSION)
+PREDICTIONS = "predictions.csv"
+SEALED = ("summary.json", "metrics.jsonl", "config.yaml", CONFUSION, PREDICTIONS)
 # what the keys of shares of the loss's terms in metrics.jsonl begin with
 SHARES = "gradient_share_"
 MAX_LOG_BYTES = 2**26  # read of a metrics.jsonl

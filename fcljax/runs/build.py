@@ -16,7 +16,6 @@ from fcljax.adapters import find_adapter
 from fcljax.choices import chosen
 from fcljax.config import RunConfig, TrainConfig
 from fcljax.data.files.dataset import Dataset
-from fcljax.data.files.sources import hold_out
 from fcljax.data.owners import with_owners
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host, ready
@@ -45,6 +44,7 @@ from fcljax.runs.inputs import (
     make_splits,
     network_of,
     read_clean,
+    used_part,
 )
 from fcljax.runs.machine import Machine, kernel_on, plan_lanes, plan_shapes
 from fcljax.scenario import Scenario, fit_partition, make_scenario
@@ -126,8 +126,8 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     # from here on
     settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
-    if dataset and settings.holdout:
-        dataset = hold_out(dataset, settings.holdout)
+    if dataset:
+        dataset = used_part(dataset, settings)
     inputs = load_inputs(settings, dataset, supplied.backbone)
     check_reads(settings, inputs.dataset)
     check_stop(settings, lambda: bool(config.learning_rates(settings)) or config.has_own_rate(settings))

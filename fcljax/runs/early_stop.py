@@ -48,9 +48,6 @@ def hold_out_training(dataset: Dataset) -> tuple[Dataset, Dataset]:
     except InputError as error:
         reason = str(error).partition(": ")[2]
         raise InputError(f"stop_when_flat: {reason}") from None
-    if dataset.kept is not None and validated.kept is not None:
-        # --holdout has removed examples before: indices are of the whole data set
-        validated = validated._replace(kept=dataset.kept[validated.kept], whole=dataset.whole)
     digest = hashlib.sha256(f"{dataset.digest} trained without {SHARE}".encode()).hexdigest()
     reduced = validated._replace(
         x_test=dataset.x_test,

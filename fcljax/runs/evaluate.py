@@ -18,7 +18,7 @@ from fcljax.results import metrics
 from fcljax.runs.build import Experiment
 from fcljax.runs.checkpoint import State
 from fcljax.runs.predict import Predicted, Predictor, make_predict
-from fcljax.runs.records import OF_USER, Evaluated, Records
+from fcljax.runs.records import OF_USER, Evaluated, Records, Tested
 from fcljax.types import Metric, Predictions, PyTree, RoundContext, Task
 
 # evaluate(test, state, t, records) -> accuracies after task t. `test`: the experiment's
@@ -56,7 +56,7 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
             return np.array(_accuracy_per_task(predicted_label == label, is_of_task), float).tolist()
 
         predicted = predictions(predict)
-        _record_predictions(records, [predicted], [label], exp.sizes.classes)
+        _record_predictions(records, [Tested(None, index, label, predicted)], exp.sizes.classes)
         values = measured(exp.metrics, task_of_class, [predicted], [label])
         provisional = None
         if predict_provisional is not None:
@@ -72,8 +72,7 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
     predict = _predict_by_client(exp, exp.method.predict_client)
 
     def evaluate(test: Split | Host, state: State, t: int, records: Records) -> Evaluated:
-        predictions = []
-        labels = []
+        tested = []
         class_il = []
         task_il = []
         personal = []
@@ -85,13 +84,14 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
             class_il.append(_accuracy_per_task(correct, is_of_task))
             task_il.append(_accuracy_per_task(predicted.label_in_task == label, is_of_task))
             personal.append(_accuracy(correct))
-            predictions.append(predicted)
-            labels.append(label)
-        _record_predictions(records, predictions, labels, exp.sizes.classes)
+            tested.append(Tested(client, index, label, predicted))
+        _record_predictions(records, tested, exp.sizes.classes)
         # an evaluation within a task replaces the earlier one
         records.clients = [*records.clients[:t], class_il]
         records.clients_task_il = [*records.clients_task_il[:t], task_il]
         task_of_class = _task_of_class([scenario.current(task) for task in range(t + 1)])
+        predictions = [model.predicted for model in tested]
+        labels = [model.label for model in tested]
         values = measured(exp.metrics, task_of_class, predictions, labels)
         return Evaluated(_mean_over_clients(class_il), None, _mean_over_clients(task_il), personal, values)
 
@@ -163,6 +163,18 @@ def personal_accuracy(
     predict = _predict_by_client(exp, exp.method.predict_client)
     predictions = predict(exp.test, state, len(exp.scenario.tasks) - 1)
     return [_accuracy(predicted.label == label[index]) for index, predicted in predictions]
+
+
+def last_predictions(exp: Experiment, state: State, records: Records) -> Sequence[Tested]:
+    """Return the predictions of the last evaluation.
+
+    A run that was resumed after its last round has none, and makes them again.
+    """
+    if records.tested:
+        return records.tested
+    again = Records()
+    make_evaluate(exp)(exp.test, state, len(exp.scenario.tasks) - 1, again)
+    return again.tested
 
 
 def sampled_calibration(exp: Experiment, state: State) -> dict[str, Any] | None:
@@ -263,12 +275,11 @@ def _task_of_class(current: Sequence) -> Int[np.ndarray, " C"]:
     return np.where(is_current.any(axis=0), is_current.argmax(axis=0), -1).astype(np.int32)
 
 
-def _record_predictions(
-    records: Records, predictions: list[Predicted], labels: list[np.ndarray], classes: int
-) -> None:
-    """Record the confusion matrix and the calibration of all predictions together."""
-    predicted = _concatenate(predictions)
-    label = np.concatenate(labels)
+def _record_predictions(records: Records, tested: list[Tested], classes: int) -> None:
+    """Record the predictions, and the confusion matrix and the calibration of all together."""
+    records.tested = tested
+    predicted = _concatenate([model.predicted for model in tested])
+    label = np.concatenate([model.label for model in tested])
     records.confusion = metrics.confusion_matrix(label, predicted.label, classes).tolist()
     records.calibration = metrics.calibration(predicted.label == label, predicted.confidence).to_json()
 

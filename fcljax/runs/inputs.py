@@ -19,6 +19,7 @@ from fcljax.config import (
     BackboneConfig,
     ImageConfig,
     InputConfig,
+    PartitionConfig,
     RunConfig,
     SplitConfig,
     TrainConfig,
@@ -28,6 +29,7 @@ from fcljax.data.augment import Preprocess, clean_view, input_pipeline, train_vi
 from fcljax.data.files.dataset import Dataset, check_images
 from fcljax.data.files.names import has_arrays
 from fcljax.data.files.sources import DataOptions, hold_out, load_dataset
+from fcljax.data.files.subsets import with_classes
 from fcljax.data.kinds import ArrayData, Kind, TextData, are_tokens, described
 from fcljax.data.store import Split
 from fcljax.data.streaming import Host
@@ -324,12 +326,24 @@ def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretra
 
 
 def load_split(cfg: SplitConfig, image_size: int) -> Dataset:
-    """Load the data set that the settings name, without the images that they hold out.
+    """Load the part that the settings use of the data set that they name.
 
     Raises:
-      InputError: as `load_dataset`.
+      InputError: as `load_dataset` and `used_part`.
     """
     dataset = load_dataset(cfg.dataset, image_options(cfg, image_size), verify=cfg.verify)
+    return used_part(dataset, cfg)
+
+
+def used_part(dataset: Dataset, cfg: SplitConfig) -> Dataset:
+    """Return the examples of the classes that the settings name, without those that they
+    hold out.
+
+    Raises:
+      InputError: for classes or a share that the data set cannot meet.
+    """
+    if isinstance(cfg, PartitionConfig) and cfg.classes != "all":
+        dataset = with_classes(dataset, cfg.classes)
     if not cfg.holdout:
         return dataset
     return hold_out(dataset, cfg.holdout)

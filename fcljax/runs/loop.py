@@ -23,20 +23,27 @@ from fcljax.federated.check import leaks_in_one_line
 from fcljax.files import read_text, write_text
 from fcljax.mesh import process_part, process_rows, put_process_rows, put_server, put_shared
 from fcljax.results import page, trackers
-from fcljax.results.run_folder import CONFUSION, changed_files, seal, write_json
+from fcljax.results.run_folder import CONFUSION, PREDICTIONS, changed_files, seal, write_json
 from fcljax.runs import checkpoint, fit, memory, rate_search, resume, signals
 from fcljax.runs.build import NOTHING, Experiment, Supplied, build, placed
 from fcljax.runs.checkpoint import State
 from fcljax.runs.early_stop import ends_task
-from fcljax.runs.evaluate import check_metrics, personal_accuracy, sampled_calibration
+from fcljax.runs.evaluate import check_metrics, last_predictions, personal_accuracy, sampled_calibration
 from fcljax.runs.features import make_fill
 from fcljax.runs.folder import check_new, created, locked
 from fcljax.runs.hosts import Hosts
 from fcljax.runs.inputs import report_notes
 from fcljax.runs.reconstructions import Rebuilt, measure, restored_images
-from fcljax.runs.records import Clock, Records, json_line, last_round, rounds_bar
+from fcljax.runs.records import Clock, Records, Tested, json_line, last_round, rounds_bar
 from fcljax.runs.rounds import first_server, first_state, make_play_round, saved_state, state_shapes
-from fcljax.runs.summary import confusion_csv, draw_figures, missing_figures, summarize
+from fcljax.runs.summary import (
+    MOST_PREDICTIONS,
+    confusion_csv,
+    draw_figures,
+    missing_figures,
+    predictions_csv,
+    summarize,
+)
 from fcljax.settings import is_owned
 from fcljax.terminal import say
 from fcljax.types import ReplayBuffer, RoundContext
@@ -257,6 +264,7 @@ def _complete(
         exp, search_seconds = _search(session, placed(exp))
         session = session._replace(settings=exp.settings)
     settings, out, observer, hosts, _ = session
+    tested: Sequence[Tested] = ()
     with contextlib.ExitStack() as stack:
         # compilers may hold memory that the run's arrays need
         stack.enter_context(memory.trim_after_compilation())
@@ -283,6 +291,8 @@ def _complete(
             records = progress.records
             with Clock(records.seconds) as clock, clock("eval"):
                 personal = personal_accuracy(exp, state, records)
+                if not finished:
+                    tested = last_predictions(exp, state, records)
                 drawn_calibration = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
             # figures are drawn next, and need not add their memory to that of the last
@@ -299,7 +309,7 @@ def _complete(
         # the other processes have the same summary, and leave files to the first
         if hosts.first:
             if not finished:
-                write_text(out / CONFUSION, confusion_csv(exp, records))
+                _write_tables(out, exp, records, tested)
                 write_json(out / "summary.json", summary)
                 seal(out)
             _write_results(session, exp, summary, rebuilt)
@@ -337,6 +347,13 @@ def _search(session: Session, exp: Experiment) -> tuple[Experiment, float]:
             write_json(out / SEARCH, choice.to_json())
             write_text(out / "config.yaml", config.to_yaml(exp.settings))
     return exp, choice.seconds
+
+
+def _write_tables(out: Path, exp: Experiment, records: Records, tested: Sequence[Tested]) -> None:
+    """Write the confusion matrix and the predictions of the last evaluation."""
+    write_text(out / CONFUSION, confusion_csv(exp, records))
+    if sum(len(model.index) for model in tested) <= MOST_PREDICTIONS:
+        write_text(out / PREDICTIONS, predictions_csv(exp, tested))
 
 
 def _write_results(
@@ -560,7 +577,7 @@ def _save_checkpoint(
     saved = saved_state(exp, state)
     if not journal.manager:
         return None, shards
-    snapshot = checkpoint.Snapshot(step, saved, dataclasses.asdict(records), journal.origin, shards)
+    snapshot = checkpoint.Snapshot(step, saved, records.to_json(), journal.origin, shards)
     return checkpoint.save(journal.manager, snapshot, start), shards
 
 

@@ -378,7 +378,7 @@ def model_of_run(
       settings: of the run.
       out: its directory.
       supplied: as of the run.
-      labels: the caller's label of each class; None: the data set's numbers.
+      labels: the caller's label of each class of the data; None: the data set's numbers.
       client: the client with the personal model; None: the global model.
 
     Raises:
@@ -401,9 +401,9 @@ def model_of_run(
     order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.train_label] = dataset.y_train
     arrays, structure = jax.tree.flatten(_arrays_of(exp, state, client))
-    label_of_class = np.arange(exp.sizes.classes)
+    label_of_class = np.array(dataset.numbers or range(exp.sizes.classes))
     if labels is not None:
-        label_of_class = np.asarray(labels)
+        label_of_class = np.asarray(labels)[label_of_class]
     label_of_class = label_of_class[order]
     logits = jax.jit(_logits(exp, structure, client))
     size = settings.eval_batch_size

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 from rich.console import Console
 
 from fcljax.federated.communication import Traffic
 from fcljax.federated.engine import RoundReport
 from fcljax.federated.health import CLASSES, NOT_FINITE
+from fcljax.runs.predict import Predicted
 from fcljax.terminal import NotebookBar, progress_bar
 
 HELD_OUT = "A_held_out"  # accuracy on a task's held-out training examples, with --stop-when-flat
@@ -46,6 +48,18 @@ class Evaluated(NamedTuple):
 NOT_EVALUATED = Evaluated()
 
 
+class Tested(NamedTuple):
+    """Predictions of one model on its test examples."""
+
+    client: int | None
+    """Client whose personal model it is; None: the global model."""
+    index: Int[np.ndarray, " n"]
+    """Which test examples of the run."""
+    label: Int[np.ndarray, " n"]
+    """Their classes, by position in the class order."""
+    predicted: Predicted
+
+
 @dataclasses.dataclass
 class Records:
     """The history of a run."""
@@ -64,6 +78,8 @@ class Records:
     # of the last evaluation
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # of the last evaluation in this process; too large for checkpoints
+    tested: Sequence[Tested] = ()
     # totals
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
@@ -74,6 +90,12 @@ class Records:
     # [finished rounds, what changed] for each time that
     # the run was resumed on other hardware
     hardware_changes: list[list[int | str]] = dataclasses.field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a copy for a checkpoint, as plain JSON values."""
+        values = dataclasses.asdict(dataclasses.replace(self, tested=()))
+        del values["tested"]
+        return values
 
     def add(self, **counts: float | int) -> None:
         """Add to the totals."""

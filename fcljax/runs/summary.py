@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fcljax.results.repeat import command, names_to_give
 from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
-from fcljax.runs.records import HELD_OUT, Records
+from fcljax.runs.records import HELD_OUT, Records, Tested
 from fcljax.runs.traffic import (
     Counted,
     Payloads,
@@ -38,6 +38,9 @@ from fcljax.runs.traffic import (
 from fcljax.scenario import domains_of
 from fcljax.types import RoundContext
 
+PREDICTED = ("index", "task", "class", "predicted", "probability")  # columns of predictions.csv
+# rows of predictions.csv: clients' models on their test images may be millions, 40 bytes each
+MOST_PREDICTIONS = 1_000_000
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
 PRIVACY_POINTS = 50  # of the curve of epsilon
 LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
@@ -141,6 +144,38 @@ def confusion_csv(exp: Experiment, records: Records) -> str:
     rows.writerow(["class", *names, "none"])
     for name, counts in zip(names, records.confusion, strict=True):
         rows.writerow([name, *counts])
+    return text.getvalue()
+
+
+def predictions_csv(exp: Experiment, tested: Sequence[Tested]) -> str:
+    """Return the predictions of the last evaluation as CSV: a row for each test example,
+    and for each personal model on it.
+
+    Classes have names, and tasks numbers from 0. An example without a prediction has an
+    empty class and probability.
+    """
+    # -1 stands for "no prediction", and is the last place of the list
+    names = [*_class_names(exp), ""]
+    tasks = range(len(exp.scenario.tasks))
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    if exp.method.personal:
+        rows.writerow(("client", *PREDICTED))
+    else:
+        rows.writerow(PREDICTED)
+    for client, index, label, predicted in tested:
+        # a class may return in a later task: its first one counts
+        task = np.argmax([exp.scenario.tests(t, client)[index] for t in tasks], axis=0)
+        columns = [
+            index,
+            task,
+            [names[c] for c in label],
+            [names[c] for c in predicted.label],
+            ["" if np.isnan(p) else f"{p:.6f}" for p in predicted.confidence],
+        ]
+        if client is not None:
+            columns.insert(0, np.full(len(index), client))
+        rows.writerows(zip(*columns, strict=True))
     return text.getvalue()
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from fcljax.data.kinds import Kind
+from fcljax.data.kinds import Kind, take
 from fcljax.errors import InputError
 
 
@@ -41,10 +41,34 @@ class Dataset(NamedTuple):
     # the same of test examples [M], if the data have them
     columns_test: Mapping[str, np.ndarray] = {}
     folder: Path | None = None  # where it is prepared, with the names of its images
-    # indices of the training images that were not held out; None: all
+    # indices of the training images of the whole data set that are used; None: all
     kept: Int[np.ndarray, " N"] | None = None
-    whole: int = 0  # training images before some were held out
+    whole: int = 0  # training images of the whole data set, where only some are used
     kind: Kind | None = None  # None: images
+    # the number of each class in the whole data set, where only some classes are used
+    numbers: tuple[int, ...] | None = None
+
+
+def with_part_of_training(dataset: Dataset, indices: Int[np.ndarray, " n"]) -> Dataset:
+    """Return the data set with these training examples alone.
+
+    `kept` has their numbers in the whole data set, which files of owners and of images'
+    names go by.
+    """
+    kept = indices
+    if dataset.kept is not None:
+        kept = dataset.kept[indices]
+    size_train = None
+    if dataset.size_train is not None:
+        size_train = dataset.size_train[indices]
+    return dataset._replace(
+        x_train=take(dataset.x_train, indices),
+        y_train=dataset.y_train[indices],
+        size_train=size_train,
+        columns={name: values[indices] for name, values in dataset.columns.items()},
+        kept=kept,
+        whole=dataset.whole or len(dataset.y_train),
+    )
 
 
 def check_images(field: str, dataset: Dataset) -> None:

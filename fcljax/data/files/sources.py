@@ -27,7 +27,7 @@ from fcljax.data.files.arrays import ARRAYS
 from fcljax.data.files.arrow_files import SUFFIXES as TABLES
 from fcljax.data.files.class_folders import folder_of_classes
 from fcljax.data.files.csv_files import csv_dataset
-from fcljax.data.files.dataset import Dataset, image_names, prepared_columns
+from fcljax.data.files.dataset import Dataset, image_names, prepared_columns, with_part_of_training
 from fcljax.data.files.list_files import list_of_files
 from fcljax.data.files.listings import NAMED
 from fcljax.data.files.mixtures import mixed
@@ -36,7 +36,7 @@ from fcljax.data.files.prepared import Prepared, PreparedInfo
 from fcljax.data.files.raw import Choice, Raw, visible
 from fcljax.data.files.tables import table_files
 from fcljax.data.geometry import Geometry
-from fcljax.data.kinds import take, tree_bytes
+from fcljax.data.kinds import tree_bytes
 from fcljax.data.partition import first_share
 from fcljax.data.shifts import SHIFTS, shifted
 from fcljax.errors import InputError, nearest
@@ -59,7 +59,6 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
       InputError: if the share is too small to hold out an image of every class.
     """
     train_indices = first_share(dataset.y_train, 1 - share)
-    sizes = dataset.size_train
     # the last images of each class: no seed decides the choice
     held_out = np.setdiff1d(np.arange(len(dataset.y_train)), train_indices)
     if len(np.unique(dataset.y_train[held_out])) < len(np.unique(dataset.y_train)):
@@ -67,17 +66,12 @@ def hold_out(dataset: Dataset, share: float) -> Dataset:
         raise InputError(
             f"holdout: {share} of {fewest} training images of a class is not one; nearest: {1 / fewest:.3g}"
         )
-    return dataset._replace(
-        x_train=take(dataset.x_train, train_indices),
-        y_train=dataset.y_train[train_indices],
-        x_test=take(dataset.x_train, held_out),
-        y_test=dataset.y_train[held_out],
-        size_train=None if sizes is None else sizes[train_indices],
-        size_test=None if sizes is None else sizes[held_out],
-        columns={name: values[train_indices] for name, values in dataset.columns.items()},
-        columns_test={name: values[held_out] for name, values in dataset.columns.items()},
-        kept=train_indices,
-        whole=len(dataset.y_train),
+    tested = with_part_of_training(dataset, held_out)
+    return with_part_of_training(dataset, train_indices)._replace(
+        x_test=tested.x_train,
+        y_test=tested.y_train,
+        size_test=tested.size_train,
+        columns_test=tested.columns,
         digest=hashlib.sha256(f"{dataset.digest} without {share}".encode()).hexdigest(),
     )
 
