@@ -288,3 +288,13 @@ class SurrogateOptions:
     digits in a run on glyphs. Their labels are not read."""
     surrogate_images: int = 2000
     """Number of surrogate training images, drawn by the seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOptions:
+    """Options of methods that reconstruct images with a masked autoencoder.
+
+    Runs with these fields read the weights into `Frozen.decoder`."""
+
+    decoder: str | None = option(None, unset="the checkpoint's or the packaged one")
+    """Decoder weights of a masked autoencoder (`fcljax pretrain-decoder`)."""

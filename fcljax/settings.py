@@ -111,8 +111,6 @@ class BackboneConfig:
 class InputConfig(BackboneConfig, SplitConfig):
     """The network with its images, and the devices that compute."""
 
-    decoder: str | None = option(None, unset="the checkpoint's or the packaged one")
-    """Decoder weights of a masked autoencoder (`fcljax pretrain-decoder`)."""
     eval_batch_size: int = 64
     """Images per evaluation step on each device."""
     devices: int = 1

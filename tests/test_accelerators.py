@@ -459,7 +459,7 @@ def test_a_network_that_trains_in_bfloat16_begins_with_all_bits_of_its_parameter
 
     def params(**values):
         cfg = config.resolve(config.from_mapping("ewc", {"backbone": "vit_micro", **values}, "test"))
-        return load_network(cfg, None, None, 0).params
+        return load_network(cfg, None).params
 
     exact = params(adapter="full", dtype="float32")
     same(params(adapter="full", dtype="bfloat16"), exact)

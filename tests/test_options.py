@@ -192,7 +192,9 @@ def test_few_options_of_a_method_and_its_adapter_are_none(method):
     entry = find_method(method)
     own = (entry.options(entry.adapter), find_adapter(entry.adapter).options)
     unset = [field.name for options in own for field in fields_of(options) if field.default is None]
-    assert unset == (["server_batch_size", "server_lr"] if method == "fppl" else [])
+    expected = {"fppl": ["server_batch_size", "server_lr"]}
+    expected |= {name: ["decoder"] for name in METHODS if name.endswith("pmae")}
+    assert unset == expected.get(method, [])
 
 
 # Defaults that papers or their releases state; docs/fidelity.md says where.

@@ -230,7 +230,7 @@ def abstract_backbone(settings: config.RunConfig) -> Pretrained:
     A network without a name is read from its file.
     """
     if settings.backbone == "auto":
-        return load_network(settings, settings.image_size, settings.decoder, settings.seed)
+        return load_network(settings, settings.image_size, settings.seed)
     shape: ViTConfig | ConvNetConfig = {**VITS, **CONVNETS}[settings.backbone]
     size = settings.image_size or shape.image_size
     dtype = compute_type(settings)

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, Shaped
 from fcljax.errors import InputError
 from fcljax.federated.claims import within
 from fcljax.models import heads, mae
-from fcljax.options import option
+from fcljax.options import DecoderOptions, option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
@@ -64,7 +64,7 @@ RESTORE = "restore"
 
 
 @dataclasses.dataclass(frozen=True)
-class PmaeOptions:
+class PmaeOptions(DecoderOptions):
     """Options of pMAE; the values are the release's."""
 
     mask_ratio: float = option(0.75, most=0.99)

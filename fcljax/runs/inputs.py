@@ -44,7 +44,7 @@ from fcljax.models.text import check_text
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone, load_text_encoder
-from fcljax.options import SurrogateOptions
+from fcljax.options import DecoderOptions, SurrogateOptions
 from fcljax.pixels import NORMALISE
 from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
@@ -58,7 +58,6 @@ RESIDENT_SHARE = 0.5
 # settings that only images have, apart from `checkpoint`, which text has too
 OF_IMAGES = (
     "checkpoint",
-    "decoder",
     "heads",
     "image_size",
     "normalise",
@@ -104,7 +103,7 @@ def load_inputs(
             f"backbone: {cfg.backbone!r} reads arrays, and {cfg.dataset} has images; nearest: 'auto'"
         )
     if backbone is None:
-        backbone = load_network(cfg, cfg.image_size, cfg.decoder, cfg.seed)
+        backbone = load_network(cfg, cfg.image_size, cfg.seed)
     size = backbone.config.image_size
     if dataset is None:
         dataset = load_split(cfg, size)
@@ -220,9 +219,7 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
         )
 
 
-def load_network(
-    cfg: BackboneConfig, image_size: int | None, decoder: str | None = None, seed: int = 0
-) -> Pretrained:
+def load_network(cfg: BackboneConfig, image_size: int | None, seed: int = 0) -> Pretrained:
     """Load the network that the settings name. Without weights it has random values,
     which `seed` decides.
 
@@ -230,6 +227,9 @@ def load_network(
       InputError: as `load_backbone`, and for the name of weights that are not here.
     """
     name, checkpoint = named_weights(cfg)
+    decoder = None
+    if isinstance(cfg, DecoderOptions):
+        decoder = cfg.decoder
     weights = WeightOptions(
         heads=cfg.heads,
         positions=cfg.positions,
