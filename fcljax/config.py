@@ -416,12 +416,14 @@ def _without_unread(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
     unread = {name: value for name, value in values.items() if name not in fields and readers(name)}
     changed = {name: value for name, value in unread.items() if value != in_preset.get(name)}
     check_unread(fields, changed, vars(usual) | values)
-    # null stood for a default that has a value today
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in unread and not (value is None and readers(name))
-    }
+
+    def is_old_default(name: str) -> bool:
+        # null stood for a default that has a value today, or for an option of some methods
+        if values[name] is not None:
+            return False
+        return bool(readers(name)) or (name not in fields and bool(methods_with(name)))
+
+    return {name: value for name, value in values.items() if name not in unread and not is_old_default(name)}
 
 
 def with_values(settings: RunConfig, **values: Any) -> RunConfig:
@@ -604,15 +606,17 @@ def improvement(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], where: str) -> None:
-    """Tell options that only go with another adapter apart from those that do not exist.
+def check_known(method: str | MethodEntry, adapter: str, values: Mapping[str, Any], where: str) -> None:
+    """Tell options that only go with another adapter or method apart from those that do
+    not exist.
 
     Raises:
-      InputError: naming the first such option and the adapter that it goes with.
+      InputError: naming the first such option, and the adapter or the methods that have
+        it.
     """
     groups = option_groups(method, adapter).values()
     of_run = {field.name for group in groups for field in fields_of(group)}
-    for name in names:
+    for name, value in values.items():
         if name in of_run:
             continue
         adapter_with = _adapter_of(find_method(method), name)
@@ -624,6 +628,25 @@ def check_known(method: str | MethodEntry, adapter: str, names: Iterable[str], w
                 f"{where}: {typed} is an option of the adapter {adapter_with!r}, and this run has "
                 f"{adapter!r}; nearest: --adapter {adapter_with}"
             )
+        # files of earlier versions have null for options that few methods have today
+        if value is None or readers(name):
+            continue
+        having = methods_with(name)
+        if having:
+            raise InputError(
+                f"{where}: {flag(name)} is an option of {', '.join(having)}, and "
+                f"{name_of(method)} has none; leave it out"
+            )
+
+
+def methods_with(name: str) -> list[str]:
+    """Return the methods that have an option of their own by this name."""
+    having = []
+    for method in METHODS:
+        entry = find_method(method)
+        if any(field.name == name for field in fields_of(entry.options(entry.adapter))):
+            having.append(method)
+    return having
 
 
 def _adapter_of(entry: MethodEntry, name: str) -> str | None:

@@ -388,6 +388,18 @@ def test_an_adapter_s_option_goes_with_that_adapter_alone():
         config.from_mapping("pilora", {"adapter": "prompts", "orthogonality_weight": 1.0}, "test")
 
 
+def test_an_option_of_other_methods_names_them():
+    message = "test: --surrogate is an option of cfed, and fppl has none; leave it out"
+    with pytest.raises(InputError, match=f"^{message}$"):
+        config.from_mapping("fppl", {"surrogate": "digits"}, "test")
+    with pytest.raises(
+        InputError, match="^test: --decoder is an option of pmae, l2p-pmae, .*, and fppl has none"
+    ):
+        config.from_mapping("fppl", {"decoder": "file"}, "test")
+    # a file of settings from before
+    assert config.from_mapping("fppl", {"decoder": None}, "test") == config.from_mapping("fppl", {}, "test")
+
+
 def test_a_method_s_defaults_hold_for_the_options_that_a_run_has():
     """EWC trains one pair for all tasks; on an adapter without pairs there is nothing to say of them."""
     assert config.run_class("ewc", "lora")().lora_pairs == "one"

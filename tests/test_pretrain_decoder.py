@@ -17,7 +17,7 @@ from PIL import Image
 from vit_files import TINY, same
 
 from fcljax import cli
-from fcljax.config import InputConfig
+from fcljax.config import preset
 from fcljax.data.augment import Preprocess, clean_view, sample_crops
 from fcljax.data.glyphs import GLYPHS, PRETRAIN, glyph_fields, glyphs
 from fcljax.errors import InputError
@@ -369,7 +369,8 @@ def test_the_file_tells_what_is_needed_to_use_it(here, first):
 
 
 def test_a_run_takes_the_file_as_an_option(here, first):
-    given = InputConfig(checkpoint=str(here / "encoder.safetensors"), heads=2)
+    given = preset("pmae")
+    given = dataclasses.replace(given, checkpoint=str(here / "encoder.safetensors"), heads=2)
     named = dataclasses.replace(given, decoder=str(here / "first.safetensors"))
     assert load_inputs(given).backbone.decoder is None
     same(load_inputs(named).backbone.decoder.params, load(here).decoder.params)

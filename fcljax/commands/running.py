@@ -292,10 +292,12 @@ def parse_run(
         shown = config.from_mapping(method, values, str(source or "options"))
     else:
         shown = config.preset(method, adapter, choices=choices)
-    config.check_known(method, adapter, typed, "options")
-    run, *others = ((title, config.part(kind, shown)) for title, kind in groups.items())
     if besides is None:
         besides = {"files": Paths(), "hosts": HostOptions()}
+    of_command = {field.name for options in besides.values() for field in fields_of(type(options))}
+    of_run = {name: value for name, value in typed.items() if name not in of_command}
+    config.check_known(method, adapter, of_run, "options")
+    run, *others = ((title, config.part(kind, shown)) for title, kind in groups.items())
     shown_besides = {title: _with_deciders(options, typed) for title, options in besides.items()}
     # the method's options first: they are what a reader looks for
     parts = dict([*others, run, *shown_besides.items()])

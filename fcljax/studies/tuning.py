@@ -109,7 +109,7 @@ def parse_range(method: str, given: Mapping[str, Any], name: str, text: str) -> 
     name = name.replace("-", "_")
     # the adapter decides which options there are
     adapter = given.get("adapter") or find_method(method).adapter
-    config.check_known(method, adapter, [name], "options")
+    config.check_known(method, adapter, {name: ""}, "options")
     groups = config.option_groups(method, adapter).values()
     fields = {field.name: field for group in groups for field in fields_of(group)}
     if name not in fields:
