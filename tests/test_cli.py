@@ -90,7 +90,7 @@ COMMANDS = ("run", "check", "list", "compare", "pretrain")
         (["run", "--tasks", "3"], ["method"]),
         (["run", "fpl"], ["method", "'fpl'", "'fppl'"]),
         (["run", "linear", "--taks", "3"], ["'--taks'", "'--tasks'"]),
-        (["run", "linear", "--wo-pool"], ["'--wo-pool'"]),
+        (["run", "linear", "--wo-pool"], ["--wo-pool", "fppl", "linear"]),
         (["run", "linear", "--adapter", "lra"], ["adapter", "'lra'", "'lora'"]),
         (["run", "linear", "--lora-rank", "2"], ["--lora-rank", "'lora'", "'linear'", "--adapter lora"]),
         (["run", "ewc", "--adapter", "prompts", "--lora-rank", "2"], ["--lora-rank", "'lora'", "'prompts'"]),
