@@ -24,6 +24,7 @@ from fcljax.errors import InputError
 from fcljax.models.mae import decode, patchify, random_mask, reconstruction_loss, sincos_positions
 from fcljax.models.vit import Injection, apply_vit
 from fcljax.models.weights.pretrained import PretrainedDecoder, WeightOptions, load_backbone, save_native
+from fcljax.options import replaced
 from fcljax.pretraining import decoder as module
 from fcljax.pretraining.decoder import PretrainDecoderConfig, pretrain_decoder, random_crops
 from fcljax.runs.inputs import load_inputs
@@ -371,11 +372,11 @@ def test_the_file_tells_what_is_needed_to_use_it(here, first):
 def test_a_run_takes_the_file_as_an_option(here, first):
     given = preset("pmae")
     given = dataclasses.replace(given, checkpoint=str(here / "encoder.safetensors"), heads=2)
-    named = dataclasses.replace(given, decoder=str(here / "first.safetensors"))
+    named = replaced(given, decoder=str(here / "first.safetensors"))
     assert load_inputs(given).backbone.decoder is None
     same(load_inputs(named).backbone.decoder.params, load(here).decoder.params)
     with pytest.raises(InputError, match="^decoder: 'encoder.safetensors' has no decoder$"):
-        load_inputs(dataclasses.replace(given, decoder=given.checkpoint))
+        load_inputs(replaced(given, decoder=given.checkpoint))
 
 
 @pytest.mark.long
