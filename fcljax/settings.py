@@ -176,6 +176,8 @@ class TrainConfig:
     """Client optimiser; its state is reset in every round."""
     prox_weight: float = 0.0
     """Weight of the FedProx term, the distance to the global model."""
+    headtune: bool = False
+    """Start a new task's classes at their mean features over all clients (FedNCM's HeadTune)."""
     norm_bound: float = option(0.0, unset="no bound")
     """Maximum L2 distance of client parameters from the global model."""
 
@@ -315,6 +317,17 @@ def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
         )
         for name, preset in presets.items()
     }
+
+
+def with_headtune(presets: Presets) -> Presets:
+    """Presets with `improved`: the intended one, where new classes start at their mean
+    features (docs/results/fit.md)."""
+    intended = presets["intended"]
+    run = dataclasses.replace(intended.run, headtune=True)
+    # class means are sums over examples, so clients count by their examples everywhere
+    if run.aggregator == "uniform":
+        run = dataclasses.replace(run, aggregator="mean")
+    return {**presets, "improved": intended._replace(run=run)}
 
 
 def with_mini(presets: Presets, **values: Any) -> Presets:

@@ -56,8 +56,6 @@ class PiloraOptions:
     """Standard deviation of the initial prototypes."""
     wo_reweight: bool = False
     """Ablation: average prototypes uniformly."""
-    headtune: bool = False
-    """Start a new task's prototypes at the mean features of all clients (+HT)."""
     distance: Distance = "sqrt_scaled"
     """Distance of a feature to a prototype: ||f - m|| / sqrt(width), or ||f - m||^2."""
     negatives: Literal["seen", "all"] = "all"
@@ -90,7 +88,7 @@ _RUN = RunConfig(optimiser=Adam(weight_decay=1e-5), lr=0.1, lr_schedule="cosine"
 PRESETS = with_mini(
     {
         "intended": Preset(PiloraLoraOptions(), _RUN),
-        "improved": Preset(PiloraLoraOptions(headtune=True), dataclasses.replace(_RUN, train_share=1.0)),
+        "improved": Preset(PiloraLoraOptions(), dataclasses.replace(_RUN, train_share=1.0, headtune=True)),
         "paper": Preset(
             PiloraLoraOptions(
                 distance="squared", mean_features="clean", reweight_distance="l2sq", reweight_mode="multiply"
@@ -128,8 +126,6 @@ def pilora(options: PiloraOptions, run: Run) -> Method:
     server_rules = [reweight_prototypes(options, run)]
     if options.wo_reweight:
         server_rules = [average_prototypes(run)]
-    if options.headtune:
-        server_rules.append(head_tune(run))
     return federate(
         run,
         learner(run.network, run.adapter, classifier, classifier_then_adapter),
@@ -405,13 +401,3 @@ def average_prototypes(run: Run) -> ServerRule:
         return ServerUpdate(replace_prototypes(params, round.task, merged), state)
 
     return ServerRule("average", update, reports=(OfEachClient("classifier", follows_rule=True),))
-
-
-def head_tune(run: Run) -> ServerRule:
-    """Start a task's prototypes at the mean features of all clients (+HeadTune)."""
-
-    def place(params: Params, task: Task, means: Array, present: Array) -> Params:
-        initial = classifiers.current_classes(params.classifier, task)
-        return replace_prototypes(params, task, jnp.where(present[:, None], means, initial))
-
-    return reports.start_at_class_means(run, place)

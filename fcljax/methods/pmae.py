@@ -35,10 +35,9 @@ from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.replay import pass_over
-from fcljax.parts.reports import start_at_class_means, weights_at_means
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.pixels import between, to_unit
-from fcljax.settings import Preset, with_mini
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import (
     Autoencoder,
     Batch,
@@ -86,8 +85,6 @@ class PmaeOptions(DecoderOptions):
     exact_task_match: bool = True
     """Reconstruct a task's images with its own prompt only. Otherwise also with those of
     tasks whose number starts with its number, as the release does."""
-    headtune: bool = False
-    """Start a new task's classes at the normalised mean features of all clients."""
     wo_recon_prompt: bool = False
     """Ablation: give the decoder no prompt."""
     wo_restore_pool: bool = False
@@ -99,7 +96,7 @@ PRESETS = with_mini(
         "intended": Preset(PmaeOptions()),
         "paper": Preset(PmaeOptions(recon_denorm=False)),
         "released": Preset(PmaeOptions(recon_denorm=False, exact_task_match=False)),
-        "improved": Preset(PmaeOptions(headtune=True)),
+        "improved": Preset(PmaeOptions(), RunConfig(headtune=True)),
     },
     lr=1e-2,
 )
@@ -117,15 +114,12 @@ def pmae(options: PmaeOptions, run: Run) -> Method:
     client_rules = ()
     if not options.wo_recon_prompt:
         client_rules = (reconstruction(options, autoencoder),)
-    server_rules = [keep_tokens(options, run, autoencoder)]
-    if options.headtune:
-        server_rules.append(start_at_class_means(run, weights_at_means))
     return federate(
         run,
         learner,
         loss=cross_entropy_loss(),
         client_rules=client_rules,
-        server_rules=tuple(server_rules),
+        server_rules=(keep_tokens(options, run, autoencoder),),
         server_replay=train_on_restored(options, learner),
     )
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from fcljax.models.heads import Head, apply_head, init_head, init_truncated, mask_logits, sum_by_class, unit
 from fcljax.models.products import exact_matmul
@@ -33,7 +33,17 @@ def linear(
     def logits(_cached: PyTree, trainable: Head, feature: Array, _task: Task) -> Array:
         return apply_head(trainable, feature)
 
-    return Classifier(init, logits)
+    return Classifier(init, logits, at_means=weights_at_means)
+
+
+def weights_at_means(
+    head: Head, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"]
+) -> Head:
+    """Set weights as in FedNCM: mean features of length 1, and biases 0."""
+    # a column beyond the last class is dropped
+    column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
+    kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
+    return Head(kernel, head.bias.at[column].set(0.0, mode="drop"))
 
 
 def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
@@ -65,7 +75,26 @@ def prototypes(width: int, classes: int, form: Distance = "sqrt_scaled", std: fl
     def logits(cached: Array, trainable: Array, feature: Array, task: Task) -> Array:
         return -distances(feature, merge_current(cached, task, trainable), form)
 
-    return Classifier(init, logits, current_classes, merge_current, cached=_itself, lasting=_none)
+    return Classifier(
+        init,
+        logits,
+        current_classes,
+        merge_current,
+        cached=_itself,
+        lasting=_none,
+        at_means=prototypes_at_means,
+    )
+
+
+def prototypes_at_means(
+    vectors: Float[Array, "C width"],
+    task: Task,
+    means: Float[Array, "Ct width"],
+    present: Bool[Array, " Ct"],
+) -> Float[Array, "C width"]:
+    """Set prototypes to mean features (PILoRA +HeadTune)."""
+    initial = current_classes(vectors, task)
+    return merge_current(vectors, task, jnp.where(present[:, None], means, initial))
 
 
 def current_classes(
@@ -172,7 +201,14 @@ def computed(
     def cached(params: Any) -> PyTree:
         return inner.cached(params.inner)
 
-    return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting)
+    def inner_at_means(params: Any, task: Task, means: Array, present: Array) -> Any:
+        return params._replace(inner=inner.at_means(params.inner, task, means, present))
+
+    at_means = None
+    if inner.at_means:
+        at_means = inner_at_means
+
+    return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting, at_means)
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:

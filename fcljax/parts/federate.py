@@ -72,6 +72,8 @@ from fcljax.types import (
 )
 
 MEAN = make_aggregation(AggregationOptions())
+# makes a server rule for a method's learner
+MakeServerRule = Callable[[Learner], ServerRule]
 Personal = Literal["adapter", "classifier", "stats"]
 
 
@@ -90,6 +92,8 @@ class Run(NamedTuple):
     """How uploads are merged."""
     rules: tuple[ClientRule, ...] = ()
     """Client rules that the user may add to any method, such as FedProx's."""
+    server_rules: tuple[MakeServerRule, ...] = ()
+    """Makers of server rules that the user may add to any method, such as HeadTune's."""
 
 
 class Payload(NamedTuple):
@@ -144,6 +148,7 @@ def federate(
     """
     # wrapped once in checks, so that nothing below checks the results of rules
     rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
+    server_rules += tuple(make_rule(learner) for make_rule in run.server_rules)
     server_rules = tuple(map(checked_server_rule, server_rules))
     check_arguments("federate", loss=(loss.value if loss else None, 3))
     _check_rules(run, loss, rules, server_rules, personal)
@@ -247,6 +252,11 @@ def _check_rules(
     if rules and loss is None:
         raise InputError(
             f"client_rules: {rules[0].name} acts on training, but nothing trains here; leave it out"
+        )
+    if run.server_rules and "classifier" in personal:
+        raise InputError(
+            f"{server_rules[-1].name}: it sets the server's classifier, and each client has one of its own; "
+            "leave it out"
         )
     names = [rule.name for rule in rules]
     repeated = [name for name in names if names.count(name) > 1]

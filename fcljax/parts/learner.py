@@ -161,6 +161,17 @@ class ClassifierLogits(Protocol):
     def __call__(self, cached: Any, trainable: Any, feature: Feature, task: Task, /) -> Logits: ...
 
 
+@runtime_checkable
+class AtMeans(Protocol):
+    """Sets the parameters of a classifier to class means."""
+
+    def __call__(
+        self, params: Any, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
+    ) -> Any:
+        """Return the parameters with the task's present classes at their means."""
+        ...
+
+
 class Classifier(NamedTuple):
     """From features to logits."""
 
@@ -178,6 +189,8 @@ class Classifier(NamedTuple):
     """Logits in evaluation; None: as in training."""
     lasting: Callable[[Any], Any] = _unchanged
     """As in an `Adapter`."""
+    at_means: AtMeans | None = None
+    """Sets new classes to their mean features; None: they cannot start there."""
 
 
 class Params(NamedTuple):
@@ -280,6 +293,8 @@ class Learner(NamedTuple):
     """predict(frozen, params, batch, task) -> logits of evaluation, unmasked."""
     queries: bool
     """Whether a forward pass reads the frozen network's own class token."""
+    features: Reads = "prompted"
+    """Input of the classifier."""
     expectation: Expectation = at_trainable
     """expectation(function, trainable, batch, key) -> the mean of the function over the
     parameters that a training step of a Bayesian learner draws; of others, the function
@@ -446,6 +461,7 @@ def learner(
         forward,
         predict,
         queries=queries,
+        features=features,
     )
 
 

@@ -12,19 +12,22 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from fcljax.errors import InputError
 from fcljax.federated.claims import possible_class_sums, possible_counts, possible_trace
-from fcljax.models.heads import Head, sum_by_class, unit
+from fcljax.models.heads import sum_by_class
 from fcljax.models.prototypes import class_means
 from fcljax.models.vit import attention_inputs, longest_attention_inputs
 from fcljax.parts.classifiers import Sums, add_batch, add_classes, empty_sums
 from fcljax.parts.client import ClientEnd, ClientStep, Report
 from fcljax.parts.federate import Run, feature_width
-from fcljax.parts.learner import Params, Reads
+from fcljax.parts.learner import Learner, Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
-from fcljax.types import ClientContext, PyTree, Task, View
+from fcljax.types import ClientContext, PyTree, View
 
 # last part of the metric's name; runs warn by it
 PROTOTYPE_DISTANCE = "prototype_distance"
+# name of the server rule that starts classes at their means
+HEADTUNE = "headtune"
 # factor by which one round of training may raise the bound on a feature's norm
 TRAINING_FACTOR = 4.0
 
@@ -256,48 +259,27 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
     return ServerRule("class_means", update, reports=(report,), when=when)
 
 
-@runtime_checkable
-class SetMeans(Protocol):
-    """Sets the parameters of a classifier to class means."""
-
-    def __call__(
-        self, params: Params, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
-    ) -> Params:
-        """Return the server's parameters with the task's present classes at their means."""
-        ...
-
-
-def weights_at_means(params: Params, task: Task, means: Array, present: Array) -> Params:
-    """Set a linear classifier as in FedNCM: weights are mean features of length 1, biases 0."""
-    head: Head = params.classifier
-    # a column beyond the last class is dropped
-    column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
-    kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
-    bias = head.bias.at[column].set(0.0, mode="drop")
-    return params._replace(classifier=Head(kernel, bias))
-
-
-def start_at_class_means(
-    run: Run,
-    set_means: SetMeans,
-    features: Reads = "prompted",
-) -> ServerRule:
-    """Set the classifier to class means over all clients before a task's first round.
+def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
+    """Set the task's classes to their means over all clients before its first round.
 
     This is HeadTune's initialisation (FedNCM, Legate et al. 2023).
 
-    Args:
-      run: for the sizes.
-      set_means: sets the classifier.
-      features: input of the classifier.
+    Raises:
+      InputError: for a classifier whose classes cannot start at means.
     """
+    at_means = learner.classifier.at_means
+    if at_means is None:
+        raise InputError(
+            "headtune: classes of this method's classifier cannot start at mean features; leave it out"
+        )
 
     def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
         sums: Sums = round.reports["class_sums"]
         means, present = class_means(sums.feature, sums.examples)
-        return ServerUpdate(set_means(params, round.task, means, present), state)
+        classifier = at_means(params.classifier, round.task, means, present)
+        return ServerUpdate(params._replace(classifier=classifier), state)
 
     view = View(1, run.training.batch_size, augment=False)
-    longest = functools.partial(longest_feature, run, features=features)
-    report = class_sums(run.sizes.task_classes, feature_width(run, features), view, longest)
-    return ServerRule("headtune", update, reports=(report,), when="task_start")
+    longest = functools.partial(longest_feature, run, features=learner.features)
+    report = class_sums(run.sizes.task_classes, feature_width(run, learner.features), view, longest)
+    return ServerRule(HEADTUNE, update, reports=(report,), when="task_start")

@@ -1,6 +1,7 @@
 """From settings to an experiment: the method, its engine, the data and how clients share them."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -31,8 +32,9 @@ from fcljax.methods import MethodEntry, find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.parts.client import Training
-from fcljax.parts.federate import Run
+from fcljax.parts.federate import Run, rule_names
 from fcljax.parts.proximal import norm_bound, prox
+from fcljax.parts.reports import HEADTUNE, start_at_class_means
 from fcljax.parts.schedules import Constant
 from fcljax.runs.early_stop import HeldOut, check_stop, held_out_of, hold_out_training
 from fcljax.runs.inputs import (
@@ -363,6 +365,8 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     if settings.norm_bound:
         rules += (norm_bound(settings.norm_bound),)
     run = Run(sizes, network, adapter, make_train(settings, sizes), aggregation, rules)
+    if settings.headtune:
+        run = run._replace(server_rules=(functools.partial(start_at_class_means, run),))
     try:
         method = entry.build(config.part(entry.options(settings.adapter), settings), run)
     except Exception as error:
@@ -375,6 +379,11 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
         raise InputError(
             f"aggregator: {aggregation.name!r} has no effect on {settings.method}, which merges by "
             f"{method.aggregation!r}"
+        )
+    if settings.headtune and HEADTUNE not in rule_names(method).get("server", ()):
+        raise InputError(
+            f"headtune: {settings.method} is not made by parts.federate, so it starts no class at a mean; "
+            "leave it out"
         )
     # wrapped last, so that a method cannot tell malicious clients from honest ones
     if not settings.malicious:

@@ -206,7 +206,8 @@ def _client_classifier(inner: Classifier, composition: Composition) -> Classifie
     def cached_of(_params: ClientParams) -> tuple:
         return ()
 
-    return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of)
+    # each client has a head of its own
+    return inner._replace(trainable=trainable_of, merge=merge, cached=cached_of, at_means=None)
 
 
 # ---- one network -----------------------------------------------------------------------

@@ -103,9 +103,6 @@ class HepcoOptions:
     latents: Literal["generated", "gaussian"] = "generated"
     """Latents for the distillation: from generators (generated), or from a normal
     distribution per class (gaussian), for which clients also send sums of features."""
-    headtune: bool = False
-    """Start a new task's classes at the normalised mean features of all clients; needs
-    --aggregator mean."""
     features: Reads = "prompted"
     """Input of the classifier and of the distillation: features with prompts (prompted),
     or with them also the frozen network's, which never change (both; APER, Zhou et al.
@@ -115,13 +112,14 @@ class HepcoOptions:
     sums of features."""
 
 
-_IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, headtune=True, features="both")
+_IMPROVED = HepcoOptions(latents="gaussian", distill_lr=1e-3, features="both")
 PRESETS = with_mini(
     {
         "intended": prompted.CLIENT["intended"]._replace(options=HepcoOptions()),
         # class means are sums over examples, so clients count by their examples everywhere
         "improved": Preset(
-            _IMPROVED, dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean")
+            _IMPROVED,
+            dataclasses.replace(prompted.CLIENT["intended"].run, aggregator="mean", headtune=True),
         ),
         "paper": prompted.CLIENT["paper"]._replace(
             options=HepcoOptions(generator_mse="sum", loss_weights="uniform")
@@ -151,15 +149,11 @@ def hepco(options: HepcoOptions, run: Run) -> Method:
         raise InputError("diagnose: it compares generators, but --latents is gaussian; nearest: generated")
     if options.wo_mse and options.generator_mse == "none":
         raise InputError("wo_mse: --generator-mse is none, so it has no effect; nearest: --no-wo-mse")
-    server_rules = [latent_distillation(options, run)]
-    if options.headtune:
-        place = reports.weights_at_means
-        server_rules.append(reports.start_at_class_means(run, place, options.features))
     return federate(
         run,
         linear_learner(run, features=options.features),
         loss=cross_entropy_loss(),
-        server_rules=tuple(server_rules),
+        server_rules=(latent_distillation(options, run),),
     )
 
 

@@ -78,6 +78,8 @@ def bayesian(
 
     return inner._replace(
         adapter=inner.adapter._replace(counted=counted, loss=loss if inner.adapter.loss else None),
+        # means alone are no posterior
+        classifier=inner.classifier._replace(at_means=None),
         init=init,
         open_task=open_task,
         trainable=trainable_of,
