@@ -202,7 +202,7 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "fedavg-prompt": MethodEntry(
         "HePCo's clients, and a server that only averages",
-        "prompted:CLIENT",
+        "fedavg_prompt:PRESETS",
         "fedavg_prompt:fedavg_prompt",
         "pool",
     ),

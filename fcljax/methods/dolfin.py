@@ -39,7 +39,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.reports import inputs_of_pairs, longest_inputs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset, with_mini
+from fcljax.settings import Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Matrices = Float[Array, "blocks D D"]
@@ -60,7 +60,9 @@ class DolfinOptions:
 
 
 _LORA = LoraOptions(lora_lr=5e-4, lora_rank=10, local_lora="products", global_lora="products")
-PRESETS = with_mini({"intended": Preset(DolfinOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=5e-3)
+PRESETS = with_headtune(
+    with_mini({"intended": Preset(DolfinOptions(), adapters=(_LORA,))}, lr=1e-2, lora_lr=5e-3)
+)
 
 
 def dolfin(options: DolfinOptions, run: Run) -> Method:

@@ -33,7 +33,7 @@ from fcljax.parts.client import ClientPass, ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss, matching
 from fcljax.parts.optimisers import SGD
-from fcljax.settings import Preset, RunConfig, with_mini
+from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
 from fcljax.types import Batch, ClientContext, Method, View
 
 
@@ -57,12 +57,14 @@ class EWCOptions:
 # how TARGET's release trains this baseline (specification C0), with one LoRA pair for
 # all tasks
 _RUN = RunConfig(optimiser=SGD(momentum=0.9), lr=0.01), (LoraOptions(lora_pairs="one", lora_lr=0.01),)
-PRESETS = with_mini(
-    {
-        "intended": Preset(EWCOptions(), *_RUN),
-        "released": Preset(EWCOptions(fisher_measured="round", fisher_gradients="batches"), *_RUN),
-    },
-    ewc_weight=3e4,
+PRESETS = with_headtune(
+    with_mini(
+        {
+            "intended": Preset(EWCOptions(), *_RUN),
+            "released": Preset(EWCOptions(fisher_measured="round", fisher_gradients="batches"), *_RUN),
+        },
+        ewc_weight=3e4,
+    )
 )
 
 

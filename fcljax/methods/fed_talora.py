@@ -26,13 +26,15 @@ from fcljax.parts.client import ClientRule, OfEachClient
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Adapter, Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import NoOptions, Preset, with_mini
+from fcljax.settings import NoOptions, Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task
 
-PRESETS = with_mini(
-    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
-    lr=1e-2,
-    lora_lr=1e-3,
+PRESETS = with_headtune(
+    with_mini(
+        {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
+        lr=1e-2,
+        lora_lr=1e-3,
+    )
 )
 
 

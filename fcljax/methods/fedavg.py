@@ -15,7 +15,7 @@ from fcljax.adapters.prompts import PromptOptions
 from fcljax.methods.fppl import fppl_keys
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss, one_key, two_keys
-from fcljax.settings import NoOptions, Preset, with_changes, with_mini
+from fcljax.settings import NoOptions, Preset, with_changes, with_headtune, with_mini
 from fcljax.types import Method
 
 
@@ -30,15 +30,17 @@ class FedAvgOptions:
 
 
 _PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)
-PRESETS = with_mini(
-    {
-        "intended": Preset(FedAvgOptions(), adapters=_PROMPTS),
-        "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
-        "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
-    },
-    lr=3e-3,
+PRESETS = with_headtune(
+    with_mini(
+        {
+            "intended": Preset(FedAvgOptions(), adapters=_PROMPTS),
+            "paper": Preset(FedAvgOptions(local_classes="all", reduction="sum"), adapters=_PROMPTS),
+            "released": Preset(FedAvgOptions(), adapters=_PROMPTS),
+        },
+        lr=3e-3,
+    )
 )
-PLAIN = with_mini({"intended": Preset(NoOptions())}, lr=1e-2)
+PLAIN = with_headtune(with_mini({"intended": Preset(NoOptions())}, lr=1e-2))
 _WITH_LORA = with_mini(
     {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
 )

@@ -7,10 +7,11 @@ with `prox_weight` it is FedProx on prompts.
 from fcljax.methods.prompted import CLIENT
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
-from fcljax.settings import NoOptions, with_changes
+from fcljax.settings import NoOptions, with_changes, with_headtune
 from fcljax.types import Method
 
-FEDPROX = with_changes(CLIENT, prox_weight=0.01)
+PRESETS = with_headtune(CLIENT)
+FEDPROX = with_headtune(with_changes(CLIENT, prox_weight=0.01))
 CENTRALIZED = with_changes(CLIENT, partition="iid", aggregator="mean", clients=1, rounds=1, epochs=20)
 
 

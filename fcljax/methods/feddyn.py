@@ -31,7 +31,7 @@ from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.seen import Seen, no_clients, num_examples, with_participants
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.parts.this_task import OfTask, of_no_task, of_this_task, without_stats, zeros_like
-from fcljax.settings import Preset, RunConfig, with_mini
+from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
 from fcljax.types import ClientContext, Method
 
 
@@ -44,13 +44,17 @@ class FedDynOptions:
 
 
 # at the classifier's rate LoRA diverges on a real network
-PRESETS = with_mini(
-    {
-        "intended": Preset(
-            FedDynOptions(), RunConfig(optimiser="sgd", lr=0.1), (LoraOptions(lora_pairs="one", lora_lr=0.1),)
-        )
-    },
-    lora_lr=1e-2,
+PRESETS = with_headtune(
+    with_mini(
+        {
+            "intended": Preset(
+                FedDynOptions(),
+                RunConfig(optimiser="sgd", lr=0.1),
+                (LoraOptions(lora_pairs="one", lora_lr=0.1),),
+            )
+        },
+        lora_lr=1e-2,
+    )
 )
 
 

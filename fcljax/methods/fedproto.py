@@ -28,7 +28,7 @@ from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
 from fcljax.parts.reports import Prototypes, add_features, longest_feature, possible_sums
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset, with_mini
+from fcljax.settings import Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task, View
 
 NAME = "prototypes"
@@ -53,13 +53,17 @@ class FedProtoOptions:
 
 _ONE_PAIR = (LoraOptions(lora_pairs="one"),)
 # at a rate of 1e-3 LoRA spoils the features of a real network, of which prototypes are means
-PRESETS = with_mini(
-    {
-        "intended": Preset(FedProtoOptions(), adapters=_ONE_PAIR),
-        "paper": Preset(FedProtoOptions(proto_distance="means", proto_predict="nearest"), adapters=_ONE_PAIR),
-    },
-    lr=1e-2,
-    lora_lr=1e-4,
+PRESETS = with_headtune(
+    with_mini(
+        {
+            "intended": Preset(FedProtoOptions(), adapters=_ONE_PAIR),
+            "paper": Preset(
+                FedProtoOptions(proto_distance="means", proto_predict="nearest"), adapters=_ONE_PAIR
+            ),
+        },
+        lr=1e-2,
+        lora_lr=1e-4,
+    )
 )
 
 

@@ -19,13 +19,15 @@ from fcljax.adapters.lora import LoraOptions
 from fcljax.models.vit import Injection, Lora
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Adapter, cross_entropy_loss
-from fcljax.settings import NoOptions, Preset, with_mini
+from fcljax.settings import NoOptions, Preset, with_headtune, with_mini
 from fcljax.types import Method, Task
 
-PRESETS = with_mini(
-    {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
-    lr=1e-2,
-    lora_lr=1e-3,
+PRESETS = with_headtune(
+    with_mini(
+        {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one", lora_lr=1e-3),))},
+        lr=1e-2,
+        lora_lr=1e-3,
+    )
 )
 
 

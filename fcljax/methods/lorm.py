@@ -42,7 +42,7 @@ from fcljax.parts.federate import Run, ServerState, federate, linear_learner
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.reports import inputs_of_pairs, longest_feature, longest_inputs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset, RunConfig, with_mini
+from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
 from fcljax.types import ClientContext, LearningRate, Method, RoundContext, Task, View
 
 Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
@@ -62,10 +62,12 @@ class LoRMOptions:
 
 
 _LORA = LoraOptions(lora_rank=16, lora_lr=3e-4, local_lora="current", global_lora="products")
-PRESETS = with_mini(
-    {"intended": Preset(LoRMOptions(), RunConfig(lr=3e-4, batch_size=16, rounds=5), (_LORA,))},
-    lr=1e-2,
-    lora_lr=3e-3,
+PRESETS = with_headtune(
+    with_mini(
+        {"intended": Preset(LoRMOptions(), RunConfig(lr=3e-4, batch_size=16, rounds=5), (_LORA,))},
+        lr=1e-2,
+        lora_lr=3e-3,
+    )
 )
 
 

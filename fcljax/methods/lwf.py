@@ -18,7 +18,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.optimisers import SGD
 from fcljax.parts.task_start import distil_task_start, send_start_of_task
-from fcljax.settings import Preset, RunConfig
+from fcljax.settings import Preset, RunConfig, with_headtune
 from fcljax.types import Method
 
 
@@ -38,7 +38,7 @@ RELEASED_RUN = (
     RunConfig(optimiser=SGD(momentum=0.9, weight_decay=5e-4), lr=0.01),
     (LoraOptions(lora_pairs="one", lora_lr=0.01),),
 )
-PRESETS = {"intended": Preset(LwFOptions(), *RELEASED_RUN)}
+PRESETS = with_headtune({"intended": Preset(LwFOptions(), *RELEASED_RUN)})
 
 
 def lwf(options: LwFOptions, run: Run) -> Method:

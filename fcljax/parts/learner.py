@@ -402,8 +402,7 @@ def learner(
       InputError: for a function of adapter or classifier with a wrong number of arguments.
     """
     _check_parts(adapter, classifier)
-    both = features == "both"
-    queries = adapter.queries or adapter.plain or both
+    queries = adapter.queries or adapter.plain or features == "both"
 
     def extract(
         frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool
@@ -411,7 +410,7 @@ def learner(
         feature, query, stats = _features(
             network, adapter, queries, frozen, cached, trainable, batch, task, train
         )
-        if both:
+        if features == "both":
             assert query is not None
             feature = jnp.concatenate([query, feature], axis=-1)
         return feature, query, stats
@@ -445,7 +444,7 @@ def learner(
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
         trainable = trainable_of(params, task)
-        feature, _, _ = extract(frozen, params, trainable, batch, task, False)
+        feature = extract(frozen, params, trainable, batch, task, False)[0]
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, trainable.classifier, feature, task)
 
