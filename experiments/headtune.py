@@ -19,11 +19,11 @@ import fcljax
 from fcljax.errors import InputError
 
 METHODS = (
-    "linear scaffold feddyn ewc lwf lorm l2p dualprompt coda-prompt dolfin fedproto fedavg fedavg-prompt "
-    "fedprox ffa-lora fed-talora c2prompt fed-cprompt"
+    "linear scaffold feddyn ewc lwf lorm l2p dualprompt coda-prompt dolfin fedproto fedavg fedprox "
+    "fedavg-prompt ffa-lora fed-talora c2prompt fed-cprompt"
 )
 SEEDS = (2023, 2024, 2025)
-BUDGET = dict(glyph_train=40, holdout=0.25, tasks=10, clients=5, rounds=2, epochs=3, batch_size=16)
+BUDGET = dict(glyph_train=20, holdout=0.25, tasks=10, clients=5, rounds=2, epochs=3, batch_size=16)
 # the same clients for all methods; class means are sums over examples
 SHARED = dict(partition="dirichlet", alpha=0.5, aggregator="mean", scale="mini", progress=False)
 

@@ -50,7 +50,7 @@ def partition_of(label, task, rng):
 @functools.cache
 def engine(name, fidelity):
     sizes = Sizes(10, TASKS, 2, CLIENTS, ROUNDS, 80)
-    rates = {"hepco": {"lr": 1e-2, "generator_lr": 1e-3}, "pilora": {}}[name]
+    rates = {"hepco": {"lr": 1e-2, "generator_lr": 1e-3}, "pilora": {}}.get(name, {"lr": 1e-2})
     values = {"epochs": 2, "batch_size": 8, "adapter": "linear", "fidelity": fidelity} | rates
     partitions = [each for seed in SEEDS for each in digits(seed)[1]]
     made = method_of(name, sizes, PIXELS, **values)
@@ -76,7 +76,7 @@ def accuracy(name, fidelity, seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["pilora", "hepco"])
+@pytest.mark.parametrize("name", ["pilora", "hepco", "linear", "scaffold", "lwf"])
 def test_improved_is_better_than_intended_for_every_seed(name):
     found = {kind: [accuracy(name, kind, seed) for seed in SEEDS] for kind in ("intended", "improved")}
     print(name, found)

@@ -174,7 +174,9 @@ def test_a_preset_is_what_runs(method, adapter, fidelity):
     chosen = entry.presets.get(fidelity, entry.presets["intended"])
     values = {"adapter": adapter, "fidelity": fidelity, "scale": "paper"}
     if fidelity == "improved" and fidelity not in entry.presets:
-        with pytest.raises(InputError, match="^fidelity: .* has no preset 'improved', which fppl, pilora,"):
+        with pytest.raises(
+            InputError, match="^fidelity: .* has no preset 'improved', which fppl, fedavg, linear,"
+        ):
             config.from_mapping(method, values, "test")
         return
     cfg = config.from_mapping(method, values, "test")
@@ -318,7 +320,8 @@ def test_what_improved_would_change_is_known():
     of = lambda method, **values: config.improvement(config.from_mapping(method, values, "test"))
     assert of("fppl") == {"features": "both", "prototype_view": "clean"}
     assert of("pilora") == {"headtune": True, "train_share": 1.0}
-    assert of("fppl", fidelity="improved") == of("fppl", fidelity="paper") == of("ewc") == {}
+    assert of("ewc") == {"headtune": True}
+    assert of("fppl", fidelity="improved") == of("fppl", fidelity="paper") == of("afcl") == {}
 
 
 def test_the_released_pilora_takes_the_images_and_the_deals_of_its_release():
