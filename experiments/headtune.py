@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +24,13 @@ METHODS = (
     "fedavg-prompt ffa-lora fed-talora c2prompt fed-cprompt"
 )
 SEEDS = (2023, 2024, 2025)
-BUDGET = dict(glyph_train=20, holdout=0.25, tasks=10, clients=5, rounds=2, epochs=3, batch_size=16)
+BUDGET: dict[str, Any] = dict(
+    glyph_train=20, holdout=0.25, tasks=10, clients=5, rounds=2, epochs=3, batch_size=16
+)
 # the same clients for all methods; class means are sums over examples
-SHARED = dict(partition="dirichlet", alpha=0.5, aggregator="mean", scale="mini", progress=False)
+SHARED: dict[str, Any] = dict(
+    partition="dirichlet", alpha=0.5, aggregator="mean", scale="mini", progress=False
+)
 
 
 def main(results: str, methods: str = METHODS.replace(" ", ",")) -> None:

@@ -1,5 +1,6 @@
 """Classifiers on features: linear, learned prototypes, class means."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from fcljax.models.heads import Head, apply_head, init_head, init_truncated, mask_logits, sum_by_class, unit
 from fcljax.models.products import exact_matmul
 from fcljax.models.prototypes import Distance, class_means, distance_logits, distances
-from fcljax.parts.learner import Adapter, Classifier
+from fcljax.parts.learner import Adapter, AtMeans, Classifier
 from fcljax.types import Batch, Task
 
 
@@ -201,14 +202,16 @@ def computed(
     def cached(params: Any) -> PyTree:
         return inner.cached(params.inner)
 
-    def inner_at_means(params: Any, task: Task, means: Array, present: Array) -> Any:
-        return params._replace(inner=inner.at_means(params.inner, task, means, present))
-
     at_means = None
     if inner.at_means:
-        at_means = inner_at_means
+        at_means = functools.partial(_inner_at_means, inner.at_means)
 
     return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting, at_means)
+
+
+def _inner_at_means(at_means: AtMeans, params: Any, task: Task, means: Array, present: Array) -> Any:
+    """Set the classifier for training to class means."""
+    return params._replace(inner=at_means(params.inner, task, means, present))
 
 
 def _no_logits(classes: int) -> Callable[..., Array]:
