@@ -298,3 +298,26 @@ class DecoderOptions:
 
     decoder: str | None = option(None, unset="the checkpoint's or the packaged one")
     """Decoder weights of a masked autoencoder (`fcljax pretrain-decoder`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassPromptOptions:
+    """Options of methods that read the names of classes.
+
+    Runs with these fields have CLIP's text tower as `Frozen.text`, unless they are
+    "none"."""
+
+    class_prompts: str = option("a photo of a {}", unset="none")
+    """Prompt of a class for CLIP's text tower, with {} in place of its name, or file:PATH
+    with a line "CLASS, tab, PROMPT" for each class."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextOptions(ClassPromptOptions):
+    """Options of methods that learn context vectors (CoOp)."""
+
+    class_prompts: str = "{}."
+    """Prompt of a class behind the context vectors, with {} in place of its name, or
+    file:PATH with a line "CLASS, tab, PROMPT" for each class."""
+    context_length: int = 4
+    """Number of context vectors."""

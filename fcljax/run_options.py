@@ -71,6 +71,7 @@ class RunOptions(MergingOptions, total=False):
     claimed_weight: float
     class_list: str
     class_order: str | Sequence[Any]
+    class_prompts: str
     classes: str | Sequence[Any]
     classes_per_client: int
     classes_per_task: int
@@ -87,6 +88,7 @@ class RunOptions(MergingOptions, total=False):
     compensation_length: int
     compensation_lr: float
     compensation_share: float
+    context_length: int
     contrast_far: float
     contrast_margin: float
     contrast_near: float
@@ -139,6 +141,8 @@ class RunOptions(MergingOptions, total=False):
     generator_batch: int
     generator_channels: int
     generator_growth: int
+    generator_heads: int
+    generator_layers: int
     generator_lr: float
     generator_mse: Literal["sum", "mean", "none"]
     generator_norm: bool

@@ -83,6 +83,14 @@ class Scenario(NamedTuple):
         """Return which test examples belong to a task or an earlier one."""
         return np.any([self.tests(t, client) for t in range(task + 1)], axis=0)
 
+    def labels(self, dataset: Dataset) -> Int[np.ndarray, " C"]:
+        """Return the label that each class has in the data set, in the class order of the run."""
+        labels = np.zeros(len(dataset.class_names), int)
+        # of both splits, since a class may be missing in one of them
+        labels[self.test_label] = dataset.y_test
+        labels[self.train_label] = dataset.y_train
+        return labels
+
     def learned(self, task: int) -> Bool[np.ndarray, "K C"]:
         """Return the classes of which each client has had examples by the end of a task."""
         partitions = [partition for of_task in self.partitions[: task + 1] for partition in of_task]

@@ -163,6 +163,9 @@ class Frozen(NamedTuple):
     for them."""
     rates: PyTree = ()
     """Learning rates by the names of their options, where they are data (`federated/rates.py`)."""
+    text: PyTree = ()
+    """CLIP's text tower with the prompts of the classes (`models.clip.ClassTexts`), where a
+    method asks for them."""
 
 
 class Features(NamedTuple):
@@ -200,6 +203,18 @@ class Autoencoder(NamedTuple):
     """Divisor of these pixels after the subtraction."""
 
 
+class TextTower(NamedTuple):
+    """The text side of a CLIP whose image side is the network."""
+
+    features: Callable[..., Float[Array, "C E"]]
+    """features(`Frozen.text`, context [M, width] or None) -> features of the classes' prompts,
+    behind these context vectors."""
+    width: int
+    """Width of its tokens."""
+    joint: int
+    """E, the width of the space that both sides share."""
+
+
 class Network(NamedTuple):
     """A feature extractor as methods see it."""
 
@@ -230,6 +245,8 @@ class Network(NamedTuple):
     """join(weights, statistics) -> params, the inverse of `split`."""
     longest: Callable[[PyTree], Float[Array, ""]] | None = None
     """longest(params) -> a bound on the Euclidean norm of every feature; None: there is none."""
+    text: TextTower | None = None
+    """The text side, where the run has one."""
 
 
 # ---- what clients and server read ------------------------------------------------------
@@ -793,6 +810,9 @@ class Method(NamedTuple):
     predict_drawn: PredictClient | None = None
     """Logarithms of the mean probabilities of a Bayesian personal model over parameters
     drawn from its posterior, for calibration."""
+    names_classes: bool = False
+    """Whether names of classes make the classifier. A run then has the accuracy on classes of
+    later tasks, among these, too."""
     personal: bool = False
     """Whether a run's accuracy is that of personal models. Each client is then evaluated
     on the classes that it has learned, and `predict` is the server's model alone."""

@@ -137,7 +137,7 @@ def test_the_leaderboard_of_embedded_data_has_every_method_with_as_many_trials()
     assert [entry.method for entry in entries] == list(METHODS)
     assert {len(entry.trials) for entry in entries} == {0, 4}
     untuned = {entry.method for entry in entries if not entry.trials}
-    assert untuned == {"fedncm", "fedrecon", "fedranpac"}
+    assert untuned == {"fedncm", "fedrecon", "fedranpac", "zero-shot"}
 
 
 @pytest.mark.parametrize("file", some([GLYPHS, CIFAR], [GLYPHS]), ids=["glyphs", "cifar"])

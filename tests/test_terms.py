@@ -168,6 +168,8 @@ def test_a_client_that_has_not_moved_stays_finite_under_a_norm_bound():
 
 # CFeD, TARGET, LANDER, MFCL, GLFC, LGA and pMAE need networks of images
 IMAGES = {
+    "promptfl",
+    "fedtpg",
     "cfed",
     "target",
     "lander",
@@ -178,7 +180,7 @@ IMAGES = {
 }
 
 
-FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran"}  # nothing trains by default
+FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran", "zero-shot"}  # nothing trains by default
 
 
 @pytest.mark.parametrize(

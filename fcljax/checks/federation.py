@@ -35,7 +35,10 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.schedule import ClientPartition, capacities, plan_round
+from fcljax.models.clip import ClassTexts, padded, text_tower, with_features
 from fcljax.models.mae import DecoderConfig, autoencoder, init_decoder
+from fcljax.models.shapes import TextConfig
+from fcljax.models.text import init_text
 from fcljax.models.vit import ViTConfig, init_vit, vit_network
 from fcljax.types import (
     Batch,
@@ -52,6 +55,14 @@ from fcljax.types import (
 
 TINY = ViTConfig(image_size=8, patch=4, width=16, depth=6, heads=2, mlp=32)
 DECODER = DecoderConfig(image_size=8, patch=4, encoder_width=16, width=8, depth=2, heads=2, mlp=16)
+TOWER = TextConfig(
+    vocabulary=20,
+    length=24,
+    blocks=ViTConfig(width=8, depth=1, heads=2, mlp=16),
+    pooling="end",
+    causal=True,
+)
+JOINT = 6  # width of the space of texts and images
 TASKS = make_tasks(5, 2)  # the second task has two classes and a padding class
 SIZES = Sizes(classes=5, tasks=2, task_classes=3, clients=4, rounds=2, examples=9)
 EXAMPLES = ((9, 0, 4, 7), (6, 5, 1, 8))  # of each client in each task
@@ -94,16 +105,36 @@ class PlayedState(NamedTuple):
 
 
 def network(vit: ViTConfig) -> Network:
-    """Return a ViT for images of 8 pixels, with an autoencoder of another pixel range."""
+    """Return a ViT for images of 8 pixels, with an autoencoder of another pixel range and a
+    text side."""
     # other pixel ranges, so that a method that forgets to convert between them fails
     pair = autoencoder(vit, dataclasses.replace(DECODER, encoder_width=vit.width), (0.5,) * 3, (0.25,) * 3)
-    return vit_network(vit, autoencoder=pair)
+    return vit_network(vit, autoencoder=pair)._replace(text=text_tower(TOWER, JOINT))
 
 
 def frozen_parameters(vit: ViTConfig, surrogate: Array) -> Frozen:
-    """Return random parameters of `network`, and images of another data set."""
+    """Return random parameters of `network`, images of another data set, and texts."""
     decoder = init_decoder(jax.random.key(4), dataclasses.replace(DECODER, encoder_width=vit.width))
-    return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate)
+    return Frozen(init_vit(jax.random.key(1), vit), decoder, surrogate, text=class_texts(vit))
+
+
+def class_texts(vit: ViTConfig) -> ClassTexts:
+    """Return a random text side of `network`, with names of one to three tokens."""
+    keys = jax.random.split(jax.random.key(5), 4)
+    tokens = padded([[18, *range(3, 4 + i % 3), 4 + i, 19] for i in range(SIZES.classes)])
+    text_projection = jax.random.normal(keys[0], (TOWER.width, JOINT))
+    image_projection = jax.random.normal(keys[1], (vit.width, JOINT))
+    texts = ClassTexts(
+        # larger than initial values, so that names differ
+        jax.tree.map(lambda x: 3 * x, init_text(keys[2], TOWER)),
+        text_projection,
+        image_projection,
+        jnp.float32(10.0),
+        jnp.asarray(tokens["ids"]),
+        jnp.asarray(tokens["mask"]),
+        jnp.zeros((SIZES.classes, JOINT)),
+    )
+    return with_features(TOWER, texts)
 
 
 def tiny_federation(

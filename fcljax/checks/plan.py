@@ -37,6 +37,8 @@ from fcljax.runs.inputs import (
     load_network,
     load_split,
     network_trains,
+    texts_of,
+    with_text_side,
 )
 from fcljax.runs.machine import Machine
 from fcljax.runs.programs import EngineState, engine_state
@@ -194,11 +196,12 @@ def experiment(
 
 def _abstract_inputs(settings: config.RunConfig, stand: Stand | None) -> Inputs:
     """Return the inputs of a run on images, with shapes as weights."""
-    backbone = abstract_backbone(settings)
+    backbone = with_text_side(settings, abstract_backbone(settings))
     size = backbone.config.image_size
     data = load_split(settings, size) if stand is None else blank_images(stand)
     views = input_pipeline(settings.preprocess, size, fills_frame=not data.augment)
-    return Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size))
+    texts = texts_of(settings, backbone, data)
+    return Inputs(backbone, data, views, data.augment, _blank_surrogate(settings, size), texts=texts)
 
 
 def blank_images(stand: Stand) -> Dataset:
@@ -206,7 +209,7 @@ def blank_images(stand: Stand) -> Dataset:
     test = max(stand.classes, stand.images // 5)
     train_image = _blank(stand.images, stand.side)
     test_image = _blank(test, stand.side)
-    names = tuple(map(str, range(stand.classes)))
+    names = tuple(f"class {number}" for number in range(stand.classes))
     train_label = np.arange(stand.images) % stand.classes
     test_label = np.arange(test) % stand.classes
     return Dataset("blank", train_image, train_label, test_image, test_label, names)

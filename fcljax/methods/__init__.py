@@ -65,6 +65,7 @@ class MethodEntry:
 _MEANS = "it sends sums over examples, which are added up"
 _PAIRS = "it merges or calibrates LoRA pairs"
 _WHOLE_NETWORK = "its embedding is a whole network"
+_FROZEN_CLIP = "CLIP stays frozen, and its text side makes the classifier"
 _PROMPTS = ("prompts", "pool", "vpt", "l2p", "dualprompt", "coda")
 
 METHODS: dict[str, MethodEntry] = {
@@ -81,7 +82,7 @@ METHODS: dict[str, MethodEntry] = {
         "prompts",
     ),
     "linear": MethodEntry(
-        "FedAvg of a classifier on frozen features", "fedavg:PLAIN", "fedavg:plain", "linear"
+        "FedAvg of a classifier on frozen features", "fedavg:LINEAR", "fedavg:linear", "linear"
     ),
     "pilora": MethodEntry(
         "prototypes re-weighted on the server, a LoRA pair per task (PILoRA)",
@@ -102,6 +103,32 @@ METHODS: dict[str, MethodEntry] = {
         ),
         merges=_MEANS,
         closed_form=True,
+    ),
+    "zero-shot": MethodEntry(
+        "text features of class names classify, no training (CLIP)",
+        "zero_shot:ZeroShotOptions",
+        "zero_shot:zero_shot",
+        "linear",
+        excludes=dict.fromkeys(("lora", *_PROMPTS, "full"), _FROZEN_CLIP),
+        merges="its clients send nothing",
+        closed_form=True,
+        instead="linear",
+    ),
+    "promptfl": MethodEntry(
+        "context vectors of CLIP's prompts train and are averaged (CoOp, PromptFL)",
+        "promptfl:PRESETS",
+        "promptfl:promptfl",
+        "linear",
+        excludes=dict.fromkeys(("lora", *_PROMPTS, "full"), _FROZEN_CLIP),
+        instead="linear",
+    ),
+    "fedtpg": MethodEntry(
+        "a network makes the context vectors of CLIP's prompts from class names (FedTPG)",
+        "fedtpg:PRESETS",
+        "fedtpg:fedtpg",
+        "linear",
+        excludes=dict.fromkeys(("lora", *_PROMPTS, "full"), _FROZEN_CLIP),
+        instead="linear",
     ),
     "afcl": MethodEntry(
         "ridge regression of frozen features by recursive least squares, exact for every partition (AFCL)",

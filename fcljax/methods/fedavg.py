@@ -13,6 +13,8 @@ from typing import Literal
 from fcljax.adapters.lora import LoraOptions
 from fcljax.adapters.prompts import PromptOptions
 from fcljax.methods.fppl import fppl_keys
+from fcljax.options import ClassPromptOptions, option
+from fcljax.parts.class_names import linear_from_text, named_learner, text_side
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss, one_key, two_keys
 from fcljax.settings import NoOptions, Preset, with_changes, with_headtune, with_mini
@@ -27,6 +29,15 @@ class FedAvgOptions:
     """Classes in the clients' cross-entropy."""
     reduction: Literal["mean", "sum"] = "mean"
     """Reduction of the loss over a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearClassifierOptions(ClassPromptOptions):
+    """Options of the linear classifier."""
+
+    class_prompts: str = option("none", unset="none")
+    """Prompt of a class for CLIP's text tower, with {} in place of its name, or file:PATH.
+    The classifier begins as the zero-shot one."""
 
 
 _PROMPTS = (PromptOptions(wo_fusion=True, gate_scale="fixed", prompt_upload="current"),)
@@ -44,6 +55,7 @@ PLAIN = with_headtune(with_mini({"intended": Preset(NoOptions())}, lr=1e-2))
 _WITH_LORA = with_mini(
     {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
 )
+LINEAR = with_mini({"intended": Preset(LinearClassifierOptions())}, lr=1e-2)
 JOINT = with_changes(_WITH_LORA, rounds=15)
 # one client has all examples: of all classes at once, or of task after task
 SEQUENTIAL = with_changes(_WITH_LORA, clients=1, partition="iid")
@@ -54,6 +66,14 @@ def fedavg_of_fppl(options: FedAvgOptions, run: Run) -> Method:
     """Compose FedAvg with the losses of FPPL's release."""
     loss = cross_entropy_loss(options.local_classes, options.reduction)
     return federate(run, linear_learner(run, fppl_keys), loss=loss)
+
+
+def linear(options: LinearClassifierOptions, run: Run) -> Method:
+    """Compose FedAvg of a classifier, which may begin as CLIP's zero-shot one."""
+    if options.class_prompts == "none":
+        return plain(NoOptions(), run)
+    text_side(run, "linear")
+    return federate(run, named_learner(run, linear_from_text()), loss=cross_entropy_loss())
 
 
 def plain(_options: NoOptions, run: Run) -> Method:

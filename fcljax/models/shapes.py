@@ -263,4 +263,10 @@ class TextConfig:
 
 
 TEXT_ENCODERS = {"text_micro": TextConfig()}
+# text towers of packaged networks of images
+TEXT_TOWERS = {
+    "vit_micro": TextConfig(
+        2048, 40, ViTConfig(width=64, depth=2, heads=4, mlp=128), pooling="end", causal=True
+    )
+}
 PACKAGED = {"vit_micro": "vit_micro.safetensors", "text_micro": "text_micro.safetensors"}

@@ -33,10 +33,12 @@ class TextEncoder(nn.Module):
         if injection is None:
             injection = Injection()
         text = jax.tree.map(jnp.asarray, text)
+        if injection.context is not None:
+            text = _with_room(text, len(injection.context))
         cls = None
         if c.pooling == "learned":
             cls = self.param("cls", nn.initializers.normal(0.02), (c.width,))
-        x, position = self._embedded(text)
+        x, position = self._embedded(text, injection.context)
         mask = text["mask"]
         if cls is not None:
             x = jnp.concatenate([for_each_image((cls + position[0])[None], len(x)), x], axis=1)
@@ -68,8 +70,10 @@ class TextEncoder(nn.Module):
         tokens = jnp.concatenate([features.tokens[:, :1], features.tokens[:, outputs:]], axis=1)
         return features._replace(cls=pooled(c, tokens, text["ids"], text["mask"]))
 
-    def _embedded(self, text):
-        """Return the tokens [batch, length, width], and the embeddings of all positions."""
+    def _embedded(self, text, context):
+        """Return the tokens [batch, length, width], and the embeddings of all positions.
+
+        `context` stands in place of the tokens behind the first one."""
         c = self.config
         normal = nn.initializers.normal(0.02)
         positions = c.length
@@ -78,11 +82,24 @@ class TextEncoder(nn.Module):
         position = self.param("pos", normal, (positions, c.width))
         embedding = self.param("embed", normal, (c.vocabulary, c.width))
         words = position[positions - c.length :]
-        x = embedding[text["ids"]] + words[: text["ids"].shape[1]]
+        x = embedding[text["ids"]]
+        if context is not None:
+            x = x.at[:, 1 : 1 + len(context)].set(context)
+        x = x + words[: x.shape[1]]
         if c.types:
             types = self.param("types", normal, (c.types, c.width))
             x = x + types[text.get("types", 0)]
         return x, position
+
+
+def _with_room(text: PyTree, length: int) -> PyTree:
+    """Return texts with so many tokens of id 0 behind the first one, which are read."""
+
+    def widened(name: str, array: Array) -> Array:
+        room = jnp.full((len(array), length), name == "mask", array.dtype)
+        return jnp.concatenate([array[:, :1], room, array[:, 1:]], axis=1)
+
+    return {name: widened(name, array) for name, array in text.items()}
 
 
 def pooled(

@@ -63,6 +63,9 @@ class Injection(NamedTuple):
     # width] or [length, width]. They get the class token's position embedding (L2P) and
     # leave the network as `Features.prompts`.
     tokens: Float[Array, "..."] | None = None
+    # Of a text tower: vectors that stand behind the first token of all texts, at the next
+    # positions (CoOp). The other tokens move on.
+    context: Float[Array, "length width"] | None = None
 
 
 def split_injection(

@@ -172,6 +172,7 @@ def federate(
         begin_task=functools.partial(_begin_task, parts),
         queries=learner.queries,
         batchwise=learner.adapter.batchwise,
+        names_classes=learner.names_classes,
         personal=bool(personal),
         trainable=functools.partial(_counted, parts),
         handover=functools.partial(_handover, parts),

@@ -301,6 +301,9 @@ class Learner(NamedTuple):
     of the trainable parameters."""
     sampling: Sampling | None = None
     """For the evaluation of Bayesian learners; None: parameters are used as they are."""
+    names_classes: bool = False
+    """Whether names of classes make the classifier, so that it predicts classes of later
+    tasks too."""
     sends: Callable[[Params, Task], Params] | None = None
     """sends(trainable, task) -> what a client sends in its place, which `merge`
     understands after it was averaged; None: the trainable parameters themselves."""

@@ -31,6 +31,7 @@ from fcljax.federated.schedule import ClientPartition, capacities, largest_batch
 from fcljax.methods import MethodEntry, find_method
 from fcljax.models.microbatch import in_microbatches, on_batch_devices
 from fcljax.models.weights.pretrained import Pretrained
+from fcljax.models.weights.text_towers import in_order
 from fcljax.parts.client import Training
 from fcljax.parts.federate import Run, rule_names
 from fcljax.parts.proximal import norm_bound, prox
@@ -205,6 +206,9 @@ def assemble(
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
+    if inputs.texts is not None:
+        # the class order of the run
+        frozen = frozen._replace(text=in_order(inputs.texts, scenario.labels(inputs.dataset)))
     if settings.partition == "sampled":
         check_stateless(settings, method, frozen)
     if settings.population == "online" and not single:

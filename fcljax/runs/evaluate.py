@@ -62,7 +62,23 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
         if predict_provisional is not None:
             provisional = accuracy(predictions(predict_provisional).label)
         task_il = accuracy(predicted.label_in_task)
-        return Evaluated(accuracy(predicted.label), provisional, task_il, metrics=values)
+        new = None
+        if exp.method.names_classes:
+            new = new_classes(test, state, t, records)
+        return Evaluated(accuracy(predicted.label), provisional, task_il, metrics=values, new=new)
+
+    def new_classes(test: Split | Host, state: State, t: int, records: Records) -> float | None:
+        """Return the accuracy on the classes that no task has had yet, among these."""
+        index = _tests_of_new_classes(exp, t)
+        if not len(index):
+            return None
+        records.add(evaluated_images=len(index))
+        round_context = _last_round(exp, t)
+        new = ~np.asarray(scenario.tasks[t].seen)
+        task = round_context.task._replace(current=new, seen=new)
+        no_tasks = np.zeros(len(new), np.int32)
+        predicted = predict(round_context._replace(task=task), (state.server,), test, index, no_tasks)
+        return _accuracy(predicted.label == scenario.test_label[index])
 
     return evaluate
 
@@ -234,6 +250,12 @@ def _tests_of_client(
     return np.flatnonzero(learned[exp.scenario.test_label] & exp.scenario.tests_seen(t, client))
 
 
+def _tests_of_new_classes(exp: Experiment, t: int) -> Int[np.ndarray, " n"]:
+    """Return the test images of classes that no task has had by task t."""
+    seen = np.asarray(exp.scenario.tasks[t].seen)
+    return np.flatnonzero(~seen[exp.scenario.test_label])
+
+
 def evaluated_images(exp: Experiment) -> int:
     """Return the number of images of all evaluations of a run together."""
     scenario = exp.scenario
@@ -241,6 +263,8 @@ def evaluated_images(exp: Experiment) -> int:
     for t in range(len(scenario.tasks)):
         if not exp.method.personal:
             images += int(scenario.tests_seen(t).sum())
+            if exp.method.names_classes:
+                images += len(_tests_of_new_classes(exp, t))
             continue
         for client, learned in enumerate(scenario.learned(t)):
             images += len(_tests_of_client(exp, t, client, learned))

@@ -101,6 +101,9 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
         split = getattr(exp, part)
         cached = whole(split).query
         index = newly_evaluated(exp.scenario, t)
+        if exp.method.names_classes:
+            # classes of later tasks are evaluated too
+            index = np.arange(len(whole(split).label) if t == 0 else 0)
         if part == "train":
             index = newly_assigned(exp.scenario, t)
         if not len(index):

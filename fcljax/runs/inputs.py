@@ -36,6 +36,7 @@ from fcljax.data.streaming import Host
 from fcljax.errors import InputError
 from fcljax.files import machine_memory
 from fcljax.mesh import mesh_of
+from fcljax.models.clip import ClassTexts, text_tower
 from fcljax.models.dense import random_array_net
 from fcljax.models.mae import autoencoder
 from fcljax.models.networks import example_of, make_network, reads_images
@@ -44,8 +45,10 @@ from fcljax.models.text import check_text
 from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.hub import find_weights, is_hub_name
 from fcljax.models.weights.pretrained import Pretrained, WeightOptions, load_backbone, load_text_encoder
+from fcljax.models.weights.text_towers import CLIP, class_texts, load_text_tower
 from fcljax.options import DecoderOptions, SurrogateOptions
 from fcljax.pixels import NORMALISE
+from fcljax.runs.class_prompts import contexts_of, prompts_of, template_of
 from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
@@ -79,6 +82,8 @@ class Inputs(NamedTuple):
     surrogate: np.ndarray | tuple = ()
     # its test examples are the held-out ones of `early_stop`
     validated: Dataset | None = None
+    # prompts of the classes, where the settings ask for them
+    texts: ClassTexts | None = None
 
 
 def load_inputs(
@@ -102,8 +107,13 @@ def load_inputs(
         raise InputError(
             f"backbone: {cfg.backbone!r} reads arrays, and {cfg.dataset} has images; nearest: 'auto'"
         )
+    # before any file is read
+    if template_of(cfg) and backbone is not None:
+        raise InputError(
+            f"class_prompts: a backbone of your own has no text tower, as CLIP has; nearest: {CLIP}"
+        )
     if backbone is None:
-        backbone = load_network(cfg, cfg.image_size, cfg.seed)
+        backbone = with_text_side(cfg, load_network(cfg, cfg.image_size, cfg.seed))
     size = backbone.config.image_size
     if dataset is None:
         dataset = load_split(cfg, size)
@@ -114,7 +124,34 @@ def load_inputs(
     surrogate = ()
     if isinstance(cfg, SurrogateOptions):
         surrogate = surrogate_images(cfg, cfg, size)
-    return Inputs(backbone, dataset, preprocess, dataset.augment, surrogate)
+    texts = texts_of(cfg, backbone, dataset)
+    return Inputs(backbone, dataset, preprocess, dataset.augment, surrogate, texts=texts)
+
+
+def with_text_side(cfg: InputConfig, backbone: Pretrained) -> Pretrained:
+    """Return a network that the settings name, with its text side where they ask for class
+    names.
+
+    Raises:
+      InputError: if it has none.
+    """
+    if not template_of(cfg):
+        return backbone
+    name, checkpoint = named_weights(cfg)
+    return backbone._replace(text=load_text_tower(name, checkpoint, backbone.config.width, compute_type(cfg)))
+
+
+def texts_of(cfg: InputConfig, backbone: Pretrained, dataset: Dataset) -> ClassTexts | None:
+    """Return the text side of a network with the prompts of a data set's classes; None where
+    the settings ask for none.
+
+    Raises:
+      InputError: as `prompts_of` and `class_texts`.
+    """
+    if backbone.text is None:
+        return None
+    prompts = prompts_of(template_of(cfg), dataset)
+    return class_texts(backbone.text, prompts, contexts_of(cfg))
 
 
 def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pretrained | None) -> Inputs:
@@ -212,6 +249,8 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
         names = [name for name in names if name != "checkpoint"]
     if getattr(cfg, "augment", None):
         names.append("augment")
+    if getattr(cfg, "class_prompts", "") != getattr(usual, "class_prompts", ""):
+        names.append("class_prompts")
     if names:
         raise InputError(
             f"{names[0]}: {getattr(cfg, names[0])!r} is for images, and {dataset.name} has "
@@ -313,7 +352,10 @@ def network_of(
         if decoder is not None:
             decoder_shape = dataclasses.replace(decoder.config, kernel=kernel)
             masked_autoencoder = autoencoder(shape, decoder_shape, decoder.mean, decoder.std)
-    return make_network(shape, pixels.mean, pixels.std, masked_autoencoder, remat)
+    network = make_network(shape, pixels.mean, pixels.std, masked_autoencoder, remat)
+    if backbone.text is None:
+        return network
+    return network._replace(text=text_tower(backbone.text.config, backbone.text.joint))
 
 
 def with_constants(preprocess: Preprocess, cfg: BackboneConfig, backbone: Pretrained) -> Preprocess:

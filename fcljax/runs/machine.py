@@ -220,7 +220,7 @@ def clients_per_chunk(
             replayed = jax.eval_shape(program.replay_buffer, of_round.state).size
         return slot_bytes(of_round) + indices + replayed * image
 
-    largest = max(map(client_bytes, method.rounds, shapes))
+    largest = max(map(client_bytes, method.rounds, shapes), default=0)
     return max(lanes, min(MOST_PER_CHUNK, CHUNK_BYTES // max(1, largest)))
 
 

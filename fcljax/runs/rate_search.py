@@ -576,7 +576,9 @@ class _Stage:
             most = range_examples(settings)
             settings = dataclasses.replace(settings, rounds=1, participation=1.0)
         scenario = scenario_without(exp.scenario, design, clients, most, settings.seed)
-        self.exp = exp._replace(settings=settings, scenario=scenario, test=exp.train)
+        # candidates are compared on the classes of their tasks
+        method = exp.method._replace(names_classes=False)
+        self.exp = exp._replace(settings=settings, scenario=scenario, test=exp.train, method=method)
         self.evaluate = make_evaluate(self.exp)
         self.play = make_play(self.exp, Records(), Clock({}))
 

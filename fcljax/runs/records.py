@@ -21,6 +21,7 @@ from fcljax.runs.predict import Predicted
 from fcljax.terminal import NotebookBar, progress_bar
 
 HELD_OUT = "A_held_out"  # accuracy on a task's held-out training examples, with --stop-when-flat
+NEW = "A_new"  # accuracy on the classes of later tasks, among these
 OF_USER = "metric_"  # before the names of the user's metrics
 
 
@@ -43,6 +44,9 @@ class Evaluated(NamedTuple):
     the client has learned; None for a client that has learned none."""
     metrics: dict[str, float] | None = None
     """Values of the user's metrics."""
+    new: float | None = None
+    """Accuracy on the classes of later tasks, among these, where names of classes make the
+    classifier; None after the last task."""
 
 
 NOT_EVALUATED = Evaluated()
@@ -105,7 +109,8 @@ class Records:
     def keep(self, evaluated: Evaluated) -> None:
         """Add the accuracies after a task."""
         # a value that was not measured leaves its list as long as before
-        for name, values in evaluated._asdict().items():
+        # accuracies on new classes are in the lines of the rounds
+        for name, values in evaluated._replace(new=None)._asdict().items():
             if values is not None:
                 getattr(self, name).append(values)
 
@@ -174,6 +179,8 @@ class Records:
             line["A_provisional"] = float(np.mean(evaluated.provisional))
         if evaluated.task_il is not None:
             line["A_task_il"] = float(np.nanmean(evaluated.task_il))
+        if evaluated.new is not None:
+            line[NEW] = evaluated.new
         if held_out_accuracy is not None:
             line[HELD_OUT] = held_out_accuracy
         line |= {f"{OF_USER}{name}": value for name, value in (evaluated.metrics or {}).items()}

@@ -94,12 +94,16 @@ def digests(inputs: Inputs) -> dict[str, str]:
     decoder_digest = ""
     if decoder:
         decoder_digest = checkpoint.digest_of_tree(decoder.params)
-    return {
+    found = {
         "images": inputs.dataset.digest,
         "weights": inputs.backbone.digest,
         "decoder's weights": decoder_digest,
         "surrogate images": checkpoint.digest_of_tree(inputs.surrogate),
     }
+    if inputs.texts is not None:
+        # a file of prompts and a tokenizer decide them
+        found["prompts of classes"] = checkpoint.digest_of_tree((inputs.texts.ids, inputs.texts.mask))
+    return found
 
 
 def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str]:

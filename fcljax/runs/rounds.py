@@ -145,8 +145,9 @@ def make_play_round(
 def _on_held_out(exp: Experiment) -> Experiment:
     """Return the experiment with the held-out training examples in place of test examples."""
     assert exp.held_out is not None
-    # metrics of the user are of the test examples
-    return exp._replace(scenario=exp.held_out.scenario, test=exp.held_out.split, metrics={})
+    # metrics of the user and new classes are of the test examples
+    method = exp.method._replace(names_classes=False)
+    return exp._replace(scenario=exp.held_out.scenario, test=exp.held_out.split, metrics={}, method=method)
 
 
 def make_sample(exp: Experiment) -> Callable[[int, int], np.ndarray]:

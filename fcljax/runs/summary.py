@@ -27,7 +27,7 @@ from fcljax.results.repeat import command, names_to_give
 from fcljax.results.run_folder import rejected_uploads
 from fcljax.runs.build import Experiment
 from fcljax.runs.reconstructions import Rebuilt, draw_restored
-from fcljax.runs.records import HELD_OUT, Records, Tested
+from fcljax.runs.records import HELD_OUT, NEW, Records, Tested
 from fcljax.runs.traffic import (
     Counted,
     Payloads,
@@ -101,6 +101,7 @@ def summarize(
         "task_confusion": metrics.task_confusion(confusion, [task.classes for task in exp.scenario.tasks]),
         "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
         **_of_user(records),
+        **_base_and_new(exp, records),
         "personal_accuracy": personal,
         "personal": _personal(records),
         **_communication(exp, payloads, records),
@@ -192,6 +193,29 @@ def _of_user(records: Records) -> dict[str, Any]:
     return fields
 
 
+def _base_and_new(exp: Experiment, records: Records) -> dict[str, Any]:
+    """Return accuracies on base and new classes after each task but the last, and their
+    harmonic means (Zhou et al. 2022), where names of classes make the classifier.
+
+    Base classes are those of the tasks so far, new classes those of later tasks; an example
+    is classified among the base classes or among the new ones.
+    """
+    new = [
+        line[NEW] for line in records.rounds if NEW in line and line["round"] == _last_round(records, line)
+    ]
+    if not new:
+        return {}
+    num_images = [int(exp.scenario.tests(task).sum()) for task in range(exp.sizes.tasks)]
+    base = metrics.by_image(records.accuracy, num_images).acc[: len(new)].tolist()
+    harmonic = [2 * b * n / max(b + n, 1e-12) for b, n in zip(base, new, strict=True)]
+    return {"base_and_new": {"base": base, "new": new, "harmonic": harmonic}}
+
+
+def _last_round(records: Records, line: dict[str, Any]) -> int:
+    """Return the last round of the task of a line."""
+    return max(other["round"] for other in records.rounds if other["task"] == line["task"])
+
+
 def _or_none(value: float) -> float | None:
     """Return a number, and None in place of NaN and infinity, which JSON does not have."""
     if np.isfinite(value):
@@ -202,11 +226,7 @@ def _or_none(value: float) -> float | None:
 def _class_names(exp: Experiment) -> list[str]:
     """Return the names of the classes, in the class order of the run."""
     dataset = exp.inputs.dataset
-    order = np.zeros(exp.sizes.classes, int)
-    # of both splits, since a class may be missing in one of them
-    order[exp.scenario.test_label] = dataset.y_test
-    order[exp.scenario.train_label] = dataset.y_train
-    return [str(dataset.class_names[label]) for label in order]
+    return [str(dataset.class_names[label]) for label in exp.scenario.labels(dataset)]
 
 
 def _holdings(exp: Experiment) -> np.ndarray:

@@ -49,9 +49,11 @@ def payload_shapes(exp: Experiment) -> Payloads:
         state = method.init_client(key, server)
         context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
         uploads = tuple(upload(entry, context, state, key) for entry in method.rounds)
-        trainable = {"upload": uploads[0].mean}
+        trainable = {}
         if method.trainable:
             trainable = method.trainable(round_context, server)
+        elif uploads:
+            trainable = {"upload": uploads[0].mean}
         handover = ()
         if method.handover:
             handover = method.handover(round_context, server)

@@ -48,6 +48,7 @@ INDICES = tuple(f"{name}.index.json" for name in USUAL_FILES)
 OTHER_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "flax_model.msgpack")
 WEIGHT_FILES = (*USUAL_FILES, *INDICES, *OTHER_FILES)
 SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json", "1_Pooling/config.json")
+TOKENIZER = "tokenizer.json"
 ZIP_LIMIT = 16 * 2**30  # bytes that an archive may unpack to
 FILE_LIMIT = 64 * 2**30  # bytes of any other file
 
@@ -110,6 +111,7 @@ class Checkpoint(NamedTuple):
     preprocessor: dict[str, Any]  # the preprocessor_config.json beside it, or {}
     open_clip: dict[str, Any] = {}  # the open_clip_config.json beside it, or {}
     pooling: dict[str, Any] = {}  # the 1_Pooling/config.json beside it (sentence-transformers), or {}
+    folder: Path | None = None  # that the file is in
 
 
 def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
@@ -250,7 +252,7 @@ def _read(path: Path, source: str) -> Checkpoint:
     else:
         tensors, metadata = read_tensors(path)
         digest = sha256(path)
-    return Checkpoint(tensors, metadata, digest, source, *sidecars)
+    return Checkpoint(tensors, metadata, digest, source, *sidecars, folder=path.parent)
 
 
 def _weight_file(folder: Path) -> Path:
@@ -496,7 +498,7 @@ def _read_hub(spec: str) -> Checkpoint:
             if _fetch(spec, repository, revision, shard) is None:
                 raise InputError(f"checkpoint: {spec!r} has no file {shard}, which its {candidate} names")
     # the library puts files of one revision into one folder, where `_read` finds them
-    for sidecar in SIDECARS:
+    for sidecar in (*SIDECARS, TOKENIZER):
         _fetch(spec, repository, revision, str(PurePosixPath(candidate).parent / sidecar))
     version = ""
     if revision:

@@ -24,12 +24,12 @@ from fcljax.data.files.download import Archive, fetch_file
 from fcljax.data.files.sources import data_folder
 from fcljax.errors import InputError, reason
 from fcljax.files import atomic, check_folder, hugging_face_hub
-from fcljax.models.weights.checkpoints import SIDECARS, SUFFIXES
+from fcljax.models.weights.checkpoints import SIDECARS, SUFFIXES, TOKENIZER
 from fcljax.options import whole_number
 
 HUB = "https://huggingface.co"
 FILES = ("model.safetensors", "pytorch_model.bin")
-SIDECAR_BYTES = 1 << 20
+SIDECAR_BYTES = 1 << 26  # a tokenizer has a few MiB
 TIMEOUT = 60.0  # seconds without an answer
 
 
@@ -117,7 +117,7 @@ def get_weights(
         raise InputError(f"weights: {name!r} has no file {' or '.join(FILES)} on the hub")
     folder.mkdir(parents=True, exist_ok=True)
     # the JSON files come first: a cache that has the weights must have all facts on them
-    for sidecar in SIDECARS:
+    for sidecar in (*SIDECARS, TOKENIZER):
         if content := _download_json(f"{base}/{sidecar}", name):
             (folder / sidecar).parent.mkdir(exist_ok=True)
             with atomic(folder / sidecar) as temporary:

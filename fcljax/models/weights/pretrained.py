@@ -30,6 +30,7 @@ from fcljax.models.shapes import (
     VITS,
     ConvNeXtConfig,
     Dtype,
+    TextConfig,
     array_type,
 )
 from fcljax.models.vit import ViTConfig
@@ -53,6 +54,7 @@ PACKAGED_DECODERS = {"vit_micro": "vit_micro_decoder.safetensors"}
 ASSET_DIGESTS = {
     "vit_micro.safetensors": "adf915dc34db6a2500d0ecc639604776fa4e257976121d106988c5dad090c551",
     "vit_micro_decoder.safetensors": "0c80298fd2dd86ef522c724af4bf864056f9ebeaf9f66d3d6e4aa7adc249568d",
+    "vit_micro_text.safetensors": "705f3c6fc0f77ed34f5fa1c48cfb80032e5dd9ada36cd0567667a798e50a48b8",
     "text_micro.safetensors": "f828f7d2b17af51974667506b0a5979b1f43d94e5ae99a7c69165c0666d002b1",
 }
 # fields of some ViTs' shapes
@@ -74,6 +76,25 @@ class PretrainedDecoder(NamedTuple):
     std: Colour
 
 
+class PretrainedText(NamedTuple):
+    """The text side of a CLIP."""
+
+    config: TextConfig
+    tower: PyTree
+    """Parameters of the text tower."""
+    text_projection: Float[np.ndarray, "token_width E"]
+    image_projection: Float[np.ndarray, "width E"]
+    scale: Float[np.ndarray, ""]
+    """The factor of the cosine."""
+    tokenizer: Path | None
+    """Folder of the tokenizer.json; None: the packaged tower's tokens are hashes of words."""
+
+    @property
+    def joint(self) -> int:
+        """Return E, the width of the space of both towers."""
+        return self.text_projection.shape[1]
+
+
 class Pretrained(NamedTuple):
     """A network with its constants and the notes on how it was loaded."""
 
@@ -91,6 +112,8 @@ class Pretrained(NamedTuple):
     mapping: str
     digest: str  # the file's sha256
     notes: tuple[str, ...]  # for the user: what was assumed, left out, or changed
+    # the text side of a CLIP, where a run asks for it
+    text: PretrainedText | None = None
 
 
 class WeightOptions(NamedTuple):
@@ -194,11 +217,11 @@ def load_backbone(
         decoder, notes = _load_decoder(loaded, decoder_source, options.decoder_heads)
     if decoder:
         config = dataclasses.replace(decoder.config, dtype=dtype)
-        decoder = decoder._replace(config=config, params=_to_device(decoder.params, stored))
+        decoder = decoder._replace(config=config, params=to_device(decoder.params, stored))
     vit = loaded.network
     return Pretrained(
         config=dataclasses.replace(vit.config, dtype=dtype),
-        params=_to_device(vit.params, stored),
+        params=to_device(vit.params, stored),
         head=vit.head and jax.tree.map(jnp.array, vit.head),
         decoder=decoder,
         mean=loaded.mean,
@@ -350,7 +373,7 @@ def load_text_encoder(checkpoint: str | None, dtype: Dtype, trains: bool = False
         encoder = read_text_encoder(file)
     config = encoder.config
     config = dataclasses.replace(config, blocks=dataclasses.replace(config.blocks, dtype=dtype))
-    params = _to_device(encoder.params, "float32" if trains else array_type(dtype))
+    params = to_device(encoder.params, "float32" if trains else array_type(dtype))
     none = (0.0, 0.0, 0.0)
     one = (1.0, 1.0, 1.0)
     return Pretrained(config, params, None, None, none, one, encoder.mapping, file.digest, encoder.notes)
@@ -641,7 +664,7 @@ def _assumed_pixels(mean: Colour, std: Colour, kind: str) -> str:
     return f"{constants}: the checkpoint does not state them"
 
 
-def _to_device(tree: PyTree, dtype: str) -> PyTree:
+def to_device(tree: PyTree, dtype: str) -> PyTree:
     """Copy parameters to the device, those of matrix products in this type."""
 
     def store(path, x):
