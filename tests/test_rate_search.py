@@ -397,7 +397,7 @@ def test_a_method_of_a_closed_form_says_that_nothing_is_searched():
 
 
 def test_an_entry_from_outside_is_searched_too():
-    entry = MethodEntry("mine", None, METHODS["linear"].build, "linear", name="mine")
+    entry = MethodEntry("mine", None, METHODS["l2p"].build, "linear", name="mine")
     settings = config.from_mapping(entry, SMALL | {"scale": "fit"}, "options")
     rates = [candidate.rates(settings)["lr"] for candidate in rate_search.candidates_of(settings, False)]
     assert rates[:3] == pytest.approx([1e-3, 3e-3, 1e-2])
