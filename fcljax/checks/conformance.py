@@ -86,6 +86,9 @@ def stays_finite(federation: Federation, history: list[PlayedState]) -> Statemen
 
 def _unchanged(federation: Federation, history: list[PlayedState]) -> str:
     """Say that nothing changes where no state does; ""."""
+    # a classifier of class names alone plays no rounds
+    if not federation.method.rounds:
+        return ""
     first = PlayedState(federation.server, federation.states)
     watched = [(first.server, history[-1].server)]
     if federation.method.personal:
