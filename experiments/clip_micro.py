@@ -23,6 +23,7 @@ from fcljax.models.clip import LEAST_NORM, ClassTexts, image_features, packaged_
 from fcljax.models.heads import unit
 from fcljax.models.shapes import TEXT_TOWERS
 from fcljax.models.text import init_text
+from fcljax.models.vit import ViTConfig
 from fcljax.models.weights.pretrained import load_backbone, save_native
 from fcljax.pretraining.encoder import features
 from fcljax.pretraining.training import VALIDATION_SEED, warmup_cosine
@@ -47,6 +48,7 @@ def name_of(character: str) -> str:
 def image_tokens() -> np.ndarray:
     """Return vit_micro's features of all images, [characters, IMAGES, width]."""
     backbone = load_backbone(NAME, None, None)
+    assert isinstance(backbone.config, ViTConfig)
     label = np.repeat(np.arange(len(CHARACTERS)), IMAGES)
     grey = sample_glyphs(glyph_fields(CHARACTERS), label, np.random.default_rng(VALIDATION_SEED))
     return features(backbone.config, backbone.params, grey).reshape(len(CHARACTERS), IMAGES, -1)

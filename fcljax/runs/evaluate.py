@@ -74,8 +74,9 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
             return None
         records.add(evaluated_images=len(index))
         round_context = _last_round(exp, t)
-        new = ~np.asarray(scenario.tasks[t].seen)
-        task = round_context.task._replace(current=new, seen=new)
+        last = scenario.tasks[t]
+        new = ~np.asarray(last.seen)
+        task = Task.of_numpy(np.asarray(last.index), np.asarray(last.classes), new, new)
         no_tasks = np.zeros(len(new), np.int32)
         predicted = predict(round_context._replace(task=task), (state.server,), test, index, no_tasks)
         return _accuracy(predicted.label == scenario.test_label[index])
