@@ -68,7 +68,7 @@ def fedtpg(options: FedTPGOptions, run: Run) -> Method:
             f"nearest: {nearest}"
         )
 
-    def context(generator: Generator, texts: ClassTexts, competing: Bool[Array, " C"]) -> Array:
+    def context(generator: PromptGenerator, texts: ClassTexts, competing: Bool[Array, " C"]) -> Array:
         return generate(generator, texts.rows, competing, heads)
 
     learner = named_learner(run, behind_context(tower, new_generator(options, tower), context))
@@ -85,18 +85,18 @@ class Linear(NamedTuple):
     bias: Float[Array, " to"]
 
 
-class Norm(NamedTuple):
+class NormParams(NamedTuple):
     """A LayerNorm's parameters."""
 
     scale: Float[Array, " width"]
     bias: Float[Array, " width"]
 
 
-class Attention(NamedTuple):
+class PromptAttention(NamedTuple):
     """Multi-head attention, and the norms of what it reads."""
 
-    norm: Norm
-    norm_texts: Norm | tuple[()]
+    norm: NormParams
+    norm_texts: NormParams | tuple[()]
     """Of the texts; () for self-attention."""
     query: Linear
     key: Linear
@@ -107,19 +107,19 @@ class Attention(NamedTuple):
 class MLP(NamedTuple):
     """A gated MLP: W_2 (a gelu(b)), with [a, b] = W_1 norm(x)."""
 
-    norm: Norm
+    norm: NormParams
     first: Linear
     second: Linear
 
 
 class Layer(NamedTuple):
-    """Attention and an MLP."""
+    """PromptAttention and an MLP."""
 
-    attention: Attention
+    attention: PromptAttention
     mlp: MLP
 
 
-class Generator(NamedTuple):
+class PromptGenerator(NamedTuple):
     """The trainable parameters of FedTPG."""
 
     queries: Float[Array, "M token_width"]
@@ -130,7 +130,7 @@ class Generator(NamedTuple):
 
 
 def generate(
-    generator: Generator, texts: Float[Array, "C E"], competing: Bool[Array, " C"], heads: int
+    generator: PromptGenerator, texts: Float[Array, "C E"], competing: Bool[Array, " C"], heads: int
 ) -> Float[Array, "M token_width"]:
     """Return the context vectors V for the classes that compete.
 
@@ -151,7 +151,7 @@ def generate(
 
 
 def attend(
-    params: Attention,
+    params: PromptAttention,
     x: Float[Array, "M token_width"],
     texts: Float[Array, "C E"] | None,
     readable: Bool[Array, " C"] | None,
@@ -161,7 +161,7 @@ def attend(
     x = normed(params.norm, x)
     source = x
     if texts is not None:
-        assert isinstance(params.norm_texts, Norm)
+        assert isinstance(params.norm_texts, NormParams)
         source = normed(params.norm_texts, texts)
     query, key, value = (
         rearrange(applied(layer, tokens), "n (h d) -> h n d", h=heads)
@@ -185,7 +185,7 @@ def applied(layer: Linear, x: Float[Array, "n from"]) -> Float[Array, "n to"]:
     return exact_einsum("nf,ft->nt", x, layer.kernel) + layer.bias
 
 
-def normed(norm: Norm, x: Float[Array, "n width"]) -> Float[Array, "n width"]:
+def normed(norm: NormParams, x: Float[Array, "n width"]) -> Float[Array, "n width"]:
     """Return x after a LayerNorm."""
     return layer_norm(x, norm.scale, norm.bias, EPSILON)
 
@@ -197,11 +197,11 @@ def new_generator(options: FedTPGOptions, tower: TextTower) -> InitClassifier:
     """Return a function that draws the generator's parameters as torch's layers do."""
     width = tower.width
 
-    def init(key: PRNGKeyArray, _texts: ClassTexts) -> Generator:
+    def init(key: PRNGKeyArray, _texts: ClassTexts) -> PromptGenerator:
         query_key, cross_key, *keys = jax.random.split(key, 2 + options.generator_layers)
         queries = QUERY_STD * jax.random.normal(query_key, (options.context_length, width))
         layers = tuple(_new_layer(layer_key, width, None) for layer_key in keys)
-        return Generator(queries, _new_layer(cross_key, width, tower.joint), layers)
+        return PromptGenerator(queries, _new_layer(cross_key, width, tower.joint), layers)
 
     return init
 
@@ -210,7 +210,7 @@ def _new_layer(key: PRNGKeyArray, width: int, texts: int | None) -> Layer:
     """Draw a layer; `texts` is the width of the texts that it reads, None for itself."""
     keys = jax.random.split(key, 6)
     source = width if texts is None else texts
-    attention = Attention(
+    attention = PromptAttention(
         _new_norm(width),
         () if texts is None else _new_norm(texts),
         _xavier(keys[0], width, width),
@@ -223,8 +223,8 @@ def _new_layer(key: PRNGKeyArray, width: int, texts: int | None) -> Layer:
     return Layer(attention, mlp)
 
 
-def _new_norm(width: int) -> Norm:
-    return Norm(jnp.ones(width), jnp.zeros(width))
+def _new_norm(width: int) -> NormParams:
+    return NormParams(jnp.ones(width), jnp.zeros(width))
 
 
 def _xavier(key: PRNGKeyArray, inputs: int, outputs: int) -> Linear:
