@@ -28,9 +28,9 @@ from micro import (
 )
 
 from fcljax.federated import claims, faults
-from fcljax.methods import dolfin, fedran, fedslca, lorm
+from fcljax.methods import fedran, lorm
 from fcljax.models.vit import apply_vit, attention_inputs, longest_attention_inputs
-from fcljax.parts import reports, ridge
+from fcljax.parts import class_gaussians, gram, reports, ridge
 from fcljax.parts.random_features import longest_projected, project
 from fcljax.types import ClientContext, Upload
 
@@ -77,8 +77,9 @@ def test_a_matrix_that_is_no_sum_of_outer_products_is_impossible(name):
     lie = MOMENTS._replace(gram=GRAMS[name])
     assert not ridge.possible_moments(context(), lie, longest)
     assert ridge.possible_moments(context(), lie) == (name in SCALES)
-    lie = fedslca.ClassSums(MOMENTS.products.T, jnp.stack([GRAMS[name]] * CLASSES), jnp.asarray([4, 3, 3]))
-    assert not fedslca.possible_statistics(context(), lie, longest)
+    grams = jnp.stack([GRAMS[name]] * CLASSES)
+    lie = class_gaussians.ClassSums(MOMENTS.products.T, grams, jnp.asarray([4, 3, 3]))
+    assert not class_gaussians.possible_statistics(context(), lie, longest)
 
 
 def test_the_sums_of_the_examples_are_possible():
@@ -89,7 +90,7 @@ def test_the_sums_of_the_examples_are_possible():
             examples = int(jnp.sum(mask))
             assert ridge.possible_moments(context(examples), moments, longest)
             assert examples == 0 or not ridge.possible_moments(context(examples - 1), moments, longest)
-            assert fedslca.possible_statistics(context(examples), outer_sums(h, mask), longest)
+            assert class_gaussians.possible_statistics(context(examples), outer_sums(h, mask), longest)
             sums = reports.moments_of(h, Y, jnp.arange(CLASSES), mask)
             assert reports.possible_moments(context(examples), sums, longest)
             summary = fedran.summary_of(moments, 4)
@@ -174,18 +175,18 @@ def test_rounding_makes_no_honest_sum_impossible(examples):
 def outer_sums(h, mask=EVERY):
     one_hot = jax.nn.one_hot(Y, CLASSES) * mask[:, None]
     outer = jnp.einsum("nc,nd,ne->cde", one_hot, h, h)
-    return fedslca.ClassSums(one_hot.T @ h, outer, jnp.sum(one_hot, 0).astype(jnp.int32))
+    return class_gaussians.ClassSums(one_hot.T @ h, outer, jnp.sum(one_hot, 0).astype(jnp.int32))
 
 
 def test_a_class_without_examples_has_no_sums():
     few = jnp.arange(N) % CLASSES != 2  # nothing of the last class
     honest = outer_sums(H, few)
-    assert fedslca.possible_statistics(context(), honest)
+    assert class_gaussians.possible_statistics(context(), honest)
     for value in (1e30, 1e-3):
-        assert not fedslca.possible_statistics(
+        assert not class_gaussians.possible_statistics(
             context(), honest._replace(outer=honest.outer.at[2].set(value * jnp.eye(WIDTH)))
         )
-        assert not fedslca.possible_statistics(
+        assert not class_gaussians.possible_statistics(
             context(), honest._replace(feature=honest.feature.at[2].set(value))
         )
     sums = reports.moments_of(H, Y, jnp.arange(CLASSES), few)
@@ -242,9 +243,9 @@ def test_a_movement_is_within_the_reach_of_training(pair_gram, number):
     f = features(9).cls
     pair = context.payload.trainable.adapter
     step = 1e-3 * jnp.sign(jnp.sin(jnp.arange(3.0 * TINY.width))).reshape(3, TINY.width)
-    inner = lorm.inner_gram(pair.a_q, pairs)
-    moved = inner @ step if number == 0 else lorm.apply_gram(jnp.stack([step] * 2), pairs)
-    head = lorm.off_diagonal(f, 0.5)
+    inner = gram.inner_gram(pair.a_q, pairs)
+    moved = inner @ step if number == 0 else gram.apply_gram(jnp.stack([step] * 2), pairs)
+    head = gram.scale_off_diagonal(f.T @ f, 0.5)
     kernel = head @ (1e-3 * jnp.ones((TINY.width, SIZES.classes)))
     honest = lorm.WeightedChange(lorm.Grams(pairs, head), moved, 0 * moved, kernel)
 
@@ -274,15 +275,15 @@ def test_inputs_of_pairs_are_gram_matrices_within_the_norms_of_the_blocks():
     x = attention_inputs(FROZEN.network, features(9), 2).reshape(2, -1, TINY.width)
     grams = jnp.einsum("mnd,mne->mde", x, x)
     around = ClientContext(FROZEN, (), (), (), info_of(CLASSES, 9))
-    assert dolfin.possible_gram(around, grams)
+    assert gram.possible_inputs(around, grams)
     most = 9 * longest_attention_inputs(FROZEN.network, 2) ** 2
     trace = jnp.trace(grams, axis1=1, axis2=2)
     assert np.all(trace <= most) and np.all(trace > 0.5 * most)  # the bound is near
     for lie in (-grams, 3 * grams, grams.at[0, 0, 1].mul(0.5), grams.at[1].set(1e20 * jnp.eye(TINY.width))):
-        assert not dolfin.possible_gram(around, lie)
+        assert not gram.possible_inputs(around, lie)
     equal = jnp.mean(jnp.diagonal(grams[0]))
     indefinite = equal * (2 * jnp.eye(TINY.width) - 0.9)
-    assert not dolfin.possible_gram(around, grams.at[0].set(indefinite))
+    assert not gram.possible_inputs(around, grams.at[0].set(indefinite))
 
 
 # ---- the bound on a feature --------------------------------------------------------------------------------
@@ -314,7 +315,10 @@ CLOSED = (
     "fedran",
     "fedranpac",
     "fedslca",
+    "ccvr",
+    "stsa",
     "lorm",
+    "regmean",
     "dolfin",
     "fedncm",
     "fedproto",
@@ -324,7 +328,9 @@ CLOSED = (
 OPTIONS = {
     "fedran": dict(projection=40, rank=12),
     "fedranpac": dict(projection=40),
+    "stsa": dict(projection=40, statistics="first"),
     "lorm": dict(lora_blocks=2, lora_rank=3),
+    "regmean": dict(lora_blocks=2, lora_rank=3),
     "dolfin": dict(lora_blocks=2, lora_rank=3),
 }
 

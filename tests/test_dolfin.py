@@ -28,11 +28,11 @@ from fcljax.methods.dolfin import (
     DolfinOptions,
     extend_directions,
     new_directions,
-    possible_gram,
     threshold,
 )
 from fcljax.models.vit import apply_vit, attention_inputs
 from fcljax.options import check_ranges
+from fcljax.parts.gram import possible_inputs
 
 D = 8
 RNG = np.random.default_rng(0)
@@ -99,8 +99,8 @@ def test_products_larger_than_the_squares_allow_are_refused():
     method = dolfin()
     context = context_of(method, compiled(method.init)(KEY, FROZEN), STREAM[0], info_of(5), FROZEN)
     gram = jnp.asarray(gram_of(2, 0), jnp.float32)[None]
-    assert possible_gram(context, gram) and not possible_gram(context, gram.at[0, 0, 1].set(1e3))
-    assert not possible_gram(context, -gram)
+    assert possible_inputs(context, gram) and not possible_inputs(context, gram.at[0, 0, 1].set(1e3))
+    assert not possible_inputs(context, -gram)
 
 
 # ---- in a run ----------------------------------------------------------------------------------------------

@@ -11,18 +11,11 @@ from test_fedrecon import PIXELS, batch_of, run_of
 
 from fcljax.data.tasks import make_tasks
 from fcljax.federated import communication
-from fcljax.methods.fedslca import (
-    EXTRA_VARIANCE,
-    FedSLCAOptions,
-    Gaussians,
-    align_classifier,
-    draw_features,
-    fedslca,
-    normalised,
-)
+from fcljax.methods.fedslca import FedSLCAOptions, align_classifier, fedslca, normalised, shrunk
 from fcljax.models.heads import Head, apply_head
 from fcljax.models.shapes import VITS
 from fcljax.models.vit import parameter_shapes, vit_network
+from fcljax.parts.class_gaussians import EXTRA_VARIANCE, Gaussians, draw_features
 from fcljax.runs.build import Experiment
 from fcljax.runs.traffic import payload_shapes
 from fcljax.scenario import Scenario
@@ -74,7 +67,7 @@ def gaussians(mean, tasks, present=None):
 
 def test_drawn_features_follow_the_gaussians_of_all_classes_that_exist():
     known = gaussians([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]], [0, 1, 1], [True, True, False])
-    feature, label = draw_features(known, jnp.int32(1), 500, jax.random.key(0))
+    feature, label = draw_features(shrunk(known, jnp.int32(1)), 500, jax.random.key(0))
     assert sorted(set(label[:1000].tolist())) == [0, 1] and set(label[1000:].tolist()) == {2}
     assert len(set(label[:20].tolist())) == 2  # shuffled
     for index, mean in ((0, [0.95, 0.0]), (1, [0.0, 2.0])):  # shrunk by 0.9 + 0.1 (t + 1) / (T + 1)
@@ -95,7 +88,7 @@ def test_alignment_removes_the_advantage_of_the_newest_classes():
     """A classifier whose second task has far larger biases answers class 2 for every feature."""
     known = gaussians([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [0, 0, 1])
     head = Head(jnp.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]), jnp.array([0.0, 0.0, 5.0]))
-    feature, label = draw_features(known, jnp.int32(1), 100, jax.random.key(5))
+    feature, label = draw_features(shrunk(known, jnp.int32(1)), 100, jax.random.key(5))
     right = lambda head: float(jnp.mean(jnp.argmax(apply_head(head, feature), 1) == label))
     assert right(head) < 0.4
     options = FedSLCAOptions(align_epochs=40)

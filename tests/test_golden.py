@@ -18,6 +18,7 @@ CLASSIFIERS = ["timm.safetensors", "timm.npz", "deit.safetensors", "google.npz",
 STUDENTS = ["dino.safetensors", "ibot.safetensors"]
 AUTOENCODERS = ["mae.safetensors", "pmae.safetensors", "huggingface_mae.safetensors"]
 FILES = [*CLASSIFIERS, *STUDENTS, *AUTOENCODERS, "huggingface_features.safetensors"]
+OTHERS = ("torchvision_", "convnets.", "vit_", "vits.", "timm_convnext", "texts.", "lorm.")
 encode = jax.jit(apply_vit, static_argnums=(0, 4))
 
 
@@ -48,8 +49,8 @@ def test_every_file_is_compared_with_what_its_library_made_of_it_and_is_small(ex
         path.name: path.stat().st_size
         for pattern in ("*.npz", "*.safetensors")
         for path in FOLDER.glob(pattern)
-        # of test_convnets, test_golden_vits and the text encoders
-        if not path.name.startswith(("torchvision_", "convnets.", "vit_", "vits.", "timm_convnext", "texts."))
+        # of test_convnets, test_golden_vits, test_lorm and the text encoders
+        if not path.name.startswith(OTHERS)
     }
     assert (
         set(files) - {"expected.npz"}

@@ -22,7 +22,7 @@ from fcljax.errors import InputError
 from fcljax.federated import claims
 from fcljax.federated.communication import Traffic
 from fcljax.federated.engine import RoundReport
-from fcljax.methods import METHODS, fedslca, pmae
+from fcljax.methods import METHODS, pmae
 from fcljax.methods.glfc import glfc
 from fcljax.methods.glfc.lenet import init_lenet
 from fcljax.methods.glfc.proxy import Gradients
@@ -31,7 +31,7 @@ from fcljax.methods.vfcl import vfcl
 from fcljax.methods.vfcl.conflation import softplus_inverse
 from fcljax.methods.vfcl.posterior import of_gaussian
 from fcljax.models.weights import checkpoints, torch_zip
-from fcljax.parts import reports, ridge
+from fcljax.parts import class_gaussians, reports, ridge
 from fcljax.parts.classifiers import Sums
 from fcljax.parts.federate import Payload
 from fcljax.parts.learner import Params
@@ -179,10 +179,13 @@ CLAIMS = {
     "fedrecon": ["embeddings"],
     "fedslca": ["statistics"],
     "lorm": ["responses", "task_grams"],
+    "regmean": ["responses"],
     "dolfin": ["input_grams"],
     "c2prompt": ["affinity", "moments"],
     "afcl": ["moments"],
     "fedranpac": ["split"],
+    "stsa": ["moments"],
+    "ccvr": ["statistics"],
     "fedran": ["summary"],
     "fedavg": [],
     "scaffold": [],
@@ -229,15 +232,15 @@ def test_sums_of_products_are_those_of_a_client_with_so_many_examples():
 
 def test_class_statistics_are_those_of_a_client_with_so_many_examples():
     x = jnp.full((10, 4), 2.0)
-    honest = fedslca.ClassSums(x.sum(0)[None], (x.T @ x)[None], jnp.array([10]))
-    assert fedslca.possible_statistics(context(), honest)
+    honest = class_gaussians.ClassSums(x.sum(0)[None], (x.T @ x)[None], jnp.array([10]))
+    assert class_gaussians.possible_statistics(context(), honest)
     lies = (
         honest._replace(feature=1.1 * honest.feature),
         honest._replace(outer=-honest.outer),
         honest._replace(examples=jnp.array([11])),
         honest._replace(examples=jnp.array([9])),
     )
-    assert not any(fedslca.possible_statistics(context(), lie) for lie in lies)
+    assert not any(class_gaussians.possible_statistics(context(), lie) for lie in lies)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def test_an_honest_client_is_never_left_out(name):
 
 
 @pytest.mark.parametrize("network", ["resnet_micro", "vit_micro"])
-@pytest.mark.parametrize("name", ["afcl", "fedranpac", "fedran", "fedslca", "fedclm", "fedproto", "fedrecon"])
+@pytest.mark.parametrize(
+    "name", ["afcl", "fedranpac", "stsa", "fedran", "fedslca", "ccvr", "fedclm", "fedproto", "fedrecon"]
+)
 def test_no_network_makes_an_honest_client_impossible(name, network):
     """Of the first client the run knows one example, and of the second one class."""
     draw = np.random.default_rng(0)
@@ -74,7 +76,8 @@ def test_no_network_makes_an_honest_client_impossible(name, network):
     label = np.arange(60) % 4
     owner = np.where(label == 1, 1, 2 + np.arange(60) // 4 % 2)
     owner[0] = 0
-    options = {"fedran": dict(projection=40, rank=12), "fedranpac": dict(projection=40)}.get(name, {})
+    random_features = dict.fromkeys(("fedranpac", "stsa"), dict(projection=40))
+    options = (random_features | {"fedran": dict(projection=40, rank=12)}).get(name, {})
     run = fcljax.run(
         name,
         (image, label, image[:20], label[:20]),

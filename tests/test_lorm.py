@@ -1,6 +1,7 @@
 """LoRM: the merged factor solves its least squares problem (numpy, float64), over clients and over tasks."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +27,18 @@ from micro import (
 
 from fcljax.adapters.lora import LoraOptions, lora
 from fcljax.federated.claims import is_gram
-from fcljax.methods.lorm import (
+from fcljax.methods.lorm import merge_factor, over_tasks
+from fcljax.models.vit import apply_vit
+from fcljax.parts.classifiers import linear
+from fcljax.parts.client import ClientStep
+from fcljax.parts.gram import (
     apply_gram,
     are_grams,
     divide_by_gram,
     inner_gram,
-    merge_factor,
-    off_diagonal,
-    over_tasks,
+    least_squares,
+    scale_off_diagonal,
 )
-from fcljax.models.vit import apply_vit
-from fcljax.parts.classifiers import linear
-from fcljax.parts.client import ClientStep
 from fcljax.parts.learner import learner
 from fcljax.parts.reports import inputs_of_pairs
 from fcljax.types import Batch
@@ -126,7 +127,37 @@ def test_what_nobody_has_an_input_for_stays_as_it_was_shared():
 
 def test_the_gram_matrix_of_features_is_shrunk_off_its_diagonal():
     feature = jnp.asarray([[1.0, 2.0], [3.0, -1.0]])
-    np.testing.assert_allclose(off_diagonal(feature, 0.5), [[10.0, -0.5], [-0.5, 5.0]])
+    np.testing.assert_allclose(scale_off_diagonal(feature.T @ feature, 0.5), [[10.0, -0.5], [-0.5, 5.0]])
+
+
+# ---- the authors' code -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["full", "diagonal"])
+def test_merges_are_those_of_the_authors_code(part):
+    """Of fed-mammoth, by golden/make_lorm.py; in float64, as theirs."""
+    with np.load(Path(__file__).parent / "golden" / "lorm.npz") as file:
+        made = {name: file[name].astype(np.float64) for name in file.files}
+    with jax.enable_x64(True):
+        given = {name: jnp.asarray(value)[..., None, :, :] for name, value in made.items()}
+        a, b, grams = given["a"], given["b"], given["gram"]
+        if part == "diagonal":
+            grams = jnp.diagonal(grams, 0, 2, 3)
+        total = sum(grams)
+        moved = sum(apply_gram(a_i - a, g) for a_i, g in zip(given["a_of"], grams, strict=True))
+        check(merge_factor(a, b, moved, total, jnp.bool_(False)), (made[f"{part}/a"], made["b"]))
+        moved = sum(inner_gram(a, g) @ (b_i - b).mT for b_i, g in zip(given["b_of"], grams, strict=True))
+        check(merge_factor(a, b, moved, total, jnp.bool_(True)), (made["a"], made[f"{part}/b"]))
+        weighted = jnp.stack([apply_gram(a_t, g) for a_t, g in zip(given["a_of"], grams, strict=True)])
+        check([sum(given["b_of"] @ over_tasks(weighted, total))], [made[f"{part}/tasks"]])
+        squares, kernel = given["head_gram"], given["head"].mT
+        moved = sum(g @ (w_i.mT - kernel) for w_i, g in zip(given["head_of"], squares, strict=True))
+        check([least_squares(kernel, sum(squares), moved)], [made["kernel"].T])
+
+
+def check(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one[0], other, rtol=0, atol=1e-6)
 
 
 # ---- in a run ----------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from test_hepco import world
 from test_vfcl import fresh, method_of, run_of
 
 from fcljax.federated.aggregation import AggregationOptions, make_aggregation
-from fcljax.methods.fedslca import FedSLCAOptions, Gaussians, align_classifier, draw_features
+from fcljax.methods.fedslca import FedSLCAOptions, align_classifier, shrunk
 from fcljax.methods.hepco import hepco as H
 from fcljax.methods.vfcl.bayesian import bayesian
 from fcljax.methods.vfcl.posterior import Flat, Posterior
 from fcljax.methods.vfcl.vfcl import ClientPrior, VFCLOptions, conflation, two_priors
 from fcljax.models.heads import Head
+from fcljax.parts.class_gaussians import Gaussians, draw_features
 from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep
 from fcljax.parts.learner import Params, learner
@@ -260,7 +261,10 @@ def test_slcas_alignment_is_descent_on_normalised_logits():
     known = Gaussians(means, roots, jnp.asarray(task_of), jnp.ones(3, bool))
     head = Head(jnp.array([[0.5, -0.2, 0.9], [0.1, 0.4, 0.7]]), jnp.array([0.3, -0.1, 2.0]))
     task, key = jnp.int32(1), jax.random.key(3)
-    drawn = [draw_features(known, task, options.align_samples, jax.random.fold_in(key, i)) for i in range(3)]
+    drawn = [
+        draw_features(shrunk(known, task), options.align_samples, jax.random.fold_in(key, i))
+        for i in range(3)
+    ]
     epochs = [(np.asarray(x, float), np.asarray(y)) for x, y in drawn]
     start = np.vstack([np.asarray(head.kernel, float), np.asarray(head.bias, float)])
     expected = aligned_by_hand(start, epochs, task_of, options)

@@ -180,7 +180,7 @@ IMAGES = {
 }
 
 
-FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran", "zero-shot"}  # nothing trains by default
+FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran", "stsa", "zero-shot"}  # nothing trains by default
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,10 @@ _LINEAR = {
     "query": 2,
     "value": 2,
     "kernel": 2,
+    "changes": 2,
     "affinity": 0,
 }
-_OF_SQUARES = ("gram", "outer", "square", "trace", "pairs", "head", "task_grams")
+_OF_SQUARES = ("gram", "grams", "outer", "square", "trace", "pairs", "head", "task_grams")
 _SQUARES = {"factor": 1, **dict.fromkeys(_OF_SQUARES, 2)}
 # Gram matrices whose directions count: all become equal
 _DIRECTIONS = "input_grams"
@@ -281,8 +282,10 @@ def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> 
 
 
 def _sum_name(path: tuple) -> str:
-    """Return the name of the field or the report that a leaf of an upload is."""
-    return getattr(path[-1], "name", None) or getattr(path[-1], "key", "")
+    """Return the name of the innermost field, or else of the report, to which a leaf of an
+    upload belongs."""
+    fields = [key.name for key in path[2:] if hasattr(key, "name")]
+    return fields[-1] if fields else getattr(path[-1], "key", "")
 
 
 def same_shape(honest: PyTree, lie: PyTree) -> bool:

@@ -154,6 +154,18 @@ METHODS: dict[str, MethodEntry] = {
         merges=_MEANS,
         closed_form=True,
     ),
+    "stsa": MethodEntry(
+        "ridge regression on random features; Gram matrices are sent or estimated from sums (STSA, STSA-E)",
+        "stsa:PRESETS",
+        "stsa:stsa",
+        "linear",
+        excludes=dict.fromkeys(
+            ("prompts", "pool", "dualprompt", "coda"),
+            "its features change with the task, and sums of features are kept over all tasks",
+        ),
+        merges=_MEANS,
+        closed_form=True,
+    ),
     "fedran": MethodEntry(
         "ridge regression on random features from the largest directions of Gram matrices (FedRAN)",
         "fedran:FedRANOptions",
@@ -173,6 +185,14 @@ METHODS: dict[str, MethodEntry] = {
         "lora",
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
         merges="it merges what clients send by the responses of their pairs",
+    ),
+    "regmean": MethodEntry(
+        "LoRA's factors and the classifier merged in least squares, as linear layers (RegMean)",
+        "regmean:PRESETS",
+        "regmean:regmean",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+        merges="it merges what clients send by the responses of their layers",
     ),
     "dolfin": MethodEntry(
         "LoRA pairs orthogonal to earlier tasks' inputs, by gradient projection memory (DOLFIN)",
@@ -195,6 +215,13 @@ METHODS: dict[str, MethodEntry] = {
         "fedslca:PRESETS",
         "fedslca:fedslca",
         "full",
+        merges="its class statistics are sums over examples, which are added up",
+    ),
+    "ccvr": MethodEntry(
+        "FedAvg; after a task the classifier is retrained on features drawn from class Gaussians (CCVR)",
+        "ccvr:PRESETS",
+        "ccvr:ccvr",
+        "lora",
         merges="its class statistics are sums over examples, which are added up",
     ),
     "fedrecon": MethodEntry(

@@ -26,18 +26,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
-from fcljax.federated.claims import is_gram, possible_trace
-from fcljax.models.products import exact_einsum, exact_matmul
+from fcljax.models.products import exact_matmul
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, federate, linear_learner
+from fcljax.parts.gram import no_pair_grams, pair_grams, possible_inputs
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
-from fcljax.parts.reports import inputs_of_pairs, longest_inputs
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
@@ -105,23 +104,10 @@ def put_back_a(context: ClientContext, trainable: Params) -> Params:
 def input_grams() -> Report:
     """Report the sum of x x^T over all tokens x that a block's pairs read."""
 
-    def init(context: ClientContext) -> Matrices:
-        blocks, _, width = context.payload.trainable.adapter.a_q.shape
-        return jnp.zeros((blocks, width, width))
-
     def add(step: ClientStep, total: Matrices) -> Matrices:
-        x = inputs_of_pairs(step, len(total))
-        # exact: an error of bfloat16 would look like a direction of its own
-        return total + exact_einsum("mnd,mne->mde", x, x)
+        return total + pair_grams(step, len(total))
 
-    return Report("input_grams", init, add, merge="sum", possible=possible_gram)
-
-
-def possible_gram(context: ClientContext, gram: Matrices) -> Bool[Array, ""]:
-    """Check that these are Gram matrices, of inputs no longer than the blocks' norms allow."""
-    examples = jnp.full(len(gram), context.client.examples)
-    traces = jnp.trace(gram, axis1=1, axis2=2)
-    return possible_trace(traces, examples, longest_inputs(context, len(gram))) & is_gram(gram)
+    return Report("input_grams", no_pair_grams, add, merge="sum", possible=possible_inputs)
 
 
 def orthogonal_inputs(options: DolfinOptions, run: Run) -> ServerRule:

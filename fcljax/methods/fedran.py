@@ -46,9 +46,9 @@ from fcljax.parts.learner import Params, learner
 from fcljax.parts.random_features import (
     Projected,
     chosen_by_index,
-    longest_projected,
+    longest_random_feature,
     on_projection,
-    project,
+    random_features,
 )
 from fcljax.parts.reports import Longest, longest_feature, possible_sums, unbounded
 from fcljax.parts.ridge import Moments, add_examples, no_moments, solve_ridge
@@ -139,7 +139,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
     def add(step: ClientStep, total: Moments | Examples) -> Moments | Examples:
         batch = step.batch
         prototypes = step.context.payload.trainable.classifier
-        h = project(step.output.feature, step.context.cached.classifier.projection)
+        h = random_features(step)
         labelled = has_label(batch.index, options.labelled)
         label = batch.label
         mask = batch.mask & labelled
@@ -156,9 +156,7 @@ def gram_report(options: FedRANOptions, run: Run) -> Report:
             return summary_of_examples(total, options.rank)
         return summary_of(total, options.rank)
 
-    def longest(context: ClientContext) -> Float[Array, ""]:
-        return longest_projected(longest_feature(run, context), context.cached.classifier.projection)
-
+    longest = functools.partial(longest_random_feature, run)
     possible = functools.partial(possible_summary, longest=longest)
     return Report("summary", init, add, finalize, merge="gather", possible=possible)
 

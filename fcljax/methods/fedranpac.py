@@ -17,6 +17,7 @@ plays a second round.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -26,13 +27,16 @@ from jaxtyping import Array, Bool, Float, Int
 from fcljax.adapters.lora import LoraOptions
 from fcljax.models.products import exact_matmul
 from fcljax.options import option
-from fcljax.parts.classifiers import linear
 from fcljax.parts.client import ClientStep, Report
-from fcljax.parts.federate import Run, federate
-from fcljax.parts.first_task import first_task_only
-from fcljax.parts.learner import Params, cross_entropy_loss, learner
-from fcljax.parts.random_features import chosen_by_index, longest_projected, on_projection, project
-from fcljax.parts.reports import longest_feature
+from fcljax.parts.federate import Run
+from fcljax.parts.learner import Params
+from fcljax.parts.random_features import (
+    chosen_by_index,
+    closed_form,
+    longest_random_feature,
+    random_features,
+    statistics_time,
+)
 from fcljax.parts.ridge import (
     Moments,
     add_examples,
@@ -80,21 +84,7 @@ Split = dict[str, Moments]
 
 def fedranpac(options: FedRanPACOptions, run: Run) -> Method:
     """Compose FedRanPAC."""
-    width = run.network.width
-    classes = run.sizes.classes
-    server_rules = (ridge_regression(options, run),)
-    if run.adapter.plain:  # nothing trains
-        classifier = on_projection(width, options.projection, classes, None)
-        model = learner(run.network, run.adapter, classifier)
-        return federate(run, model, server_rules=server_rules)
-    classifier = on_projection(width, options.projection, classes, linear(width, classes))
-    return federate(
-        run,
-        learner(run.network, run.adapter, classifier),
-        loss=cross_entropy_loss(),
-        client_rules=(first_task_only("first_session"),),
-        server_rules=server_rules,
-    )
+    return closed_form(run, options.projection, (ridge_regression(options, run),))
 
 
 # ---- the sums and the ridge ------------------------------------------------------------
@@ -114,7 +104,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
 
     def add(step: ClientStep, total: Split) -> Split:
         batch = step.batch
-        h = project(step.output.feature, step.context.cached.classifier.projection)
+        h = random_features(step)
         if not chooses:
             return {"fit": add_examples(total["fit"], h, batch.label, batch.mask)}
         held_out = is_held_out(batch.index)
@@ -139,8 +129,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         metrics = {"ridge": Weighted(ridge, jnp.float32(1))}
         return ServerUpdate(params._replace(classifier=classifier), total, metrics)
 
-    def longest(context: ClientContext) -> Float[Array, ""]:
-        return longest_projected(longest_feature(run, context), context.cached.classifier.projection)
+    longest = functools.partial(longest_random_feature, run)
 
     def possible(context: ClientContext, reported: Split) -> Bool[Array, ""]:
         examples = sum(moments.examples for moments in reported.values())
@@ -148,11 +137,7 @@ def ridge_regression(options: FedRanPACOptions, run: Run) -> ServerRule:
         return jnp.all(jnp.stack(parts)) & (examples <= context.client.examples)
 
     report = Report("split", no_examples, add, merge="sum", possible=possible)
-    # sums of the first task are those of the trained network
-    when = "task_end"
-    if run.adapter.plain:
-        when = "task_start"
-    return ServerRule("ranpac", update, no_examples, reports=(report,), when=when)
+    return ServerRule("ranpac", update, no_examples, reports=(report,), when=statistics_time(run))
 
 
 def is_held_out(index: Int[Array, " batch"]) -> Bool[Array, " batch"]:

@@ -22,26 +22,30 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fcljax.adapters.full import FullOptions
-from fcljax.federated.claims import SUMS, norm_by_gram, possible_counts, possible_trace
-from fcljax.models.heads import Head, apply_head, sum_by_class
-from fcljax.models.products import exact_einsum, exact_matmul
+from fcljax.models.heads import Head, apply_head
+from fcljax.models.products import exact_matmul
 from fcljax.options import option
+from fcljax.parts.class_gaussians import (
+    DrawnTraining,
+    Gaussians,
+    class_statistics,
+    merge_gaussians,
+    no_gaussians,
+    train_on_draws,
+)
 from fcljax.parts.classifiers import computed, linear_on
-from fcljax.parts.client import ClientStep, Report
 from fcljax.parts.federate import Run, federate
 from fcljax.parts.learner import Classifier, Params, cross_entropy_loss, learner
-from fcljax.parts.reports import Longest, longest_feature, unbounded
+from fcljax.parts.reports import longest_feature
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig
-from fcljax.types import ClientContext, Method, Task
+from fcljax.types import Method, Task
 
 # scale of the first task's means after many tasks (release)
 SHRINKAGE = 0.1
-EXTRA_VARIANCE = 1e-4  # is added to every variance (release)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,27 +81,6 @@ class Aligned(NamedTuple):
     """The task at whose end it was aligned; -1: none yet."""
 
 
-class ClassSums(NamedTuple):
-    """Sums over examples of the task's classes."""
-
-    feature: Float[Array, "Ct D"]
-    outer: Float[Array, "Ct D D"]
-    """Of x x^T."""
-    examples: Int[Array, " Ct"]
-
-
-class Gaussians(NamedTuple):
-    """The distribution of the features of every class, as the server knows it."""
-
-    mean: Float[Array, "C D"]
-    root: Float[Array, "C D D"]
-    """A matrix whose product with its transpose is the covariance."""
-    task: Int[Array, " C"]
-    """The task of each class."""
-    present: Bool[Array, " C"]
-    """Classes of which there were examples."""
-
-
 def fedslca(options: FedSLCAOptions, run: Run) -> Method:
     """Compose FedSLCA."""
     classes = run.sizes.classes
@@ -122,81 +105,6 @@ def aligned_classifier(inner: Classifier, classes: int) -> Classifier:
     return computed(classes, init, predict, inner)
 
 
-# ---- class statistics ------------------------------------------------------------------
-
-
-def statistics(width: int, classes: int, longest: Longest) -> Report:
-    """Report sums of features and of their outer products by class, under the final model.
-
-    Args:
-      width: D.
-      classes: Ct.
-      longest: bounds the norm of a feature.
-    """
-
-    def init(_context: ClientContext) -> ClassSums:
-        outer = jnp.zeros((classes, width, width))
-        return ClassSums(jnp.zeros((classes, width)), outer, jnp.zeros(classes, jnp.int32))
-
-    def add(step: ClientStep, total: ClassSums) -> ClassSums:
-        x = step.forward(step.trainable, train=False).feature
-        batch = step.batch
-        task_classes = step.context.task.classes
-        feature, examples = sum_by_class(x, batch.label, task_classes, batch.mask)
-
-        def outer(label: Array) -> Float[Array, "D D"]:
-            # class by class: the batch has few classes, and D x D products are large
-            in_class = batch.mask & (batch.label == label)
-            x_of_class = jnp.where(in_class[:, None], x, 0.0)
-            return exact_matmul(x_of_class.T, x_of_class)
-
-        outer_sums = jax.vmap(outer)(task_classes)
-        sums = ClassSums(feature, outer_sums, examples.astype(jnp.int32))
-        return jax.tree.map(jnp.add, total, sums)
-
-    possible = functools.partial(possible_statistics, longest=longest)
-    return Report("statistics", init, add, merge="sum", possible=possible)
-
-
-def possible_statistics(
-    context: ClientContext, reported: ClassSums, longest: Longest = unbounded
-) -> Bool[Array, ""]:
-    """Check that these can be sums over the client's examples.
-
-    The numbers of examples fit the client. In each class of n examples the sums G of
-    outer products are a Gram matrix, and no covariance is negative: s s^T <= n G for the
-    sum s of features, which is s^T G^+ s <= n.
-    """
-    counts_fit = possible_counts(reported.examples, context.client.examples)
-    traces = jnp.trace(reported.outer, axis1=1, axis2=2)
-    traces_fit = possible_trace(traces, reported.examples, longest(context))
-    explained = jax.vmap(norm_by_gram)(reported.outer, reported.feature[..., None])
-    sums_fit = jnp.all(explained <= reported.examples * (1 + SUMS))
-    return counts_fit & traces_fit & sums_fit
-
-
-def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "Ct D D"]]:
-    """Return means and unbiased covariances of classes over all clients' examples."""
-    n = sums.examples.astype(jnp.float32)[:, None]
-    mean = sums.feature / jnp.maximum(n, 1)
-    # sum of x x^T minus n mean mean^T
-    scatter = sums.outer - n[..., None] * mean[:, :, None] * mean[:, None, :]
-    return mean, scatter / jnp.maximum(n[..., None] - 1, 1)
-
-
-def merge_gaussians(gaussians: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
-    """Return the Gaussians of all classes with those of the task's classes."""
-    mean, covariance = gaussians_of(sums)
-    # C = V S V^T has the root V S^(1/2); rounding may leave values just below 0
-    values, vectors = jnp.linalg.eigh(covariance)
-    root = vectors * jnp.sqrt(jnp.maximum(values, 0.0) + EXTRA_VARIANCE)[:, None, :]
-    task_index = jnp.full(len(task.classes), task.index)
-    of_task = Gaussians(mean, root, task_index, sums.examples > 0)
-    # padding has an index beyond the last class, which is dropped
-    index = jnp.where(task.classes >= 0, task.classes, len(gaussians.task))
-    return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop"), gaussians, of_task)
-
-
 # ---- classifier alignment --------------------------------------------------------------
 
 
@@ -206,12 +114,7 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
     classes = run.sizes.classes
 
     def init(_params: Params, _trainable: Params) -> Gaussians:
-        return Gaussians(
-            mean=jnp.zeros((classes, width)),
-            root=jnp.zeros((classes, width, width)),
-            task=jnp.zeros(classes, jnp.int32),
-            present=jnp.zeros(classes, bool),
-        )
+        return no_gaussians(width, classes)
 
     def update(round: ServerRound, params: Params, gaussians: Gaussians) -> ServerUpdate:
         gaussians = merge_gaussians(gaussians, round.reports["statistics"], round.task)
@@ -228,7 +131,7 @@ def alignment(options: FedSLCAOptions, run: Run) -> ServerRule:
         return ServerUpdate(params._replace(classifier=classifier), gaussians)
 
     longest = functools.partial(longest_feature, run)
-    report = statistics(width, run.sizes.task_classes, longest)
+    report = class_statistics(width, run.sizes.task_classes, longest)
     return ServerRule("alignment", update, init, reports=(report,), when="task_end")
 
 
@@ -250,55 +153,21 @@ def align_classifier(
       tasks: T.
       key: features are drawn anew in each epoch.
     """
-    size = options.align_samples
-    steps = jnp.sum(gaussians.present)  # a batch has as many features as a class
-    optimiser = optax.chain(optax.add_decayed_weights(options.align_decay), optax.trace(0.9))
+    training = DrawnTraining(
+        options.align_epochs, options.align_samples, options.align_lr, options.align_decay
+    )
 
-    def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
-        epoch_key = jax.random.fold_in(key, number)
-        features, labels = draw_features(gaussians, task, size, epoch_key)
-        # a cosine to 0 over the epochs
-        rate = options.align_lr * (1 + jnp.cos(jnp.pi * number / options.align_epochs)) / 2
+    def logits(head: Head, feature: Array) -> Array:
+        return normalised(apply_head(head, feature), gaussians, tasks, options.logit_norm)
 
-        def step(i: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
-            head, state = carry
-            x = jax.lax.dynamic_slice_in_dim(features, i * size, size)
-            y = jax.lax.dynamic_slice_in_dim(labels, i * size, size)
-
-            def loss(head: Head) -> Float[Array, ""]:
-                logits = normalised(apply_head(head, x), gaussians, tasks, options.logit_norm)
-                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
-
-            # plain descent on the drawn features: the network takes no part
-            direction, state = optimiser.update(jax.grad(loss)(head), state, head)
-            return jax.tree.map(lambda w, d: w - rate * d, head, direction), state
-
-        return jax.lax.fori_loop(0, steps, step, carry)
-
-    start = (head, optimiser.init(head))
-    head, _ = jax.lax.fori_loop(0, options.align_epochs, epoch, start)
-    return head
+    return train_on_draws(training, head, shrunk(gaussians, task), logits, key)
 
 
-def draw_features(
-    gaussians: Gaussians, task: Int[Array, ""], size: int, key: PRNGKeyArray
-) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
-    """Draw `size` features of every class, shuffled; classes without examples come last.
-
-    As in the release the means of old classes are shrunk: in task T those of task t by
-    1 - SHRINKAGE + SHRINKAGE (t + 1) / (T + 1).
-    """
-    classes, width = gaussians.mean.shape
-    noise_key, order_key = jax.random.split(key)
+def shrunk(gaussians: Gaussians, task: Int[Array, ""]) -> Gaussians:
+    """Return the Gaussians with the means of old classes shrunk, as in the release: in task
+    T those of task t by 1 - SHRINKAGE + SHRINKAGE (t + 1) / (T + 1)."""
     shrink = 1 - SHRINKAGE + SHRINKAGE * (gaussians.task + 1) / (task + 1)
-    mean = shrink[:, None] * gaussians.mean
-    noise = jax.random.normal(noise_key, (classes, size, width))
-    feature = mean[:, None] + exact_einsum("cnd,ced->cne", noise, gaussians.root)
-    label = jnp.repeat(jnp.arange(classes), size)
-    # absent classes sort behind all others, beyond the last step
-    draws = jax.random.uniform(order_key, label.shape) + 2.0 * ~gaussians.present[label]
-    order = jnp.argsort(draws)
-    return feature.reshape(-1, width)[order], label[order]
+    return gaussians._replace(mean=shrink[:, None] * gaussians.mean)
 
 
 def normalised(

@@ -23,7 +23,7 @@ pseudo-inverse makes them 0. The merged update is a sum of pairs with the factor
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,30 +31,43 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from fcljax.adapters.lora import LoraOptions, pair_of
 from fcljax.errors import InputError
-from fcljax.federated.claims import SUMS, is_gram, norm_by_gram, possible_trace
-from fcljax.federated.schedule import phase_steps
+from fcljax.federated.claims import SUMS
 from fcljax.models.heads import Head
-from fcljax.models.products import exact_einsum, exact_matmul
+from fcljax.models.products import exact_matmul
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.client import ClientEnd, ClientRule, ClientStep, Report
 from fcljax.parts.federate import Run, ServerState, federate, linear_learner
-from fcljax.parts.learner import Learner, Params, cross_entropy_loss
-from fcljax.parts.reports import inputs_of_pairs, longest_feature, longest_inputs
+from fcljax.parts.gram import (
+    Gram,
+    GramPart,
+    apply_gram,
+    can_move,
+    divide_by_gram,
+    feature_gram,
+    gram_shape,
+    inner_gram,
+    inverse_of,
+    largest_changes,
+    least_squares,
+    merged_by_responses,
+    no_pair_grams,
+    pair_grams,
+    possible_features,
+    possible_inputs,
+    scale_off_diagonal,
+)
+from fcljax.parts.learner import Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
 from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
-from fcljax.types import ClientContext, LearningRate, Method, RoundContext, Task, View
-
-Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
-# no training step moves a parameter by more than so many times the learning rate
-STEP = 10.0
+from fcljax.types import ClientContext, Method, RoundContext, View
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRMOptions:
     """Options of LoRM."""
 
-    pair_gram: Literal["diagonal", "full"] = "diagonal"
+    pair_gram: GramPart = "diagonal"
     """Part of a LoRA pair's input Gram matrix that clients send."""
     head_gram: float = option(0.5, least=0.0, most=1.0)
     """Factor of the off-diagonal entries of the features' Gram matrix when the classifier
@@ -124,25 +137,6 @@ def handover(round_context: RoundContext, server: ServerState) -> Lora:
     return server.params.adapter._replace(b_q=task_pair.b_q, b_v=task_pair.b_v)
 
 
-def merged_by_responses(model: Learner) -> Learner:
-    """Return the learner of which only the classifier's bias is averaged.
-
-    A server rule merges its pair and the classifier's kernel.
-    """
-
-    def sends(trainable: Params, _task: Task) -> Params:
-        bias = trainable.classifier._replace(kernel=())
-        return trainable._replace(adapter=(), classifier=bias)
-
-    def merge(params: Params, task: Task, trainable: Params) -> Params:
-        current = model.trainable(params, task)
-        head = trainable.classifier._replace(kernel=current.classifier.kernel)
-        trainable = trainable._replace(adapter=current.adapter, classifier=head)
-        return model.merge(params, task, trainable)
-
-    return model._replace(sends=sends, merge=merge)
-
-
 # ---- the client ------------------------------------------------------------------------
 
 
@@ -170,48 +164,16 @@ def freeze_other_factor(context: ClientContext, trainable: Params) -> Params:
     return trainable._replace(adapter=pair)
 
 
-def no_pair_grams(
-    options: LoRMOptions,
-    context: ClientContext,
-) -> Float[Array, "blocks *gram"]:
-    """Return Gram matrices of the pairs' inputs over no examples yet."""
-    blocks, _, width = context.payload.trainable.adapter.a_q.shape
-    return jnp.zeros((blocks, *_gram_shape(options, width)))
-
-
-def _gram_shape(options: LoRMOptions, width: int) -> tuple[int, ...]:
-    """Return the shape of what is kept of a Gram matrix of inputs."""
-    # the diagonal alone is D scalars per block, as in the release
-    if options.pair_gram == "diagonal":
-        return (width,)
-    return (width, width)
-
-
-def pair_grams(
-    options: LoRMOptions,
-    step: ClientStep,
-    blocks: int,
-) -> Float[Array, "blocks *gram"]:
-    """Return the sums of x x^T, or of its diagonal, over the tokens x of a batch."""
-    x = inputs_of_pairs(step, blocks)
-    # exact: the server inverts these sums
-    if options.pair_gram == "diagonal":
-        return exact_einsum("mnd,mnd->md", x, x)
-    return exact_einsum("mnd,mne->mde", x, x)
-
-
 def responses(options: LoRMOptions, run: Run) -> Report:
     """Report `weighted_change`, weighted by Gram matrices after training."""
     width = run.network.width
 
     def init(context: ClientContext) -> Grams:
-        return Grams(no_pair_grams(options, context), jnp.zeros((width, width)))
+        return Grams(no_pair_grams(context, options.pair_gram), jnp.zeros((width, width)))
 
     def add(step: ClientStep, total: Grams) -> Grams:
-        # padding would enter the Gram matrix
-        feature = jnp.where(step.batch.mask[:, None], step.output.feature, 0.0)
-        pairs = pair_grams(options, step, len(total.pairs))
-        head = off_diagonal(feature, options.head_gram)
+        pairs = pair_grams(step, len(total.pairs), options.pair_gram)
+        head = scale_off_diagonal(feature_gram(step), options.head_gram)
         return Grams(total.pairs + pairs, total.head + head)
 
     view = View(1, run.training.batch_size, shuffle=False)
@@ -224,19 +186,13 @@ def task_grams(options: LoRMOptions, run: Run) -> Report:
     end."""
 
     def init(context: ClientContext) -> Array:
-        return no_pair_grams(options, context)
+        return no_pair_grams(context, options.pair_gram)
 
     def add(step: ClientStep, total: Array) -> Array:
-        return total + pair_grams(options, step, len(total))
+        return total + pair_grams(step, len(total), options.pair_gram)
 
     view = View(1, run.training.batch_size, shuffle=False)
     return Report("task_grams", init, add, view=view, merge="sum", possible=possible_inputs)
-
-
-def off_diagonal(feature: Float[Array, "batch D"], factor: float) -> Float[Array, "D D"]:
-    """Return F^T F with a factor off its diagonal (RegMean)."""
-    gram = exact_matmul(feature.T, feature)
-    return factor * gram + (1 - factor) * jnp.diag(jnp.diag(gram))
 
 
 def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
@@ -268,103 +224,24 @@ def weighted_change(end: ClientEnd, grams: Grams) -> WeightedChange:
 def possible_change(run: Run, context: ClientContext, change: WeightedChange) -> Bool[Array, ""]:
     """Check that a client's examples and training can give these Gram matrices and changes."""
     grams = change.grams
-    longest = longest_feature(run, context)
-    head_fits = possible_trace(jnp.trace(grams.head), context.client.examples, longest)
-    grams_fit = head_fits & is_gram(grams.head) & possible_inputs(context, grams.pairs)
-    kernel_fits = can_move(grams.head, change.kernel, largest_change(run, context, run.training.lr))
-
-    rate = run.training.lr
-    if run.adapter.rate is not None:
-        rate = run.adapter.rate
-    largest = largest_change(run, context, rate)
+    grams_fit = possible_features(run, context, grams.head) & possible_inputs(context, grams.pairs)
+    largest = largest_changes(run, context)
+    kernel_fits = can_move(grams.head, change.kernel, largest.classifier)
     received: Lora = context.payload.trainable.adapter
 
     def factor_fits(a: Array, weighted: Array) -> Bool[Array, ""]:
-        b_fits = can_move(inner_gram(a, grams.pairs), weighted, largest)
+        b_fits = can_move(inner_gram(a, grams.pairs), weighted, largest.pair)
         if grams.pairs.ndim == 2:
-            a_fits = jnp.all(jnp.abs(weighted) <= (1 + SUMS) * largest * grams.pairs[:, None])
+            a_fits = jnp.all(jnp.abs(weighted) <= (1 + SUMS) * largest.pair * grams.pairs[:, None])
         else:
-            a_fits = can_move(grams.pairs, weighted.mT, largest)
+            a_fits = can_move(grams.pairs, weighted.mT, largest.pair)
         return jnp.where(trains_b(context.client.round), b_fits, a_fits)
 
     pairs_fit = factor_fits(received.a_q, change.query) & factor_fits(received.a_v, change.value)
     return grams_fit & kernel_fits & pairs_fit
 
 
-def largest_change(run: Run, context: ClientContext, rate: LearningRate) -> Float[Array, ""]:
-    """Return the largest change of a parameter in a client's training.
-
-    Adam's steps are at most 3.2 learning rates long (Kingma and Ba 2015, section 2.1);
-    SGD's are as long as the gradient, whose entries are below 1 unless training diverges.
-    """
-    view = View(run.training.epochs, run.training.batch_size)
-    return jnp.asarray(STEP * rate * phase_steps(context.client.examples, view))
-
-
-def can_move(
-    gram: Float[Array, "*m n n"], weighted: Float[Array, "*m n k"], largest: Float[Array, ""]
-) -> Bool[Array, ""]:
-    """Check that G dW is in the range of G, for some dW whose entries are at most `largest`.
-
-    With X = G dW:  tr(X^T G^+ X) = tr(dW^T G dW) <= tr(G) |dW|^2.
-    """
-    norm = jnp.vectorize(norm_by_gram, signature="(n,n),(n,k)->()")(gram, weighted)
-    entries = weighted.shape[-2] * weighted.shape[-1]
-    most = jnp.trace(gram, axis1=-2, axis2=-1) * largest**2 * entries
-    return jnp.all(norm <= (1 + SUMS) * most)
-
-
-def possible_inputs(context: ClientContext, grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
-    """Check that these are Gram matrices, of inputs no longer than the blocks' norms allow."""
-    squares = squares_of(grams)
-    examples = jnp.full(len(grams), context.client.examples)
-    longest = longest_inputs(context, len(grams))
-    return possible_trace(jnp.sum(squares, axis=1), examples, longest) & are_grams(grams)
-
-
-def squares_of(grams: Float[Array, "blocks *gram"]) -> Float[Array, "blocks D"]:
-    """Return the diagonals of Gram matrices that may be given by them alone."""
-    if grams.ndim == 2:
-        return grams
-    return jnp.diagonal(grams, 0, 1, 2)
-
-
-def are_grams(grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
-    """Check that these are Gram matrices, or their diagonals."""
-    if grams.ndim == 3:
-        return is_gram(grams)
-    return jnp.all(grams >= 0)
-
-
 # ---- the server ------------------------------------------------------------------------
-
-
-def apply_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:
-    """Return A G, with G [*m, D] (its diagonal) or [*m, D, D]."""
-    if gram.ndim < a.ndim:
-        return a * gram[..., None, :]
-    return exact_matmul(a, gram)
-
-
-def inner_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank rank"]:
-    """Return A G A^T."""
-    return exact_matmul(apply_gram(a, gram), a.mT)
-
-
-def inverse_of(gram: Float[Array, "*m n n"]) -> Float[Array, "*m n n"]:
-    """Return the pseudo-inverse of a symmetric matrix; eigenvalues near 0 count as 0."""
-    # directions without inputs have eigenvalue 0 up to rounding
-    return jnp.linalg.pinv(gram, rtol=1e-6, hermitian=True)
-
-
-def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m rank D"]:
-    """Return A G^+, with G [*m, D] (its diagonal) or [*m, D, D]."""
-    if gram.ndim == a.ndim:
-        return exact_matmul(a, inverse_of(gram))
-    positive = gram > 0
-    # a channel without inputs at any client stays unchanged
-    inverse = jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)
-    return a * inverse[..., None, :]
 
 
 def merge_factor(
@@ -403,9 +280,7 @@ def match_responses(options: LoRMOptions, run: Run) -> ServerRule:
         pair = Lora(a_q, b_q, a_v, b_v)
         adapter = round.learner.adapter.merge(params.adapter, round.task, pair)
         head: Head = params.classifier
-        # RegMean for the classifier, with its own Gram matrix
-        kernel = head.kernel + exact_matmul(inverse_of(grams.head), change.kernel)
-        head = head._replace(kernel=kernel)
+        head = head._replace(kernel=least_squares(head.kernel, grams.head, change.kernel))
         return ServerUpdate(params._replace(adapter=adapter, classifier=head), state)
 
     return ServerRule("match", update, reports=(responses(options, run),))
@@ -420,7 +295,7 @@ def match_over_tasks(options: LoRMOptions, run: Run) -> ServerRule:
         if tasks != run.sizes.tasks:
             raise InputError("lora_pairs: 'one' leaves nothing to merge over tasks; nearest: 'task'")
         zeros = jnp.zeros_like(params.adapter.a_q)
-        return Merged(zeros, zeros, jnp.zeros((blocks, *_gram_shape(options, width))))
+        return Merged(zeros, zeros, jnp.zeros((blocks, *gram_shape(width, options.pair_gram))))
 
     def update(round: ServerRound, params: Params, state: Merged) -> ServerUpdate:
         task = round.task.index

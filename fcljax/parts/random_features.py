@@ -9,9 +9,14 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from fcljax.federated.keys import InitKey
 from fcljax.models.products import exact_matmul
-from fcljax.parts.classifiers import computed
-from fcljax.parts.learner import Classifier
-from fcljax.types import Task
+from fcljax.parts.classifiers import computed, linear
+from fcljax.parts.client import ClientStep
+from fcljax.parts.federate import Run, federate
+from fcljax.parts.first_task import first_task_only
+from fcljax.parts.learner import Classifier, cross_entropy_loss, learner
+from fcljax.parts.reports import longest_feature
+from fcljax.parts.server import RuleTime, ServerRule
+from fcljax.types import ClientContext, Method, Task
 
 
 class Projected(NamedTuple):
@@ -67,12 +72,55 @@ def on_projection(
     return classifier._replace(cached=cached, logits=logits)
 
 
+def closed_form(run: Run, width: int, server_rules: tuple[ServerRule, ...]) -> Method:
+    """Compose a method whose server solves a classifier on a random projection.
+
+    An adapter that trains does so in the first task, with a linear classifier.
+
+    Args:
+      run: sizes, network, adapter.
+      width: M.
+      server_rules: of the time `statistics_time`.
+    """
+    features = run.network.width
+    classes = run.sizes.classes
+    if run.adapter.plain:  # nothing trains
+        classifier = on_projection(features, width, classes)
+        return federate(run, learner(run.network, run.adapter, classifier), server_rules=server_rules)
+    classifier = on_projection(features, width, classes, linear(features, classes))
+    return federate(
+        run,
+        learner(run.network, run.adapter, classifier),
+        loss=cross_entropy_loss(),
+        client_rules=(first_task_only("first_session"),),
+        server_rules=server_rules,
+    )
+
+
+def statistics_time(run: Run) -> RuleTime:
+    """Return when clients send sums of features: those of the first task are of the
+    trained network."""
+    if run.adapter.plain:
+        return "task_start"
+    return "task_end"
+
+
 def project(
     feature: Float[Array, "batch D"],
     projection: Float[Array, "D M"],
 ) -> Float[Array, "batch M"]:
     """Return relu(f^T P) (RanPAC, section 4)."""
     return jax.nn.relu(exact_matmul(feature, projection))
+
+
+def random_features(step: ClientStep) -> Float[Array, "batch M"]:
+    """Return the projected features of a batch of a client."""
+    return project(step.output.feature, step.context.cached.classifier.projection)
+
+
+def longest_random_feature(run: Run, context: ClientContext) -> Float[Array, ""]:
+    """Return a bound on the norm of a client's projected features."""
+    return longest_projected(longest_feature(run, context), context.cached.classifier.projection)
 
 
 def longest_projected(longest: ArrayLike, projection: Float[Array, "D M"]) -> Float[Array, ""]:

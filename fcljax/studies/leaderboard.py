@@ -65,6 +65,7 @@ NOTHING_SENT = 1e-3  # MB of a client whose uploads are the numbers of its examp
 TUNED: Mapping[str, Sequence[str]] = {
     "afcl": ("ridge",),
     "fedran": ("ridge",),
+    "stsa": ("ridge",),
     "fedranpac": (),
     "fedncm": (),
     "fedrecon": (),
