@@ -21,7 +21,7 @@ TASK = Task.of_numpy(np.int32(1), np.array([3, 5, -1], np.int32), np.arange(6) =
 MEANS = jnp.array([[3.0, 4.0], [9.0, 9.0], [7.0, 7.0]])
 PRESENT = jnp.array([True, False, True])
 # with a classifier that the server computes, or that is personal, or whose parameters are no single values
-REFUSE = {"fedncm", "afcl", "fedranpac", "fedran", "fedrecon", "vfcl", "fedweit", "fedper", "local"}
+REFUSE = {"fedncm", "afcl", "fedranpac", "stsa", "fedran", "fedrecon", "vfcl", "fedweit", "fedper", "local"}
 # deep enough for every method's default blocks
 NETWORK = network(dataclasses.replace(TINY, depth=6, image_size=16))
 
