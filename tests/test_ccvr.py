@@ -28,9 +28,10 @@ BIASED = Head(KERNEL, jnp.asarray([0.0, 5, 9, 0, 0]))
 
 def sums_of(client):
     z = FEATURES[client]
-    feature, outer = [x.sum(0) for x in z], [x.T @ x for x in z]
-    floats = (jnp.asarray(np.stack(each), jnp.float32) for each in (feature, outer))
-    return ClassSums(*floats, jnp.asarray(COUNTS[client], jnp.int32))
+    feature = np.stack([x.sum(0) for x in z])
+    outer = np.stack([x.T @ x for x in z])
+    counts = jnp.asarray(COUNTS[client], jnp.int32)
+    return ClassSums(jnp.asarray(feature, jnp.float32), jnp.asarray(outer, jnp.float32), counts)
 
 
 def calibrated():

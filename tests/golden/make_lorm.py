@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -41,6 +42,7 @@ def load(clone: Path) -> type:
         stubs[name] = ModuleType(name)
     with mock.patch.dict(sys.modules, stubs):
         spec = importlib.util.spec_from_file_location("lorm", clone / "_models" / "lorm.py")
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module.LoRM
@@ -134,7 +136,8 @@ def main(clone: Path, folder: Path) -> None:
         made[f"{part}/a"], _ = merged(lorm, given, grams, "A")
         made[f"{part}/b"], made["kernel"] = merged(lorm, given, grams, "B")
         made[f"{part}/tasks"] = over_tasks(lorm, given, grams)
-    np.savez_compressed(folder / "lorm.npz", **given, **made)
+    arrays: dict[str, Any] = given | made
+    np.savez_compressed(folder / "lorm.npz", **arrays)
 
 
 if __name__ == "__main__":
