@@ -180,7 +180,8 @@ IMAGES = {
 }
 
 
-FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran", "stsa", "zero-shot"}  # nothing trains by default
+# nothing trains by default
+FROZEN = {"fedncm", "fedrecon", "afcl", "fedranpac", "fedran", "stsa", "zero-shot"}
 
 
 @pytest.mark.parametrize(
