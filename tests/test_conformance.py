@@ -68,6 +68,7 @@ OPTIONS = {
     "regmean": LORA,
     "fed-talora": LORA,
     "dolfin": LORA,
+    "fot": LORA,
     "fedslca": {"full_lr": RATE, "align_epochs": 2, "align_samples": 8},
     "scaffold": LORA | SGD,
     "feddyn": LORA | SGD,

@@ -181,6 +181,7 @@ CLAIMS = {
     "lorm": ["responses", "task_grams"],
     "regmean": ["responses"],
     "dolfin": ["input_grams"],
+    "fot": ["input_sketch"],
     "c2prompt": ["affinity", "moments"],
     "afcl": ["moments"],
     "fedranpac": ["split"],

@@ -202,6 +202,14 @@ METHODS: dict[str, MethodEntry] = {
         excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
         merges="its Gram matrices are sums over examples, which are added up",
     ),
+    "fot": MethodEntry(
+        "FedAvg of LoRA; updates orthogonal to the inputs of earlier tasks (FOT)",
+        "fot:PRESETS",
+        "fot:fot",
+        "lora",
+        excludes=dict.fromkeys(("linear", *_PROMPTS, "full"), _PAIRS),
+        merges="its sketches of inputs are sums over examples, which are added up",
+    ),
     "fed-talora": MethodEntry(
         "one LoRA pair for all tasks; the error of averaging its factors goes to the weights (Fed-TaLoRA)",
         "fed_talora:PRESETS",

@@ -30,7 +30,6 @@ from jaxtyping import Array, Float, Int
 
 from fcljax.adapters.lora import LoraOptions
 from fcljax.errors import InputError
-from fcljax.models.products import exact_matmul
 from fcljax.models.vit import Lora
 from fcljax.options import option
 from fcljax.parts.client import ClientRule, ClientStep, Report
@@ -38,12 +37,11 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.gram import no_pair_grams, pair_grams, possible_inputs
 from fcljax.parts.learner import Learner, Params, cross_entropy_loss
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
+from fcljax.parts.subspaces import ROUNDING, extend_directions, outside
 from fcljax.settings import Preset, with_headtune, with_mini
 from fcljax.types import ClientContext, Method, Task, Weighted
 
 Matrices = Float[Array, "blocks D D"]
-# singular values below this share of the Gram matrix's norm are rounding
-ROUNDING = 1e-6
 ROW_LENGTH = 3**-0.5  # of A: that of the usual uniform draw (InfLoRA's release)
 
 
@@ -149,15 +147,6 @@ def threshold(
     return options.memory_first + growth * task / tasks
 
 
-def outside(
-    memory: Float[Array, "D D"],
-    gram: Float[Array, "D D"],
-) -> tuple[Array, Array]:
-    """Return the left singular vectors [D, D] and singular values [D] of (I - P) G."""
-    vectors, values, _ = jnp.linalg.svd(gram - exact_matmul(memory, gram))
-    return vectors, values
-
-
 def new_directions(
     memory: Float[Array, "D D"], gram: Float[Array, "D D"], rank: int
 ) -> Float[Array, "rank D"]:
@@ -167,22 +156,3 @@ def new_directions(
     # contain
     exists = values[:rank] > ROUNDING * jnp.linalg.norm(gram)
     return ROW_LENGTH * jnp.where(exists[:, None], vectors[:, :rank].T, 0.0)
-
-
-def extend_directions(
-    memory: Float[Array, "D D"], gram: Float[Array, "D D"], epsilon: Float[Array, ""]
-) -> Float[Array, "D D"]:
-    """Return P with the fewest directions of (I - P) G that explain the share epsilon of
-    |G|^2."""
-    vectors, values = outside(memory, gram)
-    total = jnp.maximum(jnp.sum(gram**2), jnp.finfo(gram.dtype).tiny)
-    energy = values**2 / total
-    # the share that P explains before it is extended by each direction
-    explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy
-    is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
-    extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
-    # restores P P = P: rounding, which would grow from task to task, moves the
-    # eigenvalues away from 0 and 1
-    values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
-    # halfway between 0 and 1
-    return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

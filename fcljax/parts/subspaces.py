@@ -1,0 +1,42 @@
+"""Subspaces of inputs that a server extends from task to task, as projections P
+(gradient projection memory: Saha et al., ICLR 2021, eq. 8 and 9).
+
+X stands for the inputs in its columns, or for a matrix with their left singular vectors:
+a Gram matrix, a random sketch.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fcljax.models.products import exact_matmul
+
+# singular values below this share of the matrix's norm are rounding
+ROUNDING = 1e-6
+
+
+def outside(
+    memory: Float[Array, "D D"],
+    columns: Float[Array, "D n"],
+) -> tuple[Array, Array]:
+    """Return the left singular vectors [D, D] and singular values [D] of (I - P) X, n >= D."""
+    vectors, values, _ = jnp.linalg.svd(columns - exact_matmul(memory, columns), full_matrices=False)
+    return vectors, values
+
+
+def extend_directions(
+    memory: Float[Array, "D D"], columns: Float[Array, "D n"], epsilon: Float[Array, ""]
+) -> Float[Array, "D D"]:
+    """Return P with the fewest directions of (I - P) X that explain the share epsilon of
+    |X|^2."""
+    vectors, values = outside(memory, columns)
+    total = jnp.maximum(jnp.sum(columns**2), jnp.finfo(columns.dtype).tiny)
+    energy = values**2 / total
+    # the share that P explains before it is extended by each direction
+    explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy
+    is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
+    extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
+    # restores P P = P: rounding, which would grow from task to task, moves the
+    # eigenvalues away from 0 and 1
+    values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
+    # halfway between 0 and 1
+    return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)
