@@ -37,7 +37,7 @@ from fcljax.methods import MethodEntry, check_no_code
 from fcljax.models.own import Backbone, is_flax_module, own_config
 from fcljax.models.weights.pretrained import Pretrained
 from fcljax.results import page
-from fcljax.results.comparison import megabytes
+from fcljax.results.comparison import is_personal, megabytes
 from fcljax.results.run_folder import CONFUSION, PREDICTIONS, load_summary
 from fcljax.run_options import RunOptions
 from fcljax.runs import checkpoint, loop
@@ -192,10 +192,13 @@ class Result:
         summary = self.metrics
         total = summary["communication_total"]
         traffic = total["upload_bytes"] + total["download_bytes"]
+        whose = ""
+        if is_personal(summary):
+            whose = " of personal models"
         return {
             "method": f"{summary['method']} on {summary['dataset']}, {summary['backbone']}",
-            "mean accuracy after the last task": _percent(summary["A_last"]),
-            "mean accuracy over all tasks": _percent(summary["A_avg"]),
+            f"mean accuracy{whose} after the last task": _percent(summary["A_last"]),
+            f"mean accuracy{whose} over all tasks": _percent(summary["A_avg"]),
             "forgetting": _percent(summary["forgetting"]["paper"]),
             "sent and received": f"{megabytes(traffic)} MB",
             "time": f"{sum(summary['time'].values()):.0f} s",

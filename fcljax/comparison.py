@@ -15,7 +15,7 @@ from rich.table import Table
 from fcljax.api import Data, Result, run
 from fcljax.errors import InputError
 from fcljax.methods import MethodEntry
-from fcljax.results.comparison import curves_of, differences_table, groups_of, results_table
+from fcljax.results.comparison import curves_of, differences_table, groups_of, is_personal, results_table
 from fcljax.results.run_folder import Summary, load_summary, run_folders
 from fcljax.settings import RunConfig
 from fcljax.studies.seeds import listed_seeds
@@ -79,11 +79,13 @@ class Comparison:
         return [table for table in tables if table.row_count]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the main numbers of each run; accuracies are fractions."""
+        """Return the main numbers of each run. Accuracies are fractions, of the `model`:
+        global or personal."""
         rows = []
         for summary in self.runs:
             traffic = summary["communication_total"]
             row = {name: summary[name] for name in COLUMNS}
+            row["model"] = "personal" if is_personal(summary) else "global"
             row["forgetting"] = summary["forgetting"]["paper"]
             row["upload_bytes"] = traffic["upload_bytes"]
             row["download_bytes"] = traffic["download_bytes"]

@@ -291,6 +291,7 @@ class RunOptions(MergingOptions, total=False):
     server_lr: float | None
     server_rank: int
     server_steps: int
+    sketch_columns: int
     skip_corrupt: bool
     smooth_weight: float
     sparse_weight: float
@@ -303,6 +304,8 @@ class RunOptions(MergingOptions, total=False):
     student_lr: float
     student_steps: int
     student_temperature: float
+    subspace_growth: float
+    subspace_share: float
     surrogate: str
     surrogate_images: int
     synthesis_batch: int

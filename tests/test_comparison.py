@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_report import has_color, pixels, summary, text_of, write
 
+from fcljax.comparison import Comparison
 from fcljax.errors import InputError
 from fcljax.results import comparison, figures, metrics
 from fcljax.results.comparison import groups_of, labels_of, results_table
@@ -135,6 +136,16 @@ def test_what_only_decides_where_a_run_is_made_parts_no_seeds(change):
 def test_what_another_method_has_besides_is_no_difference():
     runs = [with_config(), with_config(method="pilora", values={"lora_rank": 4})]
     assert list(labels_of(runs).values()) == ["fppl", "pilora"]
+
+
+def test_personal_models_are_named_apart_from_the_global_one():
+    personal = {"personal": {"accuracy": []}, "personal_accuracy": [0.75, None]}
+    runs = [with_config(), with_config(method="ditto", **personal)]
+    assert list(labels_of(runs).values()) == ["fppl", "ditto (personal)"]
+    text = " ".join(text_of(results_table(runs)).split())
+    assert "(personal): of the clients' personal models" in text
+    assert "personal" not in text_of(results_table(runs[:1]))
+    assert [row["model"] for row in Comparison(runs).rows()] == ["global", "personal"]
 
 
 def test_a_paired_difference_and_its_interval_by_hand():

@@ -193,6 +193,14 @@ def test_a_summary_of_an_older_version_lacks_values_and_the_page_says_so():
     assert "lacks" not in made(whole()).text
 
 
+def test_a_page_shows_each_client_s_personal_model_and_says_so():
+    personal = {"personal": {"accuracy": []}, "personal_accuracy": [0.25, 0.75], "client_accuracy": None}
+    found = made(whole(), whole(method="ditto", **personal))
+    assert ["0", "50.00", "25.00"] in found.rows and ["1", "12.50", "75.00"] in found.rows
+    assert "ditto (personal)" in found.text and "personal models, each on the classes" in found.text
+    assert "lacks" not in found.text
+
+
 def test_settings_that_differ_stand_apart_from_those_that_are_shared():
     found = made(whole(), whole(config={"lr": 0.5, "dataset": "digits"}))
     assert ["lr", "0.1", "0.5"] in found.rows and ["dataset", "digits"] in found.rows

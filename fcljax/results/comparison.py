@@ -31,6 +31,13 @@ ASIDE = {field.name for field in dataclasses.fields(EngineConfig)} | {
 }
 
 
+# what the mark of `evaluated_method` means
+PERSONAL_MODELS = (
+    "(personal): of the clients' personal models, each on the classes that its client has learned, not of "
+    "a global model on all classes"
+)
+
+
 class Group(NamedTuple):
     """Runs that differ only in the seed."""
 
@@ -105,6 +112,8 @@ def results_table(summaries: list[Summary], forgetting: str = "paper") -> Table:
     caption = "Class-IL accuracy A and forgetting F in %; MB in all; images/s in training"
     if any(len(group.runs) > 1 for group in groups):
         caption += "; ± is the population standard deviation over seeds"
+    if any(map(is_personal, summaries)):
+        caption += f"; {PERSONAL_MODELS}"
     # a field that all runs share would be a column of one value
     title = ""
     if summaries:
@@ -189,8 +198,8 @@ def groups_of(summaries: list[Summary]) -> list[Group]:
 
 
 def labels_of(summaries: list[Summary]) -> dict[int, str]:
-    """Return by id of a summary its method, with the settings in which it differs from
-    others of its method."""
+    """Return by id of a summary its `evaluated_method`, with the settings in which it
+    differs from others of its method."""
     labels = {}
     for run in summaries:
         settings = _deciding_settings(run)
@@ -204,8 +213,20 @@ def labels_of(summaries: list[Summary]) -> dict[int, str]:
             for name in names
             if any(settings_of_run.get(name) != settings.get(name) for settings_of_run in same_method)
         ]
-        labels[id(run)] = f"{run['method']} {', '.join(differing)}".strip()
+        labels[id(run)] = f"{evaluated_method(run)} {', '.join(differing)}".strip()
     return labels
+
+
+def is_personal(run: Summary) -> bool:
+    """Return whether a run's accuracies are of personal models, not of the global one."""
+    return bool(run.get("personal"))
+
+
+def evaluated_method(run: Summary) -> str:
+    """Return a run's method; "(personal)" where its accuracies are of personal models."""
+    if is_personal(run):
+        return f"{run['method']} (personal)"
+    return run["method"]
 
 
 def over_seeds_text(values: Sequence[Number | None], digits: int) -> str:

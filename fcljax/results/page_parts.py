@@ -15,10 +15,12 @@ from markupsafe import Markup
 from fcljax.results import charts, repeat
 from fcljax.results.comparison import (
     ASIDE,
+    PERSONAL_MODELS,
     Group,
     curves_of,
     differences,
     groups_of,
+    is_personal,
     megabytes_text,
     over_seeds_text,
     percent,
@@ -96,7 +98,7 @@ def sections_of(summaries: Sequence[Summary], page_command: str) -> list[Section
 def _derived(run: Summary) -> dict[str, Number | None]:
     """Compute what the tables show and no key of a summary has."""
     # None: clients without examples of the seen classes
-    accuracies = run.get("client_accuracy") or []
+    accuracies = of_clients(run)
     valid = [value for value in accuracies if value is not None]
     client_mean = None
     if valid:
@@ -256,6 +258,8 @@ def _results(groups: list[Group], runs: dict[str, Summary]) -> Section:
         "is the mean of A_t over t, and A_last its value after the last task. In Task-IL only the classes of "
         "the image's own task compete. Upload and download: all clients, all rounds.",
     ]
+    if any(map(is_personal, runs.values())):
+        text.append(f"Accuracy is of the global model, or {PERSONAL_MODELS}.")
     warnings = [f"{name}: {line}" for name, run in runs.items() for line in run.get("warnings") or []]
     text += warnings[:MAX_WARNINGS]
     if len(warnings) > MAX_WARNINGS:
@@ -321,22 +325,32 @@ def _matrix(group: Group) -> PageTable:
 
 def _clients(runs: dict[str, Summary]) -> Section:
     text = (
-        "Accuracy of the global model under each client's own mix of classes, in %. The worst 10 %: the mean "
-        "over the tenth of the clients with the lowest accuracy, one client at least."
+        "Accuracy of the global model under each client's own mix of classes, in %; of a run with personal "
+        "models that of each client's personal model on the classes that it has learned. The worst 10 %: the "
+        "mean over the tenth of the clients with the lowest accuracy, one client at least."
     )
     columns: Columns = {
         "Mean": (percent_cell, "derived.client_mean"),
         "Worst 10 %": (percent_cell, "derived.client_worst_tenth"),
         "Lowest": (percent_cell, "derived.client_lowest"),
     }
-    by_run = {name: [run] for name, run in runs.items() if run.get("client_accuracy")}
+    by_run = {name: [run] for name, run in runs.items() if of_clients(run)}
     accuracies = {
-        name: {f"{client}": value for client, value in enumerate(run["client_accuracy"])}
+        name: {f"{client}": value for client, value in enumerate(of_clients(run))}
         for name, (run,) in by_run.items()
     }
     table = _summary_table("Over the clients of a run, in %", "Run", by_run, columns)
-    section = Section("clients", "Accuracy per client", [text, *_left_out(runs, "client_accuracy")])
+    # a run of personal models has no global one
+    shared = {name: run for name, run in runs.items() if not is_personal(run)}
+    section = Section("clients", "Accuracy per client", [text, *_left_out(shared, "client_accuracy")])
     return _with_items(section, "Client", accuracies, [table])
+
+
+def of_clients(run: Summary) -> list[Number | None]:
+    """Return the accuracy of each client: of its personal model, or of the global one."""
+    if is_personal(run):
+        return run.get("personal_accuracy") or []
+    return run.get("client_accuracy") or []
 
 
 def _classes(runs: dict[str, Summary]) -> Section:

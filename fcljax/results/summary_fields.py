@@ -135,6 +135,7 @@ FIELDS: dict[str, tuple[Check, str]] = {
     "task_il": (or_none(with_keys(A_last=or_none(is_share))), "an object with A_last"),
     "class_accuracy": SHARES,
     "client_accuracy": SHARES,
+    "personal_accuracy": SHARES,
     "class_names": (or_none(list_of(is_text)), "names"),
     "communication": SIZE,
     "communication_total": (or_none(TRAFFIC), "upload_bytes and download_bytes"),

@@ -79,6 +79,10 @@ def summarize(
     counts = records.counts
     # of the last evaluation: rows are true classes
     confusion = np.asarray(records.confusion)
+    client_accuracy = None
+    # the confusion matrix of personal models is of no global model
+    if not exp.method.personal:
+        client_accuracy = metrics.client_accuracy(confusion, exp.scenario.holdings).tolist()
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
     config = plain(settings)
@@ -99,7 +103,7 @@ def summarize(
         "calibration": records.calibration,
         "unpredicted": metrics.unpredicted(confusion),
         "task_confusion": metrics.task_confusion(confusion, [task.classes for task in exp.scenario.tasks]),
-        "client_accuracy": metrics.client_accuracy(confusion, exp.scenario.holdings).tolist(),
+        "client_accuracy": client_accuracy,
         **_of_user(records),
         **_base_and_new(exp, records),
         "personal_accuracy": personal,

@@ -40,7 +40,7 @@ from fcljax.errors import InputError
 from fcljax.files import write_text
 from fcljax.methods import METHODS, check_no_code, short_name
 from fcljax.results import figures
-from fcljax.results.comparison import over_seeds_text, percent, total_seconds
+from fcljax.results.comparison import is_personal, over_seeds_text, percent, total_seconds
 from fcljax.results.metrics import paired_difference
 from fcljax.results.run_folder import Summary, value_at, write_json
 from fcljax.runs import rate_search
@@ -372,7 +372,7 @@ def cells(row: Standing) -> list[str]:
     """Return a row of the table, in the order of HEAD."""
     mark = ""
     # clients' own models see fewer classes, so their accuracy is another quantity
-    if any(run.get("personal") for run in row.summaries):
+    if any(map(is_personal, row.summaries)):
         mark = PERSONAL
     trials = ", ".join(
         f"x{factor:g}: " + over_seeds_text([percent(value)], 1) for factor, value in row.trials.items()
@@ -470,7 +470,7 @@ def markdown(rows: Sequence[Standing], entries: Sequence[Contender], command: st
         markdown_table([HEAD, *map(cells, ranked(rows))]),
         "",
     ]
-    if any(run.get("personal") for row in rows for run in row.summaries):
+    if any(is_personal(run) for row in rows for run in row.summaries):
         lines += [
             f"`{PERSONAL}`: evaluated with personal models, so they cannot be ranked with the others.",
             "",
