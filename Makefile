@@ -29,13 +29,14 @@ test-long: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -p conftest experiments/tests
 
 # What is skipped where extras are missing: Flower, trackers, Ray and Slurm, tuning, type checkers, the site and the
-# notebook. Then checkpoints of other libraries against these libraries themselves.
+# notebook. Then checkpoints of other libraries against these libraries themselves, and the install lines of all pages.
 test-extras: .venv/extras/ready .venv/weights/ready
 	.venv/extras/bin/python -m pytest -n 2 --dist loadfile tests/test_flower.py tests/test_trackers.py \
 	  tests/test_sweeps.py tests/test_docs.py tests/test_tuning.py
 	.venv/extras/bin/python -m pytest -n 0 -m "" tests/test_types.py
 	JAX_PLATFORMS=cpu nice -n 19 .venv/weights/bin/python experiments/checkpoint_sweep.py
 	.venv/weights/bin/python -m pytest -n 0 tests/test_export.py
+	INSTALL_LINES=1 .venv/extras/bin/python -m pytest -n 0 -m "" tests/test_install_lines.py
 
 # Compiles a round of the five papers' methods for chips that are not here; hours of CPU time.
 test-accelerators: .venv/aot/ready
