@@ -139,8 +139,9 @@ def test_what_another_method_has_besides_is_no_difference():
 
 
 def test_personal_models_are_named_apart_from_the_global_one():
+    sent = {"communication_total": {"upload_bytes": 1, "download_bytes": 2}}
     personal = {"personal": {"accuracy": []}, "personal_accuracy": [0.75, None]}
-    runs = [with_config(), with_config(method="ditto", **personal)]
+    runs = [with_config(**sent), with_config(method="ditto", **sent, **personal)]
     assert list(labels_of(runs).values()) == ["fppl", "ditto (personal)"]
     text = " ".join(text_of(results_table(runs)).split())
     assert "(personal): of the clients' personal models" in text
