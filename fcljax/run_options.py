@@ -65,6 +65,8 @@ class RunOptions(MergingOptions, total=False):
     blurry: float
     bound_radius: float
     bound_weight: float
+    calibration_epochs: int
+    calibration_lr: float
     category_ratio: float
     checkpoint: str | None
     checkpoint_every: int | None
@@ -118,6 +120,7 @@ class RunOptions(MergingOptions, total=False):
     dual_shared_length: int
     dual_transfer: int
     dual_upload: Literal["current", "all"]
+    dummy_clients: int
     dynamic_weight: float
     entropy_rise: float
     entropy_unit: Literal["share", "nats"]
@@ -232,6 +235,7 @@ class RunOptions(MergingOptions, total=False):
     noise_width: int
     norm_bound: float
     normalise: Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "cifar100"]
+    off_diagonal: float
     optimiser: Literal["adam", "sgd", "adamw"] | ClientOptimiser | OptaxOptimiser
     orthogonality_weight: float
     pair_gram: Literal["diagonal", "full"]
@@ -296,6 +300,7 @@ class RunOptions(MergingOptions, total=False):
     smooth_weight: float
     sparse_weight: float
     split_ratio: float
+    statistics: Literal["second", "first"]
     statistics_weight: float
     stay_behind: Literal["keep", "leave"]
     stem: Literal["auto", "imagenet", "cifar"]
@@ -326,6 +331,7 @@ class RunOptions(MergingOptions, total=False):
     unified_average: Literal["holders", "batch"]
     unified_weight: float
     verify: bool
+    virtual_features: int
     vpt_blocks: int
     vpt_length: int
     warmup_rounds: int
