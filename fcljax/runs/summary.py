@@ -79,10 +79,6 @@ def summarize(
     counts = records.counts
     # of the last evaluation: rows are true classes
     confusion = np.asarray(records.confusion)
-    client_accuracy = None
-    # the confusion matrix of personal models is of no global model
-    if not exp.method.personal:
-        client_accuracy = metrics.client_accuracy(confusion, exp.scenario.holdings).tolist()
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
     config = plain(settings)
@@ -103,7 +99,7 @@ def summarize(
         "calibration": records.calibration,
         "unpredicted": metrics.unpredicted(confusion),
         "task_confusion": metrics.task_confusion(confusion, [task.classes for task in exp.scenario.tasks]),
-        "client_accuracy": client_accuracy,
+        "client_accuracy": _client_accuracy(exp, confusion),
         **_of_user(records),
         **_base_and_new(exp, records),
         "personal_accuracy": personal,
@@ -138,6 +134,14 @@ def summarize(
         "config": config,
         "given": names_to_give({"method": method} | config),
     }
+
+
+def _client_accuracy(exp: Experiment, confusion: np.ndarray) -> list[float] | None:
+    """Return the accuracy of the global model under each client's mix of classes; None for
+    personal models."""
+    if exp.method.personal:
+        return None
+    return metrics.client_accuracy(confusion, exp.scenario.holdings).tolist()
 
 
 def confusion_csv(exp: Experiment, records: Records) -> str:
