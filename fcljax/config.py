@@ -348,7 +348,7 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
         )
     scale = _scale(values)
     # both were chosen on held-out images, for short schedules
-    if scale == "fit" and "fidelity" not in values and "improved" in find_method(method).presets:
+    if scale == "fit" and "fidelity" not in values and _can_improve(method, values):
         fidelity = "improved"
     # 0 stands for a scale that the run decides once it knows its number of steps
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
@@ -483,6 +483,23 @@ def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
     return ("scale", "fidelity", "rate_factor", *undecided)
 
 
+def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
+    """Check whether a method has the preset `improved`, and its run can have it with
+    these values.
+
+    Class means are sums over clients, so they need the plain mean of uploads.
+    """
+    presets = find_method(method).presets
+    if "improved" not in presets:
+        return False
+    usual = presets["intended"].run
+    aggregator = label_of("aggregator", values.get("aggregator", usual.aggregator))
+    is_usual_rule = aggregator in ("mean", label_of("aggregator", usual.aggregator))
+    server_optimiser = label_of("server_optimiser", values.get("server_optimiser", "none"))
+    is_mean = is_usual_rule and not values.get("clip_norm") and server_optimiser == "none"
+    return is_mean or not presets["improved"].run.headtune
+
+
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
     """Return option -> learning rate of a method's preset at a scale."""
     usual = preset_of(settings, scale=scale)
@@ -509,8 +526,11 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if share > 1:
         # mini's server training is for short schedules
         values = {name: getattr(usual, name) for name in values}
-    elif "improved" in find_method(source).presets:
+    elif _can_improve(source, vars(settings)):
         fidelity = "improved"
+    else:
+        fit = preset(source, settings.adapter, "intended", "fit")
+        values = {name: getattr(fit, name) for name in values}
     return with_values(settings, **values, fidelity=fidelity, scale="fit")
 
 

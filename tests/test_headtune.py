@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import SIZES, TINY, method_of
+from micro import FROZEN, KEY, SIZES, STREAM, TINY, method_of, round_context_of
 
 from fcljax.checks.federation import network
 from fcljax.errors import InputError
 from fcljax.methods import METHODS
 from fcljax.models.heads import Head
-from fcljax.parts.classifiers import linear, nearest_mean, prototypes
+from fcljax.parts.classifiers import Sums, linear, nearest_mean, prototypes
 from fcljax.parts.federate import rule_names
-from fcljax.types import Task
+from fcljax.types import Aggregate, Task
 
 # class 5 has no examples; the task has a place for a third class, which it lacks
 TASK = Task.of_numpy(np.int32(1), np.array([3, 5, -1], np.int32), np.arange(6) == 3, np.arange(6) < 4)
@@ -60,3 +60,27 @@ def test_every_method_starts_classes_at_means_or_refuses(method):
     of_server = rule_names(method_of(method, SIZES, NETWORK, headtune=True, **options))["server"]
     assert of_server[-1] == "headtune"
     assert rule_names(method_of(method, SIZES, NETWORK, **options))["server"] == of_server[:-1]
+
+
+def test_a_class_that_comes_back_keeps_what_it_learned():
+    """In a stream of domains every task has the same classes."""
+    method = method_of("linear", headtune=True)
+    (opening,) = [each for each in method.rounds if each.when == "task_start"]
+    task = STREAM[0]
+    server = method.init(KEY, FROZEN)
+    width = server.params.classifier.kernel.shape[0]
+
+    def opened(server, examples):
+        sums = Sums(jnp.ones((SIZES.task_classes, width)), jnp.asarray(examples))
+        aggregate = Aggregate((), {"class_sums": sums}, {}, jnp.ones(1), jnp.arange(1), jnp.ones(1, bool))
+        return opening.server(round_context_of(task), server, aggregate, KEY)[0]
+
+    first = opened(server, [2.0, 1.0, 0.0])
+    np.testing.assert_allclose(first.params.classifier.kernel[:, :2], width**-0.5, rtol=1e-5)
+    trained = first._replace(
+        params=first.params._replace(classifier=Head(jnp.zeros((width, 5)), jnp.ones(5)))
+    )
+    second = opened(trained, [4.0, 4.0, 4.0]).params.classifier
+    assert not second.kernel[:, :2].any()
+    # its first examples
+    np.testing.assert_allclose(second.kernel[:, 2], width**-0.5, rtol=1e-5)

@@ -309,6 +309,20 @@ def test_auto_takes_fit_where_the_schedule_is_far_from_the_preset_s(given, examp
         assert decided.fidelity == ("improved" if examples < 500 else "intended")
 
 
+@pytest.mark.parametrize("other", [{"aggregator": "krum"}, {"clip_norm": 1.0}, {"server_optimiser": "adam"}])
+def test_fit_starts_no_class_at_a_mean_where_uploads_are_not_simply_averaged(other):
+    """Class means need sums over clients, and no other rule of merging gives them."""
+    for settings in (
+        config.from_mapping("linear", VIT_TINY | other | {"scale": "fit"}, "options"),
+        config.with_scale_of_schedule(config.from_mapping("linear", VIT_TINY | other, "options"), 30.0),
+    ):
+        assert (settings.scale, settings.fidelity, settings.headtune) == ("fit", "intended", False)
+    settings = config.with_scale_of_schedule(config.from_mapping("hepco", VIT_TINY | other, "options"), 30.0)
+    assert not settings.headtune
+    # with another rule as such HePCo's clients stay as they are
+    assert settings.aggregator == other.get("aggregator", "uniform")
+
+
 def test_auto_leaves_closed_forms_as_they_are():
     settings = config.from_mapping("fedncm", VIT_TINY, "options")
     assert config.with_scale_of_schedule(settings, 5.0).scale == "paper"

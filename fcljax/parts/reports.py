@@ -260,7 +260,7 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
 
 
 def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
-    """Set the task's classes to their means over all clients before its first round.
+    """Set the task's new classes to their means over all clients before its first round.
 
     This is HeadTune's initialisation (FedNCM, Legate et al. 2023).
 
@@ -273,13 +273,21 @@ def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
             "headtune: classes of this method's classifier cannot start at mean features; leave it out"
         )
 
-    def update(round: ServerRound, params: Params, state: tuple) -> ServerUpdate:
+    def no_class(_params: Params, _trainable: Params) -> Bool[Array, " C"]:
+        return jnp.zeros(run.sizes.classes, bool)
+
+    def update(round: ServerRound, params: Params, started: Bool[Array, " C"]) -> ServerUpdate:
         sums: Sums = round.reports["class_sums"]
         means, present = class_means(sums.feature, sums.examples)
-        classifier = at_means(params.classifier, round.task, means, present)
-        return ServerUpdate(params._replace(classifier=classifier), state)
+        classes = round.task.classes
+        # classes that come back, as in a stream of domains, have learned weights
+        is_new = present & (classes >= 0) & ~started[classes]
+        classifier = at_means(params.classifier, round.task, means, is_new)
+        # an index beyond the last class is dropped
+        started = started.at[jnp.where(is_new, classes, run.sizes.classes)].set(True, mode="drop")
+        return ServerUpdate(params._replace(classifier=classifier), started)
 
     view = View(1, run.training.batch_size, augment=False)
     longest = functools.partial(longest_feature, run, features=learner.features)
     report = class_sums(run.sizes.task_classes, feature_width(run, learner.features), view, longest)
-    return ServerRule(HEADTUNE, update, reports=(report,), when="task_start")
+    return ServerRule(HEADTUNE, update, no_class, reports=(report,), when="task_start")
