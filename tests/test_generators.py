@@ -250,6 +250,17 @@ def test_anchors_lie_as_far_apart_as_the_release_s_text_embeddings():
     assert apart.min() > 4 * L.LanderOptions().bound_radius  # radii do not overlap
 
 
+def test_anchors_are_text_features_of_the_classes_where_prompts_are_given():
+    frozen = Frozen({}, text=FROZEN.text)
+    same(L.class_anchors(L.LanderOptions(), frozen, 5), L.anchors(5))
+    same(L.class_anchors(L.LanderOptions(class_prompts="a {}"), frozen, 5), FROZEN.text.features)
+    drawn, named = (
+        jax.eval_shape(method_of("lander", class_prompts=prompts).init, KEY, FROZEN).params.extra["lander"]
+        for prompts in ("none", "a {}")
+    )
+    assert (drawn.kernel.shape[1], named.kernel.shape[1]) == (L.ANCHOR_WIDTH, FROZEN.text.features.shape[1])
+
+
 def test_labels_are_balanced_over_the_seen_classes():
     seen = jnp.array([False, True, True, False, True])
     label = np.asarray(L.balanced_labels(seen, 8, KEY))
@@ -259,7 +270,7 @@ def test_labels_are_balanced_over_the_seen_classes():
 
 def test_a_random_layer_tells_images_of_one_class_apart():
     layer = jax.random.normal(KEY, (2, L.ANCHOR_WIDTH, 4))
-    z = np.asarray(L.generator_input(layer, jnp.tile(jnp.arange(2), 10), 3))
+    z = np.asarray(L.generator_input(layer, L.anchors(3)[jnp.tile(jnp.arange(2), 10)]))
     np.testing.assert_allclose(z[0], z[2], atol=1e-4)  # one class, one group of ten
     assert np.abs(z[0] - z[10]).max() > 1  # one class, another group
     assert np.abs(z[0] - z[1]).max() > 1

@@ -3,7 +3,7 @@
 names of the classes that compete.
 
     T                    text features of these classes, [n, E]
-    generator (eq. 4)    V = CrossAttention(Q, T, T), with learned queries Q [M, token width]
+    generator            V = CrossAttention(Q, T, T), with learned queries Q [M, token width]
                          V = V + MLP(V), a gated one
                          and, with --generator-layers, self-attention layers on V
     prompt of class c    start, V_1 .. V_M, name of c, end

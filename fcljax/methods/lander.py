@@ -19,8 +19,9 @@
                 student: distils the global model on the images so far, as in TARGET
               and sends the images in every round of the next task
 
-The paper's anchors are embeddings of the class names by a language model. Here they are
-drawn at random, with the distances between classes that those embeddings have.
+The paper's anchors are CLIP's text features of the class names. They are used with
+--class-prompts, where the network has a text tower. Else they are drawn at random, with the
+distances between classes that those features have.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 from fcljax.adapters.full import FullOptions
 from fcljax.models.heads import Head, apply_head, cross_entropy, distillation, init_head, masked_sum
 from fcljax.models.products import exact_einsum
-from fcljax.options import option
+from fcljax.options import ClassPromptOptions, option
+from fcljax.parts.class_names import text_side
 from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.image_generator import ImageGeneratorConfig, generate_images, init_image_generator
@@ -67,25 +69,28 @@ from fcljax.parts.synthesis import (
 from fcljax.parts.task_start import send_start_of_task, teacher, unlabelled
 from fcljax.pixels import jitter
 from fcljax.settings import Preset, RunConfig, with_mini
-from fcljax.types import Method, Task, Weighted
+from fcljax.types import Frozen, Method, Task, Weighted
 
 ANCHOR_SEED = 3
 # standard deviation of an anchor's entries: the mean squared
 # difference of two anchors is then 0.086, as of CLIP's embeddings
 ANCHOR_STD = 0.207
-ANCHOR_WIDTH = 512
+ANCHOR_WIDTH = 512  # of anchors that are drawn
 IMAGES_PER_LAYER = 10  # images of a batch that share a random layer
 STUDENT_DECAY = 2e-4  # weight decay
 
 
 @dataclasses.dataclass(frozen=True)
-class LanderOptions(SynthesisOptions):
+class LanderOptions(SynthesisOptions, ClassPromptOptions):
     """Options of LANDER.
 
     `paper` and `released` have the release's constants for CIFAR-100; `intended` has
     fewer rounds, images and channels, for machines without an accelerator.
     """
 
+    class_prompts: str = option("none", unset="anchors drawn at random")
+    """Prompt of a class for CLIP's text tower, with {} in place of its name, or file:PATH.
+    Its feature is the class's anchor."""
     bound_weight: float = 5.0
     """Weight w_B of the bound on the distance to the anchors."""
     bound_radius: float = 0.015
@@ -149,8 +154,26 @@ def lander(options: LanderOptions, run: Run) -> Method:
 
 
 def anchors(classes: int) -> Float[Array, "C E"]:
-    """Return the anchors e_y of all classes, the same in every run."""
+    """Draw the anchors e_y of all classes, the same in every run."""
     return ANCHOR_STD * jax.random.normal(jax.random.key(ANCHOR_SEED), (classes, ANCHOR_WIDTH))
+
+
+def class_anchors(options: LanderOptions, frozen: Frozen, classes: int) -> Float[Array, "C E"]:
+    """Return the anchors: the text features of the classes' prompts, or drawn ones."""
+    if options.class_prompts == "none":
+        return anchors(classes)
+    return frozen.text.features
+
+
+def anchor_width(options: LanderOptions, run: Run) -> int:
+    """Return E.
+
+    Raises:
+      InputError: for prompts where the network has no text tower.
+    """
+    if options.class_prompts == "none":
+        return ANCHOR_WIDTH
+    return text_side(run, "lander").joint
 
 
 def to_anchor_space(trainable: Params, output: Output) -> Float[Array, "batch E"]:
@@ -181,15 +204,16 @@ def mean_square(
 def lander_loss(options: LanderOptions, run: Run) -> ClientRule:
     """Compute the clients' whole loss; the map a trains and is uploaded."""
     classes = run.sizes.classes
+    width = anchor_width(options, run)
 
     def parameters(key: PRNGKeyArray) -> Head:
-        return init_head(key, run.network.width, ANCHOR_WIDTH)
+        return init_head(key, run.network.width, width)
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         task = step.context.task
         batch = step.batch
         mapped = to_anchor_space(step.drawn, step.output)
-        anchor = anchors(classes)[batch.label]
+        anchor = class_anchors(options, step.context.frozen, classes)[batch.label]
         bound = bound_loss(mapped, anchor, batch.mask, options.bound_radius)
         task_loss = cross_entropy(step.output.logits, batch.label, task.current, batch.mask)
         task_loss += options.bound_weight * bound
@@ -281,7 +305,7 @@ def synthesise(
         # the disagreement needs a student that has learned a little
         disputed = r > options.synthesis_warmup + 1
         loss = functools.partial(generator_loss, options, round, teacher, current_student, disputed)
-        best = best_of_round(options, config, loss, state.generator, round.task, image_key)
+        best = best_of_round(options, config, loss, state.generator, round, image_key)
         # the warm-up's images are dropped, and the student does not learn from them
         counts = r >= options.synthesis_warmup
         buffer = jax.lax.cond(counts, lambda: append_images(state.images, best.image), lambda: state.images)
@@ -305,7 +329,7 @@ def best_of_round(
     config: ImageGeneratorConfig,
     loss: Callable[[Array, Array], Float[Array, ""]],
     generator: PyTree,
-    task: Task,
+    round: ServerRound,
     key: PRNGKeyArray,
 ) -> Best:
     """Train the generator with new random layers, and return the images of the lowest loss.
@@ -314,12 +338,13 @@ def best_of_round(
     """
     size = options.synthesis_batch
     layer_key, label_key, view_key = jax.random.split(key, 3)
-    label = balanced_labels(task.seen, size, label_key)
+    label = balanced_labels(round.task.seen, size, label_key)
+    anchor = class_anchors(options, round.frozen, len(round.task.seen))
     groups = -(-size // IMAGES_PER_LAYER)
-    layers = jax.random.normal(layer_key, (groups, ANCHOR_WIDTH, config.noise))
+    layers = jax.random.normal(layer_key, (groups, anchor.shape[1], config.noise))
 
     def loss_of(params: AnchoredGenerator, i: Array) -> tuple[Array, Array]:
-        noise = generator_input(params.layers, label, len(task.seen))
+        noise = generator_input(params.layers, anchor[label])
         image = generate_images(config, params.generator, noise)
         view = jitter(jax.random.fold_in(view_key, i), image, options.crop_padding)
         return loss(label, view), image
@@ -344,12 +369,11 @@ def balanced_labels(
 
 
 def generator_input(
-    layers: Float[Array, "groups E noise"], label: Int[Array, " batch"], classes: int
+    layers: Float[Array, "groups E noise"], anchor: Float[Array, "batch E"]
 ) -> Float[Array, "batch noise"]:
-    """Return the labels' anchors, normalised over the batch, through their group's layer."""
-    anchor = anchors(classes)[label]
+    """Return the images' anchors, normalised over the batch, through their group's layer."""
     normal = (anchor - jnp.mean(anchor, axis=0)) / jnp.sqrt(jnp.var(anchor, axis=0) + 1e-5)
-    layer = layers[jnp.arange(len(label)) // IMAGES_PER_LAYER]
+    layer = layers[jnp.arange(len(anchor)) // IMAGES_PER_LAYER]
     return exact_einsum("be,ben->bn", normal, layer)
 
 
@@ -367,7 +391,7 @@ def generator_loss(
     normalises = has_statistics(teacher)
     output = judge(round, teacher, pixels, train=normalises)
     label_loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(output.logits, label))
-    anchor = anchors(len(round.task.seen))[label]
+    anchor = class_anchors(options, round.frozen, len(round.task.seen))[label]
     all_images = jnp.ones(len(label), bool)
     mapped = to_anchor_space(teacher.trainable, output)
     bound = bound_loss(mapped, anchor, all_images, options.bound_radius)
