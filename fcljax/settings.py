@@ -310,7 +310,7 @@ Presets = Mapping[str, Preset]
 
 
 def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
-    """Presets with other options of adapters, and other values of the run's fields."""
+    """Return presets with other options of adapters, and other values of the run's fields."""
     return {
         name: preset._replace(
             run=dataclasses.replace(preset.run, **run), adapters=adapters or preset.adapters
@@ -320,7 +320,7 @@ def with_changes(presets: Presets, adapters: tuple = (), **run: Any) -> Presets:
 
 
 def with_headtune(presets: Presets) -> Presets:
-    """Presets with `improved`: the intended one, where new classes start at their mean
+    """Return presets with `improved`: the intended one, whose new classes start at their mean
     features (docs/results/fit.md)."""
     intended = presets["intended"]
     run = dataclasses.replace(intended.run, headtune=True)
@@ -331,7 +331,7 @@ def with_headtune(presets: Presets) -> Presets:
 
 
 def with_mini(presets: Presets, **values: Any) -> Presets:
-    """Presets with these values at the scale mini.
+    """Return presets with these values at the scale mini.
 
     They were chosen on held-out training images of digits, glyphs and, where a comment
     says so, with a real network, never on test images; docs/results/embedded.md has the
