@@ -8,6 +8,7 @@ imports that fcljax/__init__.py has for type checkers. tests/test_types.py fails
 
 import dataclasses
 import subprocess
+import sys
 import types
 import typing
 from pathlib import Path
@@ -148,7 +149,7 @@ def main() -> None:
     of_run = {name: kind for name, kind in options.items() if name not in merging}
     text = HEAD.format(merging=_fields(of_merging), run=_fields(of_run))
     FILE.write_text(text, encoding="utf-8")
-    subprocess.run(["ruff", "format", "--quiet", str(FILE)], check=False)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(FILE)], check=False)
     print(import_block())
 
 
