@@ -497,7 +497,9 @@ def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
     is_usual_rule = aggregator in ("mean", label_of("aggregator", usual.aggregator))
     server_optimiser = label_of("server_optimiser", values.get("server_optimiser", "none"))
     is_mean = is_usual_rule and not values.get("clip_norm") and server_optimiser == "none"
-    return is_mean or not presets["improved"].run.headtune
+    # classes that start as their prompts start at no mean
+    has_prompts = values.get("class_prompts", "none") != "none"
+    return (is_mean and not has_prompts) or not presets["improved"].run.headtune
 
 
 def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:

@@ -15,7 +15,7 @@ from fcljax.data.files.sources import load_dataset
 from fcljax.data.tasks import class_order, relabel
 from fcljax.federated.engine import Lanes
 from fcljax.methods import METHODS
-from fcljax.methods.fedavg import plain
+from fcljax.methods.fedavg import linear
 from fcljax.results import run_folder
 from fcljax.runs import build, evaluate, machine
 from fcljax.runs.checkpoint import State
@@ -214,7 +214,7 @@ def test_the_share_of_clients_that_was_asked_for_takes_part(linear_run):
 
 def counting(options, run):
     """`linear` whose client's personal model predicts the class numbered like the rounds it took part in."""
-    method = plain(options, run)
+    method = linear(options, run)
     (main,) = method.rounds
     program = main.program
 

@@ -22,6 +22,8 @@ MEANS = jnp.array([[3.0, 4.0], [9.0, 9.0], [7.0, 7.0]])
 PRESENT = jnp.array([True, False, True])
 # with a classifier that the server computes, or that is personal, or whose parameters are no single values
 REFUSE = {"fedncm", "afcl", "fedranpac", "stsa", "fedran", "fedrecon", "vfcl", "fedweit", "fedper", "local"}
+# with a classifier that names of classes make
+REFUSE |= {"zero-shot", "promptfl", "fedtpg"}
 # deep enough for every method's default blocks
 NETWORK = network(dataclasses.replace(TINY, depth=6, image_size=16))
 

@@ -23,7 +23,7 @@ class PlanOptions:
     the engine holds on each chip, and compiles nothing."""
     images: int = option(0, least=0, unset="the data set's")
     """Number of training images, for a data set that this machine does not have."""
-    classes: int = option(100, least=1)
+    num_classes: int = option(100, least=1)
     """Number of classes of this data set."""
     side: int = option(224, least=1)
     """Side in pixels at which its images are stored."""
@@ -49,7 +49,7 @@ def plan(arguments: list[str]) -> int:
     choose("chip", options.chip, CHIPS)
     stand = None
     if options.images:
-        stand = planned.Stand(options.images, options.classes, options.side)
+        stand = planned.Stand(options.images, options.num_classes, options.side)
     run_settings = settings(arguments[0], typed, paths)
     if options.chips:
         exp, state = planned.many_chips(run_settings, options.chip, options.chips, stand)

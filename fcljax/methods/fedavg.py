@@ -55,7 +55,7 @@ PLAIN = with_headtune(with_mini({"intended": Preset(NoOptions())}, lr=1e-2))
 _WITH_LORA = with_mini(
     {"intended": Preset(NoOptions(), adapters=(LoraOptions(lora_pairs="one"),))}, lora_lr=1e-3
 )
-LINEAR = with_mini({"intended": Preset(LinearClassifierOptions())}, lr=1e-2)
+LINEAR = with_headtune(with_mini({"intended": Preset(LinearClassifierOptions())}, lr=1e-2))
 JOINT = with_changes(_WITH_LORA, rounds=15)
 # one client has all examples: of all classes at once, or of task after task
 SEQUENTIAL = with_changes(_WITH_LORA, clients=1, partition="iid")

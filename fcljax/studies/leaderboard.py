@@ -66,6 +66,7 @@ TUNED: Mapping[str, Sequence[str]] = {
     "afcl": ("ridge",),
     "fedran": ("ridge",),
     "stsa": ("ridge",),
+    "zero-shot": (),
     "fedranpac": (),
     "fedncm": (),
     "fedrecon": (),
