@@ -21,7 +21,7 @@ from fcljax.errors import InputError
 
 METHODS = (
     "linear scaffold feddyn ewc lwf lorm l2p dualprompt coda-prompt dolfin fedproto fedavg fedprox "
-    "fedavg-prompt ffa-lora fed-talora c2prompt fed-cprompt"
+    "fedavg-prompt ffa-lora fed-talora"
 )
 SEEDS = (2023, 2024, 2025)
 BUDGET: dict[str, Any] = dict(

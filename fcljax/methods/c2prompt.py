@@ -41,7 +41,7 @@ from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import Loss, Params, cross_entropy_loss
 from fcljax.parts.reports import ClassMoments
 from fcljax.parts.server import ServerRound, ServerRule, ServerUpdate
-from fcljax.settings import Preset, RunConfig, with_headtune, with_mini
+from fcljax.settings import Preset, RunConfig, with_mini
 from fcljax.types import ClientContext, Method, Task, View
 
 MOMENTS = "moments"
@@ -77,9 +77,7 @@ class C2PromptOptions:
 
 
 _CODA = CodaOptions(coda_components=80, coda_length=10)
-PRESETS = with_headtune(
-    with_mini({"intended": Preset(C2PromptOptions(), RunConfig(lr=1e-2), adapters=(_CODA,))}, lr=1e-2)
-)
+PRESETS = with_mini({"intended": Preset(C2PromptOptions(), RunConfig(lr=1e-2), adapters=(_CODA,))}, lr=1e-2)
 
 
 def c2prompt(options: C2PromptOptions, run: Run) -> Method:

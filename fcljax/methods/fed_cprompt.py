@@ -21,7 +21,7 @@ from fcljax.parts.client import ClientRule, ClientStep
 from fcljax.parts.federate import Run, federate, linear_learner
 from fcljax.parts.learner import cross_entropy_loss
 from fcljax.parts.task_start import send_start_of_task, teacher
-from fcljax.settings import with_headtune, with_mini
+from fcljax.settings import with_mini
 from fcljax.types import Method
 
 
@@ -38,13 +38,11 @@ class CPromptOptions:
 
 
 # at the release's weights, a million times these, nothing of a new task is learned
-PRESETS = with_headtune(
-    with_mini(
-        {name: preset._replace(options=CPromptOptions()) for name, preset in CLIENT.items()},
-        lr=1e-2,
-        contrast_near=1e-3,
-        contrast_far=1e-5,
-    )
+PRESETS = with_mini(
+    {name: preset._replace(options=CPromptOptions()) for name, preset in CLIENT.items()},
+    lr=1e-2,
+    contrast_near=1e-3,
+    contrast_far=1e-5,
 )
 
 
