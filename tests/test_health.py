@@ -72,7 +72,7 @@ def test_a_user_s_loss_that_doubled_is_said():
 
 
 @pytest.mark.parametrize(
-    ("method", "trained", "says"), [("fppl", 640, True), ("fppl", 64_000, False), ("linear", 640, False)]
+    ("method", "trained", "says"), [("fppl", 640, True), ("fppl", 64_000, False), ("icarl", 640, False)]
 )
 def test_a_short_schedule_names_the_preset_that_suits_it(method, trained, says):
     """Ten visits of clients read 64 or 6,400 examples each: 2 or 200 batches of 32, in each of 3 rounds."""
