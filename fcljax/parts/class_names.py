@@ -15,6 +15,7 @@ from fcljax.errors import InputError
 from fcljax.models.clip import LEAST_NORM, ClassTexts, image_features
 from fcljax.models.heads import Head, apply_head, unit
 from fcljax.models.products import exact_matmul
+from fcljax.parts.classifiers import no_logits
 from fcljax.parts.federate import Run
 from fcljax.parts.learner import Classifier, Learner, Logits, Output, Params, learner
 from fcljax.types import Batch, Frozen, Task, TextTower
@@ -73,11 +74,8 @@ def named_learner(run: Run, classifier: NamedClassifier) -> Learner:
     def no_parameters(_key: PRNGKeyArray) -> tuple:
         return ()
 
-    def no_logits(_cached: PyTree, _trainable: PyTree, feature: Array, _task: Task) -> Array:
-        return jnp.zeros((len(feature), run.sizes.classes))
-
     # the composed learner knows neither frozen texts nor what competes
-    inner = learner(run.network, run.adapter, Classifier(no_parameters, no_logits))
+    inner = learner(run.network, run.adapter, Classifier(no_parameters, no_logits(run.sizes.classes)))
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         return inner.init(key, frozen)._replace(classifier=classifier.init(key, frozen.text))

@@ -191,7 +191,7 @@ def computed(
 
     # nothing trains: no trainable parameters, and no logits in training
     if inner is None:
-        return Classifier(init, _no_logits(classes), _nothing, _unchanged, predict=evaluate)
+        return Classifier(init, no_logits(classes), _nothing, _unchanged, predict=evaluate)
 
     def trainable_of(params: Any, task: Task) -> PyTree:
         return inner.trainable(params.inner, task)
@@ -214,7 +214,7 @@ def _inner_at_means(at_means: AtMeans, params: Any, task: Task, means: Array, pr
     return params._replace(inner=at_means(params.inner, task, means, present))
 
 
-def _no_logits(classes: int) -> Callable[..., Array]:
+def no_logits(classes: int) -> Callable[..., Array]:
     """Return a function of logits 0, for a classifier that does not train."""
 
     def logits(_cached: PyTree, _trainable: PyTree, feature: Array, _task: Task) -> Array:
