@@ -523,16 +523,15 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     share = share_of_schedule(settings, settings.scale, examples)
     if 1 / NEAR < share < NEAR or not learning_rates(settings):
         return dataclasses.replace(settings, rate_factor=1.0)
-    values = dict(_fit_values(source, settings.adapter))
     fidelity = settings.fidelity
     if share > 1:
         # mini's server training is for short schedules
-        values = {name: getattr(usual, name) for name in values}
-    elif _can_improve(source, vars(settings)):
-        fidelity = "improved"
+        start = usual
     else:
-        fit = preset(source, settings.adapter, "intended", "fit")
-        values = {name: getattr(fit, name) for name in values}
+        if _can_improve(source, vars(settings)):
+            fidelity = "improved"
+        start = preset(source, settings.adapter, fidelity, "fit")
+    values = {name: getattr(start, name) for name in _fit_values(source, settings.adapter)}
     return with_values(settings, **values, fidelity=fidelity, scale="fit")
 
 
