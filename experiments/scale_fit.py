@@ -1,10 +1,11 @@
-"""The table of docs/results/fit.md: methods at the learning rates of `--scale fit`, `mini` and `paper`, on
-some images of mini-CIFAR with a ViT-Ti at 64 pixels.
+"""The tables of docs/results/fit.md: methods at the learning rates of `--scale fit`, `mini` and `paper`, on
+some images of mini-CIFAR with a ViT-Ti at 64 pixels, and on digits and letters with the packaged network.
 
     python experiments/scale_fit.py DATA_FOLDER RESULTS.jsonl [SEED,...] [METHOD,...] [SCALE,...] [STREAM]
 
 A stream has `few` or `many` classes in a task (`STREAMS`); `held-out` is `many` with other training images
-in place of the test images, for questions that may lead to changes. Each finished run is a line of
+in place of the test images, for questions that may lead to changes. `digits` and `glyphs` have the data and
+the budget of their leaderboards. Each finished run is a line of
 RESULTS.jsonl; runs that it already has are not made again. Rates are data in all of them, so that a method
 is compiled once for each seed and fidelity: `paper` and `mini` have their learning rates, the fidelity
 `intended`, and the server training that `fit` takes.
@@ -37,8 +38,8 @@ METHODS = (
 )
 
 
-class Stream(NamedTuple):
-    """Images, and the options of all runs on them."""
+class Images(NamedTuple):
+    """Which images of mini-CIFAR a stream has."""
 
     classes: int
     """Number of classes, the first ones of the data set."""
@@ -46,20 +47,30 @@ class Stream(NamedTuple):
     """Number of training images of each class."""
     test: int
     """Number of test images of each class."""
-    options: dict[str, Any]
-    """Options besides method, scale, fidelity and seed."""
     held_out: bool = False
     """Whether the test images are other training images."""
+
+
+class Stream(NamedTuple):
+    """Images, and the options of all runs on them."""
+
+    images: Images | None
+    """Of mini-CIFAR, with a ViT-Ti; or None: the options name an embedded data set."""
+    options: dict[str, Any]
+    """Options besides method, scale, fidelity and seed."""
 
 
 BUDGET = dict(rounds=2, epochs=3, partition="dirichlet", image_size=64)
 FEW = BUDGET | dict(tasks=6, clients=4, batch_size=16, alpha=1.0, min_examples=5)
 # a client has one or two steps in an epoch
 MANY = BUDGET | dict(tasks=10, clients=5, batch_size=32, alpha=0.5)
+EMBEDDED = dict(tasks=5, clients=5, alpha=0.5, rounds=2, epochs=3, batch_size=16, partition="dirichlet")
 STREAMS = {
-    "few": Stream(12, 20, 15, FEW),
-    "many": Stream(50, 20, 10, MANY),
-    "held-out": Stream(50, 20, 10, MANY, held_out=True),
+    "few": Stream(Images(12, 20, 15), FEW),
+    "many": Stream(Images(50, 20, 10), MANY),
+    "held-out": Stream(Images(50, 20, 10, held_out=True), MANY),
+    "digits": Stream(None, EMBEDDED | dict(dataset="digits")),
+    "glyphs": Stream(None, EMBEDDED | dict(dataset="glyphs", glyph_train=50)),
 }
 SCALES = ("fit", "mini", "paper")
 
@@ -111,41 +122,46 @@ def main(
 
 def _compare(method: str, scales: list[Any], seed: int, stream: Stream, folder: Path, path: Path) -> None:
     """Make the runs of a method with a seed, and add their lines."""
-    made: dict[str, _Player] = {}
+    players: dict[str, _Player] = {}
     for scale in scales:
-        found: dict[str, Any] = {"method": method, "scale": scale, "seed": seed}
+        line: dict[str, Any] = {"method": method, "scale": scale, "seed": seed}
         began = time.time()
         try:
             fidelity = {} if scale == "fit" else {"fidelity": "intended"}
             settings = config.from_mapping(
                 method, _given(folder, seed, stream) | fidelity | {"scale": "fit"}, "options"
             )
-            if settings.fidelity not in made:
-                made[settings.fidelity] = _Player(_built(settings, stream, folder))
-            player = made[settings.fidelity]
+            if settings.fidelity not in players:
+                players[settings.fidelity] = _Player(_built(settings, stream, folder))
+            player = players[settings.fidelity]
             exp = player.exp
             if scale == "fit":
                 choice = rate_search.search(exp, loop.QUIET, print)
                 chosen = choice.settings
-                found["search"] = choice.to_json()
+                line["search"] = choice.to_json()
             else:
                 rates = rate_search.base_rates(settings, scale)
                 chosen = replaced(settings, **rates, rate_factor=1.0)
-            found |= {"fidelity": settings.fidelity, **player.run(chosen)}
+            line |= {"fidelity": settings.fidelity, **player.run(chosen)}
         except InputError as error:
-            found["error"] = str(error)
-        found["seconds"] = time.time() - began
+            line["error"] = str(error)
+        line["seconds"] = time.time() - began
         with path.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def _given(folder: Path, seed: int, stream: Stream) -> dict:
-    return stream.options | {"checkpoint": str(folder / "vit_tiny_patch16_224_imagenet1k.npz"), "seed": seed}
+    given = stream.options | {"seed": seed}
+    if stream.images is None:
+        return given
+    return given | {"checkpoint": str(folder / "vit_tiny_patch16_224_imagenet1k.npz")}
 
 
 def _built(settings: config.RunConfig, stream: Stream, folder: Path) -> Experiment:
+    if stream.images is None:
+        return placed(build(settings))
     network = load_network(settings, settings.image_size)
-    return placed(build(settings, Supplied(dataset_of_arrays(_data(stream, folder))[0], network)))
+    return placed(build(settings, Supplied(dataset_of_arrays(_data(stream.images, folder))[0], network)))
 
 
 class _Player:
@@ -190,18 +206,18 @@ class _Player:
         }
 
 
-def _data(stream: Stream, folder: Path) -> tuple:
+def _data(images: Images, folder: Path) -> tuple:
     """Return the first images of the first classes: training images, labels, test images, labels."""
     with np.load(folder / "cifar100_small.npz") as file:
         arrays = {name: file[name] for name in file.files}
     tests = ("test", 0)
-    if stream.held_out:
-        tests = ("train", stream.train)
+    if images.held_out:
+        tests = ("train", images.train)
     parts = []
-    for (split, first), count in ((("train", 0), stream.train), (tests, stream.test)):
+    for (split, first), count in ((("train", 0), images.train), (tests, images.test)):
         label = arrays[f"y_{split}"]
-        of_classes = [np.flatnonzero(label == class_id) for class_id in range(stream.classes)]
-        chosen = np.concatenate([images[first : first + count] for images in of_classes])
+        of_classes = [np.flatnonzero(label == class_id) for class_id in range(images.classes)]
+        chosen = np.concatenate([indices[first : first + count] for indices in of_classes])
         parts += [arrays[f"x_{split}"][chosen], label[chosen]]
     return tuple(parts)
 
