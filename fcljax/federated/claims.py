@@ -64,7 +64,9 @@ def within(
 
 
 def possible_class_sums(
-    sums: Float[Array, "classes width"], counts: Num[Array, " classes"], longest: ArrayLike = jnp.inf
+    sums: Float[Array, "classes width"],
+    counts: Num[Array, " classes"],
+    longest: ArrayLike = jnp.inf,
 ) -> Bool[Array, ""]:
     """Return whether `counts` vectors of at most this Euclidean norm can add up to these
     sums. Where nothing is counted, the sum is 0."""

@@ -381,7 +381,13 @@ def _player(
             shapes=shapes,
         )
 
-    def jit_on_each(name: str, function: Callable, in_specs: tuple, out_specs, **options) -> Callable:
+    def jit_on_each(
+        name: str,
+        function: Callable,
+        in_specs: tuple,
+        out_specs,
+        **options,
+    ) -> Callable:
         """Compile a function that every device calls with its part of the arguments."""
         return jit(name, on_each(function, mesh, in_specs, out_specs), out_specs, **options)
 
@@ -461,7 +467,12 @@ def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray
     return client_states(method, server, jnp.arange(clients), key)
 
 
-def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
+def client_states(
+    method: Method,
+    server: PyTree,
+    ids: Int[Array, " n"],
+    key: PRNGKeyArray,
+) -> PyTree:
     """Return the initial states of these clients [n, ...], as in `init_clients`."""
     # fold_in, not split: a client's key must not depend on the number of clients
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)

@@ -115,7 +115,10 @@ def value_of_rank(
 
 
 @value_of_rank.defjvp
-def _value_of_rank_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _value_of_rank_jvp(
+    primals: tuple[Array, Array],
+    tangents: tuple[Array, Any],
+) -> tuple[Array, Array]:
     """Return the value, and the mean tangent of the clients that have it.
 
     Operations on bits have no derivative of their own.

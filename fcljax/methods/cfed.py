@@ -132,7 +132,11 @@ def review(step: ClientStep, clients: int, temperature: float) -> Float[Array, "
     return task_start.distil_start(step, image[index] / 255, temperature)
 
 
-def shard(client: Int[Array, ""], clients: int, images: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def shard(
+    client: Int[Array, ""],
+    clients: int,
+    images: int,
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Return the range [start, end) of a client's surrogate images.
 
     Shards are equal. They overlap if there are fewer images than clients.
@@ -198,7 +202,11 @@ class Ensemble(NamedTuple):
 
 
 def _distil(
-    options: CFeDOptions, round: ServerRound, params: Params, teachers: Ensemble, steps: Int[Array, ""]
+    options: CFeDOptions,
+    round: ServerRound,
+    params: Params,
+    teachers: Ensemble,
+    steps: Int[Array, ""],
 ) -> tuple[Params, Weighted]:
     """Take `steps` steps of Adam on the trainable parameters; return them and the mean loss."""
     image = surrogate(round.frozen)

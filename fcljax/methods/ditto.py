@@ -62,7 +62,12 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     rule = personal_model(options.personal_weight, loss, run.training, run.adapter)
     method = federate(run, model, loss=loss, client_rules=(rule,))
 
-    def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
+    def predict_client(
+        round_context: RoundContext,
+        server: ServerState,
+        state: tuple,
+        batch: Batch,
+    ) -> Array:
         personal = state[0]
         params = model.merge(server.params, round_context.task, personal)
         return method.predict(round_context, server._replace(params=params), batch)
@@ -90,7 +95,12 @@ def personal_model(weight: float, loss: Loss, training: Training, adapter: Adapt
         # outlive a round
         return Personal(model, training.optimiser.init(model), jnp.int32(0))
 
-    def end(_context: ClientContext, memory: Personal, _trainable: Params, _state: Params) -> Params:
+    def end(
+        _context: ClientContext,
+        memory: Personal,
+        _trainable: Params,
+        _state: Params,
+    ) -> Params:
         return memory.model
 
     def step(step: ClientStep, memory: Personal) -> Personal:

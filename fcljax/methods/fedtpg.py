@@ -68,7 +68,11 @@ def fedtpg(options: FedTPGOptions, run: Run) -> Method:
             f"nearest: {nearest}"
         )
 
-    def context(generator: PromptGenerator, texts: ClassTexts, competing: Bool[Array, " C"]) -> Array:
+    def context(
+        generator: PromptGenerator,
+        texts: ClassTexts,
+        competing: Bool[Array, " C"],
+    ) -> Array:
         return generate(generator, texts.rows, competing, heads)
 
     learner = named_learner(run, behind_context(tower, new_generator(options, tower), context))

@@ -184,7 +184,10 @@ def principal_subspaces(options: FOTOptions) -> ServerRule:
         share = options.subspace_share + options.subspace_growth * round.task.index
         epsilon = jnp.minimum(share, 1.0)
 
-        def extended(projections: Projections, sketches: Float[Array, "blocks inputs s"]) -> Projections:
+        def extended(
+            projections: Projections,
+            sketches: Float[Array, "blocks inputs s"],
+        ) -> Projections:
             return jax.vmap(lambda p, y: extend_directions(p, y, epsilon))(projections, sketches)
 
         protected = protected._replace(

@@ -178,7 +178,9 @@ def prototype_loss(weight: float) -> ClientRule:
 
 
 def pl_loss(
-    distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
+    distance: Float[Array, "batch classes"],
+    label: Int[Array, " batch"],
+    mask: Bool[Array, " batch"],
 ) -> Float[Array, ""]:
     """Return L_pl (eq. 10): the mean distance of examples to their classes' prototypes."""
     # padding has label 0, whose distance is finite and masked
@@ -375,7 +377,10 @@ def _distance_sums(
     return jnp.sum(jax.lax.map(to_one_holder, (feature_mean, holds)), axis=0)
 
 
-def _min_max_inverse(distance: Float[Array, "K C"], valid: Bool[Array, " K"]) -> Float[Array, "K C"]:
+def _min_max_inverse(
+    distance: Float[Array, "K C"],
+    valid: Bool[Array, " K"],
+) -> Float[Array, "K C"]:
     """Return 1/d scaled to [0, 1] over the valid clients (eq. 12), 1 where all d are equal."""
     valid = valid[:, None]
     # the result is unchanged when all 1/d are scaled, so min(d)/d in [0, 1] replaces 1/d:

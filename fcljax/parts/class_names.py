@@ -126,7 +126,13 @@ def linear_from_text() -> NamedClassifier:
 class Context(Protocol):
     """Returns the context vectors of all prompts, [M, token width]."""
 
-    def __call__(self, trainable: Any, texts: ClassTexts, competing: Bool[Array, " C"], /) -> Array: ...
+    def __call__(
+        self,
+        trainable: Any,
+        texts: ClassTexts,
+        competing: Bool[Array, " C"],
+        /,
+    ) -> Array: ...
 
 
 def behind_context(tower: TextTower, init: InitClassifier, context: Context) -> NamedClassifier:

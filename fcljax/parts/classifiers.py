@@ -58,7 +58,12 @@ def linear_on(adapter: Adapter, width: int, classes: int) -> Classifier:
     return linear(width, classes)
 
 
-def prototypes(width: int, classes: int, form: Distance = "sqrt_scaled", std: float = 0.1) -> Classifier:
+def prototypes(
+    width: int,
+    classes: int,
+    form: Distance = "sqrt_scaled",
+    std: float = 0.1,
+) -> Classifier:
     """Return a classifier with a learned prototype per class (PILoRA, section 4.2).
 
     Logits are negative distances. The prototypes of the current task train.
@@ -209,7 +214,13 @@ def computed(
     return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting, at_means)
 
 
-def _inner_at_means(at_means: AtMeans, params: Any, task: Task, means: Array, present: Array) -> Any:
+def _inner_at_means(
+    at_means: AtMeans,
+    params: Any,
+    task: Task,
+    means: Array,
+    present: Array,
+) -> Any:
     """Set the classifier for training to class means."""
     return params._replace(inner=at_means(params.inner, task, means, present))
 

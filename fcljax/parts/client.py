@@ -135,7 +135,14 @@ class RoundStart(Protocol):
 class RoundEnd(Protocol):
     """Returns the state that the client keeps until its next round."""
 
-    def __call__(self, context: ClientContext, memory: Any, trainable: Params, state: Any, /) -> Any: ...
+    def __call__(
+        self,
+        context: ClientContext,
+        memory: Any,
+        trainable: Params,
+        state: Any,
+        /,
+    ) -> Any: ...
 
 
 @runtime_checkable
@@ -153,7 +160,12 @@ def _memory_is_state(_context: ClientContext, state: PyTree, _key: PRNGKeyArray)
     return state
 
 
-def _keep_state(_context: ClientContext, _memory: PyTree, _trainable: Params, state: PyTree) -> PyTree:
+def _keep_state(
+    _context: ClientContext,
+    _memory: PyTree,
+    _trainable: Params,
+    state: PyTree,
+) -> PyTree:
     return state
 
 
@@ -364,7 +376,11 @@ def train_step(
     return Local(trainable, optimiser, local.memory, totals, local.steps + 1), metrics
 
 
-def loss_terms(work: ClientWork, step: ClientStep, memory: tuple[PyTree, ...]) -> list[Array | float]:
+def loss_terms(
+    work: ClientWork,
+    step: ClientStep,
+    memory: tuple[PyTree, ...],
+) -> list[Array | float]:
     """Return the terms of the loss, in the order of `term_names`: the clients' own loss,
     the adapter's, and one for each rule that has a loss."""
     assert work.training.loss is not None
@@ -395,7 +411,10 @@ def term_names(work: ClientWork) -> tuple[str, ...]:
     return (OWN, *adapter, *(rule.name for rule in work.rules if rule.loss))
 
 
-def add_terms(terms: list[Array | float], weights: Float[Array, " terms"] | None) -> Float[Array, ""]:
+def add_terms(
+    terms: list[Array | float],
+    weights: Float[Array, " terms"] | None,
+) -> Float[Array, ""]:
     """Return the sum of the loss's terms, each times its weight; None: each counts once."""
     if weights is not None:
         terms = [weights[i] * term for i, term in enumerate(terms)]
@@ -453,7 +472,11 @@ def first_totals(reports: tuple[Report, ...], context: ClientContext) -> dict[st
     return {report.name: report.init(context) for report in reports}
 
 
-def add_to_totals(reports: list[Report], step: ClientStep, totals: dict[str, PyTree]) -> dict[str, PyTree]:
+def add_to_totals(
+    reports: list[Report],
+    step: ClientStep,
+    totals: dict[str, PyTree],
+) -> dict[str, PyTree]:
     """Return the totals of some reports after a batch."""
     return {report.name: report.step(step, totals[report.name]) for report in reports}
 
@@ -547,7 +570,11 @@ def _step_of_pass(
 
 
 def start_memory(
-    rules: tuple[ClientRule, ...], when: str, context: ClientContext, state: tuple, key: PRNGKeyArray
+    rules: tuple[ClientRule, ...],
+    when: str,
+    context: ClientContext,
+    state: tuple,
+    key: PRNGKeyArray,
 ) -> tuple[PyTree, ...]:
     """Return each rule's memory when a client starts; rules' states come first in `state`."""
 

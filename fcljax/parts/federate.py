@@ -475,24 +475,42 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
     learner = parts.learner
     sampling = learner.sampling
 
-    def predict(round_context: RoundContext, server: ServerState, batch: Batch) -> Float[Array, "batch C"]:
+    def predict(
+        round_context: RoundContext,
+        server: ServerState,
+        batch: Batch,
+    ) -> Float[Array, "batch C"]:
         logits = learner.predict(round_context.frozen, server.params, batch, round_context.task)
         if predicts == "all":
             return logits
         # the lowest finite number, not -inf: a softmax over no seen class would be NaN
         return jnp.where(round_context.task.seen, logits, jnp.finfo(logits.dtype).min)
 
-    def predict_provisional(round_context: RoundContext, server: ServerState, batch: Batch) -> Array:
+    def predict_provisional(
+        round_context: RoundContext,
+        server: ServerState,
+        batch: Batch,
+    ) -> Array:
         params = _merged(parts, server.params, round_context.task, server.provisional)
         return predict(round_context, server._replace(params=params), batch)
 
     def client_params(server: ServerState, state: tuple) -> Params:
         return server.params._replace(**_personal_params(parts, state))
 
-    def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
+    def predict_client(
+        round_context: RoundContext,
+        server: ServerState,
+        state: tuple,
+        batch: Batch,
+    ) -> Array:
         return predict(round_context, server._replace(params=client_params(server, state)), batch)
 
-    def predict_drawn(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
+    def predict_drawn(
+        round_context: RoundContext,
+        server: ServerState,
+        state: tuple,
+        batch: Batch,
+    ) -> Array:
         assert sampling is not None
         params = client_params(server, state)
 
@@ -570,7 +588,12 @@ def _report_round(parts: _Parts, number: int) -> Round:
         # a report does not change the client's state
         return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
 
-    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
+    def server(
+        round_context: RoundContext,
+        state: ServerState,
+        aggregate: Aggregate,
+        key: PRNGKeyArray,
+    ):
         merged_reports = {**aggregate.gather, **aggregate.sum}
         server_round = _server_round(parts, round_context, aggregate, merged_reports, key)
         params, rule_state, metrics = _updated(rule, server_round, state.params, state.rules[position])
@@ -672,7 +695,10 @@ def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[
 
 
 def _upload(
-    parts: _Parts, context: ClientContext, trainable: Params, finalized: dict[str, tuple[Report, PyTree]]
+    parts: _Parts,
+    context: ClientContext,
+    trainable: Params,
+    finalized: dict[str, tuple[Report, PyTree]],
 ) -> Upload:
     """Return the upload of a client: its trainable parameters and its reports."""
     mean, params = SentParams.of(parts, trainable).pack(parts)
@@ -702,7 +728,11 @@ def _receive(parts: _Parts) -> ReceiveUpload | None:
 
 
 def _serve(
-    parts: _Parts, round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray
+    parts: _Parts,
+    round_context: RoundContext,
+    state: ServerState,
+    aggregate: Aggregate,
+    key: PRNGKeyArray,
 ) -> tuple[ServerState, Metrics]:
     """Merge the uploads, then apply the server rules in their order."""
     mean, aggregation = _aggregated(parts, round_context, state.aggregation, aggregate, key)
@@ -727,7 +757,11 @@ def _serve(
 
 
 def _aggregated(
-    parts: _Parts, round_context: RoundContext, state: PyTree, aggregate: Aggregate, key: PRNGKeyArray
+    parts: _Parts,
+    round_context: RoundContext,
+    state: PyTree,
+    aggregate: Aggregate,
+    key: PRNGKeyArray,
 ) -> tuple[Params, PyTree]:
     """Return the merged parameters, and the state of the aggregation rule."""
     rule = parts.run.aggregation

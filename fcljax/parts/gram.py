@@ -105,7 +105,11 @@ def can_move(
     return jnp.all(norm <= (1 + SUMS) * most)
 
 
-def possible_features(run: Run, context: ClientContext, gram: Float[Array, "D D"]) -> Bool[Array, ""]:
+def possible_features(
+    run: Run,
+    context: ClientContext,
+    gram: Float[Array, "D D"],
+) -> Bool[Array, ""]:
     """Check that this is the Gram matrix of the client's features, up to factors off the
     diagonal."""
     longest = longest_feature(run, context)
@@ -121,7 +125,10 @@ def possible_inputs(context: ClientContext, grams: Float[Array, "blocks *gram"])
 
 
 def possible_inner(
-    inner: Float[Array, "m r r"], gram: Float[Array, "m D D"], a: Float[Array, "m r D"], largest: Array
+    inner: Float[Array, "m r r"],
+    gram: Float[Array, "m D D"],
+    a: Float[Array, "m r D"],
+    largest: Array,
 ) -> Bool[Array, ""]:
     """Check the size of A_i G_i A_i^T, whose trace is at most |A_i|^2 tr(G_i).
 

@@ -55,7 +55,10 @@ class AdamW:
         return optax.chain(joined_steps(optax.scale_by_adam()), optax.add_decayed_weights(self.weight_decay))
 
 
-def _decayed(direction: optax.GradientTransformation, weight: float) -> optax.GradientTransformation:
+def _decayed(
+    direction: optax.GradientTransformation,
+    weight: float,
+) -> optax.GradientTransformation:
     """Return the optimiser after adding `weight` times the parameters to the gradient."""
     if not weight:
         return direction

@@ -47,7 +47,11 @@ class Longest(Protocol):
     def __call__(self, context: ClientContext, /) -> Float[Array, ""]: ...
 
 
-def longest_feature(run: Run, context: ClientContext, features: Reads = "prompted") -> Float[Array, ""]:
+def longest_feature(
+    run: Run,
+    context: ClientContext,
+    features: Reads = "prompted",
+) -> Float[Array, ""]:
     """Return an upper bound on the Euclidean norm of the classifier's input.
 
     A network that ends in a layer norm has a finite bound, whatever is injected into it.
@@ -75,7 +79,12 @@ def unbounded(_context: ClientContext) -> Float[Array, ""]:
     return jnp.float32(jnp.inf)
 
 
-def class_sums(classes: int, width: int, view: View | None = None, longest: Longest = unbounded) -> Report:
+def class_sums(
+    classes: int,
+    width: int,
+    view: View | None = None,
+    longest: Longest = unbounded,
+) -> Report:
     """Report feature sums and numbers of examples of the task's classes [Ct], summed over clients.
 
     Args:
@@ -92,7 +101,11 @@ def class_sums(classes: int, width: int, view: View | None = None, longest: Long
     return Report("class_sums", init, add_features, view=view, merge="sum", possible=possible)
 
 
-def possible_sums(context: ClientContext, sums: Sums, longest: Longest = unbounded) -> Bool[Array, ""]:
+def possible_sums(
+    context: ClientContext,
+    sums: Sums,
+    longest: Longest = unbounded,
+) -> Bool[Array, ""]:
     """Check that sums are possible for a client with its number of examples."""
     counts_are_possible = possible_counts(sums.examples, context.client.examples)
     return counts_are_possible & possible_class_sums(sums.feature, sums.examples, longest(context))

@@ -84,7 +84,15 @@ class ExampleLoss(Protocol):
 class RandomLoss(Protocol):
     """A loss that draws."""
 
-    def __call__(self, model: Any, x: Any, y: Any, /, *, key: PRNGKeyArray) -> Float[Array, " B"]: ...
+    def __call__(
+        self,
+        model: Any,
+        x: Any,
+        y: Any,
+        /,
+        *,
+        key: PRNGKeyArray,
+    ) -> Float[Array, " B"]: ...
 
 
 @runtime_checkable
@@ -556,7 +564,12 @@ def _following(
     return examples, split._replace(tasks=tuple(map(moved, split.tasks)))
 
 
-def _warn(method: Averaging | Method, x: PyTree, y: np.ndarray, history: list[dict[str, Any]]) -> None:
+def _warn(
+    method: Averaging | Method,
+    x: PyTree,
+    y: np.ndarray,
+    history: list[dict[str, Any]],
+) -> None:
     """Say on standard error if training went wrong."""
     said = training_warnings(history)
     # measured only where the loss did not fall: it costs a pass over examples
@@ -574,7 +587,12 @@ def _loss_stayed(history: list[dict[str, Any]]) -> bool:
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
-def _fetch(data: Examined, index: Array, _keys: Array, _augment: bool) -> tuple[PyTree, Array, None]:
+def _fetch(
+    data: Examined,
+    index: Array,
+    _keys: Array,
+    _augment: bool,
+) -> tuple[PyTree, Array, None]:
     return jax.tree.map(lambda leaf: leaf[index], data.x), data.y[index], None
 
 

@@ -174,7 +174,11 @@ def checked_test(test: Any, x: PyTree, split: TaskSplit) -> ScoredExamples:
     return ScoredExamples(examples.x, examples.y, task_of_class[examples.y])
 
 
-def _named_tests(values: np.ndarray, examples: OwnedExamples, names: np.ndarray) -> Int[np.ndarray, " M"]:
+def _named_tests(
+    values: np.ndarray,
+    examples: OwnedExamples,
+    names: np.ndarray,
+) -> Int[np.ndarray, " M"]:
     """Return the task of each test example, of the tasks that training examples name."""
     if values.shape != examples.client.shape:
         raise InputError(
@@ -186,7 +190,11 @@ def _named_tests(values: np.ndarray, examples: OwnedExamples, names: np.ndarray)
     return np.searchsorted(names, values)
 
 
-def make_metric(evaluate: Any, losses: Callable | None, model_of: Callable[[PyTree], Any]) -> CompiledMetric:
+def make_metric(
+    evaluate: Any,
+    losses: Callable | None,
+    model_of: Callable[[PyTree], Any],
+) -> CompiledMetric:
     """Return what a user measures, compiled.
 
     Args:

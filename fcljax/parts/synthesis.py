@@ -101,7 +101,13 @@ def synthetic_pixels(
 class Synthesise(Protocol):
     """Replaces what clients are sent: images, or a generator of images."""
 
-    def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
+    def __call__(
+        self,
+        round: ServerRound,
+        params: Params,
+        state: PyTree,
+        /,
+    ) -> tuple[PyTree, Weighted]:
         """Return the new state, and the loss of the synthesis."""
         ...
 

@@ -117,7 +117,12 @@ def glfc(options: GLFCOptions, run: Run) -> Method:
     return compensated(options, run, LossWeights(by_group), evaluate)
 
 
-def compensated(options: GLFCOptions, run: Run, weights: LossWeights, evaluate: proxy.Evaluate) -> Method:
+def compensated(
+    options: GLFCOptions,
+    run: Run,
+    weights: LossWeights,
+    evaluate: proxy.Evaluate,
+) -> Method:
     """Compose GLFC with these loss weights at clients and this evaluation at the proxy.
 
     Raises:
@@ -223,7 +228,11 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
     def stored(memory: ClientMemory) -> Int[Array, " M"]:
         return jnp.concatenate([memory.current.exemplars.index, memory.upcoming.exemplars.index])
 
-    def choose(context: ClientContext, local: LocalState, key: PRNGKeyArray) -> Int[Array, " count"]:
+    def choose(
+        context: ClientContext,
+        local: LocalState,
+        key: PRNGKeyArray,
+    ) -> Int[Array, " count"]:
         task = context.task
         changed = task_changed(options, local, task)
         exemplars = adopt_exemplars(local.memory, changed).current.exemplars
@@ -393,7 +402,12 @@ def weighted_binary_loss(
     return heads.reduce_rows(weight * jnp.sum(loss, axis=-1), mask, count, "mean")
 
 
-def by_group(gap: Float[Array, " B"], batch: Batch, memory: ClientMemory, _task: Task) -> Float[Array, " B"]:
+def by_group(
+    gap: Float[Array, " B"],
+    batch: Batch,
+    memory: ClientMemory,
+    _task: Task,
+) -> Float[Array, " B"]:
     """Return an example's gap over the mean gap of the old, or of the new examples.
 
     This is gradient compensation. Weights are 1 for clients that have learned no class yet.

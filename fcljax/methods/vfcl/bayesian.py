@@ -60,7 +60,12 @@ def bayesian(
     ) -> Output:
         return inner.forward(frozen, cached, _drawn(trainable), batch, task, train)
 
-    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
+    def predict(
+        frozen: Frozen,
+        params: Params,
+        batch: Batch,
+        task: Task,
+    ) -> Float[Array, "batch classes"]:
         return inner.predict(frozen, _drawn(params), batch, task)
 
     def counted(trainable: Posterior, task: Task) -> PyTree:
