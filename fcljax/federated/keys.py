@@ -23,6 +23,11 @@ class RunKey(IntEnum):
     RECONSTRUCTION = 8  # images that a server reconstructs, for figures
 
 
+# the key of all rounds of one time of a task (`RoundInputs.when`); task and round are
+# folded into it next
+STAGE_KEYS = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
+
+
 class RoundKey(IntEnum):
     """Keys derived from the key of a round, which is itself from (run, task, round)."""
 

@@ -53,6 +53,7 @@ def checked_report(report: Report) -> Report:
     @functools.wraps(finalize)
     def checked_finalize(end: ClientEnd, total: PyTree) -> PyTree:
         names = {**end.context.payload.sent, **end.memories}
+        # a report may read what server rules send and the memories of client rules
         with reading(part, finalize, names, f"{_NOT_SENT} and no client rule is named"):
             return finalize(end, total)
 
@@ -78,6 +79,7 @@ def checked_server_rule(rule: ServerRule) -> ServerRule:
                 f"{part}: {describe(update)} returned {type(result).__name__}; "
                 f"expected ServerUpdate(params, state, metrics)"
             )
+        # the same shapes in every round, or the engine would compile anew
         check_like(part, update, result.params, params)
         check_like(part, update, result.state, state)
         return result
@@ -90,8 +92,9 @@ def checked_server_rule(rule: ServerRule) -> ServerRule:
 
 def _readable(part: str, function: Callable) -> Callable:
     """Return a function of a context or a step, with a check of the names that it reads
-    of what was sent."""
+    in `payload.sent`."""
 
+    # `wraps` keeps the user's name and file for messages
     @functools.wraps(function)
     def checked(argument: ClientContext | ClientStep, *arguments: Any) -> Any:
         context = argument.context if isinstance(argument, ClientStep) else argument
@@ -115,6 +118,7 @@ def _scalar(part: str, function: Callable) -> Callable:
 def _like_argument(part: str, function: Callable, number: int) -> Callable:
     """Return a function whose value must have the structure and the shapes of one of its
     arguments."""
+    # a memory or state of other shapes in the next step could not be carried by a scan
     readable = _readable(part, function)
 
     @functools.wraps(function)

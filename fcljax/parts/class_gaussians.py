@@ -48,7 +48,7 @@ class Gaussians(NamedTuple):
 
 
 def class_statistics(width: int, classes: int, longest: Longest) -> Report:
-    """Report sums of features and of their outer products by class, under the final model.
+    """Report sums of features and of their outer products by class.
 
     Args:
       width: D.
@@ -61,13 +61,15 @@ def class_statistics(width: int, classes: int, longest: Longest) -> Report:
         return ClassSums(jnp.zeros((classes, width)), outer, jnp.zeros(classes, jnp.int32))
 
     def add(step: ClientStep, total: ClassSums) -> ClassSums:
+        # features of evaluation: the classifier will be used on these
         x = step.forward(step.trainable, train=False).feature
         batch = step.batch
         task_classes = step.context.task.classes
         feature, examples = sum_by_class(x, batch.label, task_classes, batch.mask)
 
         def outer(label: Array) -> Float[Array, "D D"]:
-            # class by class: the batch has few classes, and D x D products are large
+            # a product of matrices per class: outer products of all examples of a batch
+            # would take B x D x D scalars
             in_class = batch.mask & (batch.label == label)
             x_of_class = jnp.where(in_class[:, None], x, 0.0)
             return exact_matmul(x_of_class.T, x_of_class)
@@ -101,20 +103,22 @@ def gaussians_of(sums: ClassSums) -> tuple[Float[Array, "Ct D"], Float[Array, "C
     """Return means and unbiased covariances of classes over all clients' examples."""
     n = sums.examples.astype(jnp.float32)[:, None]
     mean = sums.feature / jnp.maximum(n, 1)
-    # sum of x x^T minus n mean mean^T
+    # sum (x - mean) (x - mean)^T = sum x x^T - n mean mean^T
     scatter = sums.outer - n[..., None] * mean[:, :, None] * mean[:, None, :]
+    # a class with one example has scatter 0, and covariance 0 instead of 0 / 0
     return mean, scatter / jnp.maximum(n[..., None] - 1, 1)
 
 
 def merge_gaussians(gaussians: Gaussians, sums: ClassSums, task: Task) -> Gaussians:
     """Return the Gaussians of all classes with those of the task's classes."""
     mean, covariance = gaussians_of(sums)
-    # C = V S V^T has the root V S^(1/2); rounding may leave values just below 0
+    # C = V S V^T has the root V S^(1/2). Eigenvalues and not Cholesky: a class with fewer
+    # examples than D has a singular covariance, with values that rounding makes negative
     values, vectors = jnp.linalg.eigh(covariance)
     root = vectors * jnp.sqrt(jnp.maximum(values, 0.0) + EXTRA_VARIANCE)[:, None, :]
     task_index = jnp.full(len(task.classes), task.index)
     of_task = Gaussians(mean, root, task_index, sums.examples > 0)
-    # padding has an index beyond the last class, which is dropped
+    # padding classes get an index beyond the last class, and JAX drops such writes
     index = jnp.where(task.classes >= 0, task.classes, len(gaussians.task))
     return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop"), gaussians, of_task)
 
@@ -141,7 +145,8 @@ def draw_features(
     noise = jax.random.normal(noise_key, (classes, size, width))
     feature = gaussians.mean[:, None] + exact_einsum("cnd,ced->cne", noise, gaussians.root)
     label = jnp.repeat(jnp.arange(classes), size)
-    # absent classes sort behind all others, beyond the last step
+    # shapes are fixed, so absent classes are drawn too. Adding 2 sorts them behind all
+    # others, where no step reads them
     draws = jax.random.uniform(order_key, label.shape) + 2.0 * ~gaussians.present[label]
     order = jnp.argsort(draws)
     return feature.reshape(-1, width)[order], label[order]
@@ -176,12 +181,13 @@ def train_on_draws(
       key: features are drawn anew in each epoch.
     """
     size = training.size
-    steps = jnp.sum(gaussians.present)  # a batch has as many features as a class
+    # a batch has as many features as a class, so an epoch has a step per present class
+    steps = jnp.sum(gaussians.present)
     optimiser = optax.chain(optax.add_decayed_weights(training.decay), optax.trace(0.9))
 
     def epoch(number: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
         features, labels = draw_features(gaussians, size, jax.random.fold_in(key, number))
-        # a cosine to 0 over the epochs
+        # the cosine is constant within an epoch
         rate = training.lr * (1 + jnp.cos(jnp.pi * number / training.epochs)) / 2
 
         def step(i: Array, carry: tuple[Head, PyTree]) -> tuple[Head, PyTree]:
@@ -193,7 +199,6 @@ def train_on_draws(
                 losses = optax.softmax_cross_entropy_with_integer_labels(logits(head, x), y)
                 return jnp.mean(losses)
 
-            # plain descent on the drawn features: the network takes no part
             direction, state = optimiser.update(jax.grad(loss)(head), state, head)
             return jax.tree.map(lambda w, d: w - rate * d, head, direction), state
 

@@ -74,7 +74,8 @@ def named_learner(run: Run, classifier: NamedClassifier) -> Learner:
     def no_parameters(_key: PRNGKeyArray) -> tuple:
         return ()
 
-    # the composed learner knows neither frozen texts nor what competes
+    # a `Classifier` sees neither the frozen texts nor which classes compete, so the
+    # composed learner gives features, and logits are computed from them below
     inner = learner(run.network, run.adapter, Classifier(no_parameters, no_logits(run.sizes.classes)))
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
@@ -85,6 +86,7 @@ def named_learner(run: Run, classifier: NamedClassifier) -> Learner:
     ) -> Output:
         output = inner.forward(frozen, cached, trainable, batch, task, train)
         feature = image_features(frozen.text, output.feature)
+        # clients train among the task's classes; evaluation is among all seen so far
         competing = task.current if train else task.seen
         logits = classifier.logits(frozen.text, trainable.classifier, feature, competing)
         return output._replace(logits=logits, feature=feature)
@@ -114,6 +116,7 @@ def linear_from_text() -> NamedClassifier:
     """
 
     def init(_key: PRNGKeyArray, texts: ClassTexts) -> Head:
+        # the scale s is part of the weights, so that it trains with them
         return Head(texts.scale * texts.rows.T, jnp.zeros(len(texts.rows)))
 
     def logits(_texts: ClassTexts, trainable: Head, feature: Array, _competing: Array) -> Logits:
@@ -136,15 +139,16 @@ class Context(Protocol):
 
 
 def behind_context(tower: TextTower, init: InitClassifier, context: Context) -> NamedClassifier:
-    """Return the classifier of the classes' prompts behind trained context vectors.
+    """Return a classifier whose class prompts begin with trained context vectors.
 
     Args:
       tower: the text side.
-      init: draws what trains.
-      context: makes the vectors of it.
+      init: draws the trainable parameters.
+      context: makes the context vectors from them.
     """
 
     def logits(texts: ClassTexts, trainable: PyTree, feature: Array, competing: Array) -> Logits:
+        # cosine similarities; LEAST_NORM keeps the division finite
         rows = unit(tower.features(texts, context(trainable, texts, competing)), LEAST_NORM)
         return texts.scale * exact_matmul(feature, rows.T)
 

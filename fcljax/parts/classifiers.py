@@ -41,7 +41,7 @@ def weights_at_means(
     head: Head, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"]
 ) -> Head:
     """Set weights as in FedNCM: mean features of length 1, and biases 0."""
-    # a column beyond the last class is dropped
+    # JAX drops writes beyond the last class: absent and padding classes change nothing
     column = jnp.where(present & (task.classes >= 0), task.classes, len(head.bias))
     kernel = head.kernel.at[:, column].set(unit(means).T, mode="drop")
     return Head(kernel, head.bias.at[column].set(0.0, mode="drop"))
@@ -108,6 +108,7 @@ def current_classes(
     task: Task,
 ) -> Float[Array, "Ct width"]:
     """Return the vectors of the task's classes, and 0 for padding classes."""
+    # padding is -1, which would read the last class
     vectors = params[jnp.maximum(task.classes, 0)]
     return jnp.where(task.classes[:, None] >= 0, vectors, 0.0)
 
@@ -116,7 +117,7 @@ def merge_current(
     params: Float[Array, "C width"], task: Task, trainable: Float[Array, "Ct width"]
 ) -> Float[Array, "C width"]:
     """Return the vectors of all classes with those of the task replaced."""
-    # an index beyond the last class is dropped: padding classes change nothing
+    # JAX drops writes beyond the last class: padding classes change nothing
     index = jnp.where(task.classes >= 0, task.classes, params.shape[0])
     return params.at[index].set(trainable, mode="drop")
 
@@ -255,7 +256,7 @@ def add_batch(sums: Sums, feature: Float[Array, "batch width"], batch: Batch, ta
 
 def add_classes(total: Sums, task_sums: Sums, task: Task) -> Sums:
     """Add sums of the task's classes [Ct] to those of all classes [C]."""
-    # an index beyond the last class is dropped: padding classes change nothing
+    # JAX drops writes beyond the last class: padding classes change nothing
     index = jnp.where(task.classes >= 0, task.classes, total.examples.shape[0])
     return jax.tree.map(lambda old, new: old.at[index].add(new, mode="drop"), total, task_sums)
 
@@ -267,4 +268,5 @@ def mean_logits(
     mean, present = class_means(sums.feature, sums.examples)
     if kind == "nearest":
         return distance_logits(distances(feature, mean, "squared"), seen & present)
+    # 1e-12 keeps the division finite for absent classes, whose mean is 0
     return mask_logits(exact_matmul(feature, unit(mean, 1e-12).T), seen & present)

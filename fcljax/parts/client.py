@@ -41,7 +41,7 @@ from fcljax.types import (
     Weighted,
 )
 
-# Terms of the loss: the clients' own, and the adapter's
+# names of the loss's terms in messages and metrics: the clients' own, and the adapter's
 OWN = "own"
 ADAPTER = "adapter"
 
@@ -73,6 +73,8 @@ class Training(NamedTuple):
 
     def epoch_of(self, context: ClientContext, steps: Int[Array, ""]) -> Int[Array, ""]:
         """Return the epoch of a client that has taken so many steps in this round."""
+        # rounded up, as the last batch of an epoch may be short; at least 1, because a
+        # client without examples would divide by 0
         steps_per_epoch = jnp.maximum(-(-context.client.examples // self.batch_size), 1)
         return steps // steps_per_epoch
 
@@ -200,7 +202,7 @@ class Replay:
     count: int
     """The most examples that join a batch."""
     stored: Callable[[PyTree], Int[Array, " M"]]
-    """stored(state) -> ids of the training examples that the client may replay; -1: an
+    """stored(state) -> indices of the training examples that the client may replay; -1: an
     empty place."""
     choose: Callable[[ClientContext, PyTree, PRNGKeyArray], Int[Array, " count"]]
     """choose(context, memory, key) -> indices into `stored`; -1: none."""
@@ -218,7 +220,7 @@ class ClientRule:
     loss: StepLoss | None = None
     """loss(step, memory) -> a scalar that is added to the client's loss in every step."""
     init: Callable[[PRNGKeyArray, Params], PyTree] = _stateless
-    """init(key, trainable) -> the client's state before it ever takes part."""
+    """init(key, trainable) -> the client's state before its first participation."""
     on_start: RoundStart = _memory_is_state
     """on_start(context, state, key) -> the memory for the round."""
     passes: tuple[ClientPass, ...] = ()
@@ -245,7 +247,8 @@ class ClientRule:
         )
 
     def pass_at(self, when: str, level: int) -> ClientPass | None:
-        """Return the rule's pass number `level` of those at this time; None: it has fewer."""
+        """Return pass number `level`, from 0, of the rule's passes at this time; None: it
+        has fewer."""
         passes = [client_pass for client_pass in self.passes if client_pass.when == when]
         return passes[level] if level < len(passes) else None
 
@@ -297,8 +300,8 @@ class Report:
     so that the run may choose any rule."""
     possible: Callable[[ClientContext, PyTree], Bool[Array, ""]] | None = None
     """possible(context, sent) -> whether a client that read `context.client.examples`
-    examples, each once in every epoch of the pass, can have sent it; the server leaves
-    out what cannot be."""
+    examples can have sent it (over several epochs, each reading counts); the server
+    rejects uploads that cannot be."""
 
     def __post_init__(self) -> None:
         choose("merge", self.merge, ("gather", "sum"))
@@ -358,7 +361,8 @@ def train_step(
     learner = work.learner
 
     def expected_loss(trainable: Params) -> tuple[Array, Output]:
-        # a Bayesian learner draws the parameters of its forward pass from `trainable`
+        # a Bayesian learner draws the parameters of its forward pass from `trainable`;
+        # for every other learner `drawn` is `trainable`
         return learner.expectation(functools.partial(loss_at, trainable), trainable, batch, key)
 
     def loss_at(trainable: Params, drawn: Params) -> tuple[Array, Output]:
@@ -367,8 +371,11 @@ def train_step(
         return add_terms(loss_terms(work, step, local.memory), batch.term_weights), output
 
     (loss, output), gradient = jax.value_and_grad(expected_loss, has_aux=True)(local.trainable)
+    # the optimiser gives only the direction: learning rates differ between the leaves
     direction, optimiser = work.training.optimiser.update(gradient, local.optimiser, local.trainable)
+    # running statistics move with the forward pass
     trainable = descend(work, context, local, direction)._replace(stats=output.stats)
+    # reports see the model before the update, which `output` was computed with
     step = ClientStep(learner, context, local.trainable, output, batch, key, local.trainable)
     reports = [report for report in work.reports if report.view is None]
     totals = local.totals | add_to_totals(reports, step, local.totals)
@@ -425,15 +432,19 @@ def descend(work: ClientWork, context: ClientContext, local: Local, direction: P
     """Return trainable - learning rate * direction, after the rules' projections."""
     training = work.training
     adapter_rate = work.learner.adapter.rate
-    rates = (training.lr if adapter_rate is None else adapter_rate, training.lr, training.lr)
+    if adapter_rate is None:
+        adapter_rate = training.lr
+    # of the adapter, the classifier and the parameters of client rules: the order of `Params`
+    rates = (adapter_rate, training.lr, training.lr)
     factor = training.rate_factor(context, training.epoch_of(context, local.steps))
 
-    def moved(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
+    def updated(params: PyTree, direction: PyTree, rate: LearningRate) -> PyTree:
         return jax.tree.map(lambda x, step: x - rate * factor * step, params, direction)
 
-    # running statistics, the last field, move with the forward pass and not along a gradient
-    parts = map(moved, local.trainable[:3], direction[:3], rates)
+    # without the last field: running statistics have no gradient
+    parts = map(updated, local.trainable[:3], direction[:3], rates)
     trainable = Params(*parts, stats=local.trainable.stats)
+    # each rule projects what the rules before it returned
     for rule in work.rules:
         if rule.project:
             trainable = rule.project(context, trainable)
@@ -450,6 +461,8 @@ def step_metrics(
     batch = step.batch
     task = step.context.task
     examples = jnp.sum(batch.mask).astype(jnp.float32)
+    # metrics are sums with weights, so that short batches count less; a loss that is a
+    # sum already must not be multiplied again
     total = loss if training_loss.reduction == "sum" else loss * examples
     metrics = {
         "loss": Weighted(total, examples),
@@ -461,7 +474,7 @@ def step_metrics(
         metrics["train_accuracy"] = Weighted(correct, examples)
         metrics[CROSS_ENTROPY] = total_cross_entropy(training_loss, step.output, batch, task)
     if len(term_names(work)) > 1:
-        # small leaves as one vector: a norm of every shape by itself takes 50 ms to compile
+        # small leaves as one vector: the norm of each leaf alone takes 50 ms to compile
         leaves = joined(jax.tree.leaves(gradient._replace(stats=())))
         metrics[GRADIENT_NORM] = Weighted(optax.tree.norm(leaves), jnp.float32(1))
     return metrics
@@ -507,7 +520,10 @@ def passes_at_task_end(work: ClientWork) -> tuple[Phase, ...]:
 
 
 def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[Phase, ...]:
-    """Return a time's phases: the first passes of all rules, then the second ones."""
+    """Return the phases of a time: the first passes of all rules, then the second ones.
+
+    A rule's second pass may need the result of its first, so it must come later.
+    """
     phases: tuple[Phase, ...] = ()
     level = 0
     while True:
@@ -516,6 +532,7 @@ def _levels(work: ClientWork, when: str, reports: tuple[Report, ...]) -> tuple[P
             client_pass = rule.pass_at(when, level)
             if client_pass:
                 passes_of_level[i] = client_pass
+        # level 0 is needed without rules too, for the reports
         if level > 0 and not passes_of_level:
             return phases
         phases += passes(work, passes_of_level, reports if level == 0 else ())
@@ -526,7 +543,7 @@ def passes(
     work: ClientWork, rule_passes: dict[int, ClientPass], reports: tuple[Report, ...]
 ) -> tuple[Phase, ...]:
     """Return one phase for each view: rules, by their index, and reports that share a
-    view share its phase. Rules that train have phases of their own."""
+    view share one reading of the examples. Rules that train have phases of their own."""
     kinds = [(client_pass.view, client_pass.trains) for client_pass in rule_passes.values()]
     kinds += [(report.view, False) for report in reports if report.view]
 
@@ -536,10 +553,12 @@ def passes(
             for i, client_pass in rule_passes.items()
             if (client_pass.view, client_pass.trains) == (view, trains)
         }
+        # reports measure, so they never join a pass that trains
         reports_of_view = [report for report in reports if report.view == view and not trains]
         step = functools.partial(_step_of_pass, work, steps, reports_of_view, trains)
         return Phase(view, step, trains=trains)
 
+    # each kind once, in a fixed order: keys of batches depend on the number of the phase
     return tuple(phase(*kind) for kind in dict.fromkeys(kinds))
 
 
@@ -582,8 +601,9 @@ def start_memory(
         part = _part_at(rule, when)
         if part is None:
             return ()
-        # the first rule has the client's own key
-        return part.on_start(context, state[i], key if i == 0 else jax.random.fold_in(key, i))
+        # the first rule has the client's key itself: a second rule does not change its draws
+        rule_key = key if i == 0 else jax.random.fold_in(key, i)
+        return part.on_start(context, state[i], rule_key)
 
     return tuple(memory(i, rule) for i, rule in enumerate(rules))
 

@@ -2,7 +2,8 @@
 a `Method`.
 
     clients   train the payload on their loss and their rules, and send it with their reports
-    server    merges the uploads by the run's aggregation rule, then applies the server rules in their order
+    server    merges the uploads by the run's aggregation rule, then applies the server
+              rules in their order
 
 Methods that do not fit these parts can implement `types.Method` directly.
 """
@@ -72,7 +73,7 @@ from fcljax.types import (
 )
 
 MEAN = make_aggregation(AggregationOptions())
-# makes a server rule for a method's learner
+# a rule for any method cannot know the learner, which the method composes
 MakeServerRule = Callable[[Learner], ServerRule]
 Personal = Literal["adapter", "classifier", "stats"]
 
@@ -111,7 +112,7 @@ class ServerState(NamedTuple):
     params: Params
     """The global model: parameters of all tasks."""
     rules: tuple[PyTree, ...]
-    """The states of the server rules of every round, then of those of once per task."""
+    """The states of server rules: first those of every round, then those of once per task."""
     aggregation: PyTree
     """The state of the aggregation rule, such as a server optimiser's."""
     provisional: PyTree = ()
@@ -146,7 +147,8 @@ def federate(
     Raises:
       InputError: for parts that do not fit together, naming them.
     """
-    # wrapped once in checks, so that nothing below checks the results of rules
+    # wrapped in checks here, so that nothing below checks what rules return. The method's
+    # rules come first: their states keep their places whatever rules the user adds
     rules = tuple(map(checked_client_rule, (*client_rules, *run.rules)))
     server_rules += tuple(make_rule(learner) for make_rule in run.server_rules)
     server_rules = tuple(map(checked_server_rule, server_rules))
@@ -191,6 +193,7 @@ def learner_of(method: Method) -> Learner | None:
 
 
 def _parts_of(method: Method) -> _Parts | None:
+    # `federate` binds the parts as the first argument of `functools.partial`
     parts = next(iter(getattr(method.init, "args", ())), None)
     if isinstance(parts, _Parts):
         return parts
@@ -281,7 +284,7 @@ def _check_rules(
 
 def _first_task(sizes: Sizes) -> Task:
     """Return the first task of the stream, from which states get their shapes."""
-    # only shapes matter here, so any task with the right number of classes would do
+    # states get only shapes from it: any task with the right number of classes would do
     ids = np.arange(sizes.classes, dtype=np.int32)
     current = ids < sizes.task_classes
     return Task.of_numpy(np.int32(0), ids[: sizes.task_classes], current, current)
@@ -298,8 +301,9 @@ def _merged(parts: _Parts, params: Params, task: Task, mean: Params) -> Params:
     Parameters that server rules merge, or that are personal, stay unchanged.
     """
     trainable = _trainable(parts, params, task)
-    # `mean` has () or the broadcast value for these
-    unmerged = {name: getattr(trainable, name) for name in (*parts.merged_by_rules, *parts.personal)}
+    # `mean` has () in place of these, which `learner.merge` could not write back
+    names = (*parts.merged_by_rules, *parts.personal)
+    unmerged = {name: getattr(trainable, name) for name in names}
     mean = mean._replace(**unmerged)
     return parts.learner.merge(params, task, mean)._replace(extra=mean.extra)
 
@@ -338,6 +342,7 @@ class SentParams(NamedTuple):
             # gathered parameters of each client hold both kinds
             return cls.of(parts, gather["trainable"])
         if parts.run.aggregation.reduce:
+            # the entry of `gather`, as the engine's `mean` channel is a running sum
             mean = gather["mean"]
         assert isinstance(mean, Params)
         return cls(mean, {name: gather[name] for name in parts.merged_by_rules})
@@ -370,10 +375,10 @@ def _personal_after(
     if not parts.personal:
         return ()
     params = {name: getattr(trainable, name) for name in parts.personal}
-    # the state has the parameters of all tasks, of which those of this task have trained
-    before = _personal_params(parts, state)
+    # the state has the parameters of all tasks, of which only this task's have trained
+    stored = _personal_params(parts, state)
     for name, part in _parts_over_tasks(parts, params):
-        params[name] = part.merge(before[name], task, params[name])
+        params[name] = part.merge(stored[name], task, params[name])
     return (params,)
 
 
@@ -404,7 +409,8 @@ def _init(parts: _Parts, key: PRNGKeyArray, frozen: PyTree) -> ServerState:
     extra = {}
     for i, rule in enumerate(parts.rules):
         if rule.parameters:
-            # a key per rule: another rule must not change these initial values
+            # a key for each rule, by its place: the learner's draws, from `key` itself, and
+            # those of other rules stay the same
             extra[rule.name] = rule.parameters(jax.random.fold_in(key, InitKey.CLIENT_RULE + i))
     params = params._replace(extra=extra)
     trainable = _trainable(parts, params, _first_task(parts.run.sizes))
@@ -425,7 +431,8 @@ def _init_client(parts: _Parts, key: PRNGKeyArray, server: ServerState) -> tuple
     if not parts.personal:
         return states
     if "adapter" in parts.personal:
-        # only the server's parameters are opened for a task (`open_task`)
+        # `open_task` acts on the server's parameters alone, so a client's copy would have
+        # no parameters of a new task
         check_all_last(parts.learner.adapter, trainable.adapter, "clients keep their own")
     # the server's initial values: all clients start from the same model
     return (*states, {name: getattr(server.params, name) for name in parts.personal})
@@ -443,7 +450,7 @@ def _begin_task(
 
 def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) -> Broadcast:
     """Return trainable parameters, values of server rules, and the cache of earlier tasks."""
-    # in the order of `_init`
+    # the order in which `_init` stores the states
     states = zip((*parts.each_round, *parts.per_task), server.rules, strict=True)
     sent = {rule.name: rule.sends(round_context.task, state) for rule, state in states if rule.sends}
     trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
@@ -452,6 +459,7 @@ def _broadcast(parts: _Parts, round_context: RoundContext, server: ServerState) 
 
 def _counted(parts: _Parts, round_context: RoundContext, server: ServerState) -> dict[str, PyTree]:
     """Return the named groups of trainable parameters."""
+    # clients that only report train nothing, whatever the classifier holds
     if parts.training.loss is None:
         return {}
     trainable = _trainable(parts, server.params, round_context.task)
@@ -467,6 +475,7 @@ def _handover(parts: _Parts, round_context: RoundContext, server: ServerState) -
 
     cached = by_path(parts.learner.cached(server.params))
     trainable = _without_personal(parts, _trainable(parts, server.params, round_context.task))
+    # what is not cached later needs no final download
     return {path: leaf for path, leaf in by_path(trainable).items() if path in cached}
 
 
@@ -518,9 +527,10 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
             drawn = server._replace(params=sampling.draw(key, params))
             return jax.nn.softmax(predict(round_context, drawn, batch))
 
-        # the same draws for all batches
+        # a constant key: all test batches are judged by the same draws
         keys = jax.random.split(jax.random.key(StepKey.DRAWN_PARAMS), sampling.evaluation)
-        # the mean of probabilities, not of logits; 1e-30 keeps the logarithm finite
+        # the posterior predictive is a mean of probabilities, not of logits; 1e-30 keeps
+        # the logarithm finite where all draws give 0
         return jnp.log(jnp.mean(jax.lax.map(probabilities, keys), axis=0) + 1e-30)
 
     draws = sampling is not None and sampling.evaluation > 0
@@ -544,7 +554,7 @@ def _rounds(parts: _Parts) -> tuple[Round, ...]:
         rounds += (Round(_program(parts), functools.partial(_serve, parts)),)
     if any(rule.pass_at("task_end", 0) for rule in parts.rules):
         rounds += (_task_end_round(parts),)
-    # clients choose exemplars before they report at the end of a task
+    # reports of a task's end come last, so that they see what clients stored at that time
     return rounds + tuple(_report_round(parts, number) for number in range(len(parts.per_task)))
 
 
@@ -553,12 +563,14 @@ def _task_end_round(parts: _Parts) -> Round:
 
     def start(context: ClientContext, state: tuple, key: PRNGKeyArray) -> Local:
         memory = client.start_memory(parts.rules, "task_end", context, state, key)
+        # no optimiser state and no totals: nothing of the model trains, nothing is reported
         return Local(_start_params(parts, context, state), (), memory, {}, jnp.int32(0))
 
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "task_end", context, local, state)
         personal = _personal_after(parts, context.task, local.trainable, state)
-        # an upload without content; its weight shows who took part
+        # an upload without content: the engine keeps a client's new state only if its
+        # upload is valid
         return Upload(weight=context.client.examples), (*rule_states, *personal)
 
     phases = client.passes_at_task_end(parts.work(parts.rules, ()))
@@ -568,8 +580,9 @@ def _task_end_round(parts: _Parts) -> Round:
 def _report_round(parts: _Parts, number: int) -> Round:
     """Return a statistics round: every client with examples reports, once per task."""
     rule = parts.per_task[number]
+    # of its state in `ServerState.rules`
     position = len(parts.each_round) + number
-    # as in evaluation, since reports are statistics
+    # every example once and not augmented: sums over exactly the client's data
     usual = View(1, parts.training.batch_size, shuffle=False, augment=False)
     reports = tuple(
         dataclasses.replace(report, view=report.view or usual)
@@ -585,7 +598,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         finalized = client.finalized(reports, ClientEnd(context, local.trainable, {}), local.totals)
         summed = _merged_as("sum", finalized)
         gathered = _merged_as("gather", finalized)
-        # a report does not change the client's state
+        # reports measure: the client's state stays
         return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
 
     def server(
@@ -625,7 +638,6 @@ def _program(parts: _Parts) -> Program:
     def finish(context: ClientContext, local: Local, state: tuple) -> tuple[Upload, tuple]:
         rule_states = client.end_state(parts.rules, "round", context, local, state)
         memories = {rule.name: memory for rule, memory in zip(parts.rules, local.memory, strict=True)}
-        # reports may read the rules' memory
         end = ClientEnd(context, local.trainable, memories)
         finalized = client.finalized(reports, end, local.totals)
         sent = local.trainable
@@ -636,7 +648,7 @@ def _program(parts: _Parts) -> Program:
 
     view, choose, stored = _replay(parts)
     terms = client.term_names(work)
-    # a single term always has a share of 1, so it is not measured
+    # the engine measures each term's share of the gradient; a single term has share 1
     if len(terms) == 1:
         terms = ()
     train = Phase(view, functools.partial(client.train_step, work), choose, terms=terms)
@@ -674,7 +686,7 @@ def _claims(parts: _Parts, reports: tuple[Report, ...], view: View) -> tuple[Cla
     def claim_of(report: Report) -> Claim:
         def holds(context: ClientContext, upload: Upload) -> Array:
             assert report.possible is not None
-            # the number of examples that the report's pass reads
+            # counts and sums are over all epochs of the report's pass
             examples = phase_examples(context.client.examples, report.view or view)
             info = context.client._replace(examples=jnp.asarray(examples))
             # reports are either gathered or summed, and names are unique over both
@@ -713,7 +725,7 @@ def _receive(parts: _Parts) -> ReceiveUpload | None:
         return None
 
     def receive(context: ClientContext, upload: Upload) -> Upload:
-        # clipping bounds the change from the broadcast
+        # clipping bounds the change from the broadcast, of what is averaged alone
         reference = _averaged(parts, context.payload.trainable)
         weight = jnp.asarray(upload.weight, jnp.float32)
         sent = SentParams.unpack(parts, upload.mean, upload.gather)
@@ -739,14 +751,14 @@ def _serve(
     params = _merged(parts, state.params, round_context.task, mean)
     provisional = ()
     if parts.server_trains:
-        # evaluated beside the model that the server trains from it
+        # the mean before the server trains it further, so that both can be evaluated
         provisional = _trainable(parts, params, round_context.task)
     sent = SentParams.unpack(parts, aggregate.mean, aggregate.gather)
     reports = {**aggregate.gather, **aggregate.sum, **sent.by_rules}
     states = list(state.rules)
     metrics: Metrics = {}
     for i, rule in enumerate(parts.each_round):
-        # the first rule has the server's key, as methods with one rule always had
+        # the first rule has the server's key itself: a second rule does not change its draws
         rule_key = key
         if i > 0:
             rule_key = jax.random.fold_in(key, i)
@@ -767,6 +779,8 @@ def _aggregated(
     rule = parts.run.aggregation
     reference = _averaged(parts, round_context.previous.payload.trainable)
     mean = SentParams.unpack(parts, aggregate.mean, aggregate.gather).averaged
+    # three cases: all uploads for a robust rule; all uploads because a server rule reads
+    # them; else the engine has already averaged them as they arrived
     if rule.reduce:
         reduce_key = jax.random.fold_in(key, ServerKey.REDUCE)
         mean = rule.reduce(mean, reference, aggregate.weight, aggregate.valid, reduce_key)
@@ -788,7 +802,7 @@ def _server_round(
     """Return the inputs of a server rule."""
     return ServerRound(
         parts.learner,
-        *round_context,  # the fields that follow, in their order
+        *round_context,  # frozen, task, index, last, previous: the fields that follow
         reports=reports,
         valid=aggregate.valid,
         ids=aggregate.id,

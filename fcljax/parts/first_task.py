@@ -16,7 +16,8 @@ from fcljax.types import ClientContext
 def first_task_only(name: str, loss: StepLoss | None = None) -> ClientRule:
     """Freeze adapter and running statistics after the first task.
 
-    A projection after every step, because weight decay would change them too.
+    The rule projects after every step. A loss without gradient would not be enough, as
+    weight decay and momentum would still move them.
 
     Args:
       name: of the rule.
@@ -29,6 +30,7 @@ def _freeze(context: ClientContext, trainable: Params) -> Params:
     is_first_task = context.task.index == 0
     broadcast = context.payload.trainable
 
+    # `where`, not `if`: the task is data, and one program serves all tasks
     def select(new: Array, old: Array) -> Array:
         return jnp.where(is_first_task, new, old)
 

@@ -21,7 +21,8 @@ from fcljax.types import ClientContext, Task, View
 
 Gram = Float[Array, "*gram"]  # [D], its diagonal, or [D, D]
 GramPart = Literal["diagonal", "full"]
-# no training step moves a parameter by more than so many times the learning rate
+# bound on how far a training step moves a parameter, in units of the learning rate;
+# `largest_changes` says why
 STEP = 10.0
 
 
@@ -35,8 +36,8 @@ def no_pair_grams(context: ClientContext, part: GramPart = "full") -> Float[Arra
 
 
 def gram_shape(width: int, part: GramPart) -> tuple[int, ...]:
-    """Return the shape of what is kept of a Gram matrix of inputs."""
-    # the diagonal alone is D scalars per block, as in LoRM's release
+    """Return the shape of a Gram matrix of inputs, or of its diagonal."""
+    # LoRM's release sends the diagonal, D scalars per block in place of D^2
     if part == "diagonal":
         return (width,)
     return (width, width)
@@ -49,8 +50,8 @@ def pair_grams(
 ) -> Float[Array, "blocks *gram"]:
     """Return the sums of x x^T, or of its diagonal, over the tokens x of a batch."""
     x = inputs_of_pairs(step, blocks)
-    # exact: the server inverts these sums, and an error of bfloat16 would look like a
-    # direction of its own
+    # exact: the server inverts these sums, and errors of bfloat16 would look like inputs
+    # in directions that have none
     if part == "diagonal":
         return exact_einsum("mnd,mnd->md", x, x)
     return exact_einsum("mnd,mne->mde", x, x)
@@ -58,7 +59,7 @@ def pair_grams(
 
 def feature_gram(step: ClientStep) -> Float[Array, "D D"]:
     """Return the sum of f f^T over the features f of a batch."""
-    # padding would enter the Gram matrix
+    # padding images have features too, which must not count
     feature = jnp.where(step.batch.mask[:, None], step.output.feature, 0.0)
     return exact_matmul(feature.T, feature)
 
@@ -100,6 +101,7 @@ def can_move(
     With X = G dW:  tr(X^T G^+ X) = tr(dW^T G dW) <= tr(G) |dW|^2.
     """
     norm = jnp.vectorize(norm_by_gram, signature="(n,n),(n,k)->()")(gram, weighted)
+    # |dW|^2 is at most the number of entries times the largest one squared
     entries = weighted.shape[-2] * weighted.shape[-1]
     most = jnp.trace(gram, axis1=-2, axis2=-1) * largest**2 * entries
     return jnp.all(norm <= (1 + SUMS) * most)
@@ -138,13 +140,14 @@ def possible_inner(
       a: the broadcast A, from which no entry of A_i is further than `largest`.
       largest: of all changes.
     """
+    # |A_i| <= |A| + |A_i - A|, with every entry of the difference at most `largest`
     length = jnp.linalg.norm(a, axis=(1, 2)) + largest * a[0].size ** 0.5
     most = length**2 * jnp.trace(gram, axis1=1, axis2=2)
     return jnp.all(jnp.trace(inner, axis1=1, axis2=2) <= (1 + SUMS) * most)
 
 
 def squares_of(grams: Float[Array, "blocks *gram"]) -> Float[Array, "blocks D"]:
-    """Return the diagonals of Gram matrices that may be given by them alone."""
+    """Return the diagonals of Gram matrices, which may be given as diagonals already."""
     if grams.ndim == 2:
         return grams
     return jnp.diagonal(grams, 0, 1, 2)
@@ -161,9 +164,9 @@ def are_grams(grams: Float[Array, "blocks *gram"]) -> Bool[Array, ""]:
 
 
 def merged_by_responses(model: Learner) -> Learner:
-    """Return the learner of which only the classifier's bias is averaged.
+    """Return the learner whose clients upload only the classifier's bias for the mean.
 
-    A server rule merges its pair and the classifier's kernel.
+    A server rule merges the LoRA pair and the classifier's kernel from reports.
     """
 
     def sends(trainable: Params, _task: Task) -> Params:
@@ -193,7 +196,8 @@ def inner_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m ran
 
 def inverse_of(gram: Float[Array, "*m n n"]) -> Float[Array, "*m n n"]:
     """Return the pseudo-inverse of a symmetric matrix; eigenvalues near 0 count as 0."""
-    # directions without inputs have eigenvalue 0 up to rounding
+    # directions without inputs have eigenvalue 0 up to rounding, about 1e-7 of the
+    # largest one in float32; inverting them would blow up the result
     return jnp.linalg.pinv(gram, rtol=1e-6, hermitian=True)
 
 
@@ -202,7 +206,7 @@ def divide_by_gram(a: Float[Array, "*m rank D"], gram: Gram) -> Float[Array, "*m
     if gram.ndim == a.ndim:
         return exact_matmul(a, inverse_of(gram))
     positive = gram > 0
-    # a channel without inputs at any client stays unchanged
+    # a channel without inputs has pseudo-inverse 0; the inner `where` avoids 1 / 0
     inverse = jnp.where(positive, 1 / jnp.where(positive, gram, 1.0), 0.0)
     return a * inverse[..., None, :]
 
@@ -218,4 +222,6 @@ def least_squares(
       gram: the sum of G_i.
       change: the sum of the clients' changes times their Gram matrices.
     """
+    # with changes instead of W_i, directions without inputs keep W: the pseudo-inverse
+    # would set them to 0
     return weights + exact_matmul(inverse_of(gram), change)

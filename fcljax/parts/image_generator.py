@@ -37,16 +37,18 @@ def conv_of_doubled(
 ) -> Float[Array, "batch 2*h 2*w d"]:
     """Compute the 3x3 convolution, zero-padded, of images with doubled sides.
 
-    The images are not doubled: an output reads 2x2 pixels, by sums of the kernel's rows
-    and columns, with 4/9 of the products. Even and odd rows and columns each have a
+    The doubled images are never made. An output pixel of them reads 3x3 doubled pixels,
+    which are 2x2 pixels of the images: sums of the kernel's rows and columns give the
+    same result with 4/9 of the products. Even and odd rows and columns each have a
     convolution; one for all is slower (docs/results/speed.md).
     """
-    # even outputs also read the previous pixel, odd ones the next pixel
+    # padding (before, after): even outputs read the previous pixel, odd ones the next
     sides = ((1, 0), (0, 1))
     rows = []
     for above, half in zip(sides, _halves(kernel, 0), strict=True):
         both = zip(sides, _halves(half, 1), strict=True)
         rows.append(jnp.stack([conv(Window(pads=(above, left)), x, quarter) for left, quarter in both], 3))
+    # the new axes interleave even and odd rows and columns
     batch, h, w, _ = x.shape
     return jnp.stack(rows, 2).reshape(batch, 2 * h, 2 * w, -1)
 
@@ -90,6 +92,7 @@ class _ImageGenerator(nn.Module):
         w = -(-c.width // 4)
         wide = 2 * c.channels
 
+        # the batch's statistics also in evaluation (module docstring)
         def norm(x: Array) -> Array:
             return nn.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
 
@@ -103,6 +106,7 @@ class _ImageGenerator(nn.Module):
 
 def init_image_generator(config: ImageGeneratorConfig, key: PRNGKeyArray) -> PyTree:
     """Return the parameters of a new generator."""
+    # "params" alone: nothing reads running statistics
     return _ImageGenerator(config).init(key, jnp.zeros((2, config.noise)))["params"]
 
 
@@ -110,6 +114,6 @@ def generate_images(
     config: ImageGeneratorConfig, params: PyTree, noise: Float[Array, "batch noise"]
 ) -> Float[Array, "batch height width 3"]:
     """Return images of pixels in [0, 1]."""
-    # flax computes running statistics, which nothing reads
+    # flax writes running statistics in training mode and fails if they are not mutable
     image, _ = _ImageGenerator(config).apply({"params": params}, noise, mutable=["batch_stats"])
     return image

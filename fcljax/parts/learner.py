@@ -33,8 +33,8 @@ class Select(Protocol):
 
 @runtime_checkable
 class Merge(Protocol):
-    """Returns the parameters of all tasks with those that trained in this task in their
-    place."""
+    """Returns the parameters of all tasks, with those of this task replaced by
+    `trainable`."""
 
     def __call__(self, params: Any, task: Task, trainable: Any, /) -> Any: ...
 
@@ -44,10 +44,9 @@ class Inject(Protocol):
     """Returns what enters the frozen network's blocks (a `models.vit.Injection`), pure
     in the query.
 
-    `cached` are the parameters of all tasks, or the part of them that clients hold.
-    `train` says whether a client trains or the model is evaluated. `mask` marks the
-    examples that count where examples share what is injected: padding never influences
-    a result.
+    `cached` are the parameters of all tasks, or the part of them that clients cache.
+    `train` is True at a client that trains, and False in evaluation. `mask` is for
+    injections that depend on the whole batch: padding must not influence them.
     """
 
     def __call__(
@@ -126,7 +125,7 @@ class Adapter(NamedTuple):
     mixture: Callable[..., Mixture] | None = None
     """Arguments as of `prompt`; None: prompts are no weighted sums.
 
-    Servers compare mixtures faster."""
+    A server that compares prompts of all clients can compare mixtures faster."""
     loss: Callable[..., Float[Array, ""]] | None = None
     """loss(cached, trainable, query, task, mask) -> scalar that clients add to their loss
     in all methods."""
@@ -140,12 +139,12 @@ class Adapter(NamedTuple):
     rate: LearningRate | None = None
     """The adapter's learning rate; None: that of the run."""
     batchwise: tuple[str, ...] = ()
-    """Options of the run by which what `inject` returns in evaluation depends on the
+    """Options of the run that make the result of `inject` in evaluation depend on the
     other images of a batch; (): it does not."""
     lasting: Callable[[Any], Any] = _unchanged
-    """lasting(trainable) -> the trainable parameters that are the same ones in every
-    task, with () in place of those of which each task has its own. State that outlives
-    a task belongs to them alone."""
+    """lasting(trainable) -> the trainable parameters that all tasks share, with () in
+    place of those that belong to one task. A state that outlives a task, as EWC's Fisher
+    information, may only be of shared ones."""
 
     @property
     def plain(self) -> bool:
@@ -329,11 +328,11 @@ class Learner(NamedTuple):
 
 
 def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Return those of trainable parameters that are in `lasting`, a result of
-    `Learner.lasting` on others."""
+    """Return `trainable` without the parameters that `lasting`, a result of
+    `Learner.lasting`, leaves out."""
 
     def pick(lasting_part: PyTree, leaf: PyTree) -> PyTree:
-        # () marks parameters of one task, which have no counterpart
+        # () marks parameters of one task, which have no counterpart in a later one
         if _left_out(lasting_part):
             return ()
         return leaf
@@ -342,10 +341,11 @@ def matching(trainable: PyTree, lasting: PyTree) -> PyTree:
 
 
 def with_lasting(trainable: PyTree, lasting: PyTree) -> PyTree:
-    """Return trainable parameters with those of `lasting`, a result of
-    `Learner.lasting` on others, in their place."""
+    """Return `trainable` with the parameters of `lasting`, a result of `Learner.lasting`,
+    in their place."""
 
     def pick(lasting_part: PyTree, leaf: PyTree) -> PyTree:
+        # a parameter of one task: the new task's own stays
         return leaf if _left_out(lasting_part) else lasting_part
 
     return jax.tree.map(pick, lasting, trainable, is_leaf=_left_out)
@@ -357,7 +357,8 @@ def all_last(adapter: Adapter, trainable: PyTree) -> bool:
 
 
 def check_all_last(adapter: Adapter, trainable: PyTree, why: str) -> None:
-    """Refuse an adapter whose parameters are of one task, where clients keep them over tasks.
+    """Check that clients can keep the adapter's parameters over tasks: no parameter may
+    belong to one task.
 
     Args:
       adapter: what trains inside the network.
@@ -375,6 +376,7 @@ def check_all_last(adapter: Adapter, trainable: PyTree, why: str) -> None:
 
 
 def _left_out(part: PyTree) -> bool:
+    # () is an empty pytree, so `is_leaf` must name it or `jax.tree.map` would skip it
     return isinstance(part, tuple) and not part
 
 
@@ -388,7 +390,7 @@ def two_keys(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 def one_key(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Return the key itself, for a classifier that draws alone."""
+    """Return the key itself twice, where only the classifier draws initial values."""
     return key, key
 
 
@@ -417,6 +419,8 @@ def learner(
       InputError: for a function of adapter or classifier with a wrong number of arguments.
     """
     _check_parts(adapter, classifier)
+    # a network that stays as it is has the query as its feature, so a cached query
+    # saves the forward pass
     queries = adapter.queries or adapter.plain or features == "both"
 
     def extract(
@@ -432,6 +436,7 @@ def learner(
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         adapter_key, classifier_key = keys(key)
+        # a frozen network keeps the statistics of its checkpoint among the frozen parameters
         stats = network.split(frozen.network)[1] if network.split and adapter.network else ()
         return Params(adapter.init(adapter_key, frozen), classifier.init(classifier_key), stats=stats)
 
@@ -459,6 +464,7 @@ def learner(
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
         trainable = trainable_of(params, task)
+        # the server's parameters of all tasks stand in for a client's cache of them
         feature = extract(frozen, params, trainable, batch, task, False)[0]
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, trainable.classifier, feature, task)
@@ -513,7 +519,8 @@ def network_params(network: Network, adapter: Adapter, frozen: Frozen, trainable
     if not adapter.network:
         return frozen.network
     weights = adapter.network(trainable.adapter)
-    # statistics that train and weights that do not, as one tree
+    # weights train by the gradient and statistics by the forward pass; `apply` reads both
+    # as one tree
     if network.join:
         return network.join(weights, trainable.stats)
     return weights
@@ -532,11 +539,11 @@ def _features(
 ) -> tuple[Feature, Feature | None, PyTree]:
     """Return the adapted network's features, the query (cached where the batch has it;
     else computed if `queries`), and the running statistics after the batch."""
-    # cached where the input is deterministic
+    # the engine caches queries of inputs that are the same in every epoch
     query = batch.query
     if query is None and queries:
         query = network.apply(frozen.network, batch.input, None, False, batch.mask)[0].cls
-    # nothing inside the network: the query is the feature
+    # nothing acts inside the network, so a second forward pass would give the same feature
     if adapter.plain and query is not None:
         return query, query, ()
     params = network_params(network, adapter, frozen, trainable)
@@ -545,7 +552,7 @@ def _features(
         injection = adapter.inject(cached.adapter, trainable.adapter, query, task, train, batch.mask)
     features, new_params = network.apply(params, batch.input, injection, train, batch.mask)
     stats = ()
-    # only a network that trains moves its statistics
+    # a frozen network's statistics stay those of its checkpoint
     if network.split and adapter.network:
         stats = network.split(new_params)[1]
     return adapter.feature(features), query, stats
@@ -559,7 +566,7 @@ Classes = Literal["current", "seen", "all"]
 def competing(classes: Classes, task: Task) -> Bool[Array, " C"]:
     """Return the classes that compete: those of the task, those seen so far, or all of
     the stream."""
-    # `| True` makes all classes compete at a fixed shape
+    # `task.seen | True` is an array of True with the right shape
     return {"current": task.current, "seen": task.seen, "all": task.seen | True}[classes]
 
 
@@ -588,6 +595,7 @@ def cross_entropy_loss(
     def value(output: Output, batch: Batch, task: Task) -> Float[Array, ""]:
         allowed = competing(classes, task)
         loss = cross_entropy(output.logits, batch.label, allowed, batch.mask, reduction)
+        # no operation is added to the program of the usual loss
         if weight == 1:
             return loss
         return weight * loss
@@ -596,8 +604,8 @@ def cross_entropy_loss(
 
 
 def replaced_loss(classes: Classes = "current") -> Loss:
-    """Return a loss of 0, for methods whose client rule holds the whole loss. `classes`
-    compete for the training accuracy."""
+    """Return a loss of 0, for methods whose client rule is the whole loss. Training
+    accuracy is measured among `classes`."""
     return cross_entropy_loss(classes, weight=0.0)
 
 
@@ -607,8 +615,10 @@ def correct_examples(
     batch: Batch,
     task: Task,
 ) -> Float[Array, ""]:
-    """Return how many examples of a batch get their label, among the task's classes or
-    those seen so far."""
+    """Return the number of correctly classified examples of a batch, among the task's
+    classes or those seen so far."""
+    # a loss over all classes of the stream is scored among the task's: classes of later
+    # tasks are no fair competitors
     allowed = task.current
     if loss.classes == "seen":
         allowed = task.seen
@@ -619,7 +629,7 @@ def total_cross_entropy(loss: Loss, output: Output, batch: Batch, task: Task) ->
     """Return softmax cross-entropy among the classes that compete, over the examples
     whose label is one of them, whatever the clients' own loss is."""
     allowed = competing(loss.classes, task)
-    # labels of classes that do not compete have no probability
+    # replayed examples of earlier tasks have no probability among the task's classes
     mask = batch.mask & allowed[batch.label]
     total = cross_entropy(output.logits, batch.label, allowed, mask, "sum")
     return Weighted(total, jnp.sum(mask).astype(jnp.float32))

@@ -1,5 +1,4 @@
-"""The loop in which servers and generators train: so many steps of an optimiser on a
-loss."""
+"""The loop in which servers and generators train: a number of optimiser steps on a loss."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ def optimise(
     """Minimise `loss(params, i)`, i being the number of the step.
 
     Args:
-      loss: may draw its batch with i; a scalar.
-      params: where it starts.
-      optimiser: new; its state is not kept.
-      steps: how many, which may be traced.
+      loss: a scalar; it may draw its batch with i.
+      params: the initial values.
+      optimiser: starts anew, and its state ends with the loop.
+      steps: their number, which may be traced.
 
     Returns:
       The parameters after the last step, and the mean of the losses.
@@ -42,16 +41,17 @@ def optimise(
 
     start = (params, optimiser.init(params), jnp.zeros(()))
     params, _, total = jax.lax.fori_loop(0, steps, step, start)
-    # a mean over the steps, which adds up over hosts and rounds as (sum, count)
+    # sum and count, so that means of several rounds and hosts add up
     return params, Weighted(total, jnp.asarray(steps).astype(jnp.float32))
 
 
 def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Take the same steps with small arrays as one vector: Adam has two more kernels to
-    compile for each array.
+    """Return an optimiser that takes the same steps on all small arrays as one vector.
+
+    XLA compiles kernels for every array of Adam's state, and adapters have many.
 
     Args:
-      inner: acts on every number by itself, as gradient descent and Adam do.
+      inner: an elementwise optimiser, as gradient descent and Adam are.
     """
 
     def init(params: PyTree) -> PyTree:

@@ -18,8 +18,7 @@ class Adam:
 
     def build(self) -> optax.GradientTransformation:
         """Return the direction of a step from the gradient."""
-        # the decay passes through Adam's scaling, as in
-        # torch.optim.Adam; AdamW's does not
+        # the decay passes through Adam's scaling, as in torch.optim.Adam; AdamW's does not
         return _decayed(joined_steps(optax.scale_by_adam()), self.weight_decay)
 
 
@@ -34,8 +33,8 @@ class SGD:
 
     def build(self) -> optax.GradientTransformation:
         """Return the direction of a step from the gradient."""
-        # without momentum the state is empty, which
-        # saves a copy of what trains per client
+        # without momentum the state is empty, which saves a copy of the trainable
+        # parameters per client
         direction = optax.identity()
         if self.momentum:
             direction = joined_steps(optax.trace(self.momentum))

@@ -1,5 +1,5 @@
-"""Client rules that keep clients near the model that they were sent; any method may carry
-them."""
+"""Client rules that keep clients near the model that the server broadcast. A run can add
+them to any method."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ def prox(weight: float) -> ClientRule:
     """
 
     def loss(step: ClientStep, _memory: tuple) -> Array:
-        # the gradient of ||.||^2 is finite at 0, where that of
-        # ||.|| is not: w = w_t at the first step
-        return weight / 2 * optax.tree.norm(_change(step.context, step.trainable), squared=True)
+        # `squared` avoids the root, whose gradient at 0 is NaN: w = w_t at the first step
+        change = _change(step.context, step.trainable)
+        return weight / 2 * optax.tree.norm(change, squared=True)
 
     return ClientRule("prox", loss)
 
@@ -41,16 +41,15 @@ def norm_bound(radius: float) -> ClientRule:
 
     def project(context: ClientContext, trainable: Params) -> Params:
         change = _change(context, trainable)
-        # the denominator is at least radius / 2, so that no change is no division by 0;
-        # inside of the ball the scale is 1
+        # without a change the norm is 0: a denominator of at least radius / 2 avoids the
+        # division by 0, and still gives scale 1 inside of the ball
         scale = jnp.minimum(1.0, radius / jnp.maximum(optax.tree.norm(change), radius / 2))
         start = _sent(context, context.payload.trainable)
         bounded = jax.tree.map(lambda start, change: start + scale * change, start, change)
-        # a classifier that clients keep for themselves
-        # has no broadcast value to stay near
+        # a personal classifier has no broadcast value to stay near
         if not _sends_classifier(context):
             bounded = bounded._replace(classifier=trainable.classifier)
-        # running statistics move by the forward pass and have no ball
+        # running statistics follow the data, not a gradient, and are not bounded
         return bounded._replace(stats=trainable.stats)
 
     return ClientRule("norm_bound", project=project)
@@ -62,8 +61,8 @@ def _change(context: ClientContext, trainable: Params) -> Params:
 
 
 def _sent(context: ClientContext, params: Params) -> Params:
-    """Return what trains and was broadcast: no running statistics, nothing that clients
-    never send."""
+    """Return the trainable parameters that the server broadcasts, without running
+    statistics; () stands for a personal classifier."""
     params = params._replace(stats=())
     if _sends_classifier(context):
         return params
@@ -71,4 +70,5 @@ def _sent(context: ClientContext, params: Params) -> Params:
 
 
 def _sends_classifier(context: ClientContext) -> bool:
+    # the payload has () in place of personal parameters
     return bool(jax.tree.leaves(context.payload.trainable.classifier))

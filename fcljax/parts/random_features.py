@@ -50,20 +50,19 @@ def on_projection(
       statistics: the first value of `Projected.statistics`.
     """
 
-    def first(key: PRNGKeyArray, inner_params: PyTree) -> Projected:
-        # from the key of the initial parameters: sums over
-        # clients need one projection for all
-        projection = jax.random.normal(jax.random.fold_in(key, InitKey.PROJECTION), (features, width))
+    def init_params(key: PRNGKeyArray, inner_params: PyTree) -> Projected:
+        # drawn once, by the server: sums over clients need the same projection for all
+        projection_key = jax.random.fold_in(key, InitKey.PROJECTION)
+        projection = jax.random.normal(projection_key, (features, width))
         return Projected(inner_params, projection, jnp.zeros((width, classes)), statistics)
 
     def predict(params: Projected, feature: Array, _task: Task) -> Array:
         return exact_matmul(project(feature, params.projection), params.weights)
 
-    classifier = computed(classes, first, predict, inner)
+    classifier = computed(classes, init_params, predict, inner)
 
     def cached(params: Projected) -> Projected:
-        # without weights and statistics, of M C and more
-        # parameters, which clients never read
+        # clients never read weights and statistics, which have M C parameters and more
         return params._replace(inner=classifier.cached(params), weights=(), statistics=())
 
     def logits(cached: Projected, trainable: PyTree, feature: Array, task: Task) -> Array:
@@ -84,7 +83,8 @@ def closed_form(run: Run, width: int, server_rules: tuple[ServerRule, ...]) -> M
     """
     features = run.network.width
     classes = run.sizes.classes
-    if run.adapter.plain:  # nothing trains
+    # a frozen network as it is: there is nothing to train before the statistics
+    if run.adapter.plain:
         classifier = on_projection(features, width, classes)
         return federate(run, learner(run.network, run.adapter, classifier), server_rules=server_rules)
     classifier = on_projection(features, width, classes, linear(features, classes))
@@ -98,8 +98,9 @@ def closed_form(run: Run, width: int, server_rules: tuple[ServerRule, ...]) -> M
 
 
 def statistics_time(run: Run) -> RuleTime:
-    """Return when clients send sums of features: those of the first task are of the
-    trained network."""
+    """Return when clients send sums of features: after training, where the first task
+    trains the network."""
+    # without training a task's classes can be predicted from its first round on
     if run.adapter.plain:
         return "task_start"
     return "task_end"
@@ -125,7 +126,8 @@ def longest_random_feature(run: Run, context: ClientContext) -> Float[Array, ""]
 
 def longest_projected(longest: ArrayLike, projection: Float[Array, "D M"]) -> Float[Array, ""]:
     """Return a bound on the norm of `project` of features of at most the norm `longest`."""
-    # the largest eigenvalue of P P^T
+    # |relu(f^T P)| <= |f^T P| <= |f| sigma_max(P), and sigma_max(P)^2 is the largest
+    # eigenvalue of P P^T [D, D]
     square = jnp.linalg.eigvalsh(exact_matmul(projection, projection.T))[-1]
     return jnp.asarray(longest) * jnp.sqrt(square)
 
@@ -138,8 +140,8 @@ def chosen_by_index(
     """Draw a share of all examples at random, by the index in the training set, so that
     the choice does not depend on the partition."""
 
-    def chosen(number: Array) -> Bool[Array, ""]:
-        # an example keeps its draw in every round and for every client that holds it
-        return jax.random.bernoulli(jax.random.fold_in(key, number), share)
+    def is_chosen(example: Array) -> Bool[Array, ""]:
+        # an example keeps its draw in every round and for every client that has it
+        return jax.random.bernoulli(jax.random.fold_in(key, example), share)
 
-    return jax.vmap(chosen)(index)
+    return jax.vmap(is_chosen)(index)

@@ -1,9 +1,9 @@
 """Replay: examples of past tasks that clients keep, chosen uniformly (`replay`) or by
 herding (`herded`).
 
-Clients keep ids of training examples, never images; the engine reads the images.
-Examples are chosen when their task is over, so that they take no space while they still
-train, and join batches of later tasks.
+Clients store indices of training examples, never images; the engine reads the images.
+Examples are chosen when their task is over, because until then they are in the training
+set, and join batches of later tasks.
 """
 
 import functools
@@ -27,9 +27,9 @@ class Exemplars(NamedTuple):
 
     label: Int[Array, " M"]
     index: Int[Array, " M"]
-    """Id of the training example; -1: an empty place."""
+    """Index of the training example; -1: an empty place."""
     priority: Float[Array, " M"]
-    """The lowest is the first to go."""
+    """Examples of the lowest priority are dropped first."""
 
 
 def no_exemplars(size: int) -> Exemplars:
@@ -42,19 +42,19 @@ def draw_exemplars(
 ) -> Int[Array, " count"]:
     """Draw `count` exemplars of old classes uniformly, as indices; -1 if there are none."""
     usable = _usable(exemplars, old)
-    # without usable exemplars all logits are -inf: the
-    # draw is then arbitrary, and dropped below
+    # equal logits draw uniformly. Without usable exemplars all logits are -inf: the draw
+    # is then arbitrary, and replaced by -1
     chosen = jax.random.categorical(key, jnp.where(usable, 0.0, -jnp.inf), shape=(count,))
     return jnp.where(jnp.any(usable), chosen, -1)
 
 
 def _usable(exemplars: Exemplars, old: Bool[Array, " C"]) -> Bool[Array, " M"]:
-    # an example counts once its class is old; the task's own are in the training set
+    # examples of the current task are still in the training set
     return (exemplars.index >= 0) & old[exemplars.label]
 
 
 def pass_over(batch_size: int) -> View:
-    """Return one pass over the client's own images in their order."""
+    """Return a view of one pass over the client's own images, in order and not augmented."""
     return View(1, batch_size, shuffle=False, augment=False)
 
 
@@ -109,19 +109,19 @@ def keep_highest(exemplars: Exemplars, batch: Batch, key_data: Array) -> Exempla
     """Return the exemplars after a batch was offered: of all examples ever offered
     those of highest priority, each at most once.
 
-    A priority is uniform and depends on the client and the example alone, so that this
-    is a uniform sample, whatever the order.
+    A priority is uniform and depends on the client and the example alone, so this is a
+    uniform sample of all examples so far, whatever their order and the batch size.
     """
     key = jax.random.wrap_key_data(key_data)
 
     def uniform(index: Int[Array, ""]) -> Float[Array, ""]:
         return jax.random.uniform(jax.random.fold_in(key, index))
 
-    # padding has index -1; its priority is replaced below
+    # padding has index -1, and any number will do: its priority is replaced below
     priority = jax.vmap(uniform)(jnp.maximum(batch.index, 0))
     # a task that comes again offers the same examples: each is stored at most once
     stored = jnp.any(batch.index[:, None] == exemplars.index, axis=1)
-    # below the priority of empty entries, so that it is never chosen
+    # -2 is below the -1 of empty places: padding and repeats never take a place
     offered = Exemplars(batch.label, batch.index, jnp.where(batch.mask & ~stored, priority, -2.0))
     candidates = _concatenate(exemplars, offered)
     # stable: of equal priorities the stored one stays
@@ -145,7 +145,7 @@ class Gathered(NamedTuple):
     feature: Float[Array, "R D"]
     label: Int[Array, " R"]
     index: Int[Array, " R"]
-    """Id of the training example; -1: an empty place."""
+    """Index of the training example; -1: an empty place."""
     count: Int[Array, ""]
     """Number of examples so far."""
 
@@ -163,9 +163,10 @@ class Budget(NamedTuple):
     """Number of examples that a client stores."""
 
     examples: int
-    """Number of examples of every class, or in all; then every learned class gets the
-    same number, rounded down."""
+    """Number of examples, as `per` says."""
     per: Literal["class", "client"] = "class"
+    """`class`: of every class. `client`: in all; every learned class then gets the same
+    share, rounded down."""
     repeats: bool = False
     """Whether an example may be chosen again, as in GLFC's release."""
 
@@ -177,6 +178,7 @@ class Budget(NamedTuple):
 
     def most(self, sizes: Sizes) -> int:
         """Return the most examples of one class."""
+        # with repeats a class may fill its share with few different examples
         if self.repeats:
             return self.examples
         return min(self.examples, sizes.examples)
@@ -259,12 +261,13 @@ def gather_from(sizes: Sizes, width: int) -> Callable[..., Gathered]:
 def gather(step: ClientStep, gathered: Gathered) -> Gathered:
     """Add the examples of a batch with their features.
 
-    Features are those of evaluation: running statistics of a batch would make them
-    depend on each other.
+    Features are those of evaluation: with the statistics of a batch, examples of a batch
+    would change each other's features.
     """
     batch = step.batch
     feature = step.forward(step.trainable, train=False).feature
-    # consecutive indices from the first free one; padding gets an index beyond the end
+    # consecutive places from the first free one; padding gets a place beyond the end,
+    # which JAX drops
     place = gathered.count + jnp.cumsum(batch.mask) - 1
     place = jnp.where(batch.mask, place, gathered.index.shape[0])
 
@@ -291,17 +294,18 @@ def renew(
     most = budget.most(sizes)
     chosen = herd(gathered.feature, group_of(gathered, task), len(task.classes), most, budget.repeats)
     index = jnp.where(chosen >= 0, gathered.index[chosen], -1)
-    # the order of choice is the priority, so that a later cut keeps the first ones
-    # (iCaRL)
+    # the order of choice is the priority: a smaller share later keeps the exemplars that
+    # were chosen first (iCaRL)
     priority = jnp.broadcast_to(-jnp.arange(most, dtype=jnp.float32), chosen.shape)
     label = jnp.broadcast_to(jnp.maximum(task.classes, 0)[:, None], chosen.shape)
     new = Exemplars(*(leaf.reshape(-1) for leaf in (label, index, priority)))
-    # `max`, because padding shares a label with real entries and must not undo them
-    fresh = jnp.zeros_like(memory.learned).at[new.label].max(new.index >= 0)
+    # `max`, not `set`: empty places share a label with chosen exemplars (those of padding
+    # classes have label 0), and must not undo their entry
+    chosen_now = jnp.zeros_like(memory.learned).at[new.label].max(new.index >= 0)
     old = memory.exemplars
-    # a class with new examples keeps only these
-    old = old._replace(index=jnp.where(fresh[old.label], -1, old.index))
-    learned = memory.learned | fresh
+    # a class that comes again, as in a stream of domains, keeps only its new exemplars
+    old = old._replace(index=jnp.where(chosen_now[old.label], -1, old.index))
+    learned = memory.learned | chosen_now
     exemplars = _cut(_concatenate(old, new), budget.share(learned), budget.size(sizes))
     return Herded(exemplars, learned)
 
@@ -309,10 +313,11 @@ def renew(
 def _cut(exemplars: Exemplars, share: Int[Array, ""], size: int) -> Exemplars:
     """Return the first `share` exemplars of every class, in `size` places."""
     stays = (exemplars.index >= 0) & (-exemplars.priority < share)
-    # stable, so that exemplars of a class keep their order
-    first = jnp.argsort(~stays, stable=True)
-    exemplars_left = jax.tree.map(lambda leaf: leaf[first[:size]], exemplars)
-    return jax.tree.map(functools.partial(jnp.where, stays[first[:size]]), exemplars_left, no_exemplars(size))
+    # False sorts before True; stable, so that exemplars of a class keep their order
+    order = jnp.argsort(~stays, stable=True)
+    exemplars_left = jax.tree.map(lambda leaf: leaf[order[:size]], exemplars)
+    # cut exemplars that still fall into the buffer become empty places
+    return jax.tree.map(functools.partial(jnp.where, stays[order[:size]]), exemplars_left, no_exemplars(size))
 
 
 def group_of(gathered: Gathered, task: Task) -> Int[Array, " R"]:
@@ -352,13 +357,12 @@ def herd(
 
     def choose(carry: tuple, number: Array) -> tuple:
         total, free = carry
-        # minimises |mu - (total + x) / n|, which is maximising x . (n mu - total) - |x|^2
-        # / 2
+        # argmin |mu - (total + x) / n| = argmax x . (n mu - total) - |x|^2 / 2
         missing = number * mean - total
         score = jnp.sum(vector * missing[group_index], axis=1) - half_square
         best = jnp.argmax(jnp.where(free, score, -jnp.inf), axis=1)
         exists = jnp.any(free, axis=1)
-        # a group without free members keeps its sum
+        # without free members all scores are -inf, and `best` is arbitrary
         total = total + jnp.where(exists[:, None], vector[best], 0.0)
         used = (jnp.arange(len(group)) == best[:, None]) & (not repeats)
         return (total, free & ~used), jnp.where(exists, best, -1)
@@ -379,8 +383,7 @@ def draw_union(
     exemplars and the client's own `examples` would have on average, and at most as many
     as a batch; -1: none."""
     count = jnp.sum(_usable(exemplars, old))
-    # exemplars make up the same share of the batch as of the union: batch_size * count /
-    # examples
-    count_wanted = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
+    # replayed : own = count : examples, with batch_size own examples in a batch
+    num_replayed = jnp.ceil(batch_size * count / jnp.maximum(examples, 1))
     chosen = draw_exemplars(exemplars, old, batch_size, key)
-    return jnp.where(jnp.arange(batch_size) < count_wanted, chosen, -1)
+    return jnp.where(jnp.arange(batch_size) < num_replayed, chosen, -1)

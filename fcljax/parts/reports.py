@@ -24,11 +24,12 @@ from fcljax.parts.learner import Learner, Params, Reads
 from fcljax.parts.server import RuleTime, ServerRound, ServerRule, ServerUpdate
 from fcljax.types import ClientContext, PyTree, View
 
-# last part of the metric's name; runs warn by it
+# end of the metric's name, by which `runs/summary.py` finds it and warns
 PROTOTYPE_DISTANCE = "prototype_distance"
 # name of the server rule that starts classes at their means
 HEADTUNE = "headtune"
-# factor by which one round of training may raise the bound on a feature's norm
+# the server knows the broadcast weights, not those that a client trained: this much
+# may one round of training raise the bound on a feature's norm
 TRAINING_FACTOR = 4.0
 
 
@@ -60,16 +61,17 @@ def longest_feature(
     """
     network = run.network
     broadcast = context.payload.trainable.adapter
-    # a personal network is not broadcast
+    # a personal network is not broadcast, so the server knows nothing of its weights
     is_personal = run.adapter.network is not None and not jax.tree.leaves(broadcast)
     if network.longest is None or is_personal:
         return unbounded(context)
-    # the query is a feature of the frozen network
+    # the query is a feature of the frozen network, whatever trains
     query_bound = network.longest(context.frozen.network)
     bound = query_bound
     if run.adapter.network:
         bound = TRAINING_FACTOR * network.longest(run.adapter.network(broadcast))
     if features == "both":
+        # the two features are concatenated, so their squared norms add up
         return jnp.hypot(query_bound, bound)
     return bound
 
@@ -147,7 +149,7 @@ def possible_moments(
     Sums of squares are not negative, and (sum of x)^2 <= n (sum of x^2) in each class and
     channel (Cauchy and Schwarz).
     """
-    # up to rounding
+    # a class of one example reaches equality, so float32 rounding needs some slack
     most = reported.examples[:, None] * reported.square * (1 + 1e-3)
     squares_are_possible = jnp.all(reported.square >= 0) & jnp.all(reported.feature**2 <= most)
     counts_are_possible = possible_counts(reported.examples, context.client.examples)
@@ -160,9 +162,10 @@ def normal_of(
     moments: ClassMoments,
 ) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
     """Return means and variances of every class, channel by channel."""
+    # classes without examples have sums of 0, and get mean and variance 0
     count = jnp.maximum(moments.examples, 1)[:, None]
     mean = moments.feature / count
-    # rounding may make the difference negative
+    # rounding may make E[x^2] - E[x]^2 negative, whose root would be NaN
     return mean, jnp.maximum(moments.square / count - mean**2, 0)
 
 
@@ -194,22 +197,24 @@ def prototype_distance(
 ) -> Float[Array, ""]:
     """Return how far learned prototypes are from the mean features of their classes.
 
-    It is the mean distance to the own class's mean over the mean distance between the
-    means of two classes; 0 if there are fewer than two classes.
+    It is the mean distance of a prototype to its class's mean, divided by the mean
+    distance between the means of two classes; 0 if there are fewer than two classes.
 
     Args:
       prototype: of each class.
       means: mean features of each client [clients, classes, width].
     """
-    # the mean over the clients that have the class
+    # a client without the class has no mean of it: each class has its own denominator
     present = means.present[..., None]
     mean = jnp.sum(jnp.where(present, means.vector, 0.0), 0) / jnp.maximum(jnp.sum(present, 0), 1)
     has_mean = jnp.any(means.present, axis=0)
     between = jnp.sqrt(jnp.sum((mean[:, None] - mean) ** 2, axis=-1))
+    # a class is no pair with itself, and padding classes have no mean
     pairs = has_mean[:, None] & has_mean & ~jnp.eye(len(has_mean), dtype=bool)
     mean_between = jnp.sum(jnp.where(pairs, between, 0.0)) / jnp.maximum(jnp.sum(pairs), 1)
     to_mean = jnp.sqrt(jnp.sum((prototype - mean) ** 2, axis=-1))
     mean_to_mean = jnp.sum(jnp.where(has_mean, to_mean, 0.0)) / jnp.maximum(jnp.sum(has_mean), 1)
+    # a ratio has no unit, so that one warning level serves networks of any feature norm
     ratio = mean_to_mean / jnp.where(mean_between > 0, mean_between, 1.0)
     return jnp.where(mean_between > 0, ratio, 0.0)
 
@@ -237,7 +242,8 @@ def inputs_of_pairs(step: ClientStep, blocks: int) -> Float[Array, "blocks rows 
     injection = adapter.inject(cached, step.trainable.adapter, None, task, True, step.batch.mask)
 
     def of_example(example: PyTree) -> Float[Array, "blocks tokens width"]:
-        # a microbatched forward pass returns no taps, but a batch of one is never split
+        # a forward pass that is split into microbatches returns no inputs of blocks, but
+        # a batch of one is never split
         batch_of_one = jax.tree.map(lambda array: array[None], example)
         features, _ = network.apply(frozen.network, batch_of_one, injection, False, None)
         return attention_inputs(frozen.network, features, blocks)[:, 0]
@@ -258,7 +264,7 @@ def class_mean_rule(run: Run, when: RuleTime) -> ServerRule:
     once per task.
 
     Args:
-      run: for the sizes.
+      run: for the sizes, and the bound on a feature's norm.
       when: "task_start" or "task_end".
     """
 
@@ -293,13 +299,15 @@ def start_at_class_means(run: Run, learner: Learner) -> ServerRule:
         sums: Sums = round.reports["class_sums"]
         means, present = class_means(sums.feature, sums.examples)
         classes = round.task.classes
-        # classes that come back, as in a stream of domains, have learned weights
+        # classes that come back, as in a stream of domains, keep their learned weights
         is_new = present & (classes >= 0) & ~started[classes]
         classifier = at_means(params.classifier, round.task, means, is_new)
-        # an index beyond the last class is dropped
-        started = started.at[jnp.where(is_new, classes, run.sizes.classes)].set(True, mode="drop")
+        # JAX drops writes beyond the last class: classes that are not new stay as they are
+        index = jnp.where(is_new, classes, run.sizes.classes)
+        started = started.at[index].set(True, mode="drop")
         return ServerUpdate(params._replace(classifier=classifier), started)
 
+    # one pass without augmentation: means of the images as they are evaluated
     view = View(1, run.training.batch_size, augment=False)
     longest = functools.partial(longest_feature, run, features=learner.features)
     report = class_sums(run.sizes.task_classes, feature_width(run, learner.features), view, longest)

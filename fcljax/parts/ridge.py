@@ -46,8 +46,9 @@ def add_examples(
     """Return the sums with the examples of a batch that the mask counts."""
     # padding may hold NaN, and 0 times NaN would stay NaN in the sums
     h = jnp.where(mask[:, None], h, 0.0)
+    # padding has label 0, but its h is 0, so it adds nothing to the products
     y = jax.nn.one_hot(label, total.products.shape[1])
-    # exact_matmul: bfloat16 products, the default of accelerators, can make the Gram
+    # exact_matmul: products in bfloat16, the default of accelerators, can make the Gram
     # matrix indefinite
     of_batch = Moments(exact_matmul(h.T, h), exact_matmul(h.T, y), jnp.sum(mask).astype(jnp.float32))
     return jax.tree.map(jnp.add, total, of_batch)
@@ -59,8 +60,8 @@ def moments_report(
     features: Callable[[ClientStep], Float[Array, "batch M"]],
     longest: Longest = unbounded,
 ) -> Report:
-    """Report the moments of a client's examples; all classes of the stream have a
-    column, whatever its task.
+    """Report the moments of a client's examples. Every class of the stream has a column,
+    whatever the task.
 
     Args:
       width: M.
@@ -89,7 +90,7 @@ def possible_moments(
     which is the number of examples.
     """
     trace_fits = possible_trace(jnp.trace(reported.gram), reported.examples, longest(context))
-    # NaN is not below the number of examples
+    # NaN if G is no Gram matrix, and every comparison with NaN is False
     explained = norm_by_gram(reported.gram, reported.products)
     counts_fit = possible_counts(reported.examples[None], context.client.examples)
     return trace_fits & (explained <= reported.examples * (1 + SUMS)) & counts_fit
@@ -110,14 +111,16 @@ def solve_definite(
 ) -> Float[Array, "M C"]:
     """Return `solve_ridge` for the first of ridge, s, 10 s, 100 s, ... whose result is finite.
 
-    s is 1e-6 of the trace. Sums of honest clients need no larger ridge, but the checks of
-    claims leave a negative eigenvalue of a client to rounding: it must not end the
-    learning of all others. Matrices that are not finite have no result for any ridge.
+    s is 1e-6 of the trace. Sums of honest clients need no larger ridge. But the server's
+    checks accept negative eigenvalues of the size of rounding errors, and such an upload
+    of one client must not end the learning of all. Matrices that are not finite have no
+    result for any ridge.
     """
     smallest = jnp.maximum(1e-6 * jnp.abs(jnp.trace(gram)), jnp.finfo(jnp.float32).tiny)
 
     def fails(attempt: tuple[Array, Array]) -> Bool[Array, ""]:
         larger, weights = attempt
+        # the last attempt has the whole trace, 1e6 s, as its ridge
         return ~jnp.all(jnp.isfinite(weights)) & (larger < 1e7 * smallest)
 
     def retry(attempt: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -31,6 +31,7 @@ class Cosine(Constant):
     r of R."""
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
+        # the cosine begins after the warm-up, and takes the rest of the task's rounds
         decay_round = jnp.maximum(progress.round - self.warmup_rounds, 0)
         decay_rounds = progress.rounds - self.warmup_rounds
         return warm_up(self.warmup_rounds, progress) * half_cosine(decay_round, decay_rounds)
@@ -41,6 +42,7 @@ class CosineLag:
     """PILoRA's release: `Cosine` one round late, with the full rate in the first two rounds."""
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
+        # rounds 0 and 1 both have step 0 of the cosine
         return half_cosine(jnp.maximum(progress.round - 1, 0), progress.rounds)
 
 
@@ -71,6 +73,7 @@ class Step(Constant):
     """Milestones, as fractions of a task's epochs over all its rounds."""
 
     def __post_init__(self) -> None:
+        # refuses bad milestones when the option is read, and not in the first round
         self.milestones(1)
 
     def milestones(self, epochs: int) -> Int[np.ndarray, " n"]:
@@ -82,6 +85,7 @@ class Step(Constant):
         try:
             shares = [float(share) for share in self.lr_milestones.split(",")]
         except ValueError:
+            # refused below, like an empty list
             shares = []
         if not shares or not all(0 < share <= 1 for share in shares):
             raise InputError(
@@ -91,6 +95,7 @@ class Step(Constant):
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         is_passed = epochs_before(progress) >= self.milestones(progress.epochs * progress.rounds)
+        # the divisor once for each milestone that is passed
         factor = self.lr_divisor ** -jnp.sum(is_passed).astype(jnp.float32)
         return warm_up(self.warmup_rounds, progress) * factor
 
@@ -99,19 +104,22 @@ class Step(Constant):
 class StepInRound:
     """GLFC's release: `Step`, where the rate is lower only in the round of each milestone.
 
-    Each of its rounds begins at the full rate and takes only the steps that fall into it.
+    The release makes a new optimiser at the full rate in every round, and divides its
+    rate only at the epoch of a milestone (baselines specification, B8).
     """
 
     def __call__(self, progress: TrainingProgress) -> Float[Array, ""]:
         milestones = Step().milestones(progress.epochs * progress.rounds)
         is_passed = epochs_before(progress) >= milestones
         in_round = is_passed & (milestones // progress.epochs == progress.round)
+        # milestone i sets the rate to lr / divisor^(i + 1), whatever the round before had
         power = jnp.max(jnp.where(in_round, jnp.arange(1, len(milestones) + 1), 0))
         return Step().lr_divisor ** -power.astype(jnp.float32)
 
 
 def warm_up(warmup_rounds: int, progress: TrainingProgress) -> Float[Array, ""]:
     """Return (r + 1) / (W + 1) in round r of W rounds of warm-up, and 1 afterwards."""
+    # r + 1, because a first round at rate 0 would learn nothing
     return jnp.minimum((progress.round + 1) / (warmup_rounds + 1), 1.0)
 
 
@@ -127,5 +135,7 @@ def half_cosine(round: ArrayLike, rounds: int) -> Float[Array, ""]:
 
 def epoch_cosine(epoch: ArrayLike, epochs: int) -> Float[Array, ""]:
     """Return cos(99 pi e / (200 (E - 1))) in epoch e of E, which falls from 1 to 0.0157."""
-    steps = max(epochs - 1, 1)  # a single epoch has the factor 1
+    # a single epoch would divide by 0; its factor is 1
+    steps = max(epochs - 1, 1)
+    # 99 / 200 instead of 1 / 2, as in HePCo's release: the last epoch has a rate above 0
     return jnp.asarray(jnp.cos(99 * jnp.pi * epoch / (200 * steps)), jnp.float32)

@@ -29,7 +29,7 @@ def no_clients(clients: int) -> Seen:
 
 def with_participants(seen: Seen, round: ServerRound) -> Seen:
     """Add a round's valid participants; a new task starts with no clients."""
-    # an index beyond the last client is dropped
+    # JAX drops writes beyond the last client: invalid participants change nothing
     index = jnp.where(round.valid, round.ids, len(seen.examples))
     examples = jnp.where(seen.task == round.task.index, seen.examples, 0.0)
     return Seen(examples.at[index].set(round.weights, mode="drop"), round.task.index)

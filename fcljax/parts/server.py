@@ -39,7 +39,7 @@ class ServerRound(NamedTuple):
     reports: dict[str, Any]
     """By name: [P, ...] per client, or a sum.
 
-    Reports of clients that are not valid hold anything."""
+    Gathered reports of invalid clients have arbitrary values, NaN included."""
     valid: Bool[Array, " P"]
     """Participants whose upload arrived and is finite."""
     ids: Int[Array, " P"]
@@ -125,7 +125,7 @@ def _params_of_each_client(rules: tuple[ServerRule, ...]) -> list[str]:
 def reports_of(rules: tuple[ServerRule, ...]) -> tuple[Report, ...]:
     """Return the reports that these rules ask for; rules share a report of the same name."""
     reports = [report for rule in rules for report in rule.reports if isinstance(report, Report)]
-    # the last of the same name wins: rules that share a report ask for the same one
+    # a dict by name has each report once; rules that share one ask for the same report
     return tuple({report.name: report for report in reports}.values())
 
 
@@ -136,10 +136,11 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
       InputError: naming the aggregation rule and the server rule that merges by a formula
         of its own.
     """
-    # the plain mean: nothing is left that a rule's own formula could ignore
+    # the plain mean has nothing that a rule's own formula could ignore
     if aggregation.pre is None and aggregation.reduce is None and aggregation.post is None:
         return
     for rule in rules:
+        # noise of differential privacy covers the mean alone: any report would leak
         if rule.reports and (aggregation.noise or not _follows(rule, aggregation)):
             raise InputError(
                 f"aggregator: {aggregation.name!r} cannot be applied, because {rule.name} merges "
@@ -149,13 +150,14 @@ def check_aggregation(rules: tuple[ServerRule, ...], aggregation: Aggregation) -
 
 def _follows(rule: ServerRule, aggregation: Aggregation) -> bool:
     """Return whether a server rule works with an aggregation rule other than the mean."""
-    whole = sees_each_client((rule,))
+    reads_all_params = sees_each_client((rule,))
     merges = merged_by_rules((rule,))
-    # a rule that merges none of the parameters that it reads
+    # a rule that reads parameters and merges none of them
     # leaves their mean to the aggregation rule
-    if whole and not merges and aggregation.name == "uniform":
+    if reads_all_params and not merges and aggregation.name == "uniform":
         return True
-    # clipping and server optimisers act on what is averaged, so not on what a server
-    # rule merges itself
-    partly = merges and (aggregation.post or (aggregation.pre and aggregation.name != "uniform"))
-    return all(report.follows_rule for report in rule.reports) and not partly
+    # clipping (`pre`) and server optimisers (`post`) act on the mean of all parameters,
+    # so they would miss those that a server rule merges. The `pre` of "uniform" sets
+    # weights alone
+    misses_some = merges and (aggregation.post or (aggregation.pre and aggregation.name != "uniform"))
+    return all(report.follows_rule for report in rule.reports) and not misses_some

@@ -1,8 +1,8 @@
 """Federated averaging of any model on arrays, on the engine that runs everything else.
 
-Between a whole run (`fcljax.run`: networks, adapters, files) and the engine itself: clients are an array of
-owners, the model is a Flax module or a pytree of parameters. Tasks, aggregation rules, client rules, server
-rules, attacks and differential privacy are those of runs.
+It lies between a whole run (`fcljax.run`: networks, adapters, files) and the engine itself: clients are an
+array of owners, and the model is a Flax module or a pytree of parameters. Tasks, aggregation rules, client
+rules, server rules, attacks and differential privacy are those of runs.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from fcljax.federated.engine import (
 )
 from fcljax.federated.faults import attack_of, check_attacks, corrupt
 from fcljax.federated.health import NOT_FINITE, diverged, training_warnings
-from fcljax.federated.keys import RunKey, fold
+from fcljax.federated.keys import STAGE_KEYS, RunKey, fold
 from fcljax.federated.schedule import ClientPartition, capacities, largest_batch, participants
 from fcljax.mesh import jit
 from fcljax.options import LARGEST_INT
@@ -67,15 +67,14 @@ from fcljax.run_options import MergingOptions
 from fcljax.terminal import progress_bar, say
 from fcljax.types import Attack, Batch, LabelAttack, Method, Network, RoundContext, Sizes, Task, When
 
-# what the key is folded in with for each of `RoundInputs.when`
-_STAGE_KEYS = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
-MOST_COMPARED = 1_000  # examples on which the loss is measured before training, where it seems to diverge
+# number of examples for the loss of the untrained model, which tells whether training diverged
+MOST_COMPARED = 1_000
 
 
 @runtime_checkable
 class ExampleLoss(Protocol):
-    """Returns the loss of each example, not their mean: padding is masked afterwards. A loss with a parameter
-    `key` gets a new one in every step, for dropout."""
+    """Returns the loss of each example, not their mean: the engine masks padding afterwards. A loss with a
+    parameter `key` gets a new key in every step, for dropout."""
 
     def __call__(self, model: Any, x: Any, y: Any, /) -> Float[Array, " B"]: ...
 
@@ -97,7 +96,7 @@ class RandomLoss(Protocol):
 
 @runtime_checkable
 class Callback(Protocol):
-    """Hears of a round: its line of the history, and the model after it."""
+    """Receives each round's line of the history, and the model after the round."""
 
     def __call__(self, line: dict[str, Any], model: Any, /) -> object: ...
 
@@ -133,7 +132,7 @@ def local_sgd(
     Raises:
       InputError: for a loss that takes other arguments, and for values that are none of these.
     """
-    # a loss that draws has a keyword argument, which positions do not count
+    # `check_arguments` counts positional arguments, and `key` is given by keyword
     if not _draws(loss):
         check_arguments("local_sgd", loss=(loss, 3))
     check_optimiser(optimiser)
@@ -143,7 +142,7 @@ def local_sgd(
 
 
 class Averaging(NamedTuple):
-    """A federated method for a model of one's own, whatever the data."""
+    """Federated averaging of a user's own model, before the sizes of the data are known."""
 
     build: Callable[[Sizes], Method]
     """build(sizes) -> the method that the engine plays."""
@@ -171,8 +170,7 @@ def fedavg(
 
     Args:
       model: a `flax.nnx` module, of which the `nnx.Param`s train and all other state stays as it is (running
-        statistics, counters of random numbers); or a
-        pytree of parameters, which the loss gets as they are.
+        statistics, counters of random numbers); or a pytree of parameters, which the loss gets as they are.
       client: from `local_sgd`.
       client_rules: as of `federate`, such as `prox(0.1)`.
       server_rules: as of `federate`.
@@ -184,66 +182,67 @@ def fedavg(
     Raises:
       InputError: for options that do not exist or do not fit together.
     """
-    # a typing error here would otherwise fail deep inside of `federate`
+    # any other object would fail deep inside of `federate`
     if not isinstance(client, LocalSGD):
         raise InputError(f"client: {type(client).__name__}; nearest: local_sgd(loss, optimiser)")
     check_rules("client_rules", client_rules, ClientRule)
     check_rules("server_rules", server_rules, ServerRule)
     malicious = check_whole("malicious", malicious, 0, LARGEST_INT)
-    lie = attack_of(attack)
+    chosen_attack = attack_of(attack)
     params, model_of = _opened(model)
     aggregation = make_aggregation(merging_options(merging))
-    # federate subtracts what the optimiser gives, and optax's updates are added
+    # `train_step` subtracts lr * direction with lr = 1, and optax's updates are to be added
     descent = optax.chain(client.optimiser, optax.scale(-1.0))
     learner = _learner(params, model_of, client.loss)
 
     def build(sizes: Sizes) -> Method:
-        # a client with few examples has one batch, of all of them
+        # no larger than the largest client: the rest of its batch would be padding
         batch_size = largest_batch(client.batch_size, sizes.examples)
         training = Training(client.epochs, batch_size, 1.0, descent)
         run = Run(sizes, learner.network, learner.adapter, training, aggregation, client_rules)
         method = federate(run, learner, loss=Loss(_mean_loss), server_rules=server_rules, predicts="all")
         if malicious > sizes.clients:
             raise InputError(f"malicious: {malicious} of {sizes.clients} clients; nearest: {sizes.clients}")
-        if malicious and isinstance(lie, LabelAttack) and sizes.classes == 1:
+        if malicious and isinstance(chosen_attack, LabelAttack) and sizes.classes == 1:
             raise InputError("attack: y has no class numbers to flip; nearest: 'sign_flip'")
-        return corrupt(method, lie, malicious)
+        return corrupt(method, chosen_attack, malicious)
 
     def losses(model: Any, x: Any, y: Array) -> Array:
         return _losses(client.loss, model, x, y, jax.random.key(0))
 
     def first_loss(x: Any, y: Any) -> float:
-        # on the host's device and without batches: a thousand examples at most
+        # as one batch: there are `MOST_COMPARED` examples at most
         return float(jnp.mean(losses(model_of(params), jax.tree.map(jnp.asarray, x), jnp.asarray(y))))
 
-    return Averaging(build, model_of, first_loss, losses, lie if malicious else None)
+    return Averaging(build, model_of, first_loss, losses, chosen_attack if malicious else None)
 
 
 def _draws(loss: Any) -> bool:
     """Return whether a loss has a parameter `key`."""
     try:
         return "key" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # no function; of builtins nothing is known
+    except (TypeError, ValueError):
+        # no function, or a builtin without a signature
         return False
 
 
 def _losses(loss: Any, model: Any, x: Any, y: Array, key: PRNGKeyArray) -> Array:
     """Return the loss of each example."""
     if _draws(loss):
-        # only then, because a loss without `key` must not get one
         return loss(model, x, y, key=key)
     return loss(model, x, y)
 
 
 def _opened(model: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
-    """Return the parameters of a model, and the function that makes the model of parameters."""
+    """Return the parameters of a model, and the function that makes a model of parameters."""
+    # imported here, as pytree models do not need it
     from flax import nnx
 
     if not isinstance(model, nnx.Module):
         return jax.tree.map(jnp.asarray, check_model(model)), lambda params: params
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    # nnx modules change in place
-    # a copy, so that layers may update their state while a loss is traced
+    # nnx modules change in place: with a copy, layers may update their state while a loss
+    # is traced, and `rest` stays as it is
     return check_model(nnx.to_pure_dict(params)), lambda params: nnx.merge(graph, params, rest, copy=True)
 
 
@@ -259,14 +258,16 @@ def _learner(params: PyTree, model_of: Callable[[PyTree], Any], loss: Any) -> Le
     def forward(
         _frozen: PyTree, _cached: Params, trainable: Params, batch: Batch, _task: Task, _train: bool
     ) -> Output:
-        # of the step's first example, which is never padding
+        # the key of the step's first example, which is never padding
         key = jax.random.key(0) if batch.keys is None else batch.keys[0]
         losses = _checked_losses(loss, model_of(trainable.classifier), batch, key)
-        nothing = jnp.zeros((len(batch.mask), 0))
-        return Output(logits=nothing, feature=nothing, losses=losses)
+        # a user's model gives neither logits nor features: arrays [B, 0]
+        no_values = jnp.zeros((len(batch.mask), 0))
+        return Output(logits=no_values, feature=no_values, losses=losses)
 
     def predict(_frozen: PyTree, _params: Params, batch: Batch, task: Task) -> Array:
-        # the engine asks for the shape of a method's logits; a simulation evaluates nothing
+        # the engine asks for the shape of a method's logits; a simulation measures its
+        # test examples by the user's own function (`simulation_tasks.py`)
         return jnp.zeros((len(batch.mask), len(task.seen)))
 
     return Learner(
@@ -297,7 +298,7 @@ def _checked_losses(loss: Any, model: Any, batch: Batch, key: PRNGKeyArray) -> F
     except Exception as error:
         raise InputError(f"loss: {describe(loss)}: {reason(error)}") from error
     shape = jnp.shape(losses)
-    # a mean over the batch would count padding
+    # one loss per example: the mean over a batch would count its padding
     expected = (len(batch.mask),)
     if shape != expected:
         hint = ""
@@ -328,7 +329,7 @@ def _trained(_params: Params, _task: Task, trainable: Params) -> Params:
 
 
 def _nothing(_params: Params) -> Params:
-    """Return what clients hold besides what travels: nothing."""
+    """Return the parameters that clients cache: none."""
     return Params((), ())
 
 
@@ -340,7 +341,7 @@ def _mean_loss(output: Output, batch: Batch, _task: Task) -> Float[Array, ""]:
 
 
 class SimulationState(NamedTuple):
-    """What a simulation goes on from."""
+    """The state from which a further simulation continues."""
 
     server: PyTree
     """The server's state."""
@@ -356,7 +357,7 @@ class SimulationState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulated:
-    """What a simulation ends with. `model, history = simulate(...)` takes the first two fields."""
+    """The result of a simulation. `model, history = simulate(...)` takes the first two fields."""
 
     model: Any
     """The trained model, of the kind that `fedavg` was given; the server's state for any other method."""
@@ -367,7 +368,7 @@ class Simulated:
     """The metric on the test examples of task i after task t, [t, i]; NaN before task i. None without
     `test`."""
     state: SimulationState
-    """For `simulate(..., state=...)`, which goes on with further tasks."""
+    """For `simulate(..., state=...)`, which continues with further tasks."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the model and the history."""
@@ -382,7 +383,7 @@ class Examined(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """How many rounds of a task are played, and by whom."""
+    """The rounds of each task, and their participants."""
 
     count: int
     participation: float
@@ -393,14 +394,14 @@ class Rounds(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What is measured after each task."""
+    """The metric, and the test examples on which it is measured after each task."""
 
     metric: CompiledMetric
     test: ScoredExamples
 
 
 class Listener(NamedTuple):
-    """Who hears of the rounds."""
+    """The user's callback and the progress bar."""
 
     callback: Callback | None
     model_of: Callable[[PyTree], Any]
@@ -440,8 +441,8 @@ def simulate(
       x: inputs [N, ...], or a pytree of such arrays, as {"ids": ..., "mask": ...}.
       y: labels or targets [N, ...]. Integers from 0 of shape [N] are classes, for what reads classes.
       owner: each example's client [N]: integers or text.
-      rounds: how many, of each task.
-      tasks: how many, with the classes divided in their order; or the labels of each task, such as
+      rounds: their number in each task.
+      tasks: their number, with the classes divided in their order; or the labels of each task, such as
         [[0, 1], [2]]; or each example's task [N], integers or text. None: all examples are one task.
       test: (x_test, y_test); (x_test, y_test, tasks_test) where `tasks` names each example's task.
       evaluate: measured on `test` after each task. "loss" is the client's. "accuracy" and "perplexity"
@@ -548,20 +549,22 @@ def _following(
             f"owner: {unknown[0].item()!r} is no client of state, which has {len(state.names)}, such as "
             f"{state.names[0].item()!r}"
         )
+    # clients keep their numbers, by which the states and random draws go
     client = np.searchsorted(state.names, examples.names)[examples.client]
-    # labels of the earlier tasks may be larger, or smaller
+    # earlier tasks may have had more classes than these, or fewer
     classes = max(examples.classes, len(state.seen))
-    before = np.zeros(classes, bool)
-    before[: len(state.seen)] = state.seen
+    seen_before = np.zeros(classes, bool)
+    seen_before[: len(state.seen)] = state.seen
 
-    def moved(task: Task) -> Task:
-        room = (0, classes - examples.classes)
-        seen = before | np.pad(np.asarray(task.seen), room)
+    def following(task: Task) -> Task:
+        padding = (0, classes - examples.classes)
+        seen = seen_before | np.pad(np.asarray(task.seen), padding)
+        current = np.pad(np.asarray(task.current), padding)
         number = np.asarray(int(task.index) + state.tasks, np.int32)
-        return Task.of_numpy(number, np.asarray(task.classes), np.pad(np.asarray(task.current), room), seen)
+        return Task.of_numpy(number, np.asarray(task.classes), current, seen)
 
     examples = examples._replace(names=state.names, client=client, classes=classes)
-    return examples, split._replace(tasks=tuple(map(moved, split.tasks)))
+    return examples, split._replace(tasks=tuple(map(following, split.tasks)))
 
 
 def _warn(
@@ -570,20 +573,21 @@ def _warn(
     y: np.ndarray,
     history: list[dict[str, Any]],
 ) -> None:
-    """Say on standard error if training went wrong."""
-    said = training_warnings(history)
-    # measured only where the loss did not fall: it costs a pass over examples
-    if isinstance(method, Averaging) and not said and _loss_stayed(history):
-        some = np.linspace(0, len(y) - 1, min(len(y), MOST_COMPARED)).astype(int)
-        first = method.first_loss(jax.tree.map(lambda leaf: leaf[some], x), y[some])
-        said = diverged(first, history[-1]["loss"])
-    for line in said:
+    """Warn on standard error if training went wrong."""
+    warnings = training_warnings(history)
+    # the loss before training costs a forward pass, so it is computed only where it may
+    # be needed: if the loss did not fall
+    if isinstance(method, Averaging) and not warnings and _loss_stayed(history):
+        sample = np.linspace(0, len(y) - 1, min(len(y), MOST_COMPARED)).astype(int)
+        first_loss = method.first_loss(jax.tree.map(lambda leaf: leaf[sample], x), y[sample])
+        warnings = diverged(first_loss, history[-1]["loss"])
+    for line in warnings:
         say(Console(stderr=True), line)
 
 
 def _loss_stayed(history: list[dict[str, Any]]) -> bool:
-    """Return whether the last round's loss is no lower than the first one's, or is the first one's."""
-    # NaN compares as not smaller
+    """Return whether the last round's loss is not below the first round's, or there is one round alone."""
+    # `not <` instead of `>=`: it is also True for NaN
     return bool(history) and not (len(history) > 1 and history[-1]["loss"] < history[0]["loss"])
 
 
@@ -607,7 +611,7 @@ class Stage(NamedTuple):
 
 
 class RoundPlayer(NamedTuple):
-    """What stays over all rounds."""
+    """The values that all rounds share."""
 
     engine: Engine
     data: Examined
@@ -621,10 +625,11 @@ def _play(
     """Return the states after one stage, and its report."""
     task, partition, number, when, last = stage
     engine, data, plan, key = federation
+    # all clients with examples report at a task's start and end
     ids = np.flatnonzero(partition.count)
     if when == "round":
         ids = participants(plan.seed, int(task.index), number, ids, plan.participation)
-    stage_key = jax.random.fold_in(key, _STAGE_KEYS[when])
+    stage_key = jax.random.fold_in(key, STAGE_KEYS[when])
     inputs = RoundInputs((), data, partition, ids, task, number, stage_key, when, last)
     return run_round(engine, server, clients, inputs)
 
@@ -640,18 +645,18 @@ def _rounds(
     listener: Listener,
 ) -> End:
     """Play the rounds of all tasks, from the states of an earlier simulation if there is one."""
-    everyone = len(partitions[0].count)
+    num_clients = len(partitions[0].count)
     key = jax.random.key(plan.seed)
-    # batched clients are slower on a CPU
+    # one client at a time on a CPU, where batched clients are slower
     lanes = Lanes(1, "loop")
     if jax.default_backend() != "cpu":
-        lanes = Lanes(min(8, everyone), "vmap")
-    room = capacities(method, partitions, lanes.count, everyone, plan.participation)
+        lanes = Lanes(min(8, num_clients), "vmap")
+    room = capacities(method, partitions, lanes.count, num_clients, plan.participation)
     example = Example((), data, tasks[0])
     if plan.attack is not None:
         check_attacks([plan.attack], tuple(shapes.upload for shapes in check_method(method, _fetch, example)))
     federation = RoundPlayer(make_engine(method, _fetch, lanes, room, example), data, plan, key)
-    server, clients = _first_states(method, everyone, key, state)
+    server, clients = _first_states(method, num_clients, key, state)
     begin_task = jit(method.begin_task, None)
     history = []
     rows = []
@@ -674,16 +679,14 @@ def _rounds(
                 if listener.callback is not None:
                     listener.callback(history[-1], listener.model_of(server))
             if scored is not None:
-                rows.append(
-                    measured_row(
-                        scored.metric, server, scored.test, int(task.index - tasks[0].index), len(tasks)
-                    )
-                )
+                # tasks of a continued simulation do not begin at 0; rows of scores do
+                number = int(task.index - tasks[0].index)
+                rows.append(measured_row(scored.metric, server, scored.test, number, len(tasks)))
     return End(server, clients, history, np.array(rows) if rows else None)
 
 
 def _measured(report: RoundReport) -> dict[str, Any]:
-    """Return what the history says of a round."""
+    """Return the history's entries of a round."""
     return {
         "loss": report.metrics["loss"],
         "participants": report.participants,
@@ -693,7 +696,7 @@ def _measured(report: RoundReport) -> dict[str, Any]:
 
 
 def _first_states(
-    method: Method, everyone: int, key: PRNGKeyArray, state: SimulationState | None
+    method: Method, num_clients: int, key: PRNGKeyArray, state: SimulationState | None
 ) -> tuple[PyTree, PyTree]:
     """Return the states of the server and of all clients from which the first round starts.
 
@@ -701,17 +704,18 @@ def _first_states(
       InputError: for states of another method or model.
     """
     server = method.init(jax.random.fold_in(key, RunKey.INIT), ())
-    # ids, not names, key the clients' draws
-    clients = init_clients(method, server, everyone, jax.random.fold_in(key, RunKey.CLIENTS))
+    clients = init_clients(method, server, num_clients, jax.random.fold_in(key, RunKey.CLIENTS))
     if state is None:
         return server, clients
-    for name, fresh, given in (("server", server, state.server), ("clients", clients, state.clients)):
-        expected = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(fresh)]
-        found = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(given)]
-        if expected != found or jax.tree.structure(fresh) != jax.tree.structure(given):
+    # the new states serve as examples of the shapes that the method needs
+    for name, new, earlier in (("server", server, state.server), ("clients", clients, state.clients)):
+        expected = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(new)]
+        received = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(earlier)]
+        if expected != received or jax.tree.structure(new) != jax.tree.structure(earlier):
             raise InputError(
                 f"state: its {name} have arrays of other shapes than the method; nearest: the method and "
                 f"the model of the simulation that it is from"
             )
-    # the engine donates clients' states, and the caller may use his again
+    # a copy, because the engine donates clients' states and the caller may continue from
+    # the same state again
     return state.server, jax.tree.map(jnp.copy, state.clients)

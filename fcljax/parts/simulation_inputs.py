@@ -1,5 +1,5 @@
-"""Checks of what a user gives to `local_sgd`, `fedavg` and `simulate`: what is wrong is
-one line."""
+"""Checks of the arguments of `local_sgd`, `fedavg` and `simulate`: each mistake is one
+line."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from fcljax.errors import InputError, nearest, reason
 from fcljax.options import check_read
 from fcljax.settings import MOST_ROUNDS, AggregationOptions
 
-MOST_COUNTED = 1 << 26  # clients times classes that are counted
+# most entries of the matrix of class counts [clients, classes]: 256 MiB of int32. Larger
+# integers in y are not class numbers, but other targets
+MOST_COUNTED = 1 << 26
 
 
 class OwnedExamples(NamedTuple):
@@ -54,8 +56,9 @@ def check_participation(value: object, clients: int) -> float:
       InputError: for anything else.
     """
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    # an infinite or huge number would not be a share of anything
+    # NaN, infinity and integers too large for a float become 0, which is refused below
     share = float(value) if number and abs(value) < 1e9 else 0.0  # pyrefly: ignore[bad-argument-type]
+    # above 1 it is a number of clients, which has no fraction
     if not 0 < share <= max(1, clients) or (share > 1 and share % 1):
         raise InputError(
             f"participation: {_shown(value)}; expected a fraction of the clients in (0, 1], or a number "
@@ -70,7 +73,7 @@ def check_optimiser(optimiser: object) -> None:
     Raises:
       InputError: naming what it is.
     """
-    # duck-typed, as optax's own transformations of users are
+    # by its methods and not its class: users write their own transformations
     if not (callable(getattr(optimiser, "init", None)) and callable(getattr(optimiser, "update", None))):
         raise InputError(f"optimiser: {_shown(optimiser)} is not an optax optimiser; nearest: optax.sgd(0.1)")
 
@@ -81,7 +84,7 @@ def merging_options(chosen_options: Mapping[str, Any]) -> AggregationOptions:
     Raises:
       InputError: for an unknown one, a value of the wrong type or out of range, or one that nothing reads.
     """
-    # options of the choices beside those that all rules share
+    # options of the chosen rules, such as `trim`, beside those that all rules share
     shared = {field.name: field.type for field in dataclasses.fields(AggregationOptions)}
     kinds = options_of(*(name for name in shared if name in CHOICES)) | shared
     for name, value in chosen_options.items():
@@ -108,7 +111,7 @@ def check_rules(field: str, rules: Any, kind: type) -> None:
     Raises:
       InputError: naming the first that is not.
     """
-    # a single rule is an easy mistake
+    # a rule without a tuple around it is an easy mistake
     if not isinstance(rules, list | tuple):
         raise InputError(f"{field}: {_shown(rules)}; expected a tuple of {kind.__name__}")
     for rule in rules:
@@ -128,11 +131,11 @@ def check_model(params: Any) -> Any:
             raise InputError(f"model: parameter {_place(path)} is a masked array, whose mask nothing reads")
         try:
             array = np.asarray(leaf)
-        except Exception as error:  # whatever a stranger's object raises
+        except Exception as error:  # a user's object may raise anything
             raise InputError(f"model: parameter {_place(path)} is not an array: {reason(error)}") from None
         if array.dtype.kind not in "biuf" and not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
             raise InputError(f"model: parameter {_place(path)} is {array.dtype}; expected real numbers")
-    # integers and masks may be parameters, but nothing can train
+    # integers and booleans may be among the parameters, but have no gradient
     if not any(jax.numpy.issubdtype(np.asarray(leaf).dtype, jax.numpy.floating) for _, leaf in leaves):
         raise InputError("model: it has no floating-point parameters, so that nothing can train")
     return params
@@ -145,7 +148,7 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
       InputError: naming the argument that is no array, or that does not have one value for each example.
     """
     shapes = [_shape(argument) for argument in (x, y, owner)]
-    # shapes first: the usual mistake is one array of another length
+    # before all other checks: arrays of different lengths are the usual mistake
     if None not in shapes and len({shape[:1] for shape in shapes if shape is not None}) > 1:
         raise InputError("simulate: x, y and owner have the shapes {}, {} and {}".format(*shapes))
     y = checked_array("y", y)
@@ -156,7 +159,7 @@ def checked_examples(x: Any, y: Any, owner: Any) -> OwnedExamples:
     named = [*((f"x{_place(path)}", leaf) for (path, _), leaf in zip(paths, leaves, strict=True)), ("y", y)]
     if owner.ndim != 1 or not len(owner):
         raise InputError(f"owner: shape {list(owner.shape)}; expected the client of each example, [N]")
-    # many programs write -1 where nobody has an example
+    # many programs write -1 for examples without an owner
     if owner.dtype.kind == "i" and owner.min() < 0:
         raise InputError(
             f"owner: {owner.min()}; expected numbers from 0, or text; leave out examples of nobody"
@@ -189,7 +192,7 @@ def _is_array_like(value: object) -> bool:
 
 
 def checked_array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
-    """Return one argument as an array of numbers that 32 bits hold.
+    """Return one argument as an array of numbers that fit into 32 bits.
 
     Raises:
       InputError: for anything else.
@@ -198,18 +201,19 @@ def checked_array(name: str, value: Any, kinds: str = "biuf") -> np.ndarray:
         raise InputError(f"{name}: a masked array, whose mask nothing reads; leave out what is masked")
     try:
         array = np.asarray(value)
-    except Exception as error:  # ragged lists; whatever a stranger's object raises
+    except Exception as error:  # ragged lists, or anything that a user's object raises
         raise InputError(f"{name}: it is not an array: {reason(error)}") from None
     if is_mixed(value, array):
         raise InputError(f"{name}: mixes text with other values; use one type")
     # bfloat16 has the kind "V" in numpy
-    extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)  # bfloat16
+    extended = "f" in kinds and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     if array.dtype.kind not in kinds and not extended:
         expected = "numbers"
         if "U" in kinds:
             expected = "integers or text"
         raise InputError(f"{name}: {array.dtype} of shape {list(array.shape)}; expected {expected}")
-    # text has no limit; numbers must fit what devices compute with
+    # JAX would wrap 64-bit integers around silently. Values that name clients or tasks
+    # (kinds with text) stay on the host, and have no limit
     if array.dtype.kind in "iu" and array.dtype.itemsize > 4 and array.size:
         low = int(array.min())
         high = int(array.max())
@@ -229,7 +233,6 @@ def _classes(y: np.ndarray, clients: int) -> int:
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0:
         return 1
     classes = int(y.max()) + 1
-    # counts of classes by client are a matrix [K, C]
     return classes if classes * clients <= MOST_COUNTED else 1
 
 
@@ -240,7 +243,7 @@ def _place(path: Any) -> str:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # a number of thousands of digits; a stranger's object
+    except Exception:  # an integer of thousands of digits, or a user's object
         text = f"a {type(value).__name__}"
     if len(text) <= 80:
         return text

@@ -18,7 +18,7 @@ from fcljax.parts.user_code import check_arguments
 from fcljax.types import Task
 
 METRICS = ("loss", "accuracy", "perplexity")
-BATCH = 256  # test examples of a step
+BATCH = 256  # test examples that are measured at a time
 
 
 @runtime_checkable
@@ -68,6 +68,7 @@ def split_tasks(tasks: Any, examples: OwnedExamples) -> TaskSplit:
     classes = examples.classes
     if tasks is None:
         return TaskSplit(make_tasks(classes, 1), np.zeros(len(examples.y), int), None)
+    # nested lists are labels of tasks; a flat array names the task of each example
     of_labels = _labels_of_tasks(tasks)
     if not of_labels and not isinstance(tasks, int | np.integer):
         return _named_tasks(tasks, examples)
@@ -75,6 +76,7 @@ def split_tasks(tasks: Any, examples: OwnedExamples) -> TaskSplit:
         raise InputError("tasks: y has no class numbers to divide; nearest: the task of each example, [N]")
     if of_labels:
         return _listed_tasks(of_labels, examples)
+    # True is an int in Python
     if isinstance(tasks, bool) or not 1 <= tasks <= classes:
         raise InputError(f"tasks: {tasks!r} of {classes} classes; nearest: {classes if tasks > 1 else 1}")
     return _by_class(make_tasks(classes, int(tasks)), examples.y)
@@ -87,7 +89,7 @@ def _labels_of_tasks(tasks: Any) -> list[list[int]]:
     )
     if not is_nested:
         return []
-    # an empty list has no type
+    # an empty list has no dtype to check; `_listed_tasks` refuses it
     return [
         checked_array("tasks", list(labels), "iu").ravel().tolist() if len(labels) else [] for labels in tasks
     ]
@@ -131,6 +133,7 @@ def _named_tasks(tasks: Any, examples: OwnedExamples) -> TaskSplit:
             f"each example, [{len(examples.client)}]"
         )
     names, of_example = np.unique(values, return_inverse=True)
+    # without class numbers all examples are of one class, which every task has
     classes = [np.zeros(1, int)] * len(names)
     if examples.classes > 1:
         classes = [np.unique(examples.y[of_example == task]) for task in range(len(names))]
@@ -151,6 +154,7 @@ def checked_test(test: Any, x: PyTree, split: TaskSplit) -> ScoredExamples:
     expected = "(x_test, y_test)"
     if split.names is not None:
         expected = "(x_test, y_test, tasks_test)"
+    # as many values as the text has
     if not isinstance(test, list | tuple) or len(test) != expected.count(",") + 1:
         described = f"{len(test)} values" if isinstance(test, list | tuple) else type(test).__name__
         raise InputError(f"test: {described}; expected {expected}")
@@ -158,9 +162,10 @@ def checked_test(test: Any, x: PyTree, split: TaskSplit) -> ScoredExamples:
     if not y_test.ndim:
         raise InputError(f"test: y_test has shape []; expected {expected} with one value for each example")
     try:
+        # test examples have no owners: one client stands for all
         examples = checked_examples(test[0], y_test, np.zeros(len(y_test), int))
     except InputError as error:
-        # the message names `simulate`, whose training arrays these are not
+        # the message names `simulate`, whose x, y and owner are the training examples
         raise InputError(f"test: {str(error).removeprefix('simulate: ')}") from None
     check_alike("test", "x", x, "x_test", examples.x)
     if split.names is not None:
@@ -187,6 +192,7 @@ def _named_tests(
     unknown = np.setdiff1d(values, names)
     if len(unknown):
         raise InputError(f"test: tasks_test has {unknown[0].item()!r}, which tasks has not")
+    # `names` are sorted and have all values, so this is each value's index
     return np.searchsorted(names, values)
 
 
@@ -221,8 +227,9 @@ def make_metric(
             values = measured(model_of(state), x, y)
         except InputError:
             raise
-        except Exception as error:  # whatever the user's function raises
+        except Exception as error:  # a user's function may raise anything
             raise InputError(f"evaluate: {_named(evaluate)}: {reason(error)}") from error
+        # a number per example without weights: every example counts once
         if not isinstance(values, tuple):
             values = (values, jnp.ones(len(y)))
         shapes = [jnp.shape(value) for value in values]
@@ -274,8 +281,9 @@ def _hits(model: Any, x: Any, y: Array) -> tuple[Array, Array]:
 
 
 def _token_losses(model: Any, x: Any, y: Array) -> tuple[Array, Array]:
-    """Return the cross-entropy of each example's labels, added up, and their number."""
+    """Return the sum of the cross-entropy over each example's labels, and their number."""
     logits = _logits(model, x, y).astype(jnp.float32)
+    # -1 is no index of a class; `_sums` leaves these labels out
     return _sums(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0)), y)
 
 
@@ -286,10 +294,12 @@ def measure(metric: CompiledMetric, state: PyTree, test: ScoredExamples, task: i
     weight = 0.0
     for start in range(0, len(index), BATCH):
         batch = index[start : start + BATCH]
-        # a full batch, so that one program serves all; repeated examples are cut off
+        # `resize` repeats examples up to a full batch, so that all batches share one
+        # compiled program; the repeated ones are cut off below
         rows = np.resize(batch, min(BATCH, len(test.y)))
         x = jax.tree.map(lambda leaf, rows=rows: leaf[rows], test.x)
         values, weights = metric.of_examples(state, x, jnp.asarray(test.y[rows]))
+        # float64: sums over many examples would lose digits
         total += np.asarray(values, np.float64)[: len(batch)].sum()
         weight += np.asarray(weights, np.float64)[: len(batch)].sum()
     mean = total / weight if weight else np.nan

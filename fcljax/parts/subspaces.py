@@ -29,14 +29,16 @@ def extend_directions(
     """Return P with the fewest directions of (I - P) X that explain the share epsilon of
     |X|^2."""
     vectors, values = outside(memory, columns)
+    # inputs of 0 have no energy to divide by
     total = jnp.maximum(jnp.sum(columns**2), jnp.finfo(columns.dtype).tiny)
     energy = values**2 / total
-    # the share that P explains before it is extended by each direction
+    # the share that P and the directions before this one explain; 1 - sum(energy) is that
+    # of P alone
     explained = 1 - jnp.sum(energy) + jnp.cumsum(energy) - energy
+    # a mask instead of a slice: the number of directions depends on the data
     is_added = (explained < epsilon) & (values > ROUNDING * jnp.sqrt(total))
     extended = memory + exact_matmul(jnp.where(is_added, vectors, 0.0), vectors.T)
-    # restores P P = P: rounding, which would grow from task to task, moves the
-    # eigenvalues away from 0 and 1
+    # a projection has the eigenvalues 0 and 1. Rounding moves them, and would grow from
+    # task to task, so they are set to the nearer one
     values, vectors = jnp.linalg.eigh((extended + extended.T) / 2)
-    # halfway between 0 and 1
     return exact_matmul(jnp.where(values > 0.5, vectors, 0.0), vectors.T)

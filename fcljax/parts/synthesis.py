@@ -1,8 +1,8 @@
 """Image synthesis without data, at the server: what TARGET, MFCL and LANDER share.
 
-A generator trains towards images that the global model recognises, and (TARGET, LANDER)
-on which a student disagrees that learned from the images so far. It needs nothing of the
-clients besides their models.
+A generator learns to make images that the global model recognises. In TARGET and LANDER
+it also looks for images that a student, which learns from the images so far, still
+judges in another way. It needs nothing of the clients besides their models.
 """
 
 import dataclasses
@@ -89,6 +89,7 @@ def synthetic_pixels(
     options: SynthesisOptions, images: UInt8[Array, "images h w 3"], step: ClientStep
 ) -> Float[Array, "batch h w 3"]:
     """Draw a batch of the images that the server made, as jittered pixels in [0, 1]."""
+    # all rules of a step get the same key, so each derives one of its own
     pick_key, jitter_key = jax.random.split(jax.random.fold_in(step.key, 1))
     index = jax.random.randint(pick_key, (options.synthetic_batch,), 0, len(images))
     return jitter(jitter_key, images[index] / 255, options.crop_padding)
@@ -99,7 +100,7 @@ def synthetic_pixels(
 
 @runtime_checkable
 class Synthesise(Protocol):
-    """Replaces what clients are sent: images, or a generator of images."""
+    """Makes the next value that the server sends: images, or a generator of images."""
 
     def __call__(
         self,
@@ -123,8 +124,8 @@ def synthesis_rule(
     Args:
       name: of the rule, and of what it sends.
       run: as of `federate`.
-      first: returns what clients are sent in the first task.
-      synthesise: as of the protocol.
+      first: returns what the server sends in the first task.
+      synthesise: makes what it sends in the next one.
     """
 
     def init(_params: Params, _trainable: Params) -> PyTree:
@@ -137,7 +138,8 @@ def synthesis_rule(
         # after the last task no client would read the result, and synthesis is costly
         is_due = round.last & (round.task.index < run.sizes.tasks - 1)
         no_loss = Weighted(jnp.zeros(()), jnp.zeros(()))
-        # `cond`: one trace plays all rounds, and only the few that are due pay
+        # `cond` and not `where`: one program plays all rounds, and only the last one of a
+        # task pays for the synthesis
         state, loss = jax.lax.cond(is_due, synthesise_now, lambda state: (state, no_loss), state)
         return ServerUpdate(params, state, {"loss": loss})
 
@@ -207,7 +209,7 @@ def adversarial_loss(
     def loss() -> Float[Array, ""]:
         return options.adversarial_weight * disagreement(teacher, student(pixels), seen)
 
-    # the student's forward pass is skipped while images are not disputed (warm-up)
+    # `cond` skips the student's forward pass during the warm-up, when it has learned nothing
     return jax.lax.cond(disputed, loss, lambda: jnp.zeros(()))
 
 
@@ -259,7 +261,7 @@ def best_images(
         update, state = optimiser.update(gradient, best.optimiser, best.params)
         new_params = jax.tree.map(jnp.add, best.params, update)
         gradient_sum = optax.tree.add(best.gradient_sum, gradient)
-        # the last step is not always the best one: adversarial training oscillates
+        # the best step's images, as in TARGET's release: the last step need not be the best
         image = jnp.where(value < best.loss, image, best.image)
         return Best(new_params, state, gradient_sum, jnp.minimum(value, best.loss), image)
 
@@ -283,7 +285,7 @@ def disagreement(
       teacher, student: logits.
       seen: the classes that compete.
     """
-    # an image on which they disagree is beyond the student's decision boundary: it counts 0
+    # an image on which they already disagree is what the generator looks for: it counts 0
     agree = jnp.argmax(student, -1) == jnp.argmax(teacher, -1)
     return -jnp.mean(jnp.where(agree, kl(teacher, student, seen), 0.0))
 
@@ -307,9 +309,8 @@ def batch_statistics(
     """
 
     def of_layer(layer: dict, updated: dict) -> tuple[BatchStatistics, BatchStatistics]:
-        # layers return only running statistics, so
-        # updated = MOMENTUM * layer + (1 - MOMENTUM) * batch
-        # is solved for the batch
+        # a layer returns updated = MOMENTUM * layer + (1 - MOMENTUM) * batch and not the
+        # batch's own statistics, so the equation is solved for them
         def of_batch(key: str) -> Array:
             return (updated[key] - MOMENTUM * layer[key]) / (1 - MOMENTUM)
 
@@ -359,6 +360,7 @@ def train_student(
 
     def step(i: Array, student: Student) -> Student:
         pick_key, jitter_key = jax.random.split(jax.random.fold_in(key, i))
+        # the rest of the buffer is still zeros
         index = jax.random.randint(pick_key, (options.synthetic_batch,), 0, buffer.filled)
         pixels = jitter(jitter_key, buffer.images[index] / 255, options.crop_padding)
         gradient = jax.grad(loss)(student.trainable, pixels)

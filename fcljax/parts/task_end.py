@@ -18,7 +18,7 @@ class TaskEnd(NamedTuple):
     """A value after the client's newest round, and at the end of the task before it."""
 
     before: PyTree
-    """After the last round of the task before the newest round's task."""
+    """After the client's last round of an earlier task than that of its newest round."""
     newest: PyTree
     """After the newest round."""
     task: Int[Array, ""]
@@ -33,6 +33,7 @@ def no_task_end(value: PyTree) -> TaskEnd:
 def of_task_before(state: TaskEnd, task: Task) -> PyTree:
     """Return the value of the client's last round before this task."""
     same_task = state.task == task.index
+    # in a new task the newest value is that of the previous task's last round
     return jax.tree.map(lambda old, new: jnp.where(same_task, old, new), state.before, state.newest)
 
 

@@ -36,6 +36,7 @@ def send_start_of_task() -> ServerRule:
         return ServerUpdate(params, start_of(round, start))
 
     def sends(task: Task, start: Start) -> Start:
+        # before the task's first update the state is still of the previous task
         is_current = start.task == task.index
         return start._replace(task=jnp.where(is_current, start.task, -1))
 
@@ -51,7 +52,9 @@ def start_of(round: ServerRound, start: Start) -> Start:
     """Return the broadcast of the task's first round, from `start` in its other rounds."""
     index = jnp.asarray(round.task.index, jnp.int32)
     is_current = start.task == index
-    return Start(_where(is_current, start.trainable, round.previous.payload.trainable), index)
+    # the broadcast of this round, and not its mean: the task began with what was sent
+    broadcast = round.previous.payload.trainable
+    return Start(_where(is_current, start.trainable, broadcast), index)
 
 
 def teacher(context: ClientContext) -> Params:
@@ -80,6 +83,8 @@ def distil_task_start(weight: float, temperature: float) -> ClientRule:
 
     def loss(step: ClientStep, _memory: tuple) -> Float[Array, ""]:
         target = step.forward(teacher(step.context)).logits
+        # the teacher has not learned the task's classes. The first task has no old ones,
+        # so the loss is 0
         old = step.context.task.old
         return weight * distillation(step.output.logits, target, old, step.batch.mask, temperature)
 
@@ -89,20 +94,30 @@ def distil_task_start(weight: float, temperature: float) -> ClientRule:
 def valid_parameters(round: ServerRound, mean: Params) -> Params:
     """Return the trainable parameters of each client [P, ...].
 
-    Absent and invalid clients get `mean`: with a weight of 0, a NaN would still be NaN.
+    Absent and invalid clients get `mean`: their weight of 0 would not help, as 0 times
+    NaN is NaN.
     """
 
     def pick(mean_leaf: Array, client_leaf: Array) -> Array:
+        # [P, 1, 1, ...], which broadcasts over the leaf's other axes
         is_valid = round.valid.reshape(-1, *[1] * (client_leaf.ndim - 1))
         return jnp.where(is_valid, client_leaf, mean_leaf)
 
-    return jax.tree.map(pick, mean._replace(extra={}), round.reports["trainable"]._replace(extra={}))
+    # parameters of client rules take no part in a forward pass of the server
+    of_clients = round.reports["trainable"]._replace(extra={})
+    return jax.tree.map(pick, mean._replace(extra={}), of_clients)
 
 
 def unlabelled(learner: Learner, pixels: Float[Array, "images *shape"]) -> Batch:
     """Return images with pixels in [0, 1] as a batch of label 0, index -1 and a full mask."""
     label = jnp.zeros(len(pixels), jnp.int32)
-    return Batch(from_unit(learner.network, pixels), label, label == 0, label - 1)
+    # synthetic images are no examples of the training set: index -1, but not padding
+    return Batch(
+        input=from_unit(learner.network, pixels),
+        label=label,
+        mask=label == 0,
+        index=label - 1,
+    )
 
 
 def distil_start(
@@ -115,12 +130,14 @@ def distil_start(
       pixels: in [0, 1].
       temperature: of student and teacher.
     """
-    learner = step.learner
     context = step.context
-    batch = unlabelled(learner, pixels)
+    # the step on synthetic images in place of the client's own
+    on_images = step._replace(batch=unlabelled(step.learner, pixels))
 
     def logits(trainable: Params) -> Float[Array, "images C"]:
-        return learner.forward(context.frozen, context.cached, trainable, batch, context.task, True).logits
+        return on_images.forward(trainable, train=True).logits
 
-    old = context.task.old
-    return distillation(logits(step.trainable), logits(teacher(context)), old, batch.mask, temperature)
+    student = logits(step.trainable)
+    target = logits(teacher(context))
+    mask = on_images.batch.mask
+    return distillation(student, target, context.task.old, mask, temperature)

@@ -42,4 +42,6 @@ def of_this_task(context: ClientContext, state: OfTask, _key: PRNGKeyArray) -> O
     """Return the state, 0 if the task is new: the `on_start` of a client rule."""
     index = context.task.index
     same_task = state.task == index
-    return OfTask(jax.tree.map(lambda x: jnp.where(same_task, x, 0.0), state.params), index)
+    # a client that skipped the last task's rounds also starts anew
+    params = jax.tree.map(lambda x: jnp.where(same_task, x, 0.0), state.params)
+    return OfTask(params, index)

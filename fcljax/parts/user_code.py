@@ -31,7 +31,8 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
             raise InputError(f"{field}: {part} has {function!r}; expected a function")
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # of builtins nothing is known
+        except (TypeError, ValueError):
+            # builtins have no signature to check
             continue
         try:
             signature.bind(*[None] * count)
@@ -45,19 +46,19 @@ def check_arguments(part: str, **functions: tuple[Callable | None, int]) -> None
 def reading(
     part: str,
     function: Callable,
-    there: Mapping[str, Any],
+    available: Mapping[str, Any],
     missing: str,
 ) -> Iterator[None]:
     """Run a function that reads from a dict by name.
 
     Args:
-      part: what the function belongs to, for the message.
-      function: what runs.
-      there: what it may read.
+      part: the owner of the function, for the message.
+      function: the function that runs.
+      available: the dict.
       missing: what is wrong with any other name, such as "which no server rule sends".
 
     Raises:
-      InputError: naming the part, the function and the name that is not there.
+      InputError: naming the part, the function and the name that the dict does not have.
     """
     try:
         yield
@@ -65,37 +66,38 @@ def reading(
         name = None
         if error.args:
             name = error.args[0]
-        if not isinstance(name, str) or name in there:
+        # a KeyError of the user's own dict stays what it is
+        if not isinstance(name, str) or name in available:
             raise
         raise InputError(f"{part}: {describe(function)} reads {name!r}, {missing}") from error
 
 
 def check_scalar(part: str, function: Callable, value: Any) -> Array | float:
-    """`value` if it is one number.
+    """Return `value` if it is one number.
 
     Raises:
       InputError: naming the part, the function and the shape that it returned.
     """
     shape = np.shape(value) if isinstance(value, int | float) else getattr(value, "shape", None)
     if shape != ():
-        said = f"shape {shape}" if shape is not None else type(value).__name__
-        raise InputError(f"{part}: {describe(function)} returned {said}; expected a scalar")
+        returned = f"shape {shape}" if shape is not None else type(value).__name__
+        raise InputError(f"{part}: {describe(function)} returned {returned}; expected a scalar")
     return value
 
 
 def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> PyTree:
-    """`value` if it has the structure and shapes of `like`.
+    """Return `value` if it has the structure and shapes of `like`.
 
     Raises:
       InputError: naming the part, the function, what it returned and what is needed.
     """
-    got = jax.tree.structure(value)
-    wanted = jax.tree.structure(like)
+    returned = jax.tree.structure(value)
+    expected = jax.tree.structure(like)
     shapes = (
         [np.shape(leaf) for leaf in jax.tree.leaves(value)],
         [np.shape(leaf) for leaf in jax.tree.leaves(like)],
     )
-    if got != wanted or shapes[0] != shapes[1]:
+    if returned != expected or shapes[0] != shapes[1]:
         raise InputError(
             f"{part}: {describe(function)} returned {_described(value)}; expected {_described(like)}"
         )
@@ -103,6 +105,7 @@ def check_like(part: str, function: Callable, value: PyTree, like: PyTree) -> Py
 
 
 def _described(tree: PyTree) -> str:
+    # Python numbers have no dtype until numpy gives them one
     shapes = jax.tree.map(
         lambda leaf: f"{np.asarray(leaf).dtype if np.isscalar(leaf) else leaf.dtype}{list(np.shape(leaf))}",
         tree,

@@ -18,7 +18,7 @@ from fcljax.federated.engine import (
     run_round,
 )
 from fcljax.federated.faults import parse_faults, reached
-from fcljax.federated.keys import RunKey, fold
+from fcljax.federated.keys import STAGE_KEYS, RunKey, fold
 from fcljax.federated.schedule import participants
 from fcljax.mesh import jit, on_host, put_server
 from fcljax.runs.build import Experiment
@@ -28,9 +28,6 @@ from fcljax.runs.evaluate import make_evaluate
 from fcljax.runs.records import NOT_EVALUATED, Clock, Records
 from fcljax.runs.traffic import Counted
 from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
-
-# folded into the run's key, for each of `RoundInputs.when`
-_STAGE_KEYS = {"task_start": RunKey.TASK_START, "round": RunKey.ROUND, "task_end": RunKey.TASK_END}
 
 
 def first_server(exp: Experiment) -> PyTree:
@@ -216,7 +213,7 @@ def make_play(
                 ids,
                 task,
                 number,
-                fold(exp.key, _STAGE_KEYS[when]),
+                fold(exp.key, STAGE_KEYS[when]),
                 when,
                 last,
                 past,
