@@ -381,13 +381,7 @@ def _player(
             shapes=shapes,
         )
 
-    def jit_on_each(
-        name: str,
-        function: Callable,
-        in_specs: tuple,
-        out_specs,
-        **options,
-    ) -> Callable:
+    def jit_on_each(name: str, function: Callable, in_specs: tuple, out_specs, **options) -> Callable:
         """Compile a function that every device calls with its part of the arguments."""
         return jit(name, on_each(function, mesh, in_specs, out_specs), out_specs, **options)
 

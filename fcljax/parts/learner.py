@@ -419,8 +419,6 @@ def learner(
       InputError: for a function of adapter or classifier with a wrong number of arguments.
     """
     _check_parts(adapter, classifier)
-    # a network that stays as it is has the query as its feature, so a cached query
-    # saves the forward pass
     queries = adapter.queries or adapter.plain or features == "both"
 
     def extract(
@@ -436,7 +434,6 @@ def learner(
 
     def init(key: PRNGKeyArray, frozen: Frozen) -> Params:
         adapter_key, classifier_key = keys(key)
-        # a frozen network keeps the statistics of its checkpoint among the frozen parameters
         stats = network.split(frozen.network)[1] if network.split and adapter.network else ()
         return Params(adapter.init(adapter_key, frozen), classifier.init(classifier_key), stats=stats)
 
@@ -464,7 +461,6 @@ def learner(
 
     def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Logits:
         trainable = trainable_of(params, task)
-        # the server's parameters of all tasks stand in for a client's cache of them
         feature = extract(frozen, params, trainable, batch, task, False)[0]
         rule = classifier.predict or classifier.logits
         return rule(params.classifier, trainable.classifier, feature, task)

@@ -155,12 +155,7 @@ def decomposed(inner: Learner, sizes: Sizes, composition: Composition) -> Learne
         stats = jax.tree.map(lambda leaf, new: leaf.at[index].set(new), trainable.stats, output.stats)
         return output._replace(stats=stats)
 
-    def predict(
-        frozen: Frozen,
-        params: Params,
-        batch: Batch,
-        task: Task,
-    ) -> Float[Array, "batch classes"]:
+    def predict(frozen: Frozen, params: Params, batch: Batch, task: Task) -> Float[Array, "batch classes"]:
         return _predict(inner, arrays, composition, frozen, params, batch, task)
 
     def sends(trainable: Params, _task: Task) -> Params:

@@ -228,11 +228,7 @@ def compensate(options: GLFCOptions, run: Run, weights: LossWeights) -> ClientRu
     def stored(memory: ClientMemory) -> Int[Array, " M"]:
         return jnp.concatenate([memory.current.exemplars.index, memory.upcoming.exemplars.index])
 
-    def choose(
-        context: ClientContext,
-        local: LocalState,
-        key: PRNGKeyArray,
-    ) -> Int[Array, " count"]:
+    def choose(context: ClientContext, local: LocalState, key: PRNGKeyArray) -> Int[Array, " count"]:
         task = context.task
         changed = task_changed(options, local, task)
         exemplars = adopt_exemplars(local.memory, changed).current.exemplars
