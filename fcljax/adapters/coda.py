@@ -184,10 +184,7 @@ def combined(
     return exact_einsum("btmk,tmkld->bmld", weight, params.prompt)
 
 
-def matches(
-    params: Components,
-    query: Float[Array, "batch width"],
-) -> Float[Array, "batch *tasks blocks n"]:
+def matches(params: Components, query: Float[Array, "batch width"]) -> Float[Array, "batch *tasks blocks n"]:
     """Return the weight cos(q * A_k, K_k) of each component for each image."""
     axes = tuple(range(1, params.key.ndim))
     # the query is attended per component before it is normalised (CODA, eq. 4)

@@ -172,12 +172,7 @@ def dualprompt(options: DualPromptOptions, sizes: Sizes, network: Network) -> Ad
     )
 
 
-def uniform_prompts(
-    key: PRNGKeyArray,
-    options: DualPromptOptions,
-    tasks: int,
-    width: int,
-) -> DualPrompts:
+def uniform_prompts(key: PRNGKeyArray, options: DualPromptOptions, tasks: int, width: int) -> DualPrompts:
     """Return initial prefixes and keys of all tasks, uniform in [-1, 1]."""
     shapes = (
         (options.dual_shared_blocks, 2, options.dual_shared_length, width),

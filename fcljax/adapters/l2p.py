@@ -72,12 +72,7 @@ def l2p(options: L2POptions, _sizes: Sizes, network: Network) -> Adapter:
         prompt = uniform(prompt_key, (size, options.l2p_length, network.width))
         return KeyedPrompts(prompt, uniform(key_key, (size, network.width)))
 
-    def choose(
-        trainable: KeyedPrompts,
-        query: Array,
-        train: bool,
-        mask: Array,
-    ) -> Int[Array, "batch top_k"]:
+    def choose(trainable: KeyedPrompts, query: Array, train: bool, mask: Array) -> Int[Array, "batch top_k"]:
         batchwise = options.l2p_eval_batchwise
         # only training has neighbours that a prediction must not depend on
         if train:

@@ -66,14 +66,7 @@ def pool(options: PoolOptions, _sizes: Sizes, network: Network) -> Adapter:
     ) -> Float[Array, "batch blocks length width"]:
         return weighted_prompts(trainable, query)
 
-    def inject(
-        _cached,
-        trainable: Pool,
-        query: Array,
-        _task: Task,
-        _train: bool,
-        _mask: Array,
-    ) -> Injection:
+    def inject(_cached, trainable: Pool, query: Array, _task: Task, _train: bool, _mask: Array) -> Injection:
         return prefix_injection(weighted_prompts(trainable, query))
 
     def mixture(_cached, trainable: Pool, query: Array, _task: Task) -> Mixture:

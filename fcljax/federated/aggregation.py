@@ -26,13 +26,7 @@ from fcljax.types import Claim, MergingRule, PyTree
 class OnArrival(Protocol):
     """Acts on the upload of one client as it arrives, before it is merged."""
 
-    def __call__(
-        self,
-        mean: PyTree,
-        reference: PyTree,
-        weight: Num[Array, ""],
-        /,
-    ) -> tuple[PyTree, Array]:
+    def __call__(self, mean: PyTree, reference: PyTree, weight: Num[Array, ""], /) -> tuple[PyTree, Array]:
         """Return the upload [...] and its weight as they are merged."""
         ...
 
@@ -42,13 +36,7 @@ class AtServer(Protocol):
     """Acts on the merged uploads."""
 
     def __call__(
-        self,
-        mean: PyTree,
-        reference: PyTree,
-        state: PyTree,
-        count: Int[Array, ""],
-        key: PRNGKeyArray,
-        /,
+        self, mean: PyTree, reference: PyTree, state: PyTree, count: Int[Array, ""], key: PRNGKeyArray, /
     ) -> tuple[PyTree, PyTree]:
         """Return the server's next value [...] and the new state.
 
@@ -116,13 +104,7 @@ def _like_reference(rule: MergingRule) -> MergingRule:
     if name_of("aggregator", rule):
         return rule
 
-    def reduce(
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: PRNGKeyArray,
-    ) -> PyTree:
+    def reduce(stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: PRNGKeyArray) -> PyTree:
         merged = rule(stacked, reference, weight, valid, key)
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (merged, reference)]
         if jax.tree.structure(merged) != jax.tree.structure(reference) or shapes[0] != shapes[1]:
@@ -163,11 +145,7 @@ def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     if not bound and not equal:
         return None
 
-    def pre(
-        mean: PyTree,
-        reference: PyTree,
-        weight: Num[Array, ""] | float,
-    ) -> tuple[PyTree, Array]:
+    def pre(mean: PyTree, reference: PyTree, weight: Num[Array, ""] | float) -> tuple[PyTree, Array]:
         clipped = mean
         if bound:
             clipped = clip_change(mean, reference, bound)

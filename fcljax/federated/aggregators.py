@@ -31,14 +31,7 @@ class Uniform:
 class Median:
     """The median of each coordinate."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return coordinate_median(stacked, weight, valid)
 
 
@@ -49,14 +42,7 @@ class TrimmedMean:
     trim: float = option(0.1, below=0.5)
     """Fraction of the values to drop at each end."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return trimmed_mean(stacked, weight, valid, self.trim)
 
 
@@ -64,14 +50,7 @@ class TrimmedMean:
 class GeometricMedian:
     """The point with the least weighted sum of distances to the uploads."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return geometric_median(stacked, weight, valid)
 
 
@@ -82,14 +61,7 @@ class Krum:
     malicious_bound: int = option(1, least=0)
     """Number of malicious clients that the rule assumes."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return krum(stacked, weight, valid, self.malicious_bound)
 
 
@@ -100,14 +72,7 @@ class MultiKrum:
     malicious_bound: int = option(1, least=0)
     """Number of malicious clients that the rule assumes."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return multi_krum(stacked, weight, valid, self.malicious_bound)
 
 
@@ -118,12 +83,5 @@ class CentredClipping:
     clip_radius: float = option(10.0, positive=True)
     """L2 norm to which the rule clips each client's update."""
 
-    def __call__(
-        self,
-        stacked: PyTree,
-        reference: PyTree,
-        weight: Array,
-        valid: Array,
-        key: Array,
-    ) -> PyTree:
+    def __call__(self, stacked: PyTree, reference: PyTree, weight: Array, valid: Array, key: Array) -> PyTree:
         return centred_clipping(stacked, weight, valid, reference, self.clip_radius)

@@ -452,12 +452,7 @@ def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
 # ---- what a client keeps between phases ------------------------------------------------
 
 
-def _reads(
-    traced: ClosedJaxpr,
-    context: PyTree,
-    local: PyTree,
-    results: list[bool],
-) -> frozenset[int]:
+def _reads(traced: ClosedJaxpr, context: PyTree, local: PyTree, results: list[bool]) -> frozenset[int]:
     """Return which leaves of `local` a traced function of (context, local, ...) needs
     for some of its results."""
     first = len(jax.tree.leaves(context))

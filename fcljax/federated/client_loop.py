@@ -378,12 +378,7 @@ def chunk_accumulator(accumulator: Accumulator, chunk: Chunk) -> Accumulator:
     return empty._replace(**{name: by_slot(name) for name in _CLIENT_FIELDS})
 
 
-def states_of_chunk(
-    states: PyTree,
-    chunk: Chunk,
-    capacity: Capacity,
-    mesh: AnyMesh | None = None,
-) -> PyTree:
+def states_of_chunk(states: PyTree, chunk: Chunk, capacity: Capacity, mesh: AnyMesh | None = None) -> PyTree:
     """Return the states [S, ...] of the chunk's clients.
 
     On a mesh, a device gets the states of its clients from all devices.
@@ -392,13 +387,7 @@ def states_of_chunk(
     return take_rows(states, jnp.minimum(chunk.id, capacity.clients - 1), mesh)
 
 
-def open_chunk(
-    shapes: Shapes,
-    lanes: Lanes,
-    accumulator: Accumulator,
-    states: PyTree,
-    chunk: Chunk,
-) -> Carry:
+def open_chunk(shapes: Shapes, lanes: Lanes, accumulator: Accumulator, states: PyTree, chunk: Chunk) -> Carry:
     """Return the carry before the first tick of a chunk."""
     slots = chunk.id.shape[0]
     stored = _zeros(_leaves_between_phases(shapes), (slots,))
@@ -706,12 +695,7 @@ class _StepKeys(NamedTuple):
     examples: PRNGKeyArray  # draws that belong to examples, the same for all clients
 
 
-def _step_keys(
-    call: Call,
-    phase_index: int,
-    slot: Int[Array, ""],
-    step: Int[Array, ""],
-) -> _StepKeys:
+def _step_keys(call: Call, phase_index: int, slot: Int[Array, ""], step: Int[Array, ""]) -> _StepKeys:
     step_key = fold(_client_key(call, slot), ClientKey.PHASES + phase_index, step)
     return _StepKeys(
         images=fold(step_key, StepKey.IMAGES),

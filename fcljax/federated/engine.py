@@ -461,12 +461,7 @@ def init_clients(method: Method, server: PyTree, clients: int, key: PRNGKeyArray
     return client_states(method, server, jnp.arange(clients), key)
 
 
-def client_states(
-    method: Method,
-    server: PyTree,
-    ids: Int[Array, " n"],
-    key: PRNGKeyArray,
-) -> PyTree:
+def client_states(method: Method, server: PyTree, ids: Int[Array, " n"], key: PRNGKeyArray) -> PyTree:
     """Return the initial states of these clients [n, ...], as in `init_clients`."""
     # fold_in, not split: a client's key must not depend on the number of clients
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(ids)

@@ -220,11 +220,7 @@ def _faulty(this_round: Round, faults: _Faults) -> Round:
             phases = tuple(_mislabelled(phase, faults, name, attack) for phase in program.phases)
             program = program._replace(phases=phases)
 
-    def finish(
-        context: ClientContext,
-        local: Local,
-        state: ClientState,
-    ) -> tuple[Upload, ClientState]:
+    def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
         # independent of the run's seed: the noise is the same whatever else a run draws
         key = fold(jax.random.key(0), context.client.id, context.client.round)

@@ -62,12 +62,7 @@ def ditto(options: DittoOptions, run: Run) -> Method:
     rule = personal_model(options.personal_weight, loss, run.training, run.adapter)
     method = federate(run, model, loss=loss, client_rules=(rule,))
 
-    def predict_client(
-        round_context: RoundContext,
-        server: ServerState,
-        state: tuple,
-        batch: Batch,
-    ) -> Array:
+    def predict_client(round_context: RoundContext, server: ServerState, state: tuple, batch: Batch) -> Array:
         personal = state[0]
         params = model.merge(server.params, round_context.task, personal)
         return method.predict(round_context, server._replace(params=params), batch)

@@ -178,9 +178,7 @@ def prototype_loss(weight: float) -> ClientRule:
 
 
 def pl_loss(
-    distance: Float[Array, "batch classes"],
-    label: Int[Array, " batch"],
-    mask: Bool[Array, " batch"],
+    distance: Float[Array, "batch classes"], label: Int[Array, " batch"], mask: Bool[Array, " batch"]
 ) -> Float[Array, ""]:
     """Return L_pl (eq. 10): the mean distance of examples to their classes' prototypes."""
     # padding has label 0, whose distance is finite and masked

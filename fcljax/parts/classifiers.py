@@ -215,13 +215,7 @@ def computed(
     return Classifier(init, inner.logits, trainable_of, merge, cached, evaluate, inner.lasting, at_means)
 
 
-def _inner_at_means(
-    at_means: AtMeans,
-    params: Any,
-    task: Task,
-    means: Array,
-    present: Array,
-) -> Any:
+def _inner_at_means(at_means: AtMeans, params: Any, task: Task, means: Array, present: Array) -> Any:
     """Set the classifier for training to class means."""
     return params._replace(inner=at_means(params.inner, task, means, present))
 

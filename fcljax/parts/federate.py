@@ -484,11 +484,7 @@ def _predictions(parts: _Parts, predicts: str) -> dict[str, Any]:
     learner = parts.learner
     sampling = learner.sampling
 
-    def predict(
-        round_context: RoundContext,
-        server: ServerState,
-        batch: Batch,
-    ) -> Float[Array, "batch C"]:
+    def predict(round_context: RoundContext, server: ServerState, batch: Batch) -> Float[Array, "batch C"]:
         logits = learner.predict(round_context.frozen, server.params, batch, round_context.task)
         if predicts == "all":
             return logits
@@ -601,12 +597,7 @@ def _report_round(parts: _Parts, number: int) -> Round:
         # reports measure: the client's state stays
         return Upload(sum=summed, gather=gathered, weight=context.client.examples), state
 
-    def server(
-        round_context: RoundContext,
-        state: ServerState,
-        aggregate: Aggregate,
-        key: PRNGKeyArray,
-    ):
+    def server(round_context: RoundContext, state: ServerState, aggregate: Aggregate, key: PRNGKeyArray):
         merged_reports = {**aggregate.gather, **aggregate.sum}
         server_round = _server_round(parts, round_context, aggregate, merged_reports, key)
         params, rule_state, metrics = _updated(rule, server_round, state.params, state.rules[position])
@@ -707,10 +698,7 @@ def _merged_as(merge: str, finalized: dict[str, tuple[Report, PyTree]]) -> dict[
 
 
 def _upload(
-    parts: _Parts,
-    context: ClientContext,
-    trainable: Params,
-    finalized: dict[str, tuple[Report, PyTree]],
+    parts: _Parts, context: ClientContext, trainable: Params, finalized: dict[str, tuple[Report, PyTree]]
 ) -> Upload:
     """Return the upload of a client: its trainable parameters and its reports."""
     mean, params = SentParams.of(parts, trainable).pack(parts)

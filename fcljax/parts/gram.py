@@ -107,11 +107,7 @@ def can_move(
     return jnp.all(norm <= (1 + SUMS) * most)
 
 
-def possible_features(
-    run: Run,
-    context: ClientContext,
-    gram: Float[Array, "D D"],
-) -> Bool[Array, ""]:
+def possible_features(run: Run, context: ClientContext, gram: Float[Array, "D D"]) -> Bool[Array, ""]:
     """Check that this is the Gram matrix of the client's features, up to factors off the
     diagonal."""
     longest = longest_feature(run, context)

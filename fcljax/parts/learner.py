@@ -165,12 +165,7 @@ class AtMeans(Protocol):
     """Sets the parameters of a classifier to class means."""
 
     def __call__(
-        self,
-        params: Any,
-        task: Task,
-        means: Float[Array, "Ct width"],
-        present: Bool[Array, " Ct"],
-        /,
+        self, params: Any, task: Task, means: Float[Array, "Ct width"], present: Bool[Array, " Ct"], /
     ) -> Any:
         """Return the parameters with the task's present classes at their means."""
         ...
@@ -267,14 +262,7 @@ class Forward(Protocol):
     """The forward pass; `cached` may be the parameters of all tasks."""
 
     def __call__(
-        self,
-        frozen: Frozen,
-        cached: Params,
-        trainable: Params,
-        batch: Batch,
-        task: Task,
-        train: bool,
-        /,
+        self, frozen: Frozen, cached: Params, trainable: Params, batch: Batch, task: Task, train: bool, /
     ) -> Output: ...
 
 

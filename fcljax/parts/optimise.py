@@ -57,11 +57,7 @@ def joined_steps(inner: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: PyTree) -> PyTree:
         return inner.init(joined(jax.tree.leaves(params)))
 
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-    ) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         leaves = jax.tree.leaves(updates)
         vector = None
         if params is not None:

@@ -158,9 +158,7 @@ def possible_moments(
     return squares_are_possible & counts_are_possible & trace_is_possible
 
 
-def normal_of(
-    moments: ClassMoments,
-) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
+def normal_of(moments: ClassMoments) -> tuple[Float[Array, "classes width"], Float[Array, "classes width"]]:
     """Return means and variances of every class, channel by channel."""
     # classes without examples have sums of 0, and get mean and variance 0
     count = jnp.maximum(moments.examples, 1)[:, None]

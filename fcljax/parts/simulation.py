@@ -83,15 +83,7 @@ class ExampleLoss(Protocol):
 class RandomLoss(Protocol):
     """A loss that draws."""
 
-    def __call__(
-        self,
-        model: Any,
-        x: Any,
-        y: Any,
-        /,
-        *,
-        key: PRNGKeyArray,
-    ) -> Float[Array, " B"]: ...
+    def __call__(self, model: Any, x: Any, y: Any, /, *, key: PRNGKeyArray) -> Float[Array, " B"]: ...
 
 
 @runtime_checkable

@@ -102,13 +102,7 @@ def synthetic_pixels(
 class Synthesise(Protocol):
     """Makes the next value that the server sends: images, or a generator of images."""
 
-    def __call__(
-        self,
-        round: ServerRound,
-        params: Params,
-        state: PyTree,
-        /,
-    ) -> tuple[PyTree, Weighted]:
+    def __call__(self, round: ServerRound, params: Params, state: PyTree, /) -> tuple[PyTree, Weighted]:
         """Return the new state, and the loss of the synthesis."""
         ...
 

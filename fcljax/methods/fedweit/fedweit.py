@@ -236,12 +236,7 @@ def preservation(
         drift = base_change * arrays.of_outputs(mask) + adaptive_after - past.adaptive
         return weight / 2 * jnp.sum(jnp.where(_before(task, drift), drift, 0.0) ** 2)
 
-    def on_end(
-        context: ClientContext,
-        past: FinishedTasks,
-        trainable: Params,
-        _state: TaskEnd,
-    ) -> TaskEnd:
+    def on_end(context: ClientContext, past: FinishedTasks, trainable: Params, _state: TaskEnd) -> TaskEnd:
         task_mask = jax.nn.sigmoid(trainable.classifier.mask)
         mask = past.mask.at[context.task.index].set(task_mask)
         return after_round(past, finished(trainable, mask), context.task)

@@ -81,11 +81,7 @@ def _patches(x: Float[Array, "h w c"], stride: int) -> Float[Array, "h2 w2 patch
     return jnp.concatenate([rows[:, j : j + w : stride] for j in range(SIDE)], axis=-1)
 
 
-def gradient_of(
-    params: LeNet,
-    image: Float[Array, "h w 3"],
-    target: Float[Array, " classes"],
-) -> LeNet:
+def gradient_of(params: LeNet, image: Float[Array, "h w 3"], target: Float[Array, " classes"]) -> LeNet:
     """Return the gradient of an image's cross-entropy, which a client sends."""
 
     def loss(params: LeNet) -> Float[Array, ""]:

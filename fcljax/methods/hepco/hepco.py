@@ -288,11 +288,7 @@ def valid_examples(round: ServerRound) -> Float[Array, "clients C"]:
     return jnp.where(round.valid[:, None], examples, 0).astype(jnp.float32)
 
 
-def updated_history(
-    history: History,
-    round: ServerRound,
-    class_examples: Float[Array, " C"],
-) -> History:
+def updated_history(history: History, round: ServerRound, class_examples: Float[Array, " C"]) -> History:
     """Return the history with the reports of a round, `class_examples` summed over clients."""
     # None stays None, so that the state keeps its structure
     features = history.features
@@ -353,12 +349,7 @@ class LatentModel(NamedTuple):
         logits_of_teacher = functools.partial(self.logits, teachers.cached, latent=latent)
         return jax.vmap(logits_of_teacher)(teachers.trainable)
 
-    def prompt(
-        self,
-        cached: Params,
-        trainable: Params,
-        latent: Float[Array, "batch width"],
-    ) -> Array:
+    def prompt(self, cached: Params, trainable: Params, latent: Float[Array, "batch width"]) -> Array:
         """Return the prompts [batch, ...] of a model with these parameters."""
         prompt_of = self.learner.adapter.prompt
         assert prompt_of is not None
@@ -437,11 +428,7 @@ def train_generators(
     return Generators(current, old), loss
 
 
-def steps_of_older(
-    options: HepcoOptions,
-    steps: Int[Array, ""],
-    task: Int[Array, ""],
-) -> Int[Array, ""]:
+def steps_of_older(options: HepcoOptions, steps: Int[Array, ""], task: Int[Array, ""]) -> Int[Array, ""]:
     """Return the steps of the generator of older classes in task number `task`, from 0.
 
     They grow with every task. There are none in the first task, or where no client takes
@@ -598,10 +585,7 @@ def prompt_gaps(model: LatentModel, teachers: Teachers) -> Gaps:
     def gaps(latent: Float[Array, "batch width"]) -> Float[Array, "J batch"]:
         student_weight = mixed(student, latent).weight
 
-        def gap(
-            teacher: Params,
-            product: Float[Array, "groups rows rows"],
-        ) -> Float[Array, " batch"]:
+        def gap(teacher: Params, product: Float[Array, "groups rows rows"]) -> Float[Array, " batch"]:
             # the rows of [P_j; P_s - P_j] have the coefficients w_s - w_j and w_s
             difference = student_weight - mixed(teacher, latent).weight
             weight = jnp.concatenate([difference, student_weight], axis=-1)
@@ -803,13 +787,7 @@ def train_parts(
     return trainable, totals
 
 
-def _loss_of_part(
-    part: str,
-    loss: Callable,
-    trainable: Params,
-    latents: Composite,
-    params,
-) -> Array:
+def _loss_of_part(part: str, loss: Callable, trainable: Params, latents: Composite, params) -> Array:
     """Return the loss as a function of one part of the parameters, its last argument."""
     return loss(trainable._replace(**{part: params}), latents)
 
