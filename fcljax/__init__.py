@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+# Module -> its public names. They are loaded when they are first used (`__getattr__`), so
+# that `import fcljax` takes no second for JAX, and `fcljax.config` works without it.
 _MODULES = {
     "fcljax.api": ("Result", "run"),
     "fcljax.comparison": ("Comparison", "compare", "run_seeds"),
@@ -74,8 +76,8 @@ _MODULES = {
 # modules with names of their own, such as `fcljax.aggregate.krum`
 _SUBMODULES = ("aggregate",)
 
-# the same table for editors and type checkers, which do
-# not run `__getattr__`; a test compares the two
+# The same table for editors and type checkers, which do not run `__getattr__`. A test
+# compares the two.
 if TYPE_CHECKING:  # isort: off
     from fcljax import aggregate as aggregate
     from fcljax.api import Result as Result, run as run

@@ -143,7 +143,9 @@ def geometric_median(
     Array([0., 0.], dtype=float32)
 
     Args:
-      smoothing: least distance by which an upload's pull is divided, in the units of the leaves.
+      steps: iterations.
+      smoothing: least distance that an upload's weight is divided by, in the units of the
+        leaves; at distance 0 the weight would be infinite.
     """
     return rules.geometric_median(*_clients(uploads, weight, valid), steps=steps, smoothing=smoothing)
 
@@ -209,8 +211,9 @@ def centred_clipping(
     """
     stacked, weight, valid = _clients(uploads, weight, valid)
     centre = jax.tree.map(jnp.asarray, centre)
-    one = jax.tree.map(lambda leaf: leaf[0], stacked)
-    _check_alike("centre", centre, "an upload", one)
+    # a centre of another shape would broadcast against the uploads, and nothing would fail
+    upload = jax.tree.map(lambda leaf: leaf[0], stacked)
+    _check_alike("centre", centre, "an upload", upload)
     return rules.centred_clipping(stacked, weight, valid, centre=centre, radius=radius, steps=steps)
 
 
@@ -222,7 +225,7 @@ def gaussian_conflation(uploads: PyTree, weight: PerClient = None, valid: PerCli
 
         1 / sigma^2 = sum_k 1 / sigma_k^2          mean = sigma^2 sum_k mean_k / sigma_k^2
 
-    A weight multiplies a client's precision, as if it had sent its distribution so often.
+    A client of weight w counts as w clients with the same distribution.
 
     >>> gaussian_conflation([Gaussian(0.0, 1.0), Gaussian(3.0, 0.5)])
     Gaussian(mean=Array(2.4, dtype=float32), sigma=Array(0.4472136, dtype=float32))
@@ -333,6 +336,7 @@ def _clients(
 
 
 def _stacked(uploads: PyTree) -> PyTree:
+    # A list is one pytree for each client. A tuple is not: NamedTuples are pytrees.
     if isinstance(uploads, list):
         if not uploads:
             raise InputError("uploads: an empty list; give one pytree for each client")
@@ -368,7 +372,11 @@ def _check_alike(name: str, tree: PyTree, other_name: str, other: PyTree) -> Non
 
 
 def _of(kind: type, uploads: PyTree) -> PyTree:
-    """Return the uploads if they are of this NamedTuple, each or stacked."""
+    """Return the uploads if they are of this NamedTuple, stacked or in a list.
+
+    Raises:
+      InputError: for anything else, such as a plain tuple, whose fields could be in any order.
+    """
     first = uploads[0] if isinstance(uploads, list) and uploads else uploads
     if not isinstance(first, kind):
         fields = ", ".join(kind._fields)

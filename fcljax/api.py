@@ -51,6 +51,7 @@ from fcljax.types import Metric
 LISTED = ("class_order", "classes", "task_sizes")  # options that take lists
 Data = str | Dataset | Sequence[Any]
 MOST_OF_TABLE = 1 << 30  # bytes: the confusion matrix of 10,000 classes has 200 MB
+# a default must not be a new dict that callers could share and change
 NO_METRICS: Mapping[str, Metric] = {}
 
 
@@ -116,6 +117,7 @@ class Result:
             more than 1,000,000 predictions of personal models.
         """
         header, *rows = self._table(PREDICTIONS)
+        # reshape: a table without rows is [0, columns] too
         columns = dict(zip(header, np.array(rows, str).reshape(-1, len(header)).T, strict=True))
         for name in {"client", "index", "task"} & {*header}:
             columns[name] = columns[name].astype(int)
@@ -216,6 +218,7 @@ class Result:
         table = f"<table>{rows}</table>"
         if not curve:
             return table
+        # in the page itself: a notebook that is saved or sent keeps the picture
         data = base64.b64encode(curve.read_bytes()).decode()
         return f'{table}<img alt="accuracy after each task" width="480" src="data:image/png;base64,{data}">'
 
@@ -228,6 +231,8 @@ def _percent(share: float | None) -> str:
     return f"{100 * share:.1f} %"
 
 
+# The package's methods have the options of `RunOptions`, so that editors complete them and
+# type checkers find wrong ones.
 @overload
 def run(
     method: str,
@@ -313,6 +318,7 @@ def run(
     chosen, owners = _partition(partition)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options)
+    # `options` stays what the caller typed, for `check_given`; `stated` goes to the settings
     stated = options | {name: _listed(options[name]) for name in LISTED if name in options}
     stated["dataset"] = _name_of_data(data, examples)
     stated["backbone"] = backbone if isinstance(backbone, str) else "auto"
@@ -321,12 +327,12 @@ def run(
     settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
-    # the summary is read from files in any case: without `out` they are temporary
+    # a result reads its tables, figures and model from files, so there is always a folder
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
         summary = loop.run(settings, folder, resume, observer, supplied)
+    # BaseException: Ctrl-C leaves nothing in the folder of temporary files either
     except BaseException:
-        # also after Ctrl-C nothing is left in the folder of temporary files
         if out is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -334,7 +340,8 @@ def run(
         # with progress the run has printed them
         for line in summary.get("warnings", ()):
             say(Console(stderr=True), line)
-    # the run may have decided learning rates and number formats, which its file has
+    # read back: the run may have decided learning rates and number formats, which its file
+    # holds; objects in memory, which it does not hold, are put in again
     values = config.load_yaml(folder / "config.yaml") | _in_memory(settings)
     settings = config.from_mapping(method, values, "config.yaml")
     result = Result(summary, folder, settings, supplied, labels)
@@ -356,6 +363,7 @@ def _settings(
         if out is None:
             raise InputError("resume: there is no run directory to resume; give out")
         values = config.load_yaml(Path(out) / "config.yaml")
+    # the directory may be somebody else's, and must not run code by being resumed
     check_no_programs(values, stated, "resume")
     values = stored_settings(values, stated.get("devices"))
     return config.from_mapping(method, values | stated, "options")
@@ -410,6 +418,7 @@ def _partition(partition: Any) -> tuple[dict[str, Any], np.ndarray | None]:
         return {}, None
     if isinstance(partition, str) or callable(partition) or name_of("partition", partition):
         return {"partition": partition}, None
+    # owners become a column of the data set, as if a file had listed them
     return {"partition": f"column:{OWNER}"}, as_array("partition", "owners", partition)
 
 
@@ -433,10 +442,11 @@ def _tasks(tasks: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"tasks: {tasks!r} is neither a number nor a list of lists of labels, as [[0, 1], [2]]"
         )
-    # a task without classes would train on nothing
+    # no class, no examples: such a task would leave the model unchanged
     empty = next((t for t, task in enumerate(tasks) if not len(task)), None)
     if empty is not None or not len(tasks):
         raise InputError(f"tasks: task {(empty or 0) + 1} has no labels")
+    # tasks are consecutive pieces of the class order, so they say both
     both = next((name for name in ("class_order", "task_sizes") if name in options), None)
     if both:
         raise InputError(f"{both}: tasks has the labels of each task; leave out one of them")
@@ -457,10 +467,11 @@ def _examples(
 ) -> tuple[Dataset | None, np.ndarray | None]:
     """Return the examples in memory, and the caller's own labels.
 
-    Arrays are images if the backbone reads images, as those with a size do, and else of
-    any shape.
+    Arrays are images for a backbone that reads images; otherwise they may have any shape.
     """
     if isinstance(data, str):
+        # the run itself loads named data; only a network of the user's own that reads no
+        # images must see an example first (`_network`)
         if isinstance(backbone, str) or getattr(backbone, "image_size", 0):
             return None, None
         return load_dataset(data, DataOptions(data_dir=data_dir, as_arrays=True)), None
@@ -511,8 +522,9 @@ def _network(backbone: Any, examples: Dataset | None = None) -> Pretrained | Non
         )
     elif not backbone.image_size:
         raise InputError("backbone: it reads images, and has no image_size; give their side in pixels")
-    # jax.eval_shape finds what the network returns, and a mistake is one line
+    # `own_config` calls the network on shapes alone, so a mistake in it is reported in one
+    # line before any training
     shape = own_config(backbone, describe, example)
-    # a resumed run must get the same network
+    # by the digest a resumed run checks that it gets the same network
     digest = checkpoint.digest_of_tree(backbone.params)
     return Pretrained(shape, backbone.params, None, None, backbone.mean, backbone.std, "own", digest, ())

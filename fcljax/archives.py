@@ -20,6 +20,7 @@ def sha256(path: Path) -> str:
 
 def leads_out(member: str) -> bool:
     """Return whether a member would be unpacked outside the archive's folder, on any system."""
+    # both readings on every system: a posix path may hide "..\\" or "C:" for Windows
     paths = PurePosixPath(member), PureWindowsPath(member)
     return any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths)
 
@@ -34,6 +35,7 @@ def check_members(archive: zipfile.ZipFile, limit: int) -> None:
     for name in archive.namelist():
         if leads_out(name):
             raise ValueError(f"it contains a file named {name!r}, which points outside of it")
+    # zipfile never unpacks more of a member than the size that it states
     size = sum(member.file_size for member in archive.infolist())
     if size > limit:
         raise ValueError(
@@ -77,7 +79,9 @@ def read_npz(
 
 
 def _array(file: Any, name: str) -> np.ndarray:
-    """Read an array whose header fits its size: numpy would allocate whatever a header claims."""
+    """Read an array, after checking that its header fits its size: numpy would allocate
+    whatever a header claims."""
+    # np.savez adds .npy to the names; other programs may not
     member = name
     if name not in file.zip.namelist():
         member = f"{name}.npy"
@@ -85,11 +89,12 @@ def _array(file: Any, name: str) -> np.ndarray:
         read_header = np.lib.format.read_array_header_2_0
         if np.lib.format.read_magic(stream) == (1, 0):
             read_header = np.lib.format.read_array_header_1_0
+        # a header is a Python literal, whose parser raises errors of many kinds
         try:
             shape, _, kind = read_header(stream)
         except Exception as error:
-            # numpy's parser of headers raises what Python's does
             raise ValueError(f"{name} has no numpy header: {reason(error)}") from None
+    # arrays of Python objects have no fixed size; `allow_pickle=False` refuses them below
     if not kind.hasobject and math.prod(shape) * kind.itemsize > file.zip.getinfo(member).file_size:
         raise ValueError(f"{name} is cut off")
     return file[name]

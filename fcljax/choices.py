@@ -198,7 +198,7 @@ def name_of(name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     place = f"{type(value).__module__}:{type(value).__name__}".removeprefix("fcljax.")
-    # a file of the package and an object in memory name the same class differently
+    # the table names a class as "MODULE:NAME", or holds it where a program has added it
     entries = (entry for entry, choice in CHOICES[name].items() if choice.kind in (place, type(value)))
     return next(entries, "")
 
@@ -230,12 +230,14 @@ def chosen(name: str, settings: object) -> Any:
             # a choice inside a choice, such as the task pool of private streams
             values[field.name] = chosen(field.name, settings)
     built = kind(**values)
+    # classes of the package need no check
     if is_program(value):
         return _checked(name, built)
     return built
 
 
-# what the object of a choice is called with; the others have a method `build`
+# option -> names of the arguments that its object is called with. Optimisers are not
+# called: they have a method `build`, and `_checked` looks for that.
 ARGUMENTS = {
     "partition": ("labels", "clients", "rng"),
     "aggregator": ("stacked", "reference", "weight", "valid", "key"),
@@ -256,10 +258,10 @@ def _checked(name: str, value: Any) -> Any:
         arguments = f"({', '.join(ARGUMENTS[name])})"
         if not callable(value):
             raise InputError(f"{name}: {value!r} cannot be called with {arguments}")
+        # without this check a wrong signature would be a traceback from inside jit
         try:
             inspect.signature(value).bind(*ARGUMENTS[name])
         except TypeError:
-            # a wrong signature is told here, not by a traceback inside of jit
             called = label_of(name, value)
             raise InputError(
                 f"{name}: {called} takes {inspect.signature(value)}, and {arguments} are given"
@@ -284,6 +286,7 @@ def check_no_programs(values: Mapping[str, Any], given: Mapping[str, Any], where
     """
     for name in CHOICES:
         value = values.get(name)
+        # a run directory from a stranger must not run code by being resumed or read
         if is_program(value) and given.get(name) != value:
             raise InputError(
                 f"{where}: the {name} {value!r} is a program, and a settings file cannot run one; if you "
@@ -300,6 +303,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in CHOICES or isinstance(value, str):
             continue
         kind = find_kind(name, value)
+        # an object of the user's own has no options, and stays itself
         if kind is not None:
             written[name] = name_of(name, value)
             written |= flat({field.name: getattr(value, field.name) for field in fields_of(kind)})
@@ -335,6 +339,7 @@ def with_options(options: Value, values: Mapping[str, Any], typed: Collection[st
     changes = flat(values)
     fields = fields_of(type(options))
     merged = flat({field.name: getattr(options, field.name) for field in fields}) | changes
+    # back to the class without options of choices: other choices bring other ones
     base = getattr(type(options), "base", type(options))
     kind = class_with(base, selected(base, merged))
     names = {field.name for field in fields_of(kind)}
@@ -345,6 +350,7 @@ def with_options(options: Value, values: Mapping[str, Any], typed: Collection[st
     return changed
 
 
+# a tuple, not a dict, because the classes made from it are cached by it (`class_with`)
 Selected = tuple[tuple[str, Any], ...]
 """(option, what was chosen) for each choice of a run, in the order of the fields."""
 
@@ -363,6 +369,7 @@ def _selected(kind: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]
             if value is None:
                 value = field.default
             yield field.name, name_of(field.name, value) or OWN
+            # private streams have a task pool, which is a choice of its own
             nested = find_kind(field.name, value)
             if nested is not None:
                 yield from _selected(nested, values)
@@ -380,7 +387,7 @@ def class_with(base: type, choices: Selected) -> type:
     """
     kinds: list[type] = []
     fields = list(_fields(base, dict(choices), kinds))
-    # nothing chosen has options: the class stays the one that others know
+    # no choice has options: the base class will do, under the name that others know
     if not kinds:
         return base
     return dataclasses.make_dataclass(
@@ -448,7 +455,8 @@ def check_unread(
         reading = readers(name)
         if not reading:
             continue  # an unknown option, which is refused elsewhere
-        # of two choices the inner one, whose outer one was made already
+        # If two choices read it, name the inner one (`task_pool`, say): its outer one
+        # (`partition`) is what made it an option at all.
         decider = next(
             (choice for choice, _ in reversed(reading) if choice in choices),
             reading[0][0],

@@ -40,7 +40,8 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax --version
 """
 
-# where each command is, which is imported when it is called
+# command -> MODULE:FUNCTION in fcljax/commands. Modules are imported when they are called:
+# most import JAX, which takes a second that --help and completion must not take.
 COMMANDS = {
     "run": "running:run",
     "check": "running:check",
@@ -82,13 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def reported(command: Callable[[], int]) -> int:
     """Run a command, report its error in one line, and return the exit code."""
+    # Errors that a user can act on. Any other is a fault of ours, and keeps its traceback.
     try:
         with signals.terminable():
             return command()
     except InputError as error:
         print(f"fcljax: {error}", file=sys.stderr)
+    # The reader of our output has gone, as `head` does after ten lines. stderr is closed, or
+    # Python would report the same pipe again when it exits; 141 is a shell's code for SIGPIPE.
     except BrokenPipeError:
-        # the reader of our output has gone, as `head` does: nothing is left to say
         sys.stderr.close()
         return 141
     except OSError as error:
@@ -143,6 +146,7 @@ def quiet_threads() -> None:
     absl.logging.set_verbosity(absl.logging.FATAL)
 
     def without_closed_loops(error: Any) -> None:
+        # Orbax's coroutines that are collected after their loop has ended
         if "Event loop is closed" not in str(error.exc_value):
             hook(error)
 

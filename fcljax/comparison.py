@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas  # pyrefly: ignore[missing-import]
 
 Runs = Result | str | Path | Sequence[Any]
-# what `Comparison.rows` copies of each run's summary
+# fields of a summary that `Comparison.rows` copies as they are
 COLUMNS = ("method", "dataset", "backbone", "fidelity", "seed", "A_last", "A_avg")
 
 
@@ -76,6 +76,7 @@ class Comparison:
         """Return a table of the runs, and one of paired differences if there are seeds to
         pair."""
         tables = [results_table(self.runs), differences_table(groups_of(self.runs))]
+        # without seeds to pair, the second one is empty
         return [table for table in tables if table.row_count]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -132,8 +133,10 @@ class Comparison:
 
 
 def compare(*runs: Runs) -> Comparison:
-    """Compare finished runs: runs that differ only in the seed get a row with mean and
-    population standard deviation, and methods with equal seeds paired differences.
+    """Compare finished runs.
+
+    Runs that differ only in the seed share a row, with their mean and population standard
+    deviation. Methods that ran with the same seeds get paired differences.
 
     Args:
       runs: results of `fcljax.run` and `fcljax.run_seeds`, run directories, folders of
@@ -142,7 +145,7 @@ def compare(*runs: Runs) -> Comparison:
     Raises:
       InputError: for no runs, or a folder without a finished run.
     """
-    summaries = [summary for each in runs for summary in _summaries(each)]
+    summaries = [summary for argument in runs for summary in _summaries(argument)]
     if not summaries:
         raise InputError("runs: nothing to compare; give results of fcljax.run or run directories")
     return Comparison(summaries)
@@ -155,8 +158,8 @@ def _summaries(runs: Any) -> Iterator[Summary]:
     elif isinstance(runs, str | Path):
         yield from map(load_summary, run_folders(runs))
     elif isinstance(runs, list | tuple):
-        for each in runs:
-            yield from _summaries(each)
+        for item in runs:
+            yield from _summaries(item)
     else:
         raise InputError(
             f"runs: {type(runs).__name__} is no run; expected a Result, a run directory or a list of them"

@@ -73,26 +73,31 @@ __all__ = [
 
 Run = TypeVar("Run", bound=PartitionConfig)
 
-# Most of a file of settings
+# A settings file has a few KB. A larger one is refused before PyYAML reads it, which takes
+# seconds a megabyte and 100 times its size in memory.
 YAML_BYTES = 1 << 20
+# Settings are flat, so any honest file is far from this; PyYAML recurses once a level.
 YAML_DEPTH = 20
-# more at once is rather a seed that was taken for a number of seeds
+# `--seeds 2023` is a seed that was mistaken for a number of seeds: no 2,023 runs start
 MOST_SEEDS = 100
 KINDS = {int: "a whole number", float: "a number", str: "text"}
-# the pixels of the papers' releases, which also decide where the papers are silent
+# How the releases scale pixels and resize position embeddings. The fidelity `paper` takes
+# these too, because the papers say nothing about either.
 AS_RELEASED = {"normalise": "release", "positions": "plain"}
-# the length of training, of which --scale fit changes nothing
+# --scale fit searches learning rates for the length of training that the user has chosen,
+# so it leaves that alone
 SCHEDULE = ("rounds", "epochs", "batch_size")
-# examples of a client and task for which presets are made: most papers have CIFAR-100, 10
-# tasks, 10 clients
+# Examples that a client has of a task in the presets' own experiments: most papers divide
+# CIFAR-100 (50,000 images) into 10 tasks over 10 clients.
 PAPER_EXAMPLES = 500.0
-# times as many steps a task, or a third of them: the preset's learning rates still fit
+# A schedule of less than 3 times, and more than a third of, the preset's steps in a task
+# keeps the preset's learning rates.
 NEAR = 3
-# option -> value for the networks of tables and series, which begin with random values:
-# at the rates of pretrained networks they hardly train. Chosen on held-out training
-# examples of digits_table.
+# Networks of tables and series start from random values, and hardly train at the rates for
+# pretrained networks. Chosen on held-out training examples of digits_table.
 FROM_RANDOM = {"full_lr": 1e-3}
-# networks that have the scale mini, unless a checkpoint is given; auto is the packaged one
+# Backbones whose scale is mini where none is typed. `auto` is vit_micro; with a checkpoint
+# it is the checkpoint's network, and the scale is the paper's (`_is_micro`).
 MICRO = ("auto", "vit_micro", "resnet_micro", *ARRAY_NETS, *TEXT_NETS)
 
 
@@ -127,6 +132,7 @@ def option_groups(
             f"adapter: {called} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
             f"{entry.adapter!r}"
         )
+    # a method of the user's own is called ./FILE.py:NAME; its file's name makes the heading
     title = called
     if method not in METHODS:
         title = Path(called).stem
@@ -172,6 +178,7 @@ def preset(
     Raises:
       InputError: as `option_groups`.
     """
+    # call again with everything spelled out, so that both ways share one entry of the cache
     if adapter is None or choices is None:
         adapter = adapter or find_method(method).adapter
         return preset(method, adapter, fidelity, scale, choices or usual_choices(method, fidelity))
@@ -208,11 +215,13 @@ def run_class(method: str | MethodEntry, adapter: str | None = None, choices: Se
     if adapter is None or choices is None:
         adapter = adapter or find_method(method).adapter
         return run_class(method, adapter, choices or usual_choices(method))
-    # of several bases the fields of the last come first: the run's, the method's, the adapter's
+    # dataclasses order fields from the last base to the first; reversed bases give the
+    # run's fields, then the method's, then the adapter's
     bases = tuple(reversed(option_groups(method, adapter, choices).values()))
     declared = {field.name: field for base in bases for field in fields_of(base)}
     fields = []
     for name, default in _values(method, adapter, "intended", "mini", choices).items():
+        # declared again, with the preset's value as its default; range and help stay
         field = dataclasses.field(default=default, metadata=declared[name].metadata)
         fields.append((name, declared[name].type, field))
     return dataclasses.make_dataclass(
@@ -236,7 +245,8 @@ def _values(
     groups = option_groups(method, adapter, choices)
     run_options, method_options, adapter_options = groups.values()
     reading = _reading(find_method(method).presets, fidelity)
-    # 1. defaults, 2. the preset's values of the run's fields, 3. what is chosen
+    # 1. defaults, 2. the preset's values of the run's fields, 3. what is chosen (last, so
+    # that an option's table and its name agree even if the preset chooses something else)
     values = {field.name: field.default for field in fields_of(run_options)}
     values |= {name: value for name, value in values_of_preset(reading.run).items() if name in values}
     values |= dict(choices)
@@ -249,13 +259,15 @@ def _values(
         values |= {field.name: getattr(options, field.name) for field in fields_of(type(options))}
     if fidelity in ("paper", "released"):
         values |= AS_RELEASED
-    # 5. the scale; fit searches the learning rates, and length of training is the preset's
+    # 5. the scale. fit takes mini's values too (training of the server, say), but searches
+    # learning rates from the paper's, and keeps the preset's length of training
     if scale in ("mini", "fit"):
         untouched = set()
         if scale == "fit":
             rates = {field.name for options in groups.values() for field in rate_fields(options)}
             untouched = rates | {*SCHEDULE}
         for name, value in reading.mini.items():
+            # mini may name options of an adapter that this run does not have
             if name in values and name not in untouched:
                 values[name] = value
     values |= {
@@ -266,7 +278,7 @@ def _values(
     }
     values["rate_factor"] = 1.0
     if scale == "fit":
-        values["rate_factor"] = 0.0  # the run decides it when it begins
+        values["rate_factor"] = 0.0  # 0: the run searches it when it begins
     return values
 
 
@@ -286,6 +298,7 @@ def values_of_preset(run: RunConfig) -> dict[str, Any]:
     values = flat_fields(run)
     usual = class_with(RunConfig, selected(RunConfig, values))
     defaults = {field.name: field.default for field in fields_of(usual)}
+    # fields that every run has are always the preset's, those of choices only if it sets them
     shared = RunConfig.__dataclass_fields__
     return {name: value for name, value in values.items() if name in shared or value != defaults[name]}
 
@@ -296,9 +309,10 @@ def rate_fields(options: type) -> list[dataclasses.Field]:
 
 
 def learning_rates(settings: RunConfig) -> dict[str, float]:
-    """Return option -> learning rate that is trained with, of clients and server; none
-    where nothing trains."""
+    """Return option -> learning rate that is trained with, of clients and server; empty
+    where nothing trains, or an optax optimiser brings its own rate."""
     entry = find_method(settings.source or settings.method)
+    # with another adapter than its own, a method of closed forms trains the network too
     if (entry.closed_form and settings.adapter == entry.adapter) or has_own_rate(settings):
         return {}
     # before the run has decided, rates are those of the preset
@@ -329,8 +343,8 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     values those have that are not given.
 
     Raises:
-      InputError: as `fill` and `resolve`, if the values name another method, or ask for
-        what is better than the paper where nothing is known to be.
+      InputError: as `fill` and `resolve`; for values that name another method, or for
+        `fidelity: improved` of a method without that preset.
     """
     named = values.get("method", name_of(method))
     called = name_of(method)
@@ -347,14 +361,15 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
             f"fidelity: {called} has no preset {fidelity!r}, which {having} have; nearest: 'intended'"
         )
     scale = _scale(values)
-    # both were chosen on held-out images, for short schedules
+    # like the rates that fit searches, the improvements were chosen on held-out images
     if scale == "fit" and "fidelity" not in values and _can_improve(method, values):
         fidelity = "improved"
-    # 0 stands for a scale that the run decides once it knows its number of steps
+    # 0 leaves paper or fit to the run, which knows its number of steps once the data are
+    # assigned (`with_scale_of_schedule`)
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
-    # presets are for networks that are pretrained
+    # the presets' full_lr is for pretrained networks, and networks of tables have no weights
     if adapter == "full" and scale == "mini" and not has_attention(values):
         values = _rates_from_random(method, values) | values
     usual = preset(method, adapter, fidelity, scale, choices_of(method, values))
@@ -362,8 +377,8 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
 
 
 def _rates_from_random(method: str | MethodEntry, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the learning rates of networks with random values that the method has none
-    of its own for."""
+    """Return the learning rates for networks that start from random values, except those
+    that the method's preset sets at the scale mini."""
     if values.get("optimiser", "adam") not in CHOICES["optimiser"]:
         return {}  # an optimiser of the user's own, with its own rate
     of_mini = find_method(method).presets["intended"].mini
@@ -371,8 +386,8 @@ def _rates_from_random(method: str | MethodEntry, values: Mapping[str, Any]) -> 
 
 
 def usual_adapter(method: str | MethodEntry, attention: bool = True) -> str:
-    """Return the adapter of a run that names none: the method's, or `full` where that
-    needs attention.
+    """Return the adapter of a run that names none: the method's, or `full` where the
+    method's needs attention and the network has none.
 
     Args:
       method: of the run.
@@ -403,13 +418,14 @@ def choices_of(method: str | MethodEntry, values: Mapping[str, Any]) -> Selected
 
 
 def _without_unread(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without options of what is not chosen.
+    """Return the values without the options of choices that were not made.
 
-    Files of earlier versions have the options of all choices. They are left out where
-    they are as usual.
+    Files of earlier versions hold the options of all choices. Those at their usual values
+    are dropped.
 
     Raises:
-      InputError: naming the first that nothing reads and that is not as usual.
+      InputError: naming the first option that nothing reads and that is not at its usual
+        value.
     """
     fields = {field.name for field in fields_of(type(usual))}
     in_preset = values_of_preset(_reading(find_method(usual.source).presets, usual.fidelity).run)
@@ -418,7 +434,8 @@ def _without_unread(usual: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
     check_unread(fields, changed, vars(usual) | values)
 
     def is_old_default(name: str) -> bool:
-        # null stood for a default that has a value today, or for an option of some methods
+        # Files of earlier versions have null for defaults that are values today, and for
+        # options of other methods: neither says that the user wanted anything.
         if values[name] is not None:
             return False
         return bool(readers(name)) or (name not in fields and bool(methods_with(name)))
@@ -450,22 +467,24 @@ def _is_left_to_run(method: str | MethodEntry, adapter: str, values: Mapping[str
         return False
     if _is_micro(values.get("backbone", "auto"), values.get("checkpoint")):
         return False
-    # a user who sets what fit decides has decided
+    # a user who typed a learning rate wants that one, not a search
     return not {*_fit_values(method, adapter), "fidelity"} & {*values}
 
 
 @functools.cache
 def _fit_values(method: str | MethodEntry, adapter: str) -> Mapping[str, Any]:
-    """Return option -> value that `--scale fit` starts from, of all that it may change;
-    learning rates are the paper's."""
+    """Return option -> value that `--scale fit` starts from, for every option that it may
+    change; learning rates are the paper's."""
     paper = preset(method, adapter, "intended", "paper")
+    # nothing given: nothing forbids the improvements that the method has
     fidelity = "intended"
-    if "improved" in find_method(method).presets:
+    if _can_improve(method, {}):
         fidelity = "improved"
     fit = preset(method, adapter, fidelity, "fit")
     rates = {field.name for field in rate_fields(type(fit))}
     changed = {name for name, value in vars(fit).items() if value != getattr(paper, name, None)}
     left_alone = {*SCHEDULE, "fidelity", "scale", "rate_factor"}
+    # rates come first: at the start they are the paper's, so `changed` does not have them
     names = [field.name for field in fields_of(type(fit)) if field.name in rates]
     names += [name for name in vars(fit) if name in changed]
     return {name: getattr(fit, name) for name in names if name not in left_alone}
@@ -473,7 +492,7 @@ def _fit_values(method: str | MethodEntry, adapter: str) -> Mapping[str, Any]:
 
 def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
     """Return the options that the run decides when it begins: those that `--scale fit`
-    may change and that are as the preset has them; none where it has decided."""
+    may change and that have the preset's value; none once it has decided."""
     if settings.rate_factor:
         return ()
     source = settings.source or settings.method
@@ -484,20 +503,26 @@ def decided_by_fit(settings: RunConfig) -> tuple[str, ...]:
 
 
 def _can_improve(method: str | MethodEntry, values: Mapping[str, Any]) -> bool:
-    """Check whether a method has the preset `improved`, and its run can have it with
-    these values.
+    """Check whether `--scale fit` takes the preset `improved`: the method has it, and the
+    server can work as these values say.
 
-    Class means are sums over clients, so they need the plain mean of uploads.
+    Args:
+      method: of the run.
+      values: option -> value; options that are missing are the preset's.
     """
     presets = find_method(method).presets
     if "improved" not in presets:
         return False
+    # Most improvements are HeadTune: classes start at mean features. These are sums over
+    # clients, which `parts.server.check_aggregation` refuses under any rule but the mean.
+    # It needs the built method; here the same is read off the options, without JAX.
     usual = presets["intended"].run
     aggregator = label_of("aggregator", values.get("aggregator", usual.aggregator))
+    # a preset's own `uniform` becomes `mean` in its `improved` (`settings.with_headtune`)
     is_usual_rule = aggregator in ("mean", label_of("aggregator", usual.aggregator))
     server_optimiser = label_of("server_optimiser", values.get("server_optimiser", "none"))
     is_mean = is_usual_rule and not values.get("clip_norm") and server_optimiser == "none"
-    # classes that start as their prompts start at no mean
+    # class prompts set the start of each class, so HeadTune has nothing left to set
     has_prompts = values.get("class_prompts", "none") != "none"
     return (is_mean and not has_prompts) or not presets["improved"].run.headtune
 
@@ -509,8 +534,8 @@ def rates_of_scale(settings: RunConfig, scale: Scale) -> dict[str, float]:
 
 
 def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
-    """Return settings whose scale is decided, where the run decides it: fit for a
-    schedule that is far from the preset's, else the one that they have.
+    """Return settings whose scale is decided, if that was left to the run: fit for a
+    schedule far from the preset's, else the scale that they have.
 
     Args:
       settings: resolved.
@@ -524,8 +549,9 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
     if 1 / NEAR < share < NEAR or not learning_rates(settings):
         return dataclasses.replace(settings, rate_factor=1.0)
     fidelity = settings.fidelity
+    # Long schedules only search rates. mini's training of the server and the improvements
+    # were chosen for short ones.
     if share > 1:
-        # mini's server training is for short schedules
         start = usual
     else:
         if _can_improve(source, vars(settings)):
@@ -536,7 +562,7 @@ def with_scale_of_schedule(settings: RunConfig, examples: float) -> RunConfig:
 
 
 def share_of_schedule(settings: RunConfig, scale: Scale, examples: float) -> float:
-    """Return the training steps of a client in a task, over those of the method's
+    """Return the training steps of a client in a task, divided by those of the method's
     preset at a scale.
 
     Args:
@@ -597,6 +623,8 @@ def explain_fidelity(config: RunConfig) -> str:
     if fidelity in entry.presets:
         return ""
     adapter = find_adapter(config.adapter)
+    # the adapter may have the fidelity though the method has not, unless the method's
+    # preset sets the adapter's options itself (`_values`)
     parts = []
     of_method = any(type(options) is adapter.options for options in entry.presets["intended"].adapters)
     if fidelity in adapter.presets and not of_method:
@@ -610,8 +638,7 @@ def explain_fidelity(config: RunConfig) -> str:
 
 
 def improvement(config: RunConfig) -> dict[str, Any]:
-    """Return option -> value, for what `--fidelity improved` changes of a run as
-    intended.
+    """Return option -> value that `--fidelity improved` would change in an intended run.
 
     It is empty where there is no such preset, or where the run has another fidelity.
     """
@@ -628,8 +655,8 @@ def improvement(config: RunConfig) -> dict[str, Any]:
 
 
 def check_known(method: str | MethodEntry, adapter: str, values: Mapping[str, Any], where: str) -> None:
-    """Tell options that only go with another adapter or method apart from those that do
-    not exist.
+    """Refuse options that go only with another adapter or method; `fill` refuses those that
+    do not exist.
 
     Raises:
       InputError: naming the first such option, and the adapter or the methods that have
@@ -685,6 +712,7 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises:
       InputError: naming the field, its value and what is valid.
     """
+    # imports JAX, which help and lists do without
     from fcljax.federated.faults import parse_faults
 
     check_ranges(config)
@@ -703,8 +731,9 @@ def resolve(config: RunConfig) -> RunConfig:
         raise InputError(
             f"malicious: {config.malicious} of {config.clients} clients; nearest: {config.clients - 1}"
         )
+    # both raise for options that they cannot read, here rather than in the first round
     parse_faults(config.faults)
-    chosen("lr_schedule", config)  # which checks its own options
+    chosen("lr_schedule", config)
     warmup_rounds = getattr(config, "warmup_rounds", 0)
     rounds = config.rounds
     if warmup_rounds >= rounds:
@@ -743,7 +772,8 @@ def partitioned(config: Run, usual: Run) -> Run:
 
     Args:
       config: the settings.
-      usual: the values that pass though nothing reads them, because nobody gave them.
+      usual: the preset's values: an option at its usual value was not given, and may be
+        one that nothing reads.
 
     Raises:
       InputError: naming the first option that was given and that nothing reads.
@@ -755,6 +785,7 @@ def partitioned(config: Run, usual: Run) -> Run:
     _check_task_sizes(config)
     if not needed or config.population == "online":
         return config
+    # "static" is the default that a settings file holds even where nobody chose it
     if config.population not in (needed, usual.population, "static"):
         raise InputError(
             f"population: {config.partition} clients are {needed}, not {config.population!r}; nearest: "
@@ -814,11 +845,8 @@ def _check_private(config: PartitionConfig) -> None:
         )
 
 
-SIZES = (
-    "base_classes",
-    "classes_per_task",
-    "task_sizes",
-)  # the options for how many classes tasks have
+# the options for how many classes tasks have; `_check_task_sizes` relies on the order
+SIZES = ("base_classes", "classes_per_task", "task_sizes")
 
 
 def _check_task_sizes(config: PartitionConfig) -> None:
@@ -847,14 +875,14 @@ def check_given(config: RunConfig, typed: Collection[str]) -> None:
         )
     if "tasks" not in typed:
         return
-    from fcljax.data.owners import (
-        says_tasks,
-    )  # imports JAX, which help and lists do without
+    # imports numpy, which help and lists do without
+    from fcljax.data.owners import says_tasks
 
     if says_tasks(config.partition):
         raise InputError(f"tasks: {config.partition!r} has a column 'task', which decides; leave it out")
     deciding = "tasks_by"
     if config.tasks_by == "class":
+        # base_classes sets the size of the first task alone, and the number stays free
         deciding = next((name for name in SIZES[1:] if getattr(config, name, 0)), "")
     if deciding:
         raise InputError(f"tasks: {deciding} decides their number; leave out --tasks")
@@ -879,6 +907,7 @@ def fill(options: Value, values: dict[str, Any], where: str) -> Value:
 
 def _converted(field: dataclasses.Field, value: object) -> Any:
     """Return a value from outside as a value of the field."""
+    # an object of the user's own, which `choices.chosen` checks
     if field.name in CHOICES and not isinstance(value, str):
         return value
     # files of earlier versions have null where a default stands for none; config.yaml has ""
@@ -964,6 +993,7 @@ class _Plain(yaml.SafeLoader):
         # a deep file would exhaust Python's stack in the parser
         node = super().compose_node(parent, index)
         self.depth -= 1
+        # after composing, which resolves the tag that says how YAML 1.1 reads the value
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(node)
         if isinstance(node, yaml.MappingNode):
@@ -998,6 +1028,7 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     if kind == "timestamp":
         raise _Ambiguous(f"{_line(node)}: {text!r} is a date in YAML; write text in quotes")
     if kind in _WRITTEN and not _WRITTEN[kind].fullmatch(text):
+        # the plain loader tells what YAML would have made of it
         value = yaml.load(f"!!{kind} {text!r}", yaml.SafeLoader)
         shown = value
         if isinstance(value, bool):
@@ -1021,7 +1052,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.load(text, _Plain)
     except _Ambiguous as error:
         raise InputError(f"config: {str(path)!r}: {error}") from None
-    except Exception as error:  # yaml's constructors of numbers and dates raise what Python's do
+    # not only YAMLError: yaml's constructors of numbers and dates raise what Python's do
+    except Exception as error:
         why = " ".join(str(error).split())
         raise InputError(f"config: {str(path)!r} is not valid YAML: {why}") from None
     if not isinstance(values, dict):
@@ -1037,8 +1069,9 @@ def to_yaml(config: RunConfig) -> str:
 def plain(config: RunConfig) -> dict[str, Any]:
     """Return all fields of a run's settings as plain values; objects of the user's own
     as `choices.OWN`."""
-    order = getattr(config, "order", ())  # options of a choice stand behind it
-    # the fields again, for those that no choice has put into an order
+    # `class_with` orders the options of a choice right behind it, as a reader expects; the
+    # other fields follow
+    order = getattr(config, "order", ())
     names = dict.fromkeys((*order, *(field.name for field in fields_of(type(config)))))
     values = {name: getattr(config, name) for name in names}
     for name in CHOICES:

@@ -56,7 +56,8 @@ SYNONYMS = {
 }
 
 MOST = 300  # characters of one value in a message
-MOST_OF_LINE = 4000
+MOST_OF_LINE = 4000  # characters of a message, which may list many values
+# a long value: between quotes, as repr writes text, or a run without spaces
 _LONG = re.compile(rf"'(?:[^'\\]|\\.){{{MOST},}}'|\S{{{MOST},}}")
 
 
@@ -83,6 +84,7 @@ def one_line(text: str) -> str:
     is written with backslashes.
     """
     line = printable(re.sub(r"[\r\n\t\v\f]+", " ", text))
+    # first single values, so that what follows a long one in the message is still seen
     line = _LONG.sub(lambda value: _cut(value[0], MOST), line)
     return _cut(line, MOST_OF_LINE)
 
@@ -90,7 +92,7 @@ def one_line(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return kind and message of an exception, in one line of at most 200 characters.
 
-    Of a ValueError it is the message alone, which says enough.
+    A plain ValueError gives its message alone, which says enough.
     """
     text = f"{type(error).__name__}: {error}"
     if type(error) is ValueError and str(error):
@@ -115,6 +117,7 @@ def nearest(value: object, options: Iterable[str]) -> str:
     `options`, or all of them when none is close."""
     options = sorted({str(option) for option in options})
     synonym = SYNONYMS.get(str(value).lstrip("-").replace("-", "_"), "")
+    # options may be keys of a file or flags of the command line
     for name in (synonym, "--" + synonym.replace("_", "-")):
         if synonym and name in options:
             return f"did you mean {name!r}?"

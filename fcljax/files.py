@@ -26,12 +26,16 @@ def atomic(path: str | Path) -> Iterator[Path]:
     Readers see the old content or the new one, never a part of it.
     """
     path = Path(path)
+    # beside it, because a rename is atomic only within one file system; with its suffix,
+    # because numpy and matplotlib choose the format by it, or append another
     temporary = beside(path, path.suffix)
     try:
+        # O_EXCL follows no link that another user has put there
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield temporary
         os.replace(temporary, path)
-    except OSError as error:  # a failed write does not say to which file
+    # the error of a failed write names no file, and that of a rename the temporary one
+    except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -57,12 +61,15 @@ def write_text(path: str | Path, text: str) -> None:
 def folder_for(path: Path) -> Iterator[None]:
     """Make the folder `path` and those above it; remove the new ones that are empty if
     the block ends with an error."""
+    # innermost first, the order in which they can be removed
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         yield
+    # BaseException: Ctrl-C leaves no empty folders either
     except BaseException:
         for folder in missing:
+            # rmdir refuses folders with files, which are worth keeping
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
@@ -91,6 +98,7 @@ def leftovers(target: Path) -> list[Path]:
 
 
 def _hidden(path: Path) -> str:
+    # file systems allow 255 bytes for a name, of up to 4 bytes a character
     return f".{path.name[:80]}.tmp-"
 
 
@@ -134,8 +142,8 @@ def _lock_file(path: Path, wait: Callable[[], None] | None) -> tuple[int, bool]:
         except BaseException:
             os.close(handle)
             raise
-        # the last owner may have removed the file since: then the lock of this handle
-        # locks no process out
+        # Between open and lock the last owner may have removed the file. Other processes
+        # would then lock a new file of this name, and this lock would keep none of them out.
         if _is_file_at(handle, path):
             return handle, locked
         os.close(handle)
@@ -152,6 +160,7 @@ def _is_file_at(handle: int, path: Path) -> bool:
 def _lock(handle: int, wait: Callable[[], None] | None) -> bool:
     """Lock an open file; return False if the file system has no locks."""
     try:
+        # first without waiting, so that `wait` can say what it is waiting for
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,6 +170,7 @@ def _lock(handle: int, wait: Callable[[], None] | None) -> bool:
             fcntl.flock(handle, fcntl.LOCK_EX)
     except BlockingIOError:
         raise
+    # ENOLCK or ENOTSUP, as of some network file systems
     except OSError:
         return False
     return True
@@ -174,6 +184,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
       OSError: it cannot be opened, or is not a regular file.
     """
     try:
+        # O_NONBLOCK: opening a pipe would wait for its writer. The open handle is checked,
+        # not the path, which another process could exchange in between.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from None
@@ -191,6 +203,7 @@ def read_text(path: str | Path, most: int) -> str:
       OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
       UnicodeDecodeError: it is not text.
     """
+    # a byte beyond the limit tells a file that is too large; its size may change meanwhile
     with open_regular(path) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
@@ -222,14 +235,15 @@ def machine_memory() -> int:
 
 
 def check_folder(folder: str | Path, field: str = "out") -> None:
-    """Check, before anything slow, that a folder can be made, or files in it. Nothing
-    of the trial stays.
+    """Check that a folder can be made, and written to, before anything slow starts.
+    Nothing of the trial stays.
 
     Raises:
       InputError: naming `field`, the folder and what the system says.
     """
     folder = Path(folder)
     new_folders = []
+    # only a trial tells: permissions, quotas and read-only mounts have no common flag
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):

@@ -25,9 +25,12 @@ BATCH = "batch"
 # abstract meshes are for shapes: this machine need not have their devices
 AnyMesh = Mesh | AbstractMesh
 WHOLE = PartitionSpec()  # every device has the whole array
-# bytes of an array that a device collects from all devices at a time
+# Bytes of an array that a device collects from all devices at a time, 64 MiB: the array was
+# divided because one device has no room for all of it.
 COLLECTED = 2**26
-SHARED = 2**26  # bytes of a server's array from which on accelerators share it
+# Accelerators divide arrays of the server from 64 MiB on. Smaller ones are whole on every
+# device: a copy is cheap, and the server's step then exchanges nothing.
+SHARED = 2**26
 
 
 def abstract_mesh(devices: int, batch: int = 1) -> AbstractMesh:
@@ -62,10 +65,7 @@ def mesh_of(devices: Sequence[jax.Device], batch: int = 1) -> Mesh:
 
 def device_count(mesh: AnyMesh | None) -> int:
     """Return the number of devices that run different clients: all, unless some share a
-    client's batch.
-
-    Without a mesh it is one.
-    """
+    client's batch; 1 without a mesh."""
     if mesh is None:
         return 1
     return mesh.shape[AXIS]
@@ -96,8 +96,8 @@ def split(axis: int = 0) -> PartitionSpec:
 
 
 def rows_on(mesh: AnyMesh | None, rows: int) -> int:
-    """Return the number of rows of an array that the devices share evenly: `rows`, and
-    as few more as needed."""
+    """Return the number of rows of an array that the devices share evenly: `rows`,
+    rounded up to a multiple of the devices."""
     devices = device_count(mesh)
     return -(-rows // devices) * devices
 
@@ -116,7 +116,7 @@ def put_shared(tree: Any, mesh: AnyMesh | None) -> Any:
         missing = rows_on(mesh, len(array)) - len(array)
         if not missing:
             return array
-        # computed where the array is, so that nothing moves to the host
+        # jax pads an array on its device, numpy one on the host: nothing is copied across
         numpy = np
         if isinstance(array, jax.Array):
             numpy = jnp
@@ -157,14 +157,15 @@ def process_part(tree: Any, chosen: np.ndarray) -> tuple[np.ndarray, Any]:
         return sorted(originals, key=lambda part: part.index[0].start or 0)
 
     leaf = jax.tree.leaves(tree)[0]
-    # the devices' rows may be more, so that all have equally many
+    # the arrays may end in padding rows (`put_shared`), which are never chosen
     is_chosen = np.zeros(len(leaf), bool)
     is_chosen[: len(chosen)] = chosen
     all_rows = np.arange(len(leaf))
 
     def chosen_rows(array: jax.Array) -> np.ndarray:
+        # concatenate needs at least one array, and this process may have none
         no_rows = np.zeros((0, *array.shape[1:]), array.dtype)
-        # on a CPU an array's memory is read in its place, so that only chosen rows are copied
+        # on a CPU asarray is a view of the device's memory: only chosen rows are copied
         taken = [np.asarray(part.data)[is_chosen[part.index[0]]] for part in parts(array)]
         return np.concatenate([no_rows, *taken])
 
@@ -189,6 +190,7 @@ def put_process_rows(
         shape = (len(row_of_entry), *leaf.shape[1:])
 
         def read(entries: Any) -> Any:
+            # `index` is sorted: the position of a row of the whole array in this process's
             return leaf[np.searchsorted(index, row_of_entry[entries[0]])]
 
         return jax.make_array_from_callback(shape, sharding, read)
@@ -205,7 +207,7 @@ def put(tree: Any, mesh: AnyMesh | None, spec: PartitionSpec = WHOLE) -> Any:
     if mesh is None:
         return jax.device_put(tree)
     sharding = NamedSharding(mesh, spec)
-    # with several processes `device_put` would compare the array over all of them
+    # all devices belong to this process
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: _from_every_process(x, sharding), tree)
@@ -270,7 +272,7 @@ def collect(x: jax.Array) -> np.ndarray:
     """Return an array of `put_shared` in numpy, in every process."""
     mesh = x.sharding.mesh  # pyrefly: ignore[missing-attribute]  # a NamedSharding
     devices = device_count(mesh)
-    # in pieces of COLLECTED bytes: there may be no memory for a second copy of the array
+    # in pieces, because a device may have no memory for the whole array beside its part
     part = x.shape[0] // devices
     rows = max(1, min(part, COLLECTED // max(1, x.nbytes // part)))
 
@@ -280,7 +282,7 @@ def collect(x: jax.Array) -> np.ndarray:
     read = jit(on_each(rows_of_all, mesh, (split(), WHOLE), WHOLE), mesh)
     host = np.empty((devices, part, *x.shape[1:]), x.dtype)
     for start in range(0, part, rows):
-        # the last rows are read so that all reads have one shape
+        # the last piece overlaps the one before it, so that all have one shape: one compile
         start = min(start, part - rows)
         host[:, start : start + rows] = np.asarray(read(x, np.int32(start)))
     return host.reshape(x.shape)
@@ -296,8 +298,9 @@ def jit(
     """Return `jax.jit` of a function whose outputs are sharded on the mesh by `spec`,
     one specification or a tree of them.
 
-    Outputs are arguments of the next call, and a function is traced again for arguments
-    with another sharding. `lean`: as of `compiler_options`.
+    Outputs are arguments of the next call. Left to XLA, their sharding could change from
+    call to call, and each change would trace and compile the function again. `lean`: as of
+    `compiler_options`.
     """
     out_shardings = None
     if mesh is not None:
@@ -316,23 +319,21 @@ def shardings(mesh: AnyMesh, spec: Any) -> Any:
 
 
 def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str, Any]:
-    """Return XLA's options for programs that no other program calls, without those that
-    XLA_FLAGS names.
+    """Return XLA's options for outermost programs, without those that XLA_FLAGS names.
 
-    On a CPU half of the time to compile is LLVM's, a fifth of which is for
-    optimisations that made no program faster here, nor changed a bit of its results. On
-    accelerators, what the code rounds between operations is rounded: else XLA keeps
-    activations in float32 where it may, for GPUs in memory too.
+    On a CPU half of the time to compile is LLVM's. A fifth of that goes to optimisations
+    that made no program faster here, and changed no bit of its results: they are off. On
+    accelerators, values are rounded where the code rounds them. Else XLA would keep
+    activations of type bfloat16 in float32 where it may, on GPUs in memory too.
 
     Args:
       backend: cpu, gpu or tpu; None: that of this process.
       lean: for programs of small networks, which take longer to compile than to run. On a
-        CPU, XLA's newer emitters of fusions keep some megabytes for each kernel until a
-        program is compiled, up to 0.7 GB in all, and the older ones do not; but steps of
-        a ViT-Ti and evaluations are up to a tenth slower with these
-        (docs/results/speed.md). On a GPU, XLA times no kernels to choose from, which on
-        an H200 spares a first run a quarter of the time to compile and three fifths of
-        the CPU's (docs/accelerators.md).
+        CPU it chooses XLA's older emitters of fusions. The newer ones keep some megabytes
+        for each kernel until a program is compiled, up to 0.7 GB in all, but make steps of
+        a ViT-Ti and evaluations up to a tenth faster (docs/results/speed.md). On a GPU it
+        keeps XLA from timing kernels to choose from, which on an H200 saves a first run a
+        quarter of the time to compile and three fifths of the CPU's (docs/accelerators.md).
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     backend = backend or jax.default_backend()
@@ -340,12 +341,12 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
         options |= {"xla_gpu_autotune_level": 0}
     if backend == "cpu":
         options = {"xla_backend_optimization_level": 1}
-        # later ones may refuse the option
+        # a jaxlib that does not know an option refuses to compile, and later ones may drop it
         known = jaxlib.__version__.startswith("0.10.")
         if lean and known:
             options |= {"xla_cpu_use_fusion_emitters": False}
+    # options of a program would override the user's flags, so those that are named are left out
     flags = os.environ.get("XLA_FLAGS", "")
-    # a user's XLA_FLAGS win
     return {name: value for name, value in options.items() if name not in flags}
 
 
@@ -392,9 +393,9 @@ def in_order(tree: Any, mesh: AnyMesh | None) -> Any:
     however many processes there are. On accelerators they stay shared, and XLA divides
     what is computed of them.
     """
-    # gather the summands, so that additions have the same order as on one device
     if mesh is None or not keeps_order(mesh):
         return tree
+    # every device has all summands, and adds them in the order of one device
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, WHOLE))
 
 
@@ -418,7 +419,7 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
 
     def spec(array: Any) -> PartitionSpec:
         shape = jnp.shape(array)
-        # without devices to share them evenly, padding would enter the server's sums
+        # rows that do not divide evenly would need padding, which would enter the server's sums
         if all_whole or not shape or shape[0] % devices != 0:
             return WHOLE
         if math.prod(shape) * array.dtype.itemsize < SHARED:
@@ -439,14 +440,14 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
     """Return rows [n, ...] of arrays that the devices share, inside `on_each`; each
     device asks for its own.
 
-    Args:
-      part: the device's part of the arrays, leaves [N / devices, ...].
-      index: of rows, in the whole arrays; every one must be there.
-      # rows of an array are N / devices to each device, in order
-      mesh: the devices; None: one, which has all rows.
-
     A request goes round all devices, and each fills in what it has: a device holds its
     part and one request at a time, never the whole arrays.
+
+    Args:
+      part: the device's part of the arrays, leaves [N / devices, ...]: equal parts, in the
+        order of the devices.
+      index: rows of the whole arrays [n], from 0 to N - 1.
+      mesh: the devices; None: one, which has all rows.
     """
     if mesh is None or not jax.tree.leaves(part):
         return jax.tree.map(lambda leaf: leaf[index], part)
@@ -456,7 +457,7 @@ def take_rows(part: Any, index: jax.Array, mesh: AnyMesh | None) -> Any:
         on_device, place = _place_on_device(part, index)
 
         def filled(leaf: jax.Array, row: jax.Array) -> jax.Array:
-            # broadcast against leaves [n, ...]
+            # [n] becomes [n, 1, ..], which broadcasts against rows [n, ...]
             mask = on_device.reshape(-1, *[1] * (leaf.ndim - 1))
             return jnp.where(mask, leaf[place], row)
 
@@ -497,6 +498,7 @@ def _place_on_device(part: Any, index: jax.Array) -> tuple[jax.Array, jax.Array]
     """Return which of these rows the device has, and where in its part."""
     rows = len(jax.tree.leaves(part)[0])
     place = index - jax.lax.axis_index(AXIS) * rows
+    # clipped, so that rows of other devices read something valid, which the mask drops
     return (place >= 0) & (place < rows), jnp.clip(place, 0, rows - 1)
 
 

@@ -1,8 +1,8 @@
 """Fields of dataclasses of settings: what a value may be stands beside the field, as
 its metadata.
 
-The rule for fields that say nothing: whole numbers are at least 1, other numbers finite
-and at least 0; and both are numbers of 32 bits, which is what devices compute with. A
+A field that states no range has the usual one: whole numbers are at least 1, other numbers
+finite and at least 0, and both fit in 32 bits, which is what devices compute with. A
 default of `None`, 0, "" or "auto" may stand for "none" or "automatic", and `option(...,
 unset=...)` says which.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from fcljax.errors import InputError, Value
 
+# the largest numbers of int32 and, rounded down, of float32
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = 3.4e38
 
@@ -35,22 +36,20 @@ def option(
     unset: str = "",
     learning_rate: bool = False,
 ) -> Value:
-    """Make a field of settings with a range; typed, as `dataclasses.field` is, like its
-    default.
+    """Make a field of settings with a range. For type checkers it has the type of its
+    default, as with `dataclasses.field`.
 
     Args:
-      default: of the field; a field that may be None has its range all the same.
-      least: the smallest value, where it is not the rule's.
-      most: the largest value.
+      default: of the field. None is allowed beside a range, which holds for numbers alone.
+      least: the smallest value; None: the usual one.
+      most: the largest value; None: the usual one.
       below: what a value must be less than.
-      positive: 0 is no value either.
-      only: the option that decides whether this one is read, and its values with which
-        it is. A value with a colon, such as "mix:NAME", stands for all values that
-        begin as it does.
-      needs: the option without which nothing reads this one: it must not be at its
+      positive: whether 0 is refused.
+      only: the option that decides whether this one is read, then the values with which it
+        is. A value with a colon, such as "mix:NAME", stands for all that begin with "mix:".
+      needs: the option that must differ from its default, or nothing reads this one.
+      unset: what the default means, for the help. In a settings file null stands for this
         default.
-      unset: what the default means, for the help. In a file of settings null stands for
-        this default.
       learning_rate: whether `--scale fit` and `--rate-factor` multiply it.
     """
     metadata = {
@@ -116,6 +115,7 @@ def help_of(options: type) -> dict[str, str]:
         except (OSError, TypeError, ValueError):
             continue
         assert isinstance(node, ast.ClassDef)
+        # Python drops the strings below fields, so the source is read for them
         for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
@@ -162,7 +162,7 @@ def check_read(options: object, usual: object | None = None, typed: Collection[s
         usual = type(options)()
     for field in fields_of(type(options)):
         passing = getattr(usual, field.name)
-        # a preset has no reason to set what needs another option
+        # a preset must not set such an option alone, so only the written default passes
         if field.metadata.get("needs"):
             passing = field.metadata["default"]
         changed = getattr(options, field.name) != passing
@@ -179,7 +179,7 @@ def is_read(field: dataclasses.Field, options: object) -> bool:
     if not decider:
         return True
     value = str(getattr(options, decider))
-    # of a value such as mix:a+b the form decides
+    # mix:a+b is read by an option whose readers have mix:NAME
     form = value.partition(":")[0] + ":"
     return any(value == reader or reader.startswith(form) for reader in readers)
 
@@ -206,7 +206,7 @@ def _field(options: type, name: str) -> dataclasses.Field:
     return next(field for field in fields_of(options) if field.name == name)
 
 
-# examples of values, by the type of an option
+# what an error proposes to type behind a flag, by the type of its option
 _EXAMPLES = {int: " 1", float: " 0.1", bool: ""}
 
 
@@ -241,8 +241,9 @@ def check_value(field: dataclasses.Field, value: object) -> None:
         return
     name = field.name
     limits = field.metadata
+    # the type may be `int | None`, and an int is a value of a float field too
     is_integer = "float" not in str(field.type)
-    # what holds where the field says nothing
+    # the usual range
     least: float | int = 0
     most: float | int = LARGEST_FLOAT
     if is_integer:
@@ -271,7 +272,7 @@ def check_value(field: dataclasses.Field, value: object) -> None:
 
 def _shown(value: float | int) -> str:
     """Return a number as text."""
-    # Python refuses to write whole numbers of thousands of digits
+    # Python raises for an int of more than 4,300 digits, and no reader counts 40
     if isinstance(value, float) or abs(value) < 10**40:
         return str(value)
     return f"a number of {value.bit_length()} bits"

@@ -46,18 +46,21 @@ def between(
 def jitter(
     key: PRNGKeyArray, image: Float[Array, "batch h w 3"], padding: float
 ) -> Float[Array, "batch h w 3"]:
-    """Images with a border of zeros, cut back to their size at random, and half of them
-    mirrored.
+    """Return images with a border of zeros, cut back to their size at random, and half of
+    them mirrored.
 
     Args:
-      padding: width of the border over the image's side.
+      key: for the draws.
+      image: pixels of any range.
+      padding: width of the border, as a fraction of the image's side.
     """
     count, h, w, _ = image.shape
     rows = round(padding * h)
     cols = round(padding * w)
     padded = jnp.pad(image, ((0, 0), (rows, rows), (cols, cols), (0, 0)))
     top, left, flip = jax.random.split(key, 3)
+    # the border is on both sides, so there are 2 * rows + 1 places for a cut
     y = jax.random.randint(top, (count,), 0, 2 * rows + 1)
     x = jax.random.randint(left, (count,), 0, 2 * cols + 1)
-    cut = jax.vmap(lambda one, y, x: jax.lax.dynamic_slice(one, (y, x, 0), (h, w, 3)))(padded, y, x)
+    cut = jax.vmap(lambda bordered, y, x: jax.lax.dynamic_slice(bordered, (y, x, 0), (h, w, 3)))(padded, y, x)
     return jnp.where(jax.random.bernoulli(flip, 0.5, (count, 1, 1, 1)), cut[:, :, ::-1], cut)

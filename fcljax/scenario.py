@@ -40,8 +40,10 @@ from fcljax.options import fields_of, replaced
 from fcljax.settings import PartitionConfig, is_owned
 from fcljax.types import Task
 
-ORDER_BYTES = 1 << 22  # of a file of classes
-ONLINE = 35  # the purpose of a draw, among those of the seed
+ORDER_BYTES = 1 << 22  # most bytes of a file that lists classes
+# In seeds, the purpose of a draw: online streams draw from (seed, 35, task, client), which
+# no other draw of the run does.
+ONLINE = 35
 
 
 class Scenario(NamedTuple):
@@ -86,7 +88,7 @@ class Scenario(NamedTuple):
     def labels(self, dataset: Dataset) -> Int[np.ndarray, " C"]:
         """Return the label that each class has in the data set, in the class order of the run."""
         labels = np.zeros(len(dataset.class_names), int)
-        # of both splits, since a class may be missing in one of them
+        # from both splits, since a class may be missing in one of them
         labels[self.test_label] = dataset.y_test
         labels[self.train_label] = dataset.y_train
         return labels
@@ -134,20 +136,21 @@ def make_scenario(
         for r in range(drawn_rounds):
             owned = assigned.indices(t, r)
             counts = _counts(owned, label, classes)
+            # HePCo's release aggregates by numbers of examples that clients do not have
             reported = counts
             if assigned.reported:
                 reported = assigned.reported(t, r)
             of_task.append(ClientPartition(*owned, reported, client_tasks))
-            # the sum over redrawn rounds; a client that is still in an earlier task has
-            # been counted there
+            # redrawn rounds add up; a client that stays in an earlier task was counted then
             holdings = holdings + assigned.newly(t)[:, None] * counts
         # the same object in all rounds, so that its tables are computed once
         partitions.append(of_task * (rounds // drawn_rounds))
-        # statistics rounds read the examples of all rounds
+        # an online client's statistics (class means, say) are of the whole task, not of
+        # the first round's share of it
         if online:
             owned = merge([assigned.indices(t, r) for r in range(rounds)])
             all_rounds.append(ClientPartition(*owned, _counts(owned, label, classes), client_tasks))
-        # without this error such a task would silently leave the model unchanged
+        # without this error such a task would leave the model as it is, and nothing say so
         if not any(len(partition.indices) for partition in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
     test_label = assigned.test_label
@@ -176,6 +179,7 @@ def scenario_of_counts(
     no_classes = np.zeros((options.clients, len(dataset.class_names)), np.int32)
 
     def partition(count: Int[np.ndarray, " K"]) -> ClientPartition:
+        # the examples are elsewhere; only the length of each client's part is read
         indices = np.zeros(int(count.sum()), np.int32)
         return ClientPartition(indices, np.cumsum([0, *count]), no_classes)
 
@@ -260,7 +264,7 @@ def _schedule(
     schedule = by_class(source.sizes(classes, options.tasks), label, test_label)
     if not source.blurry:
         return schedule
-    # another stream than the partition's, whose draws must not change
+    # a stream of its own: with `blurry` set, the partition still draws what it drew without
     rng = np.random.RandomState([options.seed, PURPOSE])
     return blurred(schedule, label, source.blurry, source.disjoint, rng)
 
@@ -288,7 +292,7 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
     source = chosen("tasks_by", options)
-    # the labels are read only if they decide the number of tasks
+    # the schedule needs every label, so it is made only where it decides the number of tasks
     decided = isinstance(source, ByColumn) or source.classes_per_task or source.task_sizes
     if decided or says_tasks(options.partition):
         tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
@@ -343,6 +347,7 @@ class Assignment(NamedTuple):
 
     def newly(self, task: int) -> Bool[np.ndarray, " K"] | np.ndarray:
         """Return which clients have the examples of this task, not of an earlier one."""
+        # of length 1, which broadcasts over the clients
         if self.holds is None:
             return np.ones(1, bool)
         return self.holds[task] == task
@@ -375,13 +380,14 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
       InputError: for options that the data set cannot meet. For a redrawn population
         `Assignment.indices` raises the errors of its partition.
     """
-    # RandomState, not a Generator: releases draw from this legacy stream
+    # RandomState, not a Generator: the releases draw from this legacy stream, and the same
+    # calls in the same order give their partitions
     stream = np.random.RandomState(options.seed)
     order = order_of_classes(dataset, options, stream)
-    # before the draws, which are then only of this share
+    # before the partition's draws, which divide this share alone
     used = first_share(dataset.y_train, options.train_share)
     partition = chosen("partition", options)
-    # private streams have tasks of their own, so no shared schedule
+    # each client has its own tasks, so there is no schedule to share
     if isinstance(partition, Private):
         return _private(dataset, options, partition, order, used, stream)
     label = relabel(dataset.y_train, order)
@@ -447,7 +453,8 @@ class _Data(NamedTuple):
         """Draw a partition of a task, or of all tasks."""
         rows = self.of_task(task)
         clients = np.arange(self.options.clients)
-        # a task is divided among the clients that have it
+        # With clients that come and go, a task is divided among those that have it. A
+        # partition of all tasks is drawn once, for everybody who will ever join.
         if changes(self.options) and not self.all_tasks:
             clients = np.flatnonzero(self.holds[task] == task)
         divide: Partition = self.partition
@@ -455,6 +462,7 @@ class _Data(NamedTuple):
         # the partition may be a user's function
         check_parts(parts, len(clients), len(rows))
         owned = ClientIndices.of(parts)
+        # from positions among the clients that have the task to ids: the others get none
         sizes = np.zeros(self.options.clients, np.int64)
         sizes[clients] = np.diff(owned.offset)
         offset = np.concatenate([[0], np.cumsum(sizes)])
@@ -519,6 +527,7 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
 
     def indices(task: int, round_: int) -> ClientIndices:
         held_tasks = holds[task].tolist()
+        # an earlier task is drawn again: its partition is the same in every call
         by_client_of = {
             held_task: assigned.indices(held_task, round_).by_client()
             for held_task in set(held_tasks) - {AWAY}
@@ -531,7 +540,7 @@ def _attended(assigned: Assignment, holds: Int[np.ndarray, "T K"]) -> Assignment
 
     client_tasks = ()
     tasks = assigned.tasks
-    # some client stays in an earlier task, so clients need tasks of their own
+    # where a client stays in an earlier task, clients no longer share the current classes
     if np.any((holds >= 0) & (holds < np.arange(len(holds))[:, None])):
         tasks_of_clients = [
             [tasks[held_task]._replace(seen=task.seen) for held_task in held_tasks]
@@ -555,6 +564,8 @@ def _online(assigned: Assignment, options: PartitionConfig, rounds: int) -> Assi
         seeds = [[options.seed, ONLINE, task, client] for client in range(options.clients)]
         draws = map(np.random.RandomState, seeds)
         of_clients = zip(draws, assigned.indices(task, 0).by_client(), strict=True)
+        # every call draws the same order and takes another piece of it, so no example is
+        # seen twice
         return ClientIndices.of(
             [np.array_split(rng.permutation(examples), rounds)[round_] for rng, examples in of_clients]
         )
@@ -568,6 +579,7 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
     Raises:
       InputError: for private streams.
     """
+    # private streams have tasks of their own without attendance, clients that stay with it
     if assigned.own and assigned.holds is None:
         raise InputError(
             "partition: 'private' assigns examples by task, and a joint run has one task; nearest: 'iid'"
@@ -615,6 +627,7 @@ def _private(
         streams = shared_streams(label[used], shared, options.clients, task_source.category_ratio, rng)
     else:
         names = [dataset.class_names[i] for i in order]
+        # a data set that is no mixture is one source
         sources = np.asarray(dataset.sources or 0 * order)
         pool = task_source.pool(names, sources[order])
         streams = own_streams(label[used], pool, options.clients, options.tasks, rng)
@@ -639,7 +652,7 @@ def _stacked(shared: Task, client_tasks: tuple[Task, ...]) -> Task:
     """
 
     def repeated(leaf: Array | np.ndarray) -> np.ndarray:
-        # a view of K equal rows
+        # a view of K equal rows, which takes the memory of one
         return np.broadcast_to(np.asarray(leaf), (len(client_tasks), *np.shape(leaf)))
 
     current, seen = (np.stack([getattr(task, name) for task in client_tasks]) for name in ("current", "seen"))

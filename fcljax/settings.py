@@ -18,6 +18,7 @@ Pixels = Literal["checkpoint", "release", "half", "unit", "imagenet", "clip", "c
 Positions = Literal["antialiased", "plain"]
 Stem = Literal["imagenet", "cifar"]
 StemChoice = Literal["auto", "imagenet", "cifar"]
+# a string in files and on the command line, an object from Python
 Chosen = str | object
 """A name of a table of `choices.py`, or an object that does the same work."""
 
@@ -27,7 +28,8 @@ def is_owned(partition: Chosen) -> bool:
     return isinstance(partition, str) and partition.startswith(("file:", "column:"))
 
 
-# networks of data that are no images -> what they are
+# Networks for data that are no images -> their line in `fcljax list`. They have no
+# attention, so adapters that need it are replaced by `full` (`config.usual_adapter`).
 ARRAY_NETS = {
     "mlp": "tables: two layers of 128 on standardised columns, random values; the default for tables",
     "conv1d": "series: three convolutions over time on standardised channels, random values; the default "
@@ -36,9 +38,9 @@ ARRAY_NETS = {
 }
 TEXT_NETS = ("text_micro",)  # networks of text
 
-# Upper bounds, where a number beyond them would end a run in another way than with a line
-# that names it.
-MOST_SIDE = 6324  # images of 40 megapixels or more are refused
+# Upper bounds of options. Beyond them a run would end by running out of memory, minutes
+# later and without naming the option.
+MOST_SIDE = 6324  # pixels per side: its square is just below 40 megapixels
 MOST_GLYPHS = 10_000  # 3 GB in memory
 MOST_ROUNDS = 100_000  # the plan of every round is in memory
 MOST_CLIENTS = 1_000_000  # the indices of every client's examples are in memory
@@ -280,7 +282,7 @@ class HostOptions:
 
     @property
     def seconds(self) -> int:
-        """Of `host_timeout`."""
+        """Return `host_timeout`, or its default, in seconds."""
         return 100 if self.host_timeout is None else self.host_timeout
 
 
@@ -324,7 +326,8 @@ def with_headtune(presets: Presets) -> Presets:
     features (docs/results/fit.md)."""
     intended = presets["intended"]
     run = dataclasses.replace(intended.run, headtune=True)
-    # class means are sums over examples, so clients count by their examples everywhere
+    # Class means are sums over examples, and `parts.server.check_aggregation` refuses them
+    # beside a rule that weighs clients otherwise.
     if run.aggregator == "uniform":
         run = dataclasses.replace(run, aggregator="mean")
     return {**presets, "improved": intended._replace(run=run)}

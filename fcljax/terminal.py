@@ -58,6 +58,7 @@ def new_table(
     if narrow:
         table.padding = (0, 0, 0, 0)
     for name in columns:
+        # a number that breaks over two lines reads as two numbers
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
         elif name == columns[0]:
@@ -87,6 +88,7 @@ def add_row(table: Table, *cells: object, style: str | None = None, end_section:
 
 def say(console: Console, line: str) -> None:
     """Print a line."""
+    # soft_wrap: the terminal wraps, so that a copied path has no line break in it
     console.print(plain_text(line), soft_wrap=True, highlight=False)
 
 
@@ -141,7 +143,7 @@ class NotebookBar:
         return 0
 
     def update(self, _task: Any, *, advance: int = 0, **fields: Any) -> None:
-        """Move the bar; of rich's bar there are several, of this one is one."""
+        """Move the bar. `_task` is there for rich's interface, where a bar has several."""
         self.done += advance
         self.fields |= fields
         if self.handle:
@@ -152,6 +154,7 @@ class NotebookBar:
         return f"{self.done}/{self.total} {self._text()}"
 
     def _text(self) -> str:
+        # formats are written for rich's bars, where the fields belong to a task
         return self.format.replace("{task.fields[", "{fields[").format(fields=self.fields)
 
     def _repr_html_(self) -> str:

@@ -20,13 +20,16 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
-Server: TypeAlias = PyTree  # everything the server keeps between rounds
-# everything one client keeps between rounds; () for stateless clients
+# The three states of a method, of any structure that it likes. First what the server keeps
+# between rounds:
+Server: TypeAlias = PyTree
+# what one client keeps between rounds; () for stateless clients
 ClientState: TypeAlias = PyTree
 # what a client holds within a round: parameters, optimiser state, running sums
 Local: TypeAlias = PyTree
 
-# an array where rates are data (`federated/rates.py`)
+# A number, or an array: in a search over learning rates the rates are arguments of the
+# compiled program, so that all rates share it (`federated/rates.py`).
 LearningRate: TypeAlias = float | Float[Array, ""]
 
 
@@ -171,6 +174,7 @@ class Frozen(NamedTuple):
 class Features(NamedTuple):
     """Output of a network for a batch of examples."""
 
+    # what classifiers read, and for most methods the only output
     cls: Float[Array, "batch width"]
     """The class token after the final norm, or the pooled feature of a network without tokens."""
     tokens: Float[Array, "batch tokens width"] | None
@@ -304,6 +308,8 @@ class ClientInfo(NamedTuple):
         return cls(id=zero, examples=np.int32(1), class_examples=np.zeros(classes, np.int32), round=zero)
 
 
+# A client's last batch of an epoch is rarely full, and clients have different numbers of
+# examples. Padding gives all batches one shape, and so one compiled program.
 class Batch(NamedTuple):
     """B examples of one client, followed by those that it replays (`View.replay`).
 
@@ -327,6 +333,8 @@ class Batch(NamedTuple):
     """Factors of the loss's terms (`Phase.terms`); None: each counts once."""
 
 
+# An argument of every function of a client. What differs between tasks, rounds and clients
+# is in here as arrays, so nothing of it is compiled in.
 class ClientContext(NamedTuple):
     """The inputs of a client besides its own state."""
 
@@ -376,6 +384,8 @@ class Broadcast(NamedTuple):
     tasks; counted as extra storage."""
 
 
+# Put in `mean` or `sum` whatever the server needs no more of than that: the engine adds
+# them up client by client, while `gather` takes the memory of all participants at once.
 class Upload(NamedTuple):
     """The upload of one client. `mean` and `sum` are streamed; `gather` reaches the
     server one per client."""
@@ -490,13 +500,15 @@ class ClientFinish(Protocol):
 
 @runtime_checkable
 class ReceiveUpload(Protocol):
-    """Acts on one upload as it arrives at the server, before it is merged: clipping, say."""
+    """Changes one upload as it arrives at the server, before it is merged: clipping, say."""
 
     def __call__(self, context: ClientContext, upload: Upload, /) -> Upload:
         """Return an upload of the same structure."""
         ...
 
 
+# Numbers of examples become weights and divisors, so one client that lies about them could
+# decide the result. Impossible claims can be refused without seeing its data.
 class Claim(NamedTuple):
     """A checkable claim of a client in its upload, such as its numbers of examples."""
 
@@ -531,6 +543,7 @@ class Program(NamedTuple):
 
 # ---- what the server does --------------------------------------------------------------
 
+# the participants of an exchange, and its time in a task (`Round`)
 Who = Literal["sampled", "everyone"]
 When = Literal["task_start", "round", "after_round", "task_end"]
 
@@ -758,6 +771,7 @@ class PredictClient(Protocol):
         ...
 
 
+# the defaults of `Method`: stateless clients, and a server that does nothing between tasks
 def _no_client_state(_key: PRNGKeyArray, _server: Server) -> ClientState:
     return ()
 
@@ -774,6 +788,8 @@ class Method(NamedTuple):
     """init(key, frozen) -> the first server state."""
     broadcast: Callable[[RoundContext, Server], Broadcast]
     """broadcast(round_context, server) -> all that clients get."""
+    # Several exchanges can share a time, for example a report after each training round.
+    # They are played in this order.
     rounds: tuple[Round, ...]
     """Exchanges between server and clients, for every task."""
     predict: Predict

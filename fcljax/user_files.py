@@ -41,12 +41,13 @@ def load_file(option: str, place: str) -> ModuleType:
     """
     if not Path(place).is_file():
         raise InputError(f"{option}: no file {place!r}")
-    # no module of the package or of another file has it
+    # the whole path as the module's name: no other module can have it
     name = str(Path(place).resolve())
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise InputError(f"{option}: {place!r} is not a Python file")
-    # `help_of` reads the source
+    # in sys.modules before it runs: dataclasses look their module up there, and
+    # `inspect.getsource`, by which `help_of` reads help, does too
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     guarded(option, place, functools.partial(spec.loader.exec_module, module))
     return module
@@ -56,7 +57,7 @@ def guarded(option: str, name: str, load: Callable[[], Loaded]) -> Loaded:
     """Return what `load` does.
 
     Raises:
-      InputError: naming what a stranger's file raises while it is loaded.
+      InputError: naming the option, the file and what it raises while it is loaded.
     """
     try:
         return load()

@@ -11,5 +11,7 @@ from fcljax.runs.hosts import run_child
 if __name__ == "__main__":
     quiet_threads()
     code = run_child(lambda log: reported(lambda: run_as_process(sys.argv[2:], log)), int(sys.argv[1]))
+    # `os._exit` flushes nothing
     sys.stdout.flush(), sys.stderr.flush()
-    os._exit(code)  # at once: jax would wait for processes that may be gone
+    # at once: jax's exit hooks would wait for processes that may be gone
+    os._exit(code)
