@@ -211,7 +211,8 @@ def centred_clipping(
     """
     stacked, weight, valid = _clients(uploads, weight, valid)
     centre = jax.tree.map(jnp.asarray, centre)
-    # a centre of another shape would broadcast against the uploads, and nothing would fail
+    # a centre of another shape would broadcast against the uploads, and nothing would
+    # fail
     upload = jax.tree.map(lambda leaf: leaf[0], stacked)
     _check_alike("centre", centre, "an upload", upload)
     return rules.centred_clipping(stacked, weight, valid, centre=centre, radius=radius, steps=steps)

@@ -231,8 +231,8 @@ def _percent(share: float | None) -> str:
     return f"{100 * share:.1f} %"
 
 
-# The package's methods have the options of `RunOptions`, so that editors complete them and
-# type checkers find wrong ones.
+# The package's methods have the options of `RunOptions`, so that editors complete them
+# and type checkers find wrong ones.
 @overload
 def run(
     method: str,
@@ -318,7 +318,6 @@ def run(
     chosen, owners = _partition(partition)
     supplied = Supplied(examples, _network(backbone, examples), owners, metrics)
     options |= _tasks(tasks, options)
-    # `options` stays what the caller typed, for `check_given`; `stated` goes to the settings
     stated = options | {name: _listed(options[name]) for name in LISTED if name in options}
     stated["dataset"] = _name_of_data(data, examples)
     stated["backbone"] = backbone if isinstance(backbone, str) else "auto"
@@ -327,7 +326,7 @@ def run(
     settings = _settings(method, stated, out, resume)
     config.check_given(settings, options)
     observer = loop.Observer(console=Console(stderr=True, quiet=not progress))
-    # a result reads its tables, figures and model from files, so there is always a folder
+    # a result reads its tables, figures and model from files
     folder = Path(out or tempfile.mkdtemp(prefix="fcljax-"))
     try:
         summary = loop.run(settings, folder, resume, observer, supplied)
@@ -340,8 +339,7 @@ def run(
         # with progress the run has printed them
         for line in summary.get("warnings", ()):
             say(Console(stderr=True), line)
-    # read back: the run may have decided learning rates and number formats, which its file
-    # holds; objects in memory, which it does not hold, are put in again
+    # the run may have decided learning rates and number formats, which its file holds
     values = config.load_yaml(folder / "config.yaml") | _in_memory(settings)
     settings = config.from_mapping(method, values, "config.yaml")
     result = Result(summary, folder, settings, supplied, labels)
@@ -522,8 +520,8 @@ def _network(backbone: Any, examples: Dataset | None = None) -> Pretrained | Non
         )
     elif not backbone.image_size:
         raise InputError("backbone: it reads images, and has no image_size; give their side in pixels")
-    # `own_config` calls the network on shapes alone, so a mistake in it is reported in one
-    # line before any training
+    # `own_config` calls the network on shapes alone, so a mistake in it is reported in
+    # one line before any training
     shape = own_config(backbone, describe, example)
     # by the digest a resumed run checks that it gets the same network
     digest = checkpoint.digest_of_tree(backbone.params)

@@ -40,8 +40,9 @@ USAGE = """usage: fcljax COMMAND ...
   fcljax --version
 """
 
-# command -> MODULE:FUNCTION in fcljax/commands. Modules are imported when they are called:
-# most import JAX, which takes a second that --help and completion must not take.
+# command -> MODULE:FUNCTION in fcljax/commands. Modules are imported when they are
+# called: most import JAX, which takes a second that --help and completion must not
+# take.
 COMMANDS = {
     "run": "running:run",
     "check": "running:check",
@@ -83,14 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def reported(command: Callable[[], int]) -> int:
     """Run a command, report its error in one line, and return the exit code."""
-    # Errors that a user can act on. Any other is a fault of ours, and keeps its traceback.
+    # Errors that a user can act on. Any other is a fault of ours, and keeps its
+    # traceback.
     try:
         with signals.terminable():
             return command()
     except InputError as error:
         print(f"fcljax: {error}", file=sys.stderr)
-    # The reader of our output has gone, as `head` does after ten lines. stderr is closed, or
-    # Python would report the same pipe again when it exits; 141 is a shell's code for SIGPIPE.
+    # The reader of our output has gone, as `head` does after ten lines. stderr is
+    # closed, or Python would report the same pipe again when it exits; 141 is a shell's
+    # code for SIGPIPE.
     except BrokenPipeError:
         sys.stderr.close()
         return 141

@@ -73,8 +73,8 @@ __all__ = [
 
 Run = TypeVar("Run", bound=PartitionConfig)
 
-# A settings file has a few KB. A larger one is refused before PyYAML reads it, which takes
-# seconds a megabyte and 100 times its size in memory.
+# A settings file has a few KB. A larger one is refused before PyYAML reads it, which
+# takes seconds a megabyte and 100 times its size in memory.
 YAML_BYTES = 1 << 20
 # Settings are flat, so any honest file is far from this; PyYAML recurses once a level.
 YAML_DEPTH = 20
@@ -93,11 +93,11 @@ PAPER_EXAMPLES = 500.0
 # A schedule of less than 3 times, and more than a third of, the preset's steps in a task
 # keeps the preset's learning rates.
 NEAR = 3
-# Networks of tables and series start from random values, and hardly train at the rates for
-# pretrained networks. Chosen on held-out training examples of digits_table.
+# Networks of tables and series start from random values, and hardly train at the rates
+# for pretrained networks. Chosen on held-out training examples of digits_table.
 FROM_RANDOM = {"full_lr": 1e-3}
-# Backbones whose scale is mini where none is typed. `auto` is vit_micro; with a checkpoint
-# it is the checkpoint's network, and the scale is the paper's (`_is_micro`).
+# Backbones whose scale is mini where none is typed. `auto` is vit_micro; with a
+# checkpoint it is the checkpoint's network, and the scale is the paper's (`_is_micro`).
 MICRO = ("auto", "vit_micro", "resnet_micro", *ARRAY_NETS, *TEXT_NETS)
 
 
@@ -132,7 +132,8 @@ def option_groups(
             f"adapter: {called} cannot work with {adapter!r}: {entry.excludes[adapter]}; nearest: "
             f"{entry.adapter!r}"
         )
-    # a method of the user's own is called ./FILE.py:NAME; its file's name makes the heading
+    # a method of the user's own is called ./FILE.py:NAME; its file's name makes the
+    # heading
     title = called
     if method not in METHODS:
         title = Path(called).stem
@@ -178,7 +179,8 @@ def preset(
     Raises:
       InputError: as `option_groups`.
     """
-    # call again with everything spelled out, so that both ways share one entry of the cache
+    # call again with everything spelled out, so that both ways share one entry of the
+    # cache
     if adapter is None or choices is None:
         adapter = adapter or find_method(method).adapter
         return preset(method, adapter, fidelity, scale, choices or usual_choices(method, fidelity))
@@ -259,8 +261,9 @@ def _values(
         values |= {field.name: getattr(options, field.name) for field in fields_of(type(options))}
     if fidelity in ("paper", "released"):
         values |= AS_RELEASED
-    # 5. the scale. fit takes mini's values too (training of the server, say), but searches
-    # learning rates from the paper's, and keeps the preset's length of training
+    # 5. the scale. fit takes mini's values too (training of the server, say), but
+    # searches learning rates from the paper's, and keeps the preset's length of
+    # training
     if scale in ("mini", "fit"):
         untouched = set()
         if scale == "fit":
@@ -298,7 +301,8 @@ def values_of_preset(run: RunConfig) -> dict[str, Any]:
     values = flat_fields(run)
     usual = class_with(RunConfig, selected(RunConfig, values))
     defaults = {field.name: field.default for field in fields_of(usual)}
-    # fields that every run has are always the preset's, those of choices only if it sets them
+    # fields that every run has are always the preset's, those of choices only if it
+    # sets them
     shared = RunConfig.__dataclass_fields__
     return {name: value for name, value in values.items() if name in shared or value != defaults[name]}
 
@@ -369,7 +373,8 @@ def from_mapping(method: str | MethodEntry, values: dict[str, Any], where: str) 
     if "rate_factor" not in values and _is_left_to_run(method, adapter, values):
         values = {**values, "rate_factor": 0.0}
     values = values | {"scale": scale, "fidelity": fidelity}
-    # the presets' full_lr is for pretrained networks, and networks of tables have no weights
+    # the presets' full_lr is for pretrained networks, and networks of tables have no
+    # weights
     if adapter == "full" and scale == "mini" and not has_attention(values):
         values = _rates_from_random(method, values) | values
     usual = preset(method, adapter, fidelity, scale, choices_of(method, values))
@@ -910,7 +915,8 @@ def _converted(field: dataclasses.Field, value: object) -> Any:
     # an object of the user's own, which `choices.chosen` checks
     if field.name in CHOICES and not isinstance(value, str):
         return value
-    # files of earlier versions have null where a default stands for none; config.yaml has ""
+    # files of earlier versions have null where a default stands for none; config.yaml
+    # has ""
     if value is None and field.metadata.get("unset"):
         return field.metadata["default"]
     if value == "" == field.metadata.get("default"):
@@ -1006,7 +1012,8 @@ class _Plain(yaml.SafeLoader):
         return node
 
 
-# how a whole number, a number, and true or false are written; YAML 1.1 has further forms of each
+# how a whole number, a number, and true or false are written; YAML 1.1 has further
+# forms of each
 _WRITTEN = {
     "int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
     "float": re.compile(
@@ -1069,8 +1076,8 @@ def to_yaml(config: RunConfig) -> str:
 def plain(config: RunConfig) -> dict[str, Any]:
     """Return all fields of a run's settings as plain values; objects of the user's own
     as `choices.OWN`."""
-    # `class_with` orders the options of a choice right behind it, as a reader expects; the
-    # other fields follow
+    # `class_with` orders the options of a choice right behind it, as a reader expects;
+    # the other fields follow
     order = getattr(config, "order", ())
     names = dict.fromkeys((*order, *(field.name for field in fields_of(type(config)))))
     values = {name: getattr(config, name) for name in names}

@@ -142,8 +142,9 @@ def _lock_file(path: Path, wait: Callable[[], None] | None) -> tuple[int, bool]:
         except BaseException:
             os.close(handle)
             raise
-        # Between open and lock the last owner may have removed the file. Other processes
-        # would then lock a new file of this name, and this lock would keep none of them out.
+        # Between open and lock the last owner may have removed the file. Other
+        # processes would then lock a new file of this name, and this lock would keep
+        # none of them out.
         if _is_file_at(handle, path):
             return handle, locked
         os.close(handle)
@@ -184,8 +185,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
       OSError: it cannot be opened, or is not a regular file.
     """
     try:
-        # O_NONBLOCK: opening a pipe would wait for its writer. The open handle is checked,
-        # not the path, which another process could exchange in between.
+        # O_NONBLOCK: opening a pipe would wait for its writer. The open handle is
+        # checked, not the path, which another process could exchange in between.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from None
@@ -203,7 +204,8 @@ def read_text(path: str | Path, most: int) -> str:
       OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
       UnicodeDecodeError: it is not text.
     """
-    # a byte beyond the limit tells a file that is too large; its size may change meanwhile
+    # a byte beyond the limit tells a file that is too large; its size may change
+    # meanwhile
     with open_regular(path) as stream:
         content = stream.read(most + 1)
     if len(content) > most:

@@ -25,8 +25,8 @@ BATCH = "batch"
 # abstract meshes are for shapes: this machine need not have their devices
 AnyMesh = Mesh | AbstractMesh
 WHOLE = PartitionSpec()  # every device has the whole array
-# Bytes of an array that a device collects from all devices at a time, 64 MiB: the array was
-# divided because one device has no room for all of it.
+# Bytes of an array that a device collects from all devices at a time, 64 MiB: the array
+# was divided because one device has no room for all of it.
 COLLECTED = 2**26
 # Accelerators divide arrays of the server from 64 MiB on. Smaller ones are whole on every
 # device: a copy is cheap, and the server's step then exchanges nothing.
@@ -190,7 +190,8 @@ def put_process_rows(
         shape = (len(row_of_entry), *leaf.shape[1:])
 
         def read(entries: Any) -> Any:
-            # `index` is sorted: the position of a row of the whole array in this process's
+            # `index` is sorted: the position of a row of the whole array in this
+            # process's
             return leaf[np.searchsorted(index, row_of_entry[entries[0]])]
 
         return jax.make_array_from_callback(shape, sharding, read)
@@ -282,7 +283,8 @@ def collect(x: jax.Array) -> np.ndarray:
     read = jit(on_each(rows_of_all, mesh, (split(), WHOLE), WHOLE), mesh)
     host = np.empty((devices, part, *x.shape[1:]), x.dtype)
     for start in range(0, part, rows):
-        # the last piece overlaps the one before it, so that all have one shape: one compile
+        # the last piece overlaps the one before it, so that all have one shape: one
+        # compile
         start = min(start, part - rows)
         host[:, start : start + rows] = np.asarray(read(x, np.int32(start)))
     return host.reshape(x.shape)
@@ -341,11 +343,13 @@ def compiler_options(backend: str | None = None, lean: bool = False) -> dict[str
         options |= {"xla_gpu_autotune_level": 0}
     if backend == "cpu":
         options = {"xla_backend_optimization_level": 1}
-        # a jaxlib that does not know an option refuses to compile, and later ones may drop it
+        # a jaxlib that does not know an option refuses to compile, and later ones may
+        # drop it
         known = jaxlib.__version__.startswith("0.10.")
         if lean and known:
             options |= {"xla_cpu_use_fusion_emitters": False}
-    # options of a program would override the user's flags, so those that are named are left out
+    # options of a program would override the user's flags, so those that are named are
+    # left out
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 
@@ -419,7 +423,8 @@ def server_specs(server: Any, mesh: AnyMesh | None) -> Any:
 
     def spec(array: Any) -> PartitionSpec:
         shape = jnp.shape(array)
-        # rows that do not divide evenly would need padding, which would enter the server's sums
+        # rows that do not divide evenly would need padding, which would enter the
+        # server's sums
         if all_whole or not shape or shape[0] % devices != 0:
             return WHOLE
         if math.prod(shape) * array.dtype.itemsize < SHARED:

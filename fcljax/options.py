@@ -111,7 +111,8 @@ def help_of(options: type) -> dict[str, str]:
             continue
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        # a class that is made while the program runs has no source, and no docstrings either
+        # a class that is made while the program runs has no source, and no docstrings
+        # either
         except (OSError, TypeError, ValueError):
             continue
         assert isinstance(node, ast.ClassDef)

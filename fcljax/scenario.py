@@ -41,8 +41,8 @@ from fcljax.settings import PartitionConfig, is_owned
 from fcljax.types import Task
 
 ORDER_BYTES = 1 << 22  # most bytes of a file that lists classes
-# In seeds, the purpose of a draw: online streams draw from (seed, 35, task, client), which
-# no other draw of the run does.
+# In seeds, the purpose of a draw: online streams draw from (seed, 35, task, client),
+# which no other draw of the run does.
 ONLINE = 35
 
 
@@ -141,7 +141,8 @@ def make_scenario(
             if assigned.reported:
                 reported = assigned.reported(t, r)
             of_task.append(ClientPartition(*owned, reported, client_tasks))
-            # redrawn rounds add up; a client that stays in an earlier task was counted then
+            # redrawn rounds add up; a client that stays in an earlier task was counted
+            # then
             holdings = holdings + assigned.newly(t)[:, None] * counts
         # the same object in all rounds, so that its tables are computed once
         partitions.append(of_task * (rounds // drawn_rounds))
@@ -150,7 +151,8 @@ def make_scenario(
         if online:
             owned = merge([assigned.indices(t, r) for r in range(rounds)])
             all_rounds.append(ClientPartition(*owned, _counts(owned, label, classes), client_tasks))
-        # without this error such a task would leave the model as it is, and nothing say so
+        # without this error such a task would leave the model as it is, and nothing say
+        # so
         if not any(len(partition.indices) for partition in of_task):
             raise InputError(f"partition: no client has examples of task {t + 1} of {len(tasks)}")
     test_label = assigned.test_label
@@ -264,7 +266,8 @@ def _schedule(
     schedule = by_class(source.sizes(classes, options.tasks), label, test_label)
     if not source.blurry:
         return schedule
-    # a stream of its own: with `blurry` set, the partition still draws what it drew without
+    # a stream of its own: with `blurry` set, the partition still draws what it drew
+    # without
     rng = np.random.RandomState([options.seed, PURPOSE])
     return blurred(schedule, label, source.blurry, source.disjoint, rng)
 
@@ -292,7 +295,8 @@ def fit_partition(options: Value, dataset: Dataset) -> Value:
     if is_owned(options.partition):
         clients = len(find_owners(dataset, options.partition).names)
     source = chosen("tasks_by", options)
-    # the schedule needs every label, so it is made only where it decides the number of tasks
+    # the schedule needs every label, so it is made only where it decides the number of
+    # tasks
     decided = isinstance(source, ByColumn) or source.classes_per_task or source.task_sizes
     if decided or says_tasks(options.partition):
         tasks = len(_schedule(dataset, options, *_labels(dataset, options)).tasks)
@@ -380,8 +384,8 @@ def assign(dataset: Dataset, options: PartitionConfig, rounds: int = 1) -> Assig
       InputError: for options that the data set cannot meet. For a redrawn population
         `Assignment.indices` raises the errors of its partition.
     """
-    # RandomState, not a Generator: the releases draw from this legacy stream, and the same
-    # calls in the same order give their partitions
+    # RandomState, not a Generator: the releases draw from this legacy stream, and the
+    # same calls in the same order give their partitions
     stream = np.random.RandomState(options.seed)
     order = order_of_classes(dataset, options, stream)
     # before the partition's draws, which divide this share alone
@@ -579,7 +583,8 @@ def _joint(assigned: Assignment, classes: int) -> Assignment:
     Raises:
       InputError: for private streams.
     """
-    # private streams have tasks of their own without attendance, clients that stay with it
+    # private streams have tasks of their own without attendance, clients that stay with
+    # it
     if assigned.own and assigned.holds is None:
         raise InputError(
             "partition: 'private' assigns examples by task, and a joint run has one task; nearest: 'iid'"

@@ -326,8 +326,8 @@ def with_headtune(presets: Presets) -> Presets:
     features (docs/results/fit.md)."""
     intended = presets["intended"]
     run = dataclasses.replace(intended.run, headtune=True)
-    # Class means are sums over examples, and `parts.server.check_aggregation` refuses them
-    # beside a rule that weighs clients otherwise.
+    # Class means are sums over examples, and `parts.server.check_aggregation` refuses
+    # them beside a rule that weighs clients otherwise.
     if run.aggregator == "uniform":
         run = dataclasses.replace(run, aggregator="mean")
     return {**presets, "improved": intended._replace(run=run)}

@@ -20,8 +20,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxtyping import PyTree as PyTree
 
-# The three states of a method, of any structure that it likes. First what the server keeps
-# between rounds:
+# The three states of a method, of any structure that it likes. First what the server
+# keeps between rounds:
 Server: TypeAlias = PyTree
 # what one client keeps between rounds; () for stateless clients
 ClientState: TypeAlias = PyTree
@@ -333,8 +333,8 @@ class Batch(NamedTuple):
     """Factors of the loss's terms (`Phase.terms`); None: each counts once."""
 
 
-# An argument of every function of a client. What differs between tasks, rounds and clients
-# is in here as arrays, so nothing of it is compiled in.
+# An argument of every function of a client. What differs between tasks, rounds and
+# clients is in here as arrays, so nothing of it is compiled in.
 class ClientContext(NamedTuple):
     """The inputs of a client besides its own state."""
 
@@ -507,8 +507,8 @@ class ReceiveUpload(Protocol):
         ...
 
 
-# Numbers of examples become weights and divisors, so one client that lies about them could
-# decide the result. Impossible claims can be refused without seeing its data.
+# Numbers of examples become weights and divisors, so one client that lies about them
+# could decide the result. Impossible claims can be refused without seeing its data.
 class Claim(NamedTuple):
     """A checkable claim of a client in its upload, such as its numbers of examples."""
 
@@ -771,7 +771,8 @@ class PredictClient(Protocol):
         ...
 
 
-# the defaults of `Method`: stateless clients, and a server that does nothing between tasks
+# the defaults of `Method`: stateless clients, and a server that does nothing between
+# tasks
 def _no_client_state(_key: PRNGKeyArray, _server: Server) -> ClientState:
     return ()
 
