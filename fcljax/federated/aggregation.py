@@ -80,12 +80,12 @@ def make_aggregation(options: AggregationOptions) -> Aggregation:
       InputError: an unknown name, a value out of range, or noise without clipping or with
         a rule that is not a mean.
     """
-    # an unknown name or range fails here, before anything is compiled
+    # an unknown name or a value out of range fails before anything is compiled
     rule = chosen("aggregator", options)
     check_ranges(options)
     _check_noise(options, rule)
     optimiser = _optimiser(options)
-    # means are running sums, for which no upload has to be stored
+    # the engine takes means as running sums; any other rule needs all uploads at once
     reduce = None
     if not isinstance(rule, Mean | Uniform):
         reduce = _like_reference(rule)
@@ -140,7 +140,8 @@ def _name(options: AggregationOptions) -> str:
 
 def _on_arrival(options: AggregationOptions, rule: object) -> OnArrival | None:
     bound = options.clip_norm
-    # under noise all have weight 1: the sensitivity would otherwise be that of the largest
+    # the noise is calibrated to the influence of one client, which the largest weight
+    # would decide: with equal weights it is clip_norm / n
     equal = isinstance(rule, Uniform) or options.noise_multiplier > 0
     if not bound and not equal:
         return None
@@ -196,7 +197,7 @@ def _at_server(
         key: PRNGKeyArray,
     ) -> tuple[PyTree, PyTree]:
         if noise:
-            # sigma clip_norm / n (McMahan et al. 2018); an empty round has n = 0, and its
+            # sigma clip_norm / n (McMahan et al. 2018). In an empty round n = 0, and the
             # mean is not used
             mean = add_noise(mean, noise * bound / jnp.maximum(count, 1), key)
         if optimiser is None:
@@ -246,7 +247,7 @@ def _optimiser_state(optimiser: optax.GradientTransformation | None) -> Callable
 
 def _floats(tree: PyTree) -> list[Array]:
     """Return the floating leaves, in float32."""
-    # float32: sums of squares of bfloat16 would lose the small coordinates
+    # in bfloat16, sums of squares would lose the small coordinates
     return [widen(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 

@@ -18,13 +18,12 @@ from fcljax.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """The mean weighted by the uploads' weights, which needs no more than one upload at a
-    time."""
+    """The mean weighted by the uploads' weights: a running sum, one upload at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """The mean of all clients alike."""
+    """The mean in which all clients have the same weight."""
 
 
 @dataclasses.dataclass(frozen=True)

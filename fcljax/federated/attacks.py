@@ -18,14 +18,15 @@ from fcljax.federated.claims import claims_hold
 from fcljax.options import option
 from fcljax.types import PyTree, Sender, Task, Upload
 
-CERTAIN = -23.0  # the rho of a standard deviation of 1e-10, so of a precision of 1e20
-SHARPER = 9.9  # divisor of standard deviations that VFCL's server still takes for possible
-CLAIMED = 1e30  # examples, or weight, of a lie
+CERTAIN = -23.0  # rho of a standard deviation of 1e-10, which is a precision of 1e20
+SHARPER = 9.9  # divisor of standard deviations that VFCL's server still accepts
+CLAIMED = 1e30  # number of examples, or weight, that a lie claims
 # factors of the length of features that `Gram` tries
 LONGER = (1000.0, 100.0, 30.0, 10.0, 5.0, 3.0, 2.0, 1.5, 1.2, 1.0)
 
-# Sums over examples by the name of their field or report. If every feature is c times as
-# long, they are c to this power as large. `_LINEAR` are negated too; squares cannot be.
+# Sums over examples, by the name of their field or report, with an exponent p: features
+# that are c times as long make the sum c^p times as large. Sums in `_LINEAR` may have
+# either sign, and `Gram` negates them; sums of squares cannot be negative.
 _LINEAR = {
     "products": 1,
     "feature": 1,
@@ -37,7 +38,8 @@ _LINEAR = {
 }
 _OF_SQUARES = ("gram", "grams", "outer", "square", "trace", "pairs", "head", "task_grams")
 _SQUARES = {"factor": 1, **dict.fromkeys(_OF_SQUARES, 2)}
-# Gram matrices whose directions count: all become equal
+# Gram matrices of which the server takes the main directions: `Gram` makes all directions
+# equal
 _DIRECTIONS = "input_grams"
 
 
@@ -172,13 +174,13 @@ class Gram:
 
         factors = jnp.asarray(LONGER)
         believed = jax.lax.map(is_believed, factors)
-        # the first, which is the longest
+        # argmax gives the first True, and factors descend
         return lie(factors[jnp.argmax(believed)])
 
     def check(self, uploads: tuple[Upload, ...]) -> None:
         """Raise InputError if clients send no sums over examples."""
         reports = jax.tree_util.tree_leaves_with_path([(upload.sum, upload.gather) for upload in uploads])
-        # a gathered classifier has a kernel too
+        # "kernel" is no evidence: a gathered classifier has one too
         names = {*_LINEAR, *_SQUARES, _DIRECTIONS} - {"kernel"}
         if not any(_sum_name(path) in names for path, _ in reports):
             raise InputError("attack: clients of this method send no sums ('gram'); nearest: 'sign_flip'")
@@ -191,9 +193,9 @@ Change = Callable[[tuple, Array, int], Array]
 
 
 def map_floats(upload: Upload, change: Change) -> Upload:
-    """Return the upload with its floating leaves changed, but for its weight.
+    """Return the upload with its floating leaves changed, except for its weight.
 
-    Counts and ids are integers, about which `Counts` alone lies.
+    Counts and ids are integers, which only `Counts` changes.
     """
 
     def of_floats(path: tuple, leaf: Array, number: int) -> Array:
@@ -222,7 +224,7 @@ def _leaves(uploads: tuple[Upload, ...]) -> list[tuple[tuple, jax.ShapeDtypeStru
 def _noisy(leaf: Array, key: PRNGKeyArray) -> Array:
     """Add normal noise as large as the leaf's root mean square."""
     root_mean_square = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
-    # as large as the signal: a mean over honest clients is disturbed, yet every number is plausible
+    # as large as the leaf itself: it disturbs a mean, and every number is plausible
     return leaf + (root_mean_square * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
 
@@ -236,8 +238,8 @@ def _sharper(rho: Array) -> Array:
 def mirror_labels(label: Int[Array, " B"], task: Task) -> Int[Array, " B"]:
     """Replace class a of the task's n classes by class n - 1 - a. Labels of other tasks
     (replayed examples) stay."""
-    is_class = task.classes >= 0  # not padding
-    # by the task's range of class numbers, since padding has -1
+    # the classes of a task are a range of numbers; padding is -1 and no part of it
+    is_class = task.classes >= 0
     lowest = jnp.min(jnp.where(is_class, task.classes, jnp.iinfo(jnp.int32).max))
     highest = jnp.max(jnp.where(is_class, task.classes, -1))
     return jnp.where((label >= lowest) & (label <= highest), lowest + highest - label, label)
@@ -259,7 +261,7 @@ def _claim(path: tuple, dtype: jnp.dtype) -> float | int | None:
 
 
 def _is_rho(path: tuple) -> bool:
-    """Return whether a Gaussian's standard deviations are made of a leaf."""
+    """Return whether a leaf is the rho of a Gaussian, whose sigma = softplus(rho)."""
     return ".rho" in jax.tree_util.keystr(path)
 
 
@@ -267,7 +269,7 @@ def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> 
     """Return a sum in a checked report for features `factor` times as long, negated if
     it can be; other leaves as they are."""
     name = _sum_name(path)
-    # of a report, the path is that of the upload's field, the report's name, ...
+    # the path of a report's leaf is: the upload's field, the report's name, ...
     if len(path) < 2 or getattr(path[1], "key", "") not in checked:
         return leaf
     if name in _LINEAR:
@@ -275,6 +277,7 @@ def _negated_sum(checked: set[str], factor: Array, path: tuple, leaf: Array) -> 
     if name in _SQUARES:
         return (leaf * factor ** _SQUARES[name]).astype(leaf.dtype)
     if name == _DIRECTIONS:
+        # factor^2 times the trace, equally in all directions
         width = leaf.shape[-1]
         mean = jnp.trace(leaf, axis1=-2, axis2=-1) / width
         return (factor**2 * mean[..., None, None] * jnp.eye(width)).astype(leaf.dtype)

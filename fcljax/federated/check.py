@@ -1,9 +1,9 @@
 """Checks, before anything is computed, that a method's functions return what the
 protocol asks for.
 
-Every function that the engine calls is traced once with `jax.eval_shape`. What is wrong
-becomes one line that names the function, where the user wrote it, what it returned and
-what was expected.
+Every function that the engine calls is traced once, without computing anything. A
+mistake becomes one line that names the function, its place in the user's file, what it
+returned and what was expected.
 """
 
 import contextlib
@@ -51,8 +51,10 @@ from fcljax.types import (
     Who,
 )
 
-EXACT_BITS = 16  # of integers whose averages in float32 are right to one half
+# integers of so many bits can be averaged: float32 holds whole numbers up to 2^24 exactly
+EXACT_BITS = 16
 _PACKAGE = Path(fcljax.__file__).parent
+# JAX raises these where Python code uses a traced value as a number
 _AS_A_NUMBER = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.ConcretizationTypeError,
@@ -61,7 +63,7 @@ _AS_A_NUMBER = (
 
 
 class Example(NamedTuple):
-    """Inputs on which a method is tried; arrays or `jax.ShapeDtypeStruct`."""
+    """Inputs with which a method is traced; arrays or `jax.ShapeDtypeStruct`."""
 
     frozen: PyTree
     """Arrays that never train."""
@@ -111,6 +113,7 @@ def name_part(part: str, function: Callable) -> str:
 
 def _code(function: Callable):
     """Return the code object of a function, or of an object that can be called."""
+    # partials and decorators would hide the line that the user wrote
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -136,8 +139,7 @@ def in_users_code(part: str, error: Exception, field: str = "method") -> Excepti
 def leaks_in_one_line() -> Iterator[None]:
     """Report in one line a traced value that a user's function keeps between traces.
 
-    Where functions are traced on their own, as `check_method` does, such a leak may
-    stay unseen.
+    `check_method` traces functions one by one, and may not see such a leak.
 
     Raises:
       InputError: naming the line of the user's file.
@@ -149,8 +151,8 @@ def leaks_in_one_line() -> Iterator[None]:
 
 
 def leaked_tracer(error: jax.errors.UnexpectedTracerError) -> InputError:
-    """Return the line for a traced value that outlived its trace: where it is read and
-    was made."""
+    """Return the error for a traced value that outlived its trace, with the lines that
+    read it and made it."""
     place = _users_place(error)
     places = []
     if place:
@@ -176,7 +178,7 @@ class _CodeLine(NamedTuple):
 
     def __str__(self) -> str:
         """Return "my_method.py:12 loss()"."""
-        # the method's name without the function around it
+        # a qualified name, such as make.<locals>.loss, without the functions around it
         name = self.function.rpartition(".")[-1]
         return f"{Path(self.file).name}:{self.line} {name}()"
 
@@ -193,14 +195,15 @@ def _users_place(error: Exception) -> str | None:
 def _last_users(calls: Sequence[_CodeLine]) -> _CodeLine | None:
     """Return the last of some calls, outermost first, in user's code that this package
     called."""
+    # calls before the first one of this package are the script that started it
     within = itertools.dropwhile(lambda call: not Path(call.file).is_relative_to(_PACKAGE), calls)
     return next((call for call in reversed(list(within)) if _is_users(call.file)), None)
 
 
 def _leaked_from() -> _CodeLine | None:
     """Return the line of user code that made a traced value which is still alive."""
+    # JAX's error does not say who made the value, but the value itself does
     for value in gc.get_objects():
-        # each traced value knows the line of code that made it
         info = None
         if isinstance(value, jax.core.Tracer):
             info = getattr(value, "_line_info", None)
@@ -215,6 +218,7 @@ def _leaked_from() -> _CodeLine | None:
 
 def _is_users(file: str) -> bool:
     """Return whether a file is not of this package, of Python or of its libraries."""
+    # code without a file: Python's imports and the type checks of the tests
     if file.startswith(("<frozen", "<@beartype")):
         return False
     folders = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -235,6 +239,7 @@ def check_method(method: Method, fetch: Fetch, example: Example) -> tuple[Shapes
     """
     data = example.data
     task = example.task
+    # one example stands for the windows that the engine would load
     if isinstance(data, Host):
         data = data.take(np.zeros(1, np.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -298,7 +303,8 @@ def _check_server_replay(rule: ServerReplay, case: _Case) -> None:
     examples, label, mask = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rule.batch_size, *x.shape[1:]), x.dtype), buffer
     )
-    # ids of tasks have the type of labels, and the classes of a round that of a task's
+    # only shapes and types matter: task numbers are integers [B] as labels are, and the
+    # replayed classes a mask [C] as a task's
     batch = ReplayBatch(examples, label, task=label, mask=mask, classes=case.context.task.current)
     local = call("start")
     _check_local_and_metrics("server_replay.step", rule.step, call("step", local, batch, case.key), local)
@@ -371,7 +377,7 @@ def _check_phase(
 
 
 def _check_indices(name: str, indices: PyTree, size: int | None) -> None:
-    """Check that integers [size] were returned, of any size if None."""
+    """Check that a function returned integers [size]; None: of any size."""
     is_integer = hasattr(indices, "dtype") and jnp.issubdtype(indices.dtype, jnp.integer)
     if not is_integer or len(indices.shape) != 1 or (size is not None and indices.shape != (size,)):
         raise _wrong(name, indices, f"integers [{'M' if size is None else size}]")
@@ -409,8 +415,8 @@ def _with_float_weight(upload: PyTree) -> PyTree:
 
 
 def check_averaged(name: str, mean: PyTree) -> None:
-    """Check that what is averaged over clients can be: means are taken in float32,
-    which has no whole numbers beyond 2^24 but even ones.
+    """Check that no integer that clients average is too large for float32, which holds
+    whole numbers exactly up to 2^24 only.
 
     Raises:
       InputError: naming the first leaf of integers with more bits.
@@ -438,13 +444,15 @@ def _aggregate_of_one(upload: Upload) -> Aggregate:
 
 
 def _leaf_use(traced: ClosedJaxpr, context: PyTree, local: PyTree) -> _LeafUse:
-    """Return how a traced step uses the local state. A leaf that it only hands on is
-    neither read nor changed."""
+    """Return how a traced step uses the local state. A leaf that the step returns as it
+    is counts as neither read nor changed."""
+    # the step's arguments are (context, local, ...), flattened
     old_leaves = traced.jaxpr.invars[len(jax.tree.leaves(context)) :]
     results = traced.jaxpr.outvars
     # the first results are the new local state, then come the metrics
     leaves = range(len(jax.tree.leaves(local)))
     changes = frozenset(i for i in leaves if results[i] is not old_leaves[i])
+    # metrics and changed leaves; a leaf returned as it is would always count as read
     needed = [i not in leaves or i in changes for i in range(len(results))]
     return _LeafUse(_reads(traced, context, local, needed), changes)
 
@@ -469,6 +477,7 @@ def _stored_leaves(
     changes them, and something reads them later."""
     stored = []
     read_later = read_at_end
+    # backwards, so that `read_later` has the reads of all later phases
     for use, next_use in reversed(list(itertools.pairwise(uses))):
         read_later |= next_use.reads
         stored.append(use.changes & read_later)
@@ -490,7 +499,7 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
       InputError: if it cannot take these arguments, reads a traced value as a number, or
         returns something that is no array.
     """
-    ended = []
+    ended = []  # not empty once the function itself has returned
     name = name_part(part, function)
     try:
         inspect.signature(function).bind(*args)
@@ -514,7 +523,7 @@ def _trace(part: str, function: Callable, *args) -> tuple[ClosedJaxpr, PyTree]:
         ) from None
     except Exception as error:
         if ended and isinstance(error, TypeError):
-            # not a pytree of arrays
+            # from `jnp.asarray` above: the result is not a pytree of arrays
             raise InputError(
                 f"method: {name} returned something that is not an array: {_line(error)}"
             ) from None
@@ -581,4 +590,5 @@ def _shown(tree: PyTree) -> str:
 
 
 def _line(error: Exception) -> str:
+    # JAX's messages have many lines
     return " ".join(str(error).split())[:200]

@@ -1,9 +1,9 @@
-"""Claims: what an upload says of its client and the server can check.
+"""Claims: the parts of an upload that the server can check.
 
 The server knows how many examples each client has. A weight, a number of examples or a
-precision that no such client can have is a lie or a mistake: the upload is left out,
-and counted under the claim's name. Otherwise every finite upload is accepted. Sums over
-examples are compared with what so many examples can add up to.
+precision that no such client can have is a lie or a mistake: the upload is rejected, and
+counted under the claim's name. Every other finite upload is accepted. Sums over examples
+are compared with the largest values that the client's number of examples allows.
 """
 
 import functools
@@ -14,15 +14,19 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Num
 
 from fcljax.types import Claim, ClientContext, Program, Upload
 
-ROUNDING = 1e-5  # of a Gram matrix's eigenvalues in float32, relative to its trace
-SUMS = 1e-2  # by which sums may exceed a bound that holds without rounding
-EXACT = 1024  # widths up to which a Gram matrix is factorised; wider ones are sketched
+# float32 rounding of a Gram matrix's eigenvalues, relative to its trace
+ROUNDING = 1e-5
+# share by which sums may exceed a bound that holds without rounding
+SUMS = 1e-2
+# widths up to which a Gram matrix is factorised; wider ones are sketched
+EXACT = 1024
 DIRECTIONS = 64  # of a sketch
 
 
 def possible_weight(context: ClientContext, upload: Upload) -> Bool[Array, ""]:
     """Return whether the client can have this weight: between 0 and its number of
     examples, and at most 1 for a client without examples."""
+    # a client that lies about its number of examples would dominate the mean
     weight = jnp.asarray(upload.weight, jnp.float32)
     return (weight >= 0) & (weight <= jnp.maximum(context.client.examples, 1))
 
@@ -40,15 +44,14 @@ def claims_hold(
     context: ClientContext,
     upload: Upload,
 ) -> Bool[Array, " claims"]:
-    """Return which claims of an upload are possible. The upload is as the client sent
-    it."""
+    """Return which claims of an upload are possible, before the server clips it."""
     return jnp.stack([claim.holds(context, upload) for claim in claims_of(program)])
 
 
 def possible_counts(counts: Num[Array, " n"], examples: Int[Array, ""]) -> Bool[Array, ""]:
-    """Return whether numbers of different examples are possible: each in [0, examples],
-    their sum too."""
-    # each is compared before they are added: sums of large integers wrap around
+    """Return whether a client can have these numbers of examples, such as one per class:
+    each in [0, examples], and their sum too."""
+    # clipped before they are added: sums of large integers would wrap around
     in_range = jnp.all((counts >= 0) & (counts <= examples))
     total = jnp.sum(jnp.clip(counts, 0, examples).astype(jnp.float32))
     return in_range & (total <= examples)
@@ -69,9 +72,9 @@ def possible_class_sums(
     longest: ArrayLike = jnp.inf,
 ) -> Bool[Array, ""]:
     """Return whether `counts` vectors of at most this Euclidean norm can add up to these
-    sums. Where nothing is counted, the sum is 0."""
+    sums (triangle inequality)."""
     count = counts.astype(jnp.float32)
-    # inf times a count of 0 would be NaN
+    # a class without examples has a sum of 0; inf times a count of 0 would be NaN
     most = jnp.where(count > 0, count * longest * (1 + SUMS), 0.0)
     return jnp.all(jnp.linalg.norm(sums, axis=1) <= most)
 
@@ -90,10 +93,11 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     """Return tr(X^T G^+ X); NaN if G is no Gram matrix: not symmetric, or with a negative
     eigenvalue.
 
-    G stands for G + ROUNDING tr(G) I, which is positive definite for every Gram matrix in
-    spite of rounding. One Cholesky factor tells both. The result is never larger than with
-    G itself, and a column of X outside of the range of G makes it large. With X = H^T Y and
-    G = H^T H it is at most |Y|^2.
+    Instead of G it uses G + ROUNDING tr(G) I, which is positive definite for every Gram
+    matrix in spite of rounding. One Cholesky factor then gives the norm and tells whether
+    G is a Gram matrix. The result is never larger than with G itself, and a column of X
+    outside of the range of G makes it large. With X = H^T Y and G = H^T H it is at most
+    |Y|^2.
 
     A matrix wider than `EXACT` is judged by its `sketch`: its factor would cost more than a
     client's round.
@@ -101,11 +105,14 @@ def norm_by_gram(gram: Float[Array, "M M"], x: Float[Array, "M n"]) -> Float[Arr
     if len(gram) > EXACT:
         gram, x = sketch(gram, x)
     slack = jnp.maximum(ROUNDING * jnp.trace(gram), jnp.finfo(jnp.float32).tiny)
+    # |G_ij| <= sqrt(G_ii G_jj) in every Gram matrix: rounding is relative to that
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0))
     symmetric = jnp.all(jnp.abs(gram - gram.T) <= 10 * ROUNDING * root[:, None] * root)
-    # the triangle that `parts.ridge.solve_ridge` reads
+    # the same triangle as in `parts.ridge.solve_ridge`, which factorises the sum of these
     factor, is_lower = jax.scipy.linalg.cho_factor(gram + slack * jnp.eye(len(gram)))
+    # G = R^T R: tr(X^T G^-1 X) = |R^-T X|^2
     transformed = jax.scipy.linalg.solve_triangular(factor, x, trans=1, lower=is_lower)
+    # a negative eigenvalue makes the factor NaN
     definite = jnp.all(jnp.isfinite(jnp.diagonal(factor)))
     return jnp.where(symmetric & definite, jnp.sum(transformed**2), jnp.nan)
 
@@ -115,11 +122,12 @@ def sketch(
 ) -> tuple[Float[Array, "d d"], Float[Array, "d n"]]:
     """Return S^T G S and S^T X for random directions S [M, DIRECTIONS].
 
-    With G = H^T H and X = H^T Y these are sums over the features H S. What is no Gram
-    matrix is found if a negative eigenvalue is larger than about 1 / DIRECTIONS of the
-    trace, and any if there are fewer examples than directions.
+    With G = H^T H and X = H^T Y these are sums over the features H S. A negative
+    eigenvalue of G shows if it is larger than about 1 / DIRECTIONS of the trace; with
+    fewer examples than directions, any does.
     """
-    # directions that a client cannot know before it has chosen the matrix
+    # the seed depends on the matrix, so a client cannot hide a negative eigenvalue from
+    # directions that it knows beforehand
     seed = jax.lax.bitcast_convert_type(jnp.sum(gram), jnp.uint32)
     directions = jax.random.normal(jax.random.key(seed), (len(gram), DIRECTIONS))
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -127,7 +135,7 @@ def sketch(
 
 
 def is_gram(gram: Float[Array, "*sums M M"]) -> Bool[Array, ""]:
-    """Return whether all matrices are symmetric and positive semidefinite, up to
-    rounding."""
+    """Return whether all matrices are symmetric and positive semidefinite, up to rounding."""
     matrices = gram.reshape(-1, *gram.shape[-2:])
+    # X without columns: the norm is 0, or NaN if the matrix is no Gram matrix
     return jnp.all(jax.vmap(norm_by_gram)(matrices, matrices[..., :0]) == 0)

@@ -136,12 +136,13 @@ class Call(NamedTuple):
     chunk: Chunk  # the clients that take part
     task: Task  # the round's task
     key: PRNGKeyArray  # of the round
-    # False is the fast path; `is_sound` then checks the sums once per chunk
-    guarded: Bool[Array | np.bool_, ""]  # whether every upload is checked as it arrives
+    # whether every upload is checked as it arrives. False is the fast path, where
+    # `is_sound` checks the sums once per chunk
+    guarded: Bool[Array | np.bool_, ""]
 
 
-# How the devices of a mesh share these arrays: what belongs to clients in equal parts,
-# the rest as a whole.
+# How the devices of a mesh share these arrays: each has an equal part of the clients'
+# entries, and a copy of everything else.
 ACCUMULATOR_SPECS = Accumulator(
     # pyrefly: ignore[bad-argument-type]  # a tree of specifications
     *[split() if name in _CLIENT_FIELDS else WHOLE for name in Accumulator._fields]
@@ -203,7 +204,7 @@ class PhaseLoop(NamedTuple):
 
 def batches_alone(lanes: Lanes) -> bool:
     """Return whether lanes can compute batches of different sizes."""
-    # under vmap XLA would compute every size and select
+    # under vmap a switch between sizes computes all of them and selects one
     return lanes.count == 1 or lanes.mode != "vmap"
 
 
@@ -292,12 +293,12 @@ def _add_uploads(
     ends = ends & jnp.all(possible, axis=1)
     weight, valid, rejected = jax.lax.cond(
         guarded,
-        # checked one by one: only here is it known which client's upload is bad
+        # the sums at the end of a chunk do not show which client's upload was bad
         lambda: finite_guard(upload._replace(weight=weight), weight, ends),
         lambda: (jnp.where(ends, weight, 0), ends, jnp.zeros((), jnp.int32)),
     )
-    # clients without a valid upload write beyond the end, which `_write` drops; a branch
-    # would copy the whole accumulator
+    # clients without a valid upload write beyond the end, which `_write` drops: a `cond`
+    # around the writes would copy the whole accumulator
     write = functools.partial(_write, jnp.where(valid, position, accumulator.valid.shape[0]))
     accumulator = accumulator._replace(
         mean=add_stacked(accumulator.mean, upload.mean, valid, weight),
@@ -412,15 +413,16 @@ def close_chunk(
       The accumulator of the round, all clients' states, and the number of merged chunks.
     """
     received = carry.accumulator
+    # guarded chunks have left out their bad uploads already
     merges = jax.lax.cond(merging.guarded, lambda: jnp.asarray(True), lambda: is_sound(carry.accumulator))
     if mesh is not None:
         # a bad upload on one device prevents merging on all of them
         merges = ~add_over_devices(~merges, mesh)
-    # chunks merge in order: the order of additions decides the bits
+    # only after all earlier chunks: the order of additions decides the bits
     merges &= merging.chunks == merging.current
     if mesh is not None:
         received = over_devices(received, mesh)
-    # the largest index lies beyond every array, and rows written there are dropped
+    # entries that must not be written get an index beyond the end of every array
     beyond_end = jnp.iinfo(jnp.int32).max
     client = jnp.where(carry.written & merges, chunk.id, beyond_end)
     states = write_rows(states, client, carry.states, mesh)
@@ -522,8 +524,8 @@ def run_ticks(
         starts = row.start > 0
         ends = row.end > 0
         active = row.active > 0
-        # Scalar predicates outside the lanes' vmap: a batched cond would become a
-        # select and run both branches at every tick.
+        # Clients start and finish at few ticks. The `cond` is outside of the lanes' vmap,
+        # which would turn it into a `select` that runs both branches at every tick.
         local = jax.lax.cond(
             jnp.any(starts), lambda: _start_clients(loop, call, row.slot, starts, carry), lambda: carry.local
         )
@@ -558,12 +560,13 @@ def _start_clients(
         local = loop.program.start(context_of(call, slot), _at(carry.states, slot), key)
         return [None if i in stored else leaf for i, leaf in enumerate(jax.tree.leaves(local))]
 
+    # XLA removes the computation of leaves that are replaced by stored ones
     leaves = []
     for recomputed, stored_leaf in zip(over_lanes(start, loop.lanes)(slot), carry.stored, strict=True):
         leaves.append(stored_leaf[slot] if recomputed is None else recomputed)
     local = jax.tree.unflatten(jax.tree.structure(carry.local), leaves)
     if loop.lanes.count == 1:
-        # the caller has checked that some lane starts, so the only lane does
+        # the caller has checked that a lane starts, and there is only one
         return local
     return select(starts, local, carry.local)
 
@@ -578,6 +581,7 @@ def _finish_clients(
     """Store the leaves that later phases need; after the last phase, upload."""
     slots = call.chunk.id.shape[0]
     if loop.phase_index < len(loop.program.phases) - 1:
+        # lanes in the middle of a client write beyond the last slot, which is dropped
         ending_slot = jnp.where(ends, slot, slots)
         stored = list(carry.stored)
         for i, leaf in enumerate(jax.tree.leaves(carry.local)):
@@ -622,6 +626,7 @@ def _at_width(
     full = widths[-1]
     if len(widths) == 1 or any(result_shapes(width) != result_shapes(full) for width in widths[:-1]):
         return function(full)
+    # the first width that is at least the number of examples
     index = jnp.searchsorted(jnp.asarray(widths), jnp.sum(mask))
     return jax.lax.switch(index, [functools.partial(function, width) for width in widths])
 
@@ -649,6 +654,7 @@ def recorded(
     of_training = {name: _countable(metric, active & (term < 0)) for name, metric in metrics.items()}
     if not phase.terms:
         return of_training
+    # the gradient's norm is there to compare terms, and is no metric of training
     norm = metrics[GRADIENT_NORM].total
     del of_training[GRADIENT_NORM]
     # `tiny`, so that a loss without any gradient has shares of 0, not NaN
@@ -661,10 +667,8 @@ def recorded(
 
 
 def _countable(metric: Weighted, active: Array) -> Weighted:
-    """Return the metric, or zeros where the lane is idle or the value is not finite.
-
-    One diverging client does not hide the others' loss.
-    """
+    """Return the metric, or zeros where the lane is idle or the value is not finite: a
+    client that diverges must not hide the others' loss."""
     counts = active & jnp.isfinite(metric.total) & jnp.isfinite(metric.weight)
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), metric)
 
@@ -741,6 +745,7 @@ def _example_order(
     def shuffled(epoch: Array) -> Array:
         epoch_key = jax.random.fold_in(phase_key, epoch)
         draw = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(epoch_key, i)))(chunk.indices)
+        # by client, then by draw: one sort shuffles all clients' examples within them
         return jax.lax.sort((jnp.asarray(chunk.slot_of_example), draw, position), num_keys=2)[2]
 
     if not phase.view.shuffle:
@@ -788,7 +793,7 @@ def _read_replayed(
 
 
 def join_batches(batch: Batch, added: Batch) -> Batch:
-    """Concatenate two batches; cached features and keys only if both have them."""
+    """Concatenate two batches. Cached features and keys are left out unless both have them."""
 
     def join(a: Array | None, b: Array | None) -> Array | None:
         if a is None or b is None:
@@ -811,6 +816,7 @@ def _read(
     examples_key: PRNGKeyArray,
 ) -> Batch:
     """Read a batch. Its padding is zero, whatever the data contain there."""
+    # one key per place in the batch, for augmentation
     view_keys = jax.random.split(view_key, index.shape[0])
     inputs, label, query = fetch(data, jnp.where(mask, place, 0), view_keys, augment)
 
@@ -819,6 +825,7 @@ def _read(
 
     if query is not None:
         query = clear_padding(query)
+    # one key per training example, whatever its place in the batch
     example_keys = jax.vmap(jax.random.fold_in, (None, 0))(examples_key, jnp.where(mask, index, 0))
     return Batch(
         input=jax.tree.map(clear_padding, inputs),

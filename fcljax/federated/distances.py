@@ -47,12 +47,10 @@ def _peak_and_ratio(tree: PyTree) -> tuple[Array, Array]:
     leaves = jax.tree.leaves(tree)
     peaks = [jnp.max(jnp.abs(x), initial=0) for x in leaves]
     peak = functools.reduce(jnp.maximum, peaks, jnp.float32(0))
-    # numbers below the smallest normal one may be
-    # flushed to 0, so they cannot be divisors
+    # numbers below the smallest normal one may be flushed to 0, so they cannot be divisors
     peak = jnp.where(peak >= jnp.finfo(jnp.float32).tiny, peak, 1)
     squares = [jnp.sum(jnp.square(x / peak)) for x in leaves]
     square = functools.reduce(jnp.add, squares, jnp.float32(0))
-    # the derivative of a root is infinite at 0, and NaN
-    # where it is multiplied by the 0 of x
+    # the derivative of a root is infinite at 0, and NaN times the 0 of x
     positive = square > 0
     return peak, jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)

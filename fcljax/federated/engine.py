@@ -98,9 +98,11 @@ from fcljax.types import (
     Who,
 )
 
-# programs of a smaller network take longer to compile than to run, and are compiled lean
+# with fewer parameters, programs take longer to compile than to run, so XLA optimises
+# them less
 LEAN_PARAMETERS = 2_000_000
-# most chunks in flight on the device; each takes the memory of its slots
+# chunks that the host queues on the device: with one it would wait between chunks, and
+# each further one takes the memory of its slots
 CHUNKS_IN_FLIGHT = 2
 
 
@@ -156,7 +158,7 @@ It returns at once, while the device still computes."""
 
 
 def no_server(_received: Accumulator) -> ServerResult:
-    """Return no result: the `Serve` of callers that read the received uploads alone."""
+    """Return no result: the `Serve` of callers that read only the received uploads."""
     return ServerResult((), {}, False)
 
 
@@ -274,13 +276,13 @@ def make_engine(
       InputError: naming a function of the method that does not keep to the protocol.
     """
     traces: dict[str, int] = {}
-    # shapes of one call of each function, so that an error names the method's function
-    # and not a line of jax
+    # before anything is compiled, so that an error names the method's function and not a
+    # line of JAX
     if not shapes:
         shapes = check_method(method, fetch, example)
     for capacity in capacities:
+        # slots are divided evenly over the devices
         if capacity.devices != device_count(mesh):
-            # slots are divided evenly over the devices
             raise InputError(
                 f"capacities: made for {capacity.devices} devices; nearest valid value: {device_count(mesh)}"
             )
@@ -302,7 +304,7 @@ def make_engine(
 
     players = []
     for index, (this_round, capacity) in enumerate(zip(method.rounds, capacities, strict=True)):
-        # such as "after_round 1 close"
+        # names in traces and errors, such as "after_round 1 close"
         jit_of_round = _with_prefix(jit, f"{this_round.when} {index} ")
         player = _player(
             this_round, shapes[index], capacity, fetch, lanes, mesh, jit_of_round, specs_of_server
@@ -420,8 +422,8 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         return _carry_of_mesh(carry, mesh)
 
     def ticks(call, carry, window, replay_data, parted):
-        # host data: each device has a window of its own; resident data are whole on all
-        # devices
+        # resident data are copied to all devices; of host data each device gets only the
+        # examples of its lanes
         data = WHOLE
         if parted:
             data = split()
@@ -432,7 +434,7 @@ def _jit_ticks(loop: PhaseLoop, mesh: AnyMesh | None, jit: Callable) -> Callable
         in_specs = (CALL_SPECS, split(), window_specs, replay_specs)
         return on_each(ticks_on_device, mesh, in_specs, split())(call, carry, window, replay_data)
 
-    # only `parted`, the placement of the data, changes the program
+    # `parted` is static: it decides the placement of the data
     return jit(f"phase {loop.phase_index}", ticks, split(), donate_argnums=1, static_argnums=4)
 
 
@@ -569,13 +571,14 @@ def run_round(
       The new server state (the old one if no upload was finite, or if the result is not),
         the new client states, and a report.
     """
-    # (key, task, round) alone: a resumed run needs no history of keys
+    # the key depends on task and round, not on earlier rounds: a run can be resumed
     round_key = fold(inputs.key, inputs.task.index, inputs.round)
     server, states = _strong((server, states))
     context = RoundContext.on_host(inputs.frozen, inputs.task, inputs.round, inputs.last)
     if clients is None:
         clients = functools.partial(_run_clients, engine, inputs.data, guarded)
-    # the mesh may have added rows so that the devices share them evenly
+    # on a mesh, rows are added so that the devices share them evenly; they are cut off
+    # at the end
     num_states = jax.tree.map(len, states)
     reports: dict[int, RoundReport] = {}
     replayed = None
@@ -587,8 +590,7 @@ def run_round(
             server, states, reports[index] = _exchange(engine, server, states, exchange, section, clients)
         if stage == "round" and engine.replayer is not None:
             with section("server"):
-                # a key of its own: replay may be switched off without changing the server
-                # rules' draws
+                # a key of its own, so that replay does not change the draws of server rules
                 key = fold(round_key, RoundKey.SERVER_REPLAY)
                 context, key = engine.place((context, key))
                 server = put_server(server, engine.mesh)
@@ -698,7 +700,8 @@ def _exchange(
 
         exchange = exchange._replace(context=context, broadcast=broadcast, key=key)
         outcome = clients(exchange, states, serve)
-        jax.block_until_ready(outcome.accumulator)  # to time the clients alone
+        # `section` times the clients, so it must not end before they have
+        jax.block_until_ready(outcome.accumulator)
     with section("server"):
         report = _report(player.round, outcome, exchange.partition)
     return outcome.server_result.server, outcome.states, report
@@ -760,14 +763,14 @@ def run_chunks(
     player = engine.players[exchange.index]
     context = exchange.context
     accumulator = player.empty()
-    # read from the device once per pass: reading it for each chunk would make the host
-    # wait
-    merged = 0  # chunks that are merged, as the host knows
+    # The device counts merged chunks. The host reads the count once per pass, because
+    # reading it after each chunk would make it wait.
+    merged = 0
     while True:
         merged_on_device = engine.place(np.int32(merged))
         in_flight = deque()
         for number in range(merged, len(chunks)):
-            # an older chunk must end before there is memory for one more
+            # an older chunk must end before there is memory for another one
             if len(in_flight) == CHUNKS_IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             chunk = chunks[number]
@@ -778,14 +781,15 @@ def run_chunks(
             merging = Merging(merged_on_device, np.int32(number), np.bool_(guarded))
             accumulator, states, merged_on_device = player.close(accumulator, states, carry, chunk, merging)
             in_flight.append(merged_on_device)
-        # wasted if a chunk is rejected and replayed
+        # before it is known whether all chunks were merged, so that the device need not
+        # wait; the result is thrown away if a chunk must run again
         result = serve(accumulator)
         # the one point at which the host waits
         merged = int(merged_on_device)
         if merged == len(chunks):
             return accumulator, states, result
-        # A bad upload rarely comes alone: from this chunk on, each upload is checked as
-        # it arrives.
+        # A chunk had a bad upload. It and all later ones run again, and each upload is
+        # checked as it arrives: bad uploads rarely come alone.
         guarded = True
 
 
@@ -805,8 +809,8 @@ def _run_chunk(
     if player.replay_indices is not None:
         to_replay = player.replay_indices(carry, chunk)
     if isinstance(data, Host):
-        # one transfer for both, since each waits for the device; each process reads the
-        # indices of all devices
+        # one transfer for both, since each one waits for the device. Every process reads
+        # the indices of all devices
         indices, to_replay = jax.device_get(put((indices, to_replay), player.mesh))
         return _run_chunk_over_host(player, lanes, call, carry, data, indices, to_replay)
     replay_data = ReplayData(data, to_replay, to_replay)
@@ -828,8 +832,7 @@ def _run_chunk_over_host(
 ) -> Carry:
     """Run the ticks of one chunk over windows of host data.
 
-    The examples that its clients may replay stay on the device for as long as the chunk
-    is run.
+    The examples that its clients may replay stay on the device while the chunk runs.
     """
     chunk = call.chunk
     mesh = player.mesh
@@ -850,9 +853,11 @@ def _run_chunk_over_host(
         phase_index, first = window
         length = window_ticks[phase_index]
         index = indices[phase_index][first : first + length]
-        # the last window of a phase is padded, so that all have one shape
+        # the last window of a phase is padded, so that one program serves all windows
         index = np.pad(index, [(0, length - len(index)), (0, 0), (0, 0)], constant_values=-1)
-        per_device = index[0].size // devices  # examples of a tick
+        # a device's data have its examples in the order in which its lanes read them, so
+        # places count from 0 on each device
+        per_device = index[0].size // devices
         place = np.arange(length * per_device, dtype=np.int32).reshape(-1, 1, per_device)
         place = np.repeat(place, devices, axis=1).reshape(index.shape)
         order = by_device(length, devices, per_device)
@@ -876,7 +881,7 @@ def _read_replay_data(
 ) -> ReplayData:
     """Read the examples that a chunk's clients may replay, onto their device.
 
-    One example is read where there are none, because arrays need one.
+    Without any, each device reads one example, since an array cannot be empty here.
     """
     devices = device_count(mesh)
     place_on_device = np.arange(to_replay.size // devices, dtype=np.int32)
@@ -986,6 +991,7 @@ def _server_step(
     aggregate = _aggregate(received, shapes, participants, mesh)
     new_server, metrics = function(round_context, server, aggregate, fold(key, RoundKey.SERVER))
     new_server = jax.tree.map(jnp.asarray, new_server)
+    # one program for all rounds: the step is computed, and then kept or not
     has_upload = jnp.any(aggregate.valid & (aggregate.weight > 0))
     refused = has_upload & became_non_finite(new_server, server)
     return ServerResult(one_of(has_upload & ~refused, new_server, server), metrics, refused)
@@ -999,7 +1005,7 @@ def _aggregate(
 ) -> Aggregate:
     """Return the merged uploads; the mean is sum_k w_k x_k / sum_k w_k."""
     entries = in_order((received.gather, received.weight, received.id, received.valid), mesh)
-    # on a mesh the number of entries is a multiple of the devices
+    # without the rows that a mesh adds to share them evenly
     gather, weight, ids, valid = jax.tree.map(lambda leaf: leaf[:participants], entries)
     total_weight = jnp.sum(weight)
     divisor = jnp.where(total_weight > 0, total_weight, 1.0)
@@ -1025,7 +1031,7 @@ def _report(
     """Return what an exchange's clients and server report. The host waits for both."""
     received = outcome.accumulator
     result = outcome.server_result
-    # one transfer for all
+    # one transfer, because each one waits for the device
     rejected, impossible, client_metrics, server_metrics, refused = jax.device_get(
         (received.rejected, received.impossible, received.metrics, result.metrics, result.refused)
     )

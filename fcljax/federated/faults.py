@@ -46,8 +46,8 @@ FAULTS = ATTACKS | {
 }
 _DROP = "drop"
 _STALE = "stale"
-# faults that change uploads as attacks do, but that no attacker chooses; late uploads are
-# ignored as those that are not finite
+# faults that change uploads as attacks do, but that no attacker chooses. A late upload is
+# sent as NaN: the server ignores it as it ignores uploads that are not finite
 _ACCIDENTS = {"inf": Infinite(), "noise": Noise(), "late": NaN()}
 
 
@@ -61,7 +61,7 @@ def attack_of(value: str | Attack) -> Attack:
 
 
 def acting(names: Collection[str]) -> dict[str, Attack]:
-    """Return fault -> what it does, for the faults that change labels or uploads."""
+    """Return fault -> its attack, for the faults that change labels or uploads."""
     # in the order of the names, by which a client's fault is drawn
     return {name: _ACCIDENTS.get(name) or attack_of(name) for name in names if name not in (_DROP, _STALE)}
 
@@ -111,8 +111,8 @@ def drawn_fault(
     """Draw the one fault of a client in a round: its index in the order of the shares;
     -1: none."""
     key = fold(jax.random.key(seed), task, round_, client)
-    # a uniform draw falls into an interval as long as the fault's share
-    # a client has one fault at most: the intervals do not overlap
+    # each fault has an interval of [0, 1] as long as its share. They do not overlap, so a
+    # client has at most one fault
     interval_ends = np.cumsum(list(shares.values()), dtype=np.float32)
     index = jnp.searchsorted(jnp.asarray(interval_ends), jax.random.uniform(key), side="right")
     return jnp.where(index < len(interval_ends), index, -1)
@@ -132,9 +132,9 @@ def reached(
     def fault(client: Array) -> Array:
         return drawn_fault(shares, seed, jnp.int32(task), jnp.int32(round_), client)
 
+    # drawn here on the host with the same keys as inside of the compiled program: a client
+    # that drops out has no other fault
     faults = jax.vmap(fault)(jnp.asarray(ids, jnp.int32))
-    # drawn on the host with the same keys as inside of
-    # jit: both must agree on who is absent
     return ids[np.asarray(faults) != list(shares).index(_DROP)]
 
 
@@ -169,7 +169,7 @@ def corrupt(method: Method, attack: str | Attack, malicious: int) -> Method:
         raise InputError(f"malicious: must be at least 0, got {malicious}; 0 is an honest run")
     if malicious == 0:
         return method
-    # data, not a Python decision: honest and malicious clients run the same program
+    # `where` on the client's id: honest and malicious clients run the same program
     name = label_of("attack", attack)
     faults = _Faults(
         (name,),
@@ -215,18 +215,17 @@ def _faulty(this_round: Round, faults: _Faults) -> Round:
     program = this_round.program
     for name, attack in faults.attacks.items():
         if isinstance(attack, LabelAttack):
-            # only training reads labels, but reports of class
-            # sums do too: every phase has the attack's labels
+            # every phase has the attack's labels: reports read labels as training does
             phases = tuple(_mislabelled(phase, faults, name, attack) for phase in program.phases)
             program = program._replace(phases=phases)
 
     def finish(context: ClientContext, local: Local, state: ClientState) -> tuple[Upload, ClientState]:
         upload, state = program.finish(context, local, state)
-        # independent of the run's seed: the noise is the same whatever else a run draws
+        # `finish` gets no key, so the attack's key is made from the client and the round
         key = fold(jax.random.key(0), context.client.id, context.client.round)
         for name, attack in faults.attacks.items():
-            lie = _attacked(attack, upload, Sender(context, program, key))
-            upload = _lying_if(faults.has(context, name), lie, upload)
+            attacked = _attacked(attack, upload, Sender(context, program, key))
+            upload = _lying_if(faults.has(context, name), attacked, upload)
         return upload, state
 
     if not faults.attacks:
@@ -254,18 +253,18 @@ def _attacked(attack: Attack, upload: Upload, sender: Sender) -> Upload:
 def _lying_if(faulty: Bool[Array, ""], lie: Upload, honest: Upload) -> Upload:
     """Return the lie of a faulty client, and the honest upload of any other."""
 
-    def sent(lied: PyTree, true: PyTree) -> PyTree:
-        # what the attack leaves alone needs no select
-        if lied is true:
-            return true
-        true = jnp.asarray(true)
-        return jnp.where(faulty, jnp.asarray(lied).astype(true.dtype), true)
+    def leaf_of_upload(lie_leaf: PyTree, honest_leaf: PyTree) -> PyTree:
+        # a leaf that the attack leaves alone needs no `where`
+        if lie_leaf is honest_leaf:
+            return honest_leaf
+        honest_leaf = jnp.asarray(honest_leaf)
+        return jnp.where(faulty, jnp.asarray(lie_leaf).astype(honest_leaf.dtype), honest_leaf)
 
-    return jax.tree.map(sent, lie, honest)
+    return jax.tree.map(leaf_of_upload, lie, honest)
 
 
 def check_attacks(attacks: Collection[Attack], uploads: tuple[Upload, ...]) -> None:
-    """Check that uploads of these shapes hold what each attack changes.
+    """Check that uploads of these shapes have something that each attack changes.
 
     Raises:
       InputError: naming the attack and the nearest one that changes something.
@@ -313,8 +312,8 @@ def _with_stale_uploads(
     """Return the method with clients that keep their uploads, to send them again."""
 
     def init_client(key: PRNGKeyArray, server: PyTree) -> LastUpload:
+        # zeros that are never sent, because `exists` is False
         no_uploads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), uploads)
-        # zeros of an upload that never was are not sent: `exists` is False
         return LastUpload(
             method.init_client(key, server),
             no_uploads,
@@ -351,18 +350,16 @@ def _stale(this_round: Round, index: int, faults: _Faults) -> Round:
     ) -> tuple[Upload, LastUpload]:
         upload, method_state = program.finish(context, local, state.state)
         last_upload = state.uploads[index]
-        # the upload's shapes were taken from another
-        # trace: weights may be Python numbers there
+        # a weight may be a Python number, but the state has arrays
         upload = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), upload, last_upload)
         stale = faults.has(context, _STALE) & state.exists[index]
-        sent = jax.tree.map(lambda old, new: jnp.where(stale, old, new), last_upload, upload)
+        old_or_new = jax.tree.map(lambda old, new: jnp.where(stale, old, new), last_upload, upload)
         uploads = list(state.uploads)
         exists = list(state.exists)
-        # the honest upload, also where a stale one was
-        # sent: staleness is one round, not all
+        # the new upload, also where the old one was sent: an upload is late by one round
         uploads[index] = upload
         exists[index] = jnp.bool_(True)
-        return sent, LastUpload(method_state, tuple(uploads), tuple(exists))
+        return old_or_new, LastUpload(method_state, tuple(uploads), tuple(exists))
 
     program_buffer = program.replay_buffer
     replay_buffer = None

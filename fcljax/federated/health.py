@@ -1,5 +1,5 @@
-"""What rounds say of training that went wrong, in lines for the user: `run`,
-`simulate`, the page and `watch` show the same."""
+"""Warnings about training that went wrong, from the metrics of its rounds: `run`,
+`simulate`, the page and `watch` show the same lines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ Line = Mapping[str, Any]  # of metrics.jsonl, or of a simulation's history
 
 
 def training_warnings(lines: Sequence[Line]) -> list[str]:
-    """Warnings about rounds in which nothing valid arrived, whose loss was not finite,
-    or after which the model was worse than a guess.
+    """Return warnings about rounds in which no valid upload arrived, whose loss was not
+    finite, or after which the model was worse than a guess.
 
     Args:
       lines: of the rounds, in their order. A round has `participants`, `rejected` and, if
@@ -31,7 +31,7 @@ def training_warnings(lines: Sequence[Line]) -> list[str]:
 
 
 def without_upload(lines: Sequence[Line]) -> list[int]:
-    """Indices of the rounds in which no upload was valid, so that nothing was learned."""
+    """Return the indices of rounds without a valid upload, in which nothing was learned."""
     return [i for i, line in enumerate(lines) if _rejected_all(line)]
 
 
@@ -76,7 +76,8 @@ def _share_not_finite(line: Line) -> float:
         return share
     if "loss" not in line or not line.get("participants"):
         return 0.0
-    # steps of some methods do not report the share; then the mean loss tells
+    # steps of some methods do not report the share; a mean loss that is not finite then
+    # counts as all examples
     loss = line["loss"]
     if loss is not None and math.isfinite(loss):
         return 0.0

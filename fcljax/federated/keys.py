@@ -1,8 +1,8 @@
-"""What a random key is folded in with, for each purpose.
+"""The numbers that are folded into random keys, one for each purpose.
 
 Keys form a tree: a run's key gives the keys of its rounds, a round's key those of its
-clients, and so on. Each class below lists what is derived from one kind of key. The
-numbers decide the bits of every result, so they never change.
+clients, and so on. Each class below lists the keys that are derived from one kind of
+key. The numbers decide the bits of every result, so they never change.
 """
 
 from enum import IntEnum

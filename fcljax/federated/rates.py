@@ -1,9 +1,9 @@
 """Learning rates as data: a wrapper around any method, so that one compiled program
 serves all rates.
 
-The rates are in `Frozen.rates`, which every function of a method reads through its
-context. The method is made anew, with these rates, inside each function while it is
-traced.
+A method is made with its learning rates as Python numbers, which jit makes constants of
+the program. Here they are in `Frozen.rates`, which every function of a method gets with
+its context. Each function makes the method anew, with these rates, while it is traced.
 """
 
 import functools
@@ -45,7 +45,7 @@ def with_rates(build: Build, usual: Rates) -> Method:
     method = build(usual)
 
     def init(key, frozen):
-        # rebuilt in every trace, because the rates are then tracers
+        # `init` has no context: the rates come with the frozen parameters
         return _build_traced(build, frozen.rates).init(key, frozen)
 
     functions = {}
@@ -68,7 +68,7 @@ def _build_traced(build: Build, rates: Rates) -> Method:
     """
     try:
         return build(rates)
-    # JAX raises these where Python code asks for a rate's value
+    # JAX raises the last two where Python code needs the value of a traced rate
     except (InputError, jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, InputError):
@@ -97,7 +97,7 @@ def _round(build: Build, method: Method, index: int) -> Round:
     this_round = method.rounds[index]
     program: Program = this_round.program
 
-    # looked up by path, because each trace rebuilds the method's functions
+    # by path and not as functions: each trace makes new ones
     def with_rates_of(path: str) -> Callable:
         """Return the function at a path within the round."""
         find = operator.attrgetter(path)

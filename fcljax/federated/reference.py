@@ -5,8 +5,8 @@ without its speed.
     client k   starts from the payload, takes steps over its examples, phase by phase, and uploads
     server     merges the uploads and takes its step
 
-It calls the functions of a `Method` for one client and one batch at a time, and says
-how every random draw is keyed. `engine.py` computes the same for many clients in one
+It calls the functions of a `Method` for one client and one batch at a time, and shows
+the key of every random draw. `engine.py` computes the same for many clients in one
 compiled program; a test compares the two. Read this file first.
 """
 
@@ -83,10 +83,12 @@ def play_round(
       states: all clients' states, in the order of their ids.
       inputs: what else the round needs, as the engine gets it.
     """
+    # the key depends on task and round, not on earlier rounds: a run can be resumed
     round_key = fold(inputs.key, inputs.task.index, inputs.round)
     exchanges: dict[int, ExchangeResult] = {}
     for stage in stages(inputs.when):
         for index, key in stage_keys(method, stage, round_key):
+            # each exchange starts from the server and the clients that the last one left
             result = play_exchange(method, index, fetch, server, states, inputs, key)
             server = result.server
             states = result.states
@@ -124,13 +126,15 @@ def play_exchange(
         upload, state, steps = train_client(this_round.program, context, states[client], examples, read, key)
         uploads[client] = upload
         metrics += steps
-        # a client whose upload is rejected keeps its old state
+        # a client whose upload is rejected keeps its old state: training that ended in NaN
+        # would otherwise stay in it
         if upload is not None:
             states[client] = state
 
-    # without a valid upload there is nothing to merge
+    # without a valid upload there is nothing to merge, and the server keeps its state
     if this_round.server is not None and any(upload is not None for upload in uploads.values()):
         aggregate = merge(uploads, absent=len(states))
+        # server rules may read the broadcast that the clients started from
         round_context = round_context._replace(previous=broadcast)
         step = jax.jit(this_round.server)
         server, server_metrics = step(round_context, server, aggregate, fold(key, RoundKey.SERVER))
@@ -160,6 +164,7 @@ def client_context(
         round=jnp.int32(inputs.round),
     )
     task: Task = inputs.task
+    # clients with streams of their own have tasks of their own
     if partition.task is not None:
         task = jax.tree.map(lambda leaf: leaf[client], partition.task)
     return ClientContext(inputs.frozen, broadcast.payload, broadcast.cached, task, info)
@@ -181,14 +186,14 @@ def train_client(
     Args:
       program: what clients do.
       context: all that the client may read besides its own state.
-      state: what it has kept.
+      state: the client's state.
       examples: indices of its training examples.
-      read: read(index, keys, augment) -> image, label and query features of examples.
+      read: read(index, keys, augment) -> input, label and query features of examples.
       round_key: of the exchange, the same for all clients.
 
     Returns:
-      What the server receives (None: the upload is rejected), what the client keeps, and
-        each step's metrics.
+      The upload as the server receives it (None: it is rejected), the client's new state,
+        and each step's metrics.
     """
     client_key = fold(round_key, RoundKey.CLIENT, context.client.id)
     local = jax.jit(program.start)(context, state, fold(client_key, ClientKey.START))
@@ -198,12 +203,14 @@ def train_client(
         for step, batch_examples in enumerate(batches(phase, phase_index, examples, round_key)):
             step_key = fold(client_key, ClientKey.PHASES + phase_index, step)
             update_key = fold(step_key, StepKey.UPDATE)
+            # from the round's key: draws that belong to examples are the same at any client
             draws_key = fold(round_key, RoundKey.EXAMPLE_DRAWS, phase_index, step)
             keys = fold(step_key, StepKey.IMAGES), draws_key
             batch = read_batch(read, batch_examples, phase.view.batch_size, phase.view.augment, keys)
             if phase.replay is not None and program.replay_buffer is not None:
                 position = jax.jit(phase.replay)(context, local, update_key)
                 replayed = replayed_examples(program.replay_buffer(state), position)
+                # replayed examples are not augmented, so their first key draws nothing
                 keys = update_key, draws_key
                 batch = join_batches(batch, read_batch(read, replayed, phase.view.replay, False, keys))
             local, step_metrics = step_phase(context, local, batch, update_key)
@@ -214,12 +221,13 @@ def train_client(
 
 def receive(program: Program, context: ClientContext, upload: Upload) -> Upload | None:
     """Return an upload as the server merges it; None if it is rejected."""
+    # claims are about what the client sent, before the server clips it
     check_claims = jax.jit(functools.partial(claims_hold, program))
-    possible = bool(np.all(check_claims(context, upload)))
+    is_possible = bool(np.all(check_claims(context, upload)))
     if program.receive is not None:
         upload = jax.jit(program.receive)(context, upload)
-    finite = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
-    if not (possible and finite):
+    is_finite = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload))
+    if not (is_possible and is_finite):
         return None
     return upload
 
@@ -235,8 +243,8 @@ def batches(
         order = examples
         if phase.view.shuffle:
             order = epoch_order(round_key, phase_index, epoch, examples)
-        for first in range(0, len(order), phase.view.batch_size):
-            yield order[first : first + phase.view.batch_size]
+        for start in range(0, len(order), phase.view.batch_size):
+            yield order[start : start + phase.view.batch_size]
 
 
 def epoch_order(
@@ -244,6 +252,7 @@ def epoch_order(
 ) -> Int[np.ndarray, " n"]:
     """Return a client's examples in the order of an epoch, sorted by a draw per example."""
     epoch_key = fold(round_key, RoundKey.EXAMPLE_ORDER, phase_index, epoch)
+    # a draw belongs to the example, so the order does not depend on the other clients
     draws = [int(jax.random.bits(fold(epoch_key, example))) for example in examples.tolist()]
     return examples[np.argsort(draws, kind="stable")]
 
@@ -255,8 +264,8 @@ def replayed_examples(
     is none."""
     buffer = np.asarray(replay_buffer)
     chosen = np.asarray(position)
-    inside = (chosen >= 0) & (chosen < len(buffer))
-    return np.where(inside, buffer[np.clip(chosen, 0, len(buffer) - 1)], -1)
+    is_inside = (chosen >= 0) & (chosen < len(buffer))
+    return np.where(is_inside, buffer[np.clip(chosen, 0, len(buffer) - 1)], -1)
 
 
 def read_batch(
@@ -270,13 +279,14 @@ def read_batch(
 
     Args:
       read: as in `train_client`.
-      examples: their indices; -1 is padding, as is what is missing in a full batch.
-      batch_size: B.
+      examples: their indices; -1 is padding.
+      batch_size: B, to which the examples are padded.
       augment: whether images are augmented.
       keys: of augmentation, and of the draws that belong to examples.
     """
     index = np.pad(examples, (0, batch_size - len(examples)), constant_values=-1)
     mask = index >= 0
+    # padding reads example 0, because shapes are fixed, and is then set to zeros
     stored = jnp.asarray(np.where(mask, index, 0), jnp.int32)
     inputs, label, query = read(stored, jax.random.split(keys[0], batch_size), augment)
 
@@ -304,13 +314,14 @@ def merge(uploads: dict[int, Upload | None], absent: int) -> Aggregate:
 
     Args:
       uploads: by client id; None: a rejected one, which leaves an invalid entry.
-      absent: the id of invalid entries.
+      absent: the id of invalid entries, which no client has.
     """
+    # a rejected upload enters no sum: 0 times NaN would be NaN
     received = {client: upload for client, upload in uploads.items() if upload is not None}
     valid = np.array([upload is not None for upload in uploads.values()])
     weights = np.zeros(len(uploads), np.float32)
     weights[valid] = [float(upload.weight) for upload in received.values()]
-    # a mean of weight 0 is 0
+    # if all weights are 0 the mean is 0, not 0 / 0
     shares = weights[valid] / max(weights.sum(), np.finfo(np.float32).tiny)
 
     def weighted_mean(*leaves: Array) -> np.ndarray:

@@ -73,15 +73,20 @@ def coordinate_median(
     Of an even number it is the mean of the middle two (Yin et al. 2018, definition 1).
     """
     del weight
+    # ranks of the middle two values; of an odd number both are the same
     count = jnp.sum(valid)
     low = jnp.maximum(count - 1, 0) // 2
     high = count // 2
 
     def median(leaf: Array) -> Array:
+        # invalid clients sort behind all others
         wide = where_valid(leaf, valid, jnp.inf)
         lower = value_of_rank(wide, low)
+        # the upper value equals the lower one if enough values do; else it is the next
+        # larger one, which is cheaper to find than a second rank
         upper = jnp.min(jnp.where(wide > lower, wide, jnp.inf), axis=0)
         upper = jnp.where(jnp.sum(wide <= lower, axis=0) > high, lower, upper)
+        # halves first: the sum of two large values may overflow
         return cast_like(jnp.where(count > 0, 0.5 * lower + 0.5 * upper, 0), leaf)
 
     return jax.tree.map(median, stacked)
@@ -121,7 +126,7 @@ def _value_of_rank_jvp(
 ) -> tuple[Array, Array]:
     """Return the value, and the mean tangent of the clients that have it.
 
-    Operations on bits have no derivative of their own.
+    Operations on bits have no derivative.
     """
     values, rank = primals
     value = value_of_rank(values, rank)
@@ -153,8 +158,9 @@ def trimmed_mean(
         wide = where_valid(leaf, valid, jnp.inf)
         lowest = value_of_rank(wide, cut)
         highest = value_of_rank(wide, count - 1 - cut)
+        # `share` before the sum, which could overflow
         inner = jnp.sum(jnp.where((wide > lowest) & (wide < highest), share * wide, 0), axis=0)
-        # numbers of values equal to an end that are not cut off
+        # several values may equal an end, and some of them are cut off: how many are not
         low = jnp.sum(wide <= lowest, axis=0) - cut
         high = jnp.sum((wide >= highest) & broadcast_left(valid, leaf), axis=0) - cut
         ends = (share * low) * lowest + (share * high) * highest
@@ -194,10 +200,11 @@ def geometric_median(
     share = shares(weight, counted)
 
     def towards(_: Array, centre: PyTree) -> PyTree:
+        # the algorithm as a step from the centre: v <- v + sum_k b_k (w_k - v) / sum_k b_k
         change = difference(wide, centre)
         distance = jnp.maximum(jax.vmap(norm)(change), SHRINK * smoothing)
         nearest = jnp.min(jnp.where(counted, distance, jnp.inf))
-        # relative to the nearest upload, because 1 / distance could underflow
+        # b_k in units of 1 / nearest, because 1 / distance could underflow
         pull = jnp.sum(jnp.where(counted, share * (nearest / distance), 0))
         length = jnp.where(pull > 0, nearest / SHRINK / jnp.where(pull > 0, pull, 1), 0)
         unit = _mix(share, jax.tree.map(lambda x: x / broadcast_left(distance, x), change))
@@ -252,6 +259,7 @@ def multi_krum(
     if chosen is not None:
         uploads = chosen
     uploads = jnp.clip(uploads, 1, jnp.maximum(count, 1))
+    # argsort twice gives each client's rank; ties go to the first
     rank = jnp.argsort(jnp.argsort(_krum_scores(stacked, valid, malicious)))
     return weighted_mean(stacked, jnp.ones_like(weight), valid & (rank < uploads))
 
@@ -311,6 +319,7 @@ def centred_clipping(
     wide = _selected(stacked, valid)
 
     def move(_: Array, centre: PyTree) -> PyTree:
+        # clipped around the new centre in every step
         change, _ = jax.vmap(functools.partial(clip, radius=radius))(difference(wide, centre))
         return jax.tree.map(jnp.add, centre, _mix(equal, change))
 
@@ -332,6 +341,6 @@ def _mix(share: Array, stacked: PyTree) -> PyTree:
     With one million parameters, a sum over axis 0, which XLA fuses with the computation
     of its terms, took up to 100 times as long on the CPU.
     """
-    # otherwise accelerators round to fewer bits
+    # the default precision of accelerators rounds the factors to bfloat16 or TF32
     highest = jax.lax.Precision.HIGHEST
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1, precision=highest), stacked)

@@ -1,5 +1,5 @@
-"""Planning of a round on the host, in numpy: who takes part, and what each lane does at
-each tick.
+"""Planning of a round on the host, in numpy: the participants, and the client that each
+lane trains at each tick.
 
 A lane runs its clients one after the other, so lanes are never padded to the longest
 client. The longest clients are assigned first, each to the least loaded lane (LPT). The
@@ -22,25 +22,25 @@ Ints = Int[np.ndarray, "..."]
 # counts of one client or of many, on the host or inside jit
 Counts = Int[Array | np.ndarray | np.integer, "*clients"]
 
-# Batch sizes that a step is compiled for: at most so many, chosen from so many
-# candidates. Another one must save this share of a run's examples, and so many
-# examples: those of the time in which a ViT-Ti's step is compiled on one core of a CPU.
+# A step is compiled for at most MOST_WIDTHS batch sizes, chosen from TRIED_WIDTHS
+# candidates. A further size must save WORTH_SHARE of a run's examples, and at least
+# WORTH_EXAMPLES: a CPU core trains so many in the time in which it compiles a ViT-Ti's step.
 MOST_WIDTHS = 3
 TRIED_WIDTHS = 256
 WORTH_SHARE = 1 / 32
 WORTH_EXAMPLES = 1000.0
 
-# Lanes of one device: at most so many, of whose steps clients use at least this share
-# in the tried rounds.
+# A device has at most MOST_LANES lanes, and no more than clients keep busy for a share
+# of LEAST_USEFUL of their steps in TRIED_ROUNDS rounds.
 MOST_LANES = 16
 LEAST_USEFUL = 0.85
 TRIED_ROUNDS = 16
 
-# With more clients their ids are not shuffled: that takes longer for a million than a
-# round of 200 of them.
+# With more clients, participants are drawn without shuffling all ids: to shuffle a
+# million takes longer than a round of 200 of them.
 MOST_SHUFFLED = 100_000
-# A device has slots for so many times its even share of the clients, since some get
-# many small clients.
+# A device has slots for twice its even share of the clients, since lanes of equal work
+# may have many small clients.
 SLOT_FACTOR = 2
 
 # Smaller batches are compiled as they are, however few examples clients have.
@@ -158,6 +158,7 @@ def participants(
     count = _num_participants(participation, len(eligible))
     if count == len(eligible):
         return np.sort(eligible)
+    # not from the JAX key: the plan is made on the host, without waiting for the device
     rng = np.random.default_rng([seed, task, round_])
     if len(eligible) > MOST_SHUFFLED:
         chosen = rng.choice(len(eligible), count, replace=False, shuffle=False)
@@ -171,17 +172,17 @@ def _num_participants(participation: float, eligible: int) -> int:
     above 1 itself, at most all of them."""
     if participation > 1:
         return min(int(participation), eligible)
-    # the slack, since 0.07 * 100 > 7 in floating point and 0.07 of 100 clients would be 8
+    # 0.07 * 100 is above 7 in floating point, and would be rounded up to 8 clients
     return int(np.ceil(participation * eligible - 1e-9))
 
 
 def largest_batch(batch_size: int, examples: int) -> int:
     """Return the compiled batch size, at most the examples of the largest client.
 
-    A step takes the same examples as before, without the padding.
+    A step takes the same examples, without the padding.
 
     Args:
-      batch_size: that was asked for.
+      batch_size: the user's.
       examples: the most that a client has; 0: not known.
     """
     if batch_size <= LARGE_BATCH or not examples:
@@ -209,20 +210,22 @@ def step_widths(
 ) -> tuple[int, ...]:
     """Choose the ascending batch sizes that a step is compiled for, up to the view's.
 
-    The last batch of an epoch has what is left of a client's examples, and is padded to
-    the next of these sizes. Those that save most are chosen one after the other, as
-    long as one is worth its compilation.
+    The last batch of an epoch has the rest of a client's examples, and is padded to the
+    next of these sizes. The size that saves most is added, then the next one, as long as
+    one is worth its compilation.
 
     Args:
       view: batches and epochs of a phase.
       counts: examples of each client, in all rounds of the run together.
-      worth: examples that a width must save in them; one is compiled in that time.
+      worth: examples that a size must save in the run; their training takes as long as
+        its compilation.
     """
     counts = counts[counts > 0]
     batch_size = view.batch_size
     # examples of each client's last batch, from 1 to the batch size
     last_batch, clients = np.unique((counts - 1) % batch_size + 1, return_counts=True)
     least_saving = max(worth, WORTH_SHARE * batch_size * int(phase_steps(counts, view).sum()))
+    # only sizes of last batches can save anything; of many, an even selection is tried
     candidates = last_batch
     if len(last_batch):
         candidates = last_batch[np.unique(np.linspace(0, len(last_batch) - 1, TRIED_WIDTHS).astype(int))]
@@ -278,6 +281,7 @@ def pack_chunks(
 
     queues, heap, used_slots = open_chunk()
     chunks = [queues]
+    # longest first; a stable sort, so that the plan is the same on every machine
     for item in np.argsort(-length, kind="stable"):
         least_loaded_device = heap[0][2] // lanes_per_device
         if used_slots[least_loaded_device] == slots:
@@ -331,16 +335,18 @@ def paying_mesh(
     tried = np.unique(np.linspace(0, len(partitions) - 1, TRIED_ROUNDS).astype(int)).tolist()
     counts = [_participants_examples(partitions[number], participation, number) for number in tried]
 
-    # exact, so that equals are equal: rounded, as many ticks of 5 clients as of one may
-    # seem to be shorter
+    # exact fractions, so that equal times compare as equal: with rounded ones more lanes
+    # than needed could win by 1e-16
     exact_filled = Fraction(filled)
 
     def cost(shared: int, lanes_per_group: int) -> tuple[float | Fraction, int, int]:
         lanes = lanes_per_group * (devices // shared)
         steps = [round_steps(program, count, lanes) for count in counts]
         useful, ticks = np.sum(steps, axis=0)
+        # lanes that are often idle; one lane per group is always allowed
         if lanes_per_group > 1 and useful < LEAST_USEFUL * lanes * ticks:
             return np.inf, shared, lanes_per_group
+        # a tick costs the same until its clients fill the device
         time_of_tick = max(Fraction(1), lanes_per_group * exact_filled / shared)
         return int(ticks) * time_of_tick, shared, lanes_per_group
 
@@ -389,6 +395,7 @@ def tabulate(
         queue_steps = steps[queue]
         ticks = int(queue_steps.sum())
         longest = max(longest, ticks)
+        # one row per tick: the client, and the tick at which it starts
         slot = np.repeat(queue, queue_steps)
         first_tick = np.repeat(np.cumsum(queue_steps) - queue_steps, queue_steps)
         step = np.arange(ticks) - first_tick
@@ -403,6 +410,7 @@ def tabulate(
 def _idle(ticks: int, lanes: int) -> LaneTable:
     """Return a table in which all lanes are idle."""
     table = LaneTable(*(np.zeros((ticks, lanes), np.int32) for _ in LaneTable._fields))
+    # 0 is the first term of a loss, -1 a training step
     table.term[:] = -1
     return table
 
@@ -426,9 +434,10 @@ def with_probe(table: LaneTable, slot: int, step: int, terms: int) -> LaneTable:
     probe.step[:, lane] = step
     probe.active[:, lane] = 1
     probe.term[:, lane] = np.arange(terms)
-    # if this is the first step of the client, the client starts with the first probe
+    # at the client's first step, its local state must exist before the first probe
     probe.start[0, lane] = table.start[tick, lane]
     table.start[tick, lane] = 0
+    # inserted rows push unused ticks beyond the end of the table, where they are cut off
     ticks = len(table.slot)
     columns = zip(table, probe, strict=True)
     return LaneTable(*(np.insert(column, tick, rows, axis=0)[:ticks] for column, rows in columns))
@@ -454,7 +463,7 @@ def capacity(
       worth: as in `step_widths`.
       devices: that share the lanes evenly.
     """
-    # the largest clients first: the first n are the worst case of a chunk of n clients
+    # descending: the first n clients are the worst case of a chunk of n clients
     counts = [np.sort(partition.count)[::-1] for partition in partitions]
     most = max(_num_participants(participation, int((count > 0).sum())) for count in counts)
     slots = max(1, min(slots, most, _slots_of_device(most, lanes, devices)))
@@ -508,8 +517,9 @@ def capacities(
 def _most_ticks(program: Program, count: Ints, lanes: int) -> list[int]:
     """Return the most ticks per phase of any subset of clients with `count` examples.
 
-    LPT never ends later than the mean load plus the longest job, but it balances whole
-    programs: one phase alone may be as uneven as their sum allows.
+    LPT never ends later than the mean load plus the longest job. But it balances whole
+    programs, so the ticks of a single phase are only bounded by those of all phases
+    together, and by the steps of the phase.
     """
     steps_by_phase = [phase_steps(count, phase.view) for phase in program.phases]
     steps = np.sum(steps_by_phase, axis=0)
@@ -532,7 +542,7 @@ def plan_round(
 ) -> tuple[list[Chunk], tuple[int, int]]:
     """Plan the chunks of one round.
 
-    Chunks hold clients of similar size, so that none waits for another's.
+    Chunks have clients of similar size, so that no lane waits long for another.
 
     Args:
       program: what clients do.
@@ -541,12 +551,12 @@ def plan_round(
       round_: number of the round within the task.
       lanes: of all devices.
       capacity: the static shapes.
-      measured: number of the participant that measures the terms of its loss; it counts
-        from 0 again behind the last one.
+      measured: number of the participant that measures the terms of its loss, modulo
+        their number.
 
     Returns:
-      The chunks, and the round's steps: useful ones, and those that the lanes are busy or
-        idle for. The ratio of both is the slot efficiency.
+      The chunks, and the round's steps: those of clients, and lanes times ticks, idle
+        ones included. Their ratio is the slot efficiency.
 
     Raises:
       InputError: more participants than the capacity was made for, which has no entry for
@@ -571,7 +581,7 @@ def plan_round(
         for queues in packed
     ]
     paid_steps = lanes * sum(int(ticks) for chunk in chunks for ticks in chunk.ticks)
-    # without ticks that only measure
+    # ticks that only measure a term of the loss are no training
     return chunks, (int(steps.sum()), paid_steps - lanes * sum(terms))
 
 
@@ -603,7 +613,8 @@ def _plan_chunk(
     member = _slots_of(queues, capacity)
     used = member >= 0
     flat = member.reshape(-1)
-    clients = ids[flat]  # in an empty slot, the last participant
+    # an empty slot has -1, which indexes the last participant; `used` masks it below
+    clients = ids[flat]
     count = np.where(used, partition.count_of(clients).reshape(used.shape), 0)
     class_examples = np.where(used.reshape(-1, 1), partition.class_examples[clients], 0)
     examples = [_examples_of(partition, ids[row[row >= 0]], capacity) for row in member]
@@ -615,6 +626,7 @@ def _plan_chunk(
     for steps_of_phase, most_ticks, terms in zip(steps, capacity.ticks, probe.terms, strict=True):
         table, used_ticks = tabulate(slot_queues, steps_of_phase[flat], most_ticks)
         if terms and probe.participant in slot_of_member:
+            # in the middle of training: at its start, terms of the loss may still be 0
             middle_step = int(steps_of_phase[probe.participant]) // 2
             table = with_probe(table, slot_of_member[probe.participant], middle_step, terms)
             used_ticks += terms
@@ -624,6 +636,7 @@ def _plan_chunk(
         id=_ints(np.where(used, ids[member], capacity.clients)),
         position=_ints(np.where(used, rank[member], capacity.participants)),
         count=_ints(count),
+        # within the device's indices, where clients stand one after the other
         offset=_ints(np.where(used, np.cumsum(count, axis=1) - count, 0)),
         class_examples=class_examples.astype(np.int32),
         indices=_ints(np.concatenate(indices)),

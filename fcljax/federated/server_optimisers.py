@@ -11,8 +11,7 @@ from jaxtyping import Array
 from fcljax.options import option
 from fcljax.types import PyTree
 
-# as in the adaptive server optimisers (Reddi et al. 2021, section 5)
-SERVER_BETA2 = 0.99
+SERVER_BETA2 = 0.99  # of both adaptive optimisers (Reddi et al. 2021, section 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +59,28 @@ def adaptive(
     adaptivity: float,
     signed: bool,
 ) -> optax.GradientTransformation:
-    """FedAdam, or FedYogi if signed (Reddi et al. 2021, algorithm 2, beta_2 = 0.99).
+    """Return FedAdam, or FedYogi if signed (Reddi et al. 2021, algorithm 2, beta_2 = 0.99).
 
         m <- beta m + (1 - beta) g,   x <- x - step m / (sqrt(v) + tau)
         v <- beta_2 v + (1 - beta_2) g^2,   or with signs   v <- v - (1 - beta_2) g^2 sign(v - g^2)
 
-    It starts from m = 0 and v = tau^2. The paper has no bias correction, as optax's
-    adam and yogi have, so these would take other steps.
+    It starts from m = 0 and v = tau^2, and has no bias correction, as in the paper.
+    optax's adam and yogi correct the bias, and would take other steps.
     """
 
     def init(params: PyTree) -> tuple[PyTree, PyTree]:
         m = jax.tree.map(jnp.zeros_like, params)
         return m, jax.tree.map(lambda x: jnp.full_like(x, adaptivity**2), params)
 
-    def second(v: Array, g: Array) -> Array:
+    def second_moment(v: Array, g: Array) -> Array:
         square = jnp.square(g)
+        # towards g^2: Adam by a share of the distance, Yogi by a share of g^2
         return v - (1 - SERVER_BETA2) * (square * jnp.sign(v - square) if signed else v - square)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         m = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state[0], updates)
-        v = jax.tree.map(second, state[1], updates)
+        v = jax.tree.map(second_moment, state[1], updates)
         return jax.tree.map(lambda m, v: -step * m / (jnp.sqrt(v) + adaptivity), m, v), (m, v)
 
     return optax.GradientTransformation(init, update)

@@ -25,8 +25,8 @@ class Replayer(NamedTuple):
     buffer: Callable[..., ReplayBuffer]
     start: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Metrics]]
-    # finish(round_context, server, local) -> (server, refused); the old state if the new
-    # one is not finite
+    # finish(round_context, server, local) -> (server, refused); the server keeps its old
+    # state, and `refused` is True, if the new one is not finite
     finish: Callable[..., tuple[PyTree, Array]]
 
 
@@ -97,6 +97,7 @@ def replay_on_server(
       place: puts arrays where the engine works.
     """
     rule = replayer.server_replay
+    # the same structure in all calls, so that each function is traced once
     round_context = round_context._replace(previous=())
     buffers = [jax.tree.map(np.asarray, buffer) for buffer in past]
     buffers.append(current_buffer(replayer, round_context, server))
@@ -104,6 +105,7 @@ def replay_on_server(
     replayed = _replayed_examples(buffers, pairs)
     if not len(replayed.index):
         return Replayed(server, {}, examples=0, refused=False)
+    # the classes that occur in this training; all batches have the same mask of them
     labels = np.concatenate([np.asarray(buffers[i].label) for i in np.unique(replayed.buffer)])
     classes = np.isin(np.arange(len(round_context.task.current)), labels)
     local = replayer.start(round_context, server)
@@ -117,14 +119,14 @@ def replay_on_server(
             step_metrics.append(metrics)
             examples += int(np.sum(batch.mask))
     server, refused = replayer.finish(round_context, server, local)
-    # the first point at which the host waits for the device
+    # only here the host waits for the device: it has queued all steps before
     totals = functools.reduce(_add, jax.device_get(step_metrics))
     metrics = {name: Weighted(*total) for name, total in totals.items()}
     return Replayed(server, metrics, examples, bool(refused))
 
 
-def _add(first: PyTree, second: PyTree) -> PyTree:
-    return jax.tree.map(np.add, first, second)
+def _add(total: PyTree, metrics: PyTree) -> PyTree:
+    return jax.tree.map(np.add, total, metrics)
 
 
 class _ReplayedExamples(NamedTuple):
@@ -155,12 +157,13 @@ def _batches(
     key: PRNGKeyArray,
 ) -> Iterator[ReplayBatch]:
     """Yield the batches of a shuffled epoch; the last one is padded."""
+    # a numpy generator from the JAX key: the order is made on the host, where the data are
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     order = rng.permutation(len(replayed.index))
-    for first in range(0, len(order), batch_size):
-        batch_order = order[first : first + batch_size]
+    for start in range(0, len(order), batch_size):
+        batch_order = order[start : start + batch_size]
         mask = np.arange(batch_size) < len(batch_order)
-        # padding repeats examples, with a mask of False
+        # `resize` repeats examples as padding, whose mask is False
         padded_order = np.resize(batch_order, batch_size)
         of_batch = _ReplayedExamples(*(column[padded_order] for column in replayed))
         examples, label = _take([(buffer.examples, buffer.label) for buffer in buffers], of_batch)

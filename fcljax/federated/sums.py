@@ -18,7 +18,8 @@ from fcljax.types import PyTree
 
 # an array, or only its shape and dtype
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
-SMALL = 2**16  # scalars of a leaf, up to which leaves share one compiled kernel
+# leaves of at most so many scalars are joined, so that they share one compiled kernel
+SMALL = 2**16
 
 
 def sum_zeros(shapes: PyTree, floating: bool = False) -> PyTree:
@@ -59,6 +60,7 @@ def add_stacked(
         terms = leaf.astype(total.dtype)
         if weight is not None:
             terms = terms * broadcast_left(weight, leaf).astype(total.dtype)
+        # after the product: a weight of 0 times NaN is NaN
         terms = jnp.where(broadcast_left(valid, leaf), terms, jnp.zeros((), total.dtype))
         if total.dtype == bool:
             return total | jnp.any(terms, axis=0)
@@ -119,6 +121,7 @@ def joined(leaves: Sequence[ArrayLike]) -> list[Array]:
 
 def parted(vectors: Sequence[Array], like: Sequence[Array]) -> list[Array]:
     """Undo `joined`: return arrays of the shapes and types of the leaves `like`."""
+    # `joined` puts the large leaves first, in their order, and the small ones last
     small_leaves = [leaf for leaf in like if leaf.size <= SMALL]
     large = iter(vectors)
     small = iter(())
