@@ -125,8 +125,8 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     Raises:
       InputError: for settings or files that cannot work.
     """
-    # the dtype that this machine computes in decides what is cached, so it is a setting
-    # from here on
+    # "auto" ends here: cached features and checkpoints depend on the number format, so
+    # the settings that are written must name it
     settings = dataclasses.replace(settings, dtype=compute_type(settings))
     dataset = supplied.dataset
     if dataset:
@@ -135,7 +135,7 @@ def load(settings: RunConfig, supplied: Supplied) -> tuple[RunConfig, Inputs]:
     check_reads(settings, inputs.dataset)
     check_stop(settings, lambda: bool(config.learning_rates(settings)) or config.has_own_rate(settings))
     if settings.stop_when_flat:
-        # before examples are assigned: every client gives its share
+        # before examples are assigned, so that no client trains on what is held out
         reduced, validated = hold_out_training(inputs.dataset)
         inputs = inputs._replace(dataset=reduced, validated=validated)
     if supplied.owners is not None:
@@ -200,14 +200,14 @@ def assemble(
     method = make_method(settings, sizes, network)
     rates = {}
     if settings.scale == "fit":
-        # learning rates are data, so that the search compiles once for all of them
+        # as data, not constants of the program: all rates of the search share one compile
         rates = config.learning_rates(settings)
         method = with_rates(lambda rates: make_method(_with(settings, rates), sizes, network), rates)
     labels = (scenario.train_label, scenario.test_label)
     train, test = make_splits(inputs.dataset, labels, settings.data_budget, settings.eval_batch_size)
     frozen = frozen_of(inputs.backbone, inputs.surrogate)._replace(rates=as_data(rates))
     if inputs.texts is not None:
-        # the class order of the run
+        # prompts come in the data set's order, and logits are in the run's class order
         frozen = frozen._replace(text=in_order(inputs.texts, scenario.labels(inputs.dataset)))
     if settings.partition == "sampled":
         check_stateless(settings, method, frozen)
@@ -219,8 +219,9 @@ def assemble(
     if single:
         engine = _single_engine(method, fetch, example, sizes)
     else:
+        # of all tasks, because the shapes must hold the run's largest round: one compile
+        # serves them all
         partitions = [partition for of_task in scenario.partitions for partition in of_task]
-        # capacities must hold the largest round of the run: one compile serves them all
         partitions += scenario.whole
         engine = _engine(settings, method, fetch, example, partitions, inputs.backbone, machine)
     key = jax.random.key(settings.seed)
@@ -266,18 +267,17 @@ def _engine(
 def _single_engine(method: Method, fetch: Fetch, example: Example, sizes: Sizes) -> Engine:
     """Return the engine of a client that works by itself. All clients have the shapes of
     the largest, so that those of one process share what was compiled."""
+    # a client with as many examples as any; shapes are all that is read of it
     indices = np.zeros(sizes.examples, np.int32)
     class_examples = np.zeros((1, sizes.classes), np.int32)
     largest = ClientPartition(indices, np.array([0, sizes.examples]), class_examples)
-    # slots=1: one client; its shape is that of the largest, which every process
-    # compiles
     alone = tuple(map(alone_capacity, capacities(method, [largest], lanes=1, slots=1)))
     return make_engine(sending(method), fetch, Lanes(1, "loop"), alone, example)
 
 
 def sizes_of(scenario: Scenario) -> Sizes:
     """Return the static sizes of a run."""
-    # the shapes of all tasks are equal: classes are padded to the largest task
+    # any task will do: their class lists are padded to the largest task's length
     first = scenario.tasks[0]
     partitions = scenario.partitions
     counts = [partition.count for of_task in partitions for partition in of_task]
@@ -288,8 +288,8 @@ def sizes_of(scenario: Scenario) -> Sizes:
         task_classes=len(first.classes),
         clients=len(counts[0]),
         rounds=len(partitions[0]),
+        # over all rounds, because a client's buffer of exemplars is made once
         examples=max(int(count.max()) for count in counts),
-        # over all rounds: buffers of exemplars are made once
     )
 
 
@@ -299,8 +299,8 @@ def check_stateless(settings: RunConfig, method: Method, frozen: Frozen) -> None
     Raises:
       InputError: naming the method whose clients have one, which would pass to other clients.
     """
+    # shapes tell whether there is a state; nothing is computed
     key = jax.random.key(0)
-    # by shapes alone: nothing is computed
     server = jax.eval_shape(method.init, key, frozen)
     if jax.tree.leaves(jax.eval_shape(method.init_client, key, server)):
         raise InputError(
@@ -315,7 +315,7 @@ def check_one_pass(settings: RunConfig, method: Method) -> None:
     Raises:
       InputError: naming the method and how often it reads them.
     """
-    passes = sum(phase.view.epochs for each in method.rounds for phase in each.program.phases)
+    passes = sum(phase.view.epochs for exchange in method.rounds for phase in exchange.program.phases)
     if passes > 1:
         raise InputError(
             f"population: an online stream is seen once, and {settings.method} reads each example {passes} "
@@ -339,6 +339,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
     Raises:
       InputError: for options that it cannot honour, or an adapter that does not fit the network.
     """
+    # 0: not searched yet, and the rates are the preset's; 1: nothing to multiply
     if settings.rate_factor not in (0.0, 1.0):
         settings = _with(settings, config.learning_rates(settings))
     entry = find_method(settings.source)
@@ -349,10 +350,14 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             f"{_without_attention(entry)}"
         )
     adapter = adapter_entry.build(config.part(adapter_entry.options, settings), sizes, network)
+    # one rate for all parameters: the optax optimiser's, not full_lr or another of the
+    # adapter's
     if config.has_own_rate(settings):
         adapter = adapter._replace(rate=None)
     for name, divided in (("microbatch", settings.microbatch), ("batch_devices", settings.batch_devices > 1)):
-        # statistics of a part of the batch are not those of the batch
+        # Batch normalisation over a part of the batch is not that over the whole batch.
+        # `split` is set where there are running statistics, `network` where the adapter
+        # trains the network.
         if divided and network.split and adapter.network:
             raise InputError(
                 f"{name}: {getattr(settings, name)} cannot work in a network that trains on the "
@@ -360,7 +365,7 @@ def make_method(settings: RunConfig, sizes: Sizes, network: Network) -> Method:
             )
     if settings.microbatch:
         network = in_microbatches(network, settings.microbatch)
-    # after microbatches: a device divides its own part
+    # around the microbatches: devices divide the batch, and each splits its own part
     network = on_batch_devices(network)
     aggregation = make_aggregation(settings)
     rules = ()
@@ -407,11 +412,13 @@ def make_train(cfg: TrainConfig, sizes: Sizes) -> Training:
     optimiser = chosen("optimiser", cfg)
     lr = cfg.lr
     if config.has_own_rate(cfg):
-        # federate subtracts what the optimiser gives, and optax's updates are added
+        # A client steps by minus its rate times the direction, and optax's updates are
+        # added as they are: hence the minus sign, and a rate of 1.
         direction = optax.chain(optimiser, optax.scale(-1.0))
         lr = 1.0
     else:
         direction = optimiser.build()
+    # no factor at all, rather than a product with 1
     schedule = chosen("lr_schedule", cfg)
     if schedule == Constant():
         schedule = None

@@ -35,15 +35,20 @@ from fcljax.types import PyTree, ReplayBuffer
 
 CLIENTS = "clients"  # folder beside the checkpoints for the states of clients that each process writes
 ASIDE = "set-aside"  # folder beside the checkpoints for those that are damaged or out of date
-# bytes of a file of arrays; until it is full, its content is in memory a second time
+# Bytes of a file of arrays, 8 MiB. Orbax holds what a file will contain in memory until
+# it is full, so larger files would cost more.
 FILE = 2**23
-# bytes of the largest state that is written while the next round runs on the same memory
+# Bytes of the largest state that is written while the next round runs, 64 MiB: on a CPU
+# the copy that is being written takes memory beside the run's arrays.
 BESIDE = 2**26
-# steps at which the files of one checkpoint were written; at the next one all states are written again
+# Rounds at which a checkpoint's files of client states may have been written. A resumed
+# run opens all of them, so after so many rounds all states are written into new files.
 MOST_STEPS = 64
-# clients in all files of one checkpoint, as a multiple of the run's, before all states are written again
+# Old files also hold states that newer files replace. Once all files together hold
+# twice as many states as there are clients, all are written again.
 MOST_COPIES = 2
-# share of a run's time that larger ones may take, if nobody asks for a number of rounds
+# Largest share of a run's time for checkpoints above `BESIDE`, without
+# --checkpoint-every.
 SHARE = 0.03
 
 
@@ -99,6 +104,7 @@ def is_due(every: int | None, step: int, last: Write | None, now: float) -> bool
         return step % every == 0
     if last is None or last.size <= BESIDE:
         return True
+    # a write of 3 s is followed by at least 100 s of training
     return now - last.end >= last.seconds / SHARE
 
 
@@ -133,8 +139,8 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot, start: float | None
     """
     if start is None:
         start = time.monotonic()
-    # Orbax copies NumPy arrays before it returns; the memory of others it may read when the next round has
-    # changed it already
+    # As numpy arrays, which Orbax copies before it returns. Arrays of jax it reads
+    # later, when the next round may have overwritten their memory.
     state = jax.tree.map(np.asarray, jax.device_get(snapshot.state))
     seal = _seal(snapshot._replace(state=state))
     host: dict[str, Any] = {"records": snapshot.records, "origin": snapshot.origin, "sha256": seal}
@@ -143,8 +149,9 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot, start: float | None
     arguments = ocp.args.Composite(
         state=ocp.args.PyTreeSave(state, ocdbt_target_data_file_size=FILE), records=ocp.args.JsonSave(host)
     )
+    # it waits for the write before it, and raises that one's error
     try:
-        manager.save(snapshot.step, args=arguments)  # waits for the write before it
+        manager.save(snapshot.step, args=arguments)
     except Exception as error:
         raise _unwritable(manager, error) from error
     _forget_shards(Path(manager.directory), snapshot)
@@ -225,6 +232,8 @@ def newest(
         if not why:
             break
         damaged[step] = why
+    # none is intact: they stay where they are, since all of them damaged is more likely a
+    # wrong version or a wrong option than a broken disk
     else:
         if not damaged:
             return None
@@ -256,7 +265,7 @@ def _read_together(
         if hosts.first:
             snapshot = _restore(folder, step, template)
             check(snapshot)
-    # a damaged file may make Orbax, TensorStore and JSON raise anything
+    # anything: a damaged file meets the parsers of Orbax, TensorStore and JSON
     except Exception as error:
         why = _line(error)
     host: Any = hosts.from_first(lambda: [snapshot.records, snapshot.origin, [] if why else snapshot.shards])
@@ -266,6 +275,7 @@ def _read_together(
             clients = np.arange(snapshot.shards[-1]["of"]) if index is None else index
             states = _read_shards(folder, snapshot, template.clients, clients)
             snapshot = snapshot._replace(state=snapshot.state._replace(clients=states))
+    # not raised here: the other processes wait in `gather`
     except Exception as error:
         why = _line(error)
     return snapshot, next(filter(None, hosts.gather(why)), "")
@@ -290,6 +300,7 @@ def origin_of(folder: str | Path) -> dict[str, Any] | None:
 
 def set_aside(folder: str | Path, step: int) -> Path:
     """Move a checkpoint into the folder set-aside, beside that of the checkpoints. Return its new path."""
+    # a run can be resumed from the same round more than once, so the name may be taken
     aside = Path(folder).parent / ASIDE
     aside.mkdir(exist_ok=True)
     paths = (aside / f"checkpoint-{step}{f'-{i}' if i else ''}" for i in range(10**6))
@@ -306,8 +317,10 @@ def digest_of_tree(tree: PyTree) -> str:
     sums = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
+        # equal bytes under another shape or type are another tree
         sums.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}\n".encode())
-        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # no copy
+        # as bytes, because bfloat16 has no buffer that hashlib takes; a view, not a copy
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return sums.hexdigest()
 
 
@@ -318,6 +331,7 @@ def _restore(folder: Path, step: int, template: PyTree) -> Snapshot:
       Exception: of any kind, if it is not intact.
     """
     host = _read(folder, step, records=ocp.args.JsonRestore())["records"]
+    # states of clients are in the checkpoint, or in files beside it
     shards = host.get("shards", [])
     whole = template._replace(clients=()) if shards else template
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole)
@@ -329,7 +343,10 @@ def _restore(folder: Path, step: int, template: PyTree) -> Snapshot:
 
 
 def _this_process() -> ocp.options.MultiprocessingOptions:
-    """Return options with which Orbax does not wait for other processes."""
+    """Return options with which Orbax takes this process for the only one.
+
+    Only the first process writes checkpoints, and a barrier would wait for the others.
+    """
     index = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
@@ -364,7 +381,7 @@ def _line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if len(text) <= 200:
         return text
-    # the reason stands at the end of such texts
+    # TensorStore begins with the operation and ends with the reason
     return f"{text[:100]} ... {text[-95:]}"
 
 
@@ -420,6 +437,7 @@ def save_shard(
             sha256 = _sha256(temporary)
     except OSError as error:
         raise InputError(f"out: cannot write a checkpoint to {str(path)!r}: {_line(error)}") from None
+    # ids as ranges: a million clients in a row are two numbers in the checkpoint
     runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1) if len(index) else []
     ranges = [[int(run[0]), int(run[-1]) + 1] for run in runs]
     file = {"step": step, "file": path.name, "sha256": sha256, "bytes": tree_bytes(clients)}
@@ -444,6 +462,7 @@ def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.n
         shard = snapshot.shards[number]
         clients = _clients_of(shard)
         positions = np.flatnonzero(file_numbers == number)
+        # from the ids that are asked for to rows of this file
         entry_of_client = np.zeros(shard["of"], int)
         entry_of_client[clients] = np.arange(len(clients))
         entries = entry_of_client[index[positions]]
@@ -453,7 +472,8 @@ def _read_shards(folder: Path, snapshot: Snapshot, template: PyTree, index: np.n
         with np.load(path, allow_pickle=False) as file:
             for (name, template_leaf), leaf in zip(named, leaves, strict=True):
                 states = file[name]
-                if states.dtype.kind == "V":  # bytes: numpy has no bfloat16
+                # numpy's files know no bfloat16, and return its bytes as type void
+                if states.dtype.kind == "V":
                     states = states.view(template_leaf.dtype)
                 shape = (len(clients), *template_leaf.shape[1:])
                 if states.dtype != template_leaf.dtype or states.shape != shape:
@@ -470,6 +490,7 @@ def _clients_of(shard: dict[str, Any]) -> Int[np.ndarray, " n"]:
 def _file_of_client(shards: Sequence[dict[str, Any]]) -> Int[np.ndarray, " K"]:
     """Return the position in `shards` of the file with each client's newest state; -1: in none."""
     file_of_client = np.full(shards[-1]["of"] if shards else 0, -1)
+    # the older files first, so that the newest state of a client remains
     for number, shard in enumerate(shards):
         file_of_client[_clients_of(shard)] = number
     return file_of_client
@@ -487,7 +508,7 @@ def _forget_shards(folder: Path, written: Snapshot | None = None) -> None:
         for step in steps(folder):
             records = _read(folder, step, records=ocp.args.JsonRestore())["records"]
             needed |= _steps_of_files(step, records.get("shards", ()))
-    # nobody knows which files a damaged checkpoint needs; Orbax may raise anything
+    # a damaged checkpoint cannot say which files it needs, so all of them stay
     except Exception:
         return
     for path in beside.iterdir():

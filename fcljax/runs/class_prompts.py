@@ -10,9 +10,11 @@ from fcljax.files import read_user_text
 from fcljax.options import ClassPromptOptions, ContextOptions
 
 FILE = "file:"
-FILE_BYTES = 1 << 22  # of a file of prompts
+FILE_BYTES = 1 << 22  # most bytes of a file of prompts
 EXAMPLE = "a photo of a {}"
-_IDS = re.compile(r"[0-9]+|n[0-9]{8}")  # numbers and WordNet's ids are no names
+# Numbers and WordNet's ids. A text tower knows no class by these, and its features of
+# them would classify at chance.
+_IDS = re.compile(r"[0-9]+|n[0-9]{8}")
 
 
 def template_of(settings: object) -> str:
@@ -51,7 +53,7 @@ def prompts_of(template: str, dataset: Dataset) -> list[str]:
     if template.startswith(FILE):
         return _prompts_in_file(template.removeprefix(FILE), dataset.class_names)
     names = [_spoken(name, dataset) for name in dataset.class_names]
-    # the digits' names are numbers
+    # numbers are names in the package's own data set of digits, and ids in a user's data
     of_user = dataset.name not in DATASETS
     if all(map(_IDS.fullmatch, names)) and (of_user or not names[0].isdecimal()):
         raise InputError(
@@ -63,7 +65,7 @@ def prompts_of(template: str, dataset: Dataset) -> list[str]:
 
 def _spoken(name: str, dataset: Dataset) -> str:
     """Return a class's name as words."""
-    # a mixture writes the data set before it
+    # in a mixture a class is called DATASET/CLASS
     if dataset.sources is not None:
         name = name.partition("/")[2]
     return " ".join(name.replace("_", " ").split())

@@ -28,9 +28,9 @@ from fcljax.files import atomic, in_home, owned
 
 VARIABLE = "FCLJAX_COMPILED"
 OFF = "off"
-# bytes of all compiled programs; a run of a small network leaves about 1 MB
+# most bytes of all compiled programs; a run of a small network leaves about 1 MB
 MOST = 4 * 2**30
-# compile time of a cached program; compiling a faster one takes no longer than reading it
+# a program that compiles faster is not cached: reading it would take as long
 LEAST_SECONDS = 0.05
 # lines of /proc/cpuinfo that distinguish types of CPU, for x86 and Arm
 CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
@@ -115,8 +115,8 @@ def why_not(folder: Path) -> str | None:
         return f"other users may write to {str(folder)!r}"
     for parent in folder.resolve().parents:
         mode = parent.stat().st_mode
-        # who may write to a folder may put another one in the place of what is in it,
-        # but for the sticky bit
+        # Who may write to a folder above can exchange the one below it. In a folder
+        # with the sticky bit, such as /tmp, only the owner of an entry can.
         if mode & 0o022 and not mode & stat.S_ISVTX:
             return f"other users may write to {str(parent)!r}, above {str(folder)!r}"
     return None
@@ -159,7 +159,8 @@ def _set_up(folder: Path, say: Callable[[str], None]) -> None:
             jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compile_once(folder)
-    # one warning is enough for a full disk
+    # jax warns for each program that it cannot write, so a full disk would bury a run's
+    # lines
     warnings.filterwarnings("ignore", message=UNWRITTEN)
 
 
@@ -232,7 +233,8 @@ def compile_once(folder: Path) -> None:
     """
     from jax._src import compilation_cache, compiler, distributed
 
-    # a second call must not wait for the lock of the first
+    # unwrapped: if this is called twice, the second wrapper must not wait for the first
+    # one's lock on the same program
     compile_program = inspect.unwrap(getattr(compiler, "_compile_and_write_cache", _unknown))
     parameters = inspect.signature(compile_program)
     if "cache_key" not in parameters.parameters:

@@ -48,6 +48,7 @@ def hold_out_training(dataset: Dataset) -> tuple[Dataset, Dataset]:
     except InputError as error:
         reason = str(error).partition(": ")[2]
         raise InputError(f"stop_when_flat: {reason}") from None
+    # other training examples are another data set, for cached features and resumed runs
     digest = hashlib.sha256(f"{dataset.digest} trained without {SHARE}".encode()).hexdigest()
     reduced = validated._replace(
         x_test=dataset.x_test,
@@ -68,7 +69,8 @@ def held_out_of(settings: RunConfig, dataset: Dataset, validated: Dataset, joint
       validated: the second of `hold_out_training`.
       joint: whether the method has all classes at once.
     """
-    # with the training examples of the run, which may have got owners
+    # The run's own training examples, to which a partition by owner may have added
+    # columns: the scenario must be the run's, but for what it tests on.
     tested = dataset._replace(
         x_test=validated.x_test,
         y_test=validated.y_test,
@@ -88,7 +90,7 @@ def is_flat(accuracies: Sequence[float | None], patience: int) -> bool:
     values = np.nan_to_num(np.array(accuracies, float), nan=-1.0)
     if len(values) <= patience:
         return False
-    # of equal ones the first is the best
+    # argmax takes the first of equal ones, so an equal accuracy is no improvement
     return len(values) - 1 - int(np.argmax(values)) >= patience
 
 
@@ -122,7 +124,8 @@ def check_stop(settings: RunConfig, trains: Callable[[], bool]) -> None:
     patience = settings.stop_when_flat
     if not patience:
         return
-    # the round in which it is flat is patience + 1 at the earliest, and one more is played
+    # The accuracy is flat after patience + 1 rounds at the earliest, one more is played,
+    # and that must not be the task's last one anyway.
     most = settings.rounds - 3
     if patience > most:
         nearest = "give at least 4 --rounds"

@@ -57,6 +57,7 @@ def embed(
     """
     out = Path(out)
     console = console or Console(stderr=True)
+    # before the backbone and the data are loaded, which may take minutes
     if out.exists():
         raise InputError(f"out: {str(out)!r} exists already; give the name of a new file")
     if not out.absolute().parent.is_dir():
@@ -85,10 +86,11 @@ def embed(
         "is_test": np.repeat([False, True], [len(label) for label in labels]),
         "class_names": np.array(dataset.class_names),
     }
+    # from the features: the head is one linear layer, so nothing is computed twice
     head = inputs.backbone.head
     if cfg.keep_head and head is not None:
         arrays["logits"] = arrays["features"] @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
-    # to a file object, because numpy adds .npz to names
+    # into an open file: to a name without .npz numpy would append it
     with atomic(out) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
     save_features(cfg, inputs, "train", features[0])

@@ -52,7 +52,7 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
             return predict(_last_round(exp, t), (state.server,), test, index, task_of_class)
 
         def accuracy(predicted_label: np.ndarray) -> list[float]:
-            # None becomes NaN
+            # numpy makes NaN of the None of a task without test examples
             return np.array(_accuracy_per_task(predicted_label == label, is_of_task), float).tolist()
 
         predicted = predictions(predict)
@@ -73,6 +73,8 @@ def _evaluate_server(exp: Experiment) -> Evaluate:
         if not len(index):
             return None
         records.add(evaluated_images=len(index))
+        # a task in which the new classes are the seen ones: names of classes make the
+        # classifier, so it can tell apart classes that it has never trained on
         round_context = _last_round(exp, t)
         last = scenario.tasks[t]
         new = ~np.asarray(last.seen)
@@ -103,7 +105,8 @@ def _evaluate_clients(exp: Experiment) -> Evaluate:
             personal.append(_accuracy(correct))
             tested.append(Tested(client, index, label, predicted))
         _record_predictions(records, tested, exp.sizes.classes)
-        # an evaluation within a task replaces the earlier one
+        # with --eval-every-round a task is evaluated several times, and the last one
+        # counts
         records.clients = [*records.clients[:t], class_il]
         records.clients_task_il = [*records.clients_task_il[:t], task_il]
         task_of_class = _task_of_class([scenario.current(task) for task in range(t + 1)])
@@ -140,7 +143,7 @@ def _value(name: str, metric: Metric, predictions: Predictions) -> float:
         value = metric(predictions)
     except Exception as error:
         raise in_users_code(name, error, "metrics") from error
-    # a jax or numpy scalar is a number too
+    # a scalar of jax or numpy is a number too, so the type is not what is asked
     if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
         raise InputError(f"metrics: {name!r} returned {value!r}; needed: a number")
     return float(value)
@@ -152,6 +155,7 @@ def check_metrics(metrics: Mapping[str, Metric], lines: Sequence[dict[str, Any]]
     Raises:
       InputError: naming those that differ.
     """
+    # before its first evaluation a run may be resumed with any metrics
     evaluated = [line for line in lines if "A" in line]
     if not evaluated:
         return
@@ -185,7 +189,8 @@ def personal_accuracy(
 def last_predictions(exp: Experiment, state: State, records: Records) -> Sequence[Tested]:
     """Return the predictions of the last evaluation.
 
-    A run that was resumed after its last round has none, and makes them again.
+    They are in no checkpoint, so a run that was resumed after its last round makes them
+    again.
     """
     if records.tested:
         return records.tested
@@ -223,6 +228,7 @@ def _predict_by_client(
     scenario = exp.scenario
     predict = predictor(exp, function)
 
+    # the client is an argument, not a constant: one compile serves them all
     @functools.partial(jit, mesh=exp.engine.mesh)
     def state_of(states: PyTree, client: Int[Array, ""]) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[client], states)
@@ -290,6 +296,7 @@ def _mean_over_clients(accuracy: list[list[float | None]]) -> list[float]:
     """Return the mean per task over clients with examples of it; NaN if none has."""
     values = np.array(accuracy, float)  # None becomes NaN
     known = ~np.isnan(values)
+    # not nanmean, which warns of a task that no client has
     mean = np.nansum(values, 0) / np.maximum(known.sum(0), 1)
     return np.where(known.any(0), mean, np.nan).tolist()
 

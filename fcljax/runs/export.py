@@ -32,7 +32,8 @@ CLASSIFIER = "classifier.safetensors"
 NETWORK = "network.safetensors"
 PEFT = ("adapter_config.json", "adapter_model.safetensors")
 CARD = "README.md"
-# fields of a ViT that timm's plain `VisionTransformer` has in no other form
+# Fields of a ViT, with the values at which timm's `VisionTransformer`, as the card's
+# lines make it, computes the same.
 _PLAIN = {
     "final_norm": True,
     "layer_scale": False,
@@ -105,7 +106,9 @@ def trained_model(
       InputError: for a method that is not made of parts, or whose clients have personal models.
     """
     exp, state = final_state(settings, run, supplied)
-    # attacks and searched learning rates wrap a method, and change nothing of its model
+    # Attacks and searched learning rates wrap a method, and `learner_of` cannot see
+    # into the wrapper. They change nothing of its model, so the bare method is made
+    # again.
     honest = dataclasses.replace(exp.settings, malicious=0)
     method = make_method(honest, exp.sizes, network_of(exp.inputs.backbone, exp.inputs.preprocess))
     learner = learner_of(method)
@@ -143,9 +146,10 @@ def _updates(learner: Learner, params: Params, trainable: Params, task: Task) ->
     if adapter.queries:
         # what it adds depends on the image
         return None
-    # an adapter that reads no query adds the same to all images, and so to none
+    # it adds the same to every image, so a batch of none will do
     no_mask = jnp.zeros(0, bool)
     injection = adapter.inject(params.adapter, trainable.adapter, None, task, False, no_mask)
+    # prompts or anything else beside the low-rank updates
     if jax.tree.leaves(injection._replace(lora={})):
         return None
     return injection.lora
@@ -249,7 +253,7 @@ def _head_tensors(head: Head, prefix: str) -> dict[str, np.ndarray]:
 
 def _peft_config(updates: Mapping[int, Lora], backbone: str) -> dict[str, Any]:
     """Return PEFT's description of updates of timm's fused projections."""
-    # queries and values are updated side by side
+    # one update of rank 2 r for the fused projection: r for queries, r for values
     rank = 2 * next(iter(updates.values())).a_q.shape[0]
     return {
         "peft_type": "LORA",

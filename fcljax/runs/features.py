@@ -102,16 +102,17 @@ def make_fill(exp: Experiment, parts: tuple[Part, ...] = PARTS) -> Fill:
         cached = whole(split).query
         index = newly_evaluated(exp.scenario, t)
         if exp.method.names_classes:
-            # classes of later tasks are evaluated too
+            # classes of later tasks are evaluated too, so the first task fills everything
             index = np.arange(len(whole(split).label) if t == 0 else 0)
         if part == "train":
             index = newly_assigned(exp.scenario, t)
         if not len(index):
             if cached is not None:
                 return cached
-            # one image, to know the features' shape and type
+            # a first task without examples: one image gives the features' shape and type
             index = np.zeros(1, int)
-        # without cached features, because the compiled loop takes splits of one structure
+        # without cached features: a split that has some is another structure, and the
+        # loop would compile a second time
         computed = np.asarray(compute(exp.frozen, _with_query(split, None), index))
         if cached is None:
             shape = (len(whole(split).label), *computed.shape[1:])
@@ -191,8 +192,9 @@ def newly_assigned(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
 def newly_evaluated(scenario: Scenario, t: int) -> Int[np.ndarray, " n"]:
     """Return the indices of test images that are evaluated after task t and were not before."""
     clients = (None, *range(len(scenario.partitions[0][0].class_examples)))
+    # where test examples have a task, all clients are tested on the same ones
     if scenario.test_task is not None:
-        clients = (None,)  # clients have the tasks of the run
+        clients = (None,)
     read = np.any([scenario.tests_seen(t, client) for client in clients], axis=0)
     if t:
         read &= ~np.any([scenario.tests_seen(t - 1, client) for client in clients], axis=0)
@@ -203,6 +205,7 @@ def _queried(exp: Experiment) -> tuple[Part, ...]:
     """Return the splits whose query features are computed once; see `make_fill`."""
     if not exp.method.queries:
         return ()
+    # a training image is read clean if it is replayed, or if its phase does not augment
     phases = [phase for round_ in exp.method.rounds for phase in round_.program.phases]
     if any(phase.replay or not (phase.view.augment and exp.inputs.augments) for phase in phases):
         return ("test", "train")
@@ -235,6 +238,7 @@ def feature_file(options: InputConfig, inputs: Inputs, part: Part) -> Path:
         "batch": options.eval_batch_size,
         "computed by": [jax.__version__, jax.devices()[0].device_kind],
     }
+    # named only where there are several, so that files of one device keep their names
     if options.devices > 1:
         facts["devices"] = options.devices
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -250,8 +254,8 @@ def saved_features(options: InputConfig, inputs: Inputs, part: Part) -> Float[np
         with open_regular(feature_file(options, inputs, part)) as stream, np.load(stream) as file:
             features = file["features"]
             sha256 = str(file["sha256"])
+    # anything: a damaged file meets the parsers of zip and npy. They are computed again.
     except Exception:
-        # a damaged file may raise anything in the parsers of zip and npy
         return None
     expected = (len(labels), inputs.backbone.config.width)
     if features.shape != expected or features.dtype != np.float32 or sha256 != _sha256(features):

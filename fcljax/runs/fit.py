@@ -24,9 +24,11 @@ from fcljax.runs.machine import Machine
 from fcljax.runs.programs import evaluations_of, programs_of
 from fcljax.settings import RunConfig
 
-# fraction of the memory: programs share it, and the allocator rounds up to blocks
+# share of a device's memory that a step may need: the programs themselves are in it
+# too, and the allocator rounds up to blocks
 USABLE = 0.95
-TRIALS = 8  # with one compilation each
+# smaller settings to try; each costs a compilation
+TRIALS = 8
 
 
 class Need(NamedTuple):
@@ -120,12 +122,14 @@ def largest_need(exp: Experiment) -> Need:
     if isinstance(exp.test, Split):
         test_bytes = exp.test.input_bytes
         evaluations = evaluations_of(exp)
+    # only the training steps decide: they are what lanes and microbatches make smaller
     loops = [program for program in round_programs if program.steps]
     others = [program for program in round_programs if not program.steps]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # traced in this thread; XLA compiles without the interpreter's lock
         needs = [pool.submit(_need, program.name, program.lower(), test_bytes) for program in loops]
-        # an error of these appears when the run compiles them
+        # into the cache, for the run. Their errors are not read here: they appear when
+        # the run compiles them.
         for program in (*others, *evaluations):
             pool.submit(program.lower().compile)
     return max((need.result() for need in needs), key=lambda need: need.total)

@@ -35,13 +35,14 @@ def check_new(out: Path) -> None:
 
 
 def _check_empty(out: Path) -> None:
+    # a lock alone is what a process leaves that was killed before it wrote anything
     if out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
         raise InputError(f"out: {str(out)!r} exists already; give a new folder, or resume it: --resume {out}")
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Inside the block no other process works in the run directory.
+    """Keep other processes from working in the run directory inside the block.
 
     Raises:
       InputError: if another process does, or the directory cannot be written.
@@ -70,20 +71,23 @@ def created(out: Path, settings: RunConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
+            # checked again under the lock: between `check_new` and here, data were
+            # loaded, and another process may have begun a run in this folder
             stack.enter_context(locked(out))
             _check_empty(out)
         except OSError as error:
             raise _unwritable(out, error) from None
-        own = [out / "checkpoints", out / "figures"]
+        subfolders = [out / "checkpoints", out / "figures"]
         try:
-            for folder in own:
+            for folder in subfolders:
                 folder.mkdir()
             write_text(out / "config.yaml", config.to_yaml(settings))
         except OSError as error:
+            # rmdir removes empty folders only, so nothing of the user's can be lost
             with contextlib.suppress(OSError):
                 (out / LOCK).unlink()
-                for folder in [*own, *([out] if new else [])]:
-                    folder.rmdir()  # which removes empty folders only
+                for folder in [*subfolders, *([out] if new else [])]:
+                    folder.rmdir()
             raise _unwritable(out, error) from None
         yield
 

@@ -113,10 +113,11 @@ class Hosts:
         # a run of one process need not load it
         from jax.experimental import multihost_utils
 
+        # collectives need equal shapes: first the sizes, then all texts padded to the
+        # longest
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-        # padded to the longest text
         padded[: len(encoded)] = encoded
         texts = np.asarray(multihost_utils.process_allgather(padded))
         return [row[:size].tobytes().decode() for row, size in zip(texts, sizes, strict=True)]
@@ -138,7 +139,7 @@ class Hosts:
             error = str(raised)
         for process, line in enumerate(self.gather(error)):
             if line:
-                # an error in one process ends all of them with the same line
+                # every process prints this line, and says whose it is if not its own
                 if process > 0 and error != line:
                     line = f"{line} (in process {process})"
                 raise Refused(line)
@@ -199,7 +200,7 @@ class Hosts:
         Raises:
           InputError: if another number was asked for, or the processes do not have equally many.
         """
-        # lanes are divided evenly over devices, and devices over processes
+        # devices get equal parts of the clients, and processes equal parts of the devices
         counts = np.bincount([device.process_index for device in jax.devices()], minlength=self.count)
         if len(set(counts.tolist())) > 1:
             raise InputError(
@@ -218,7 +219,7 @@ class Hosts:
         if self.count == 1:
             return False
 
-        # processes that see the first one's file share its folder
+        # only a file tells: the same path may be another disk on another machine
         def create_marker() -> str:
             number, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
             os.close(number)
@@ -355,7 +356,7 @@ def supervised(
     if code >= 0 and code != LOST:
         return code
     lines = log_text.splitlines()
-    # killed before it joined is no failure to meet
+    # a child that somebody has killed before it joined has not failed to meet the others
     if _JOINED not in lines and code != -signal.SIGKILL:
         where = "the others"
         if hosts.process != 0:

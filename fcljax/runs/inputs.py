@@ -53,12 +53,12 @@ from fcljax.settings import ARRAY_NETS, TEXT_NETS
 from fcljax.terminal import say
 from fcljax.types import Network, PyTree
 
-# share of a device's memory for images if no budget is given; the network needs the rest
-# while it works
+# Share of a device's memory for images without --data-budget. The rest is for the network
+# and for what its steps need.
 RESIDENT_SHARE = 0.5
 
-
-# settings that only images have, apart from `checkpoint`, which text has too
+# Settings of images, which are refused for other data. `checkpoint` names a text
+# encoder too, and is allowed for texts.
 OF_IMAGES = (
     "checkpoint",
     "heads",
@@ -107,7 +107,7 @@ def load_inputs(
         raise InputError(
             f"backbone: {cfg.backbone!r} reads arrays, and {cfg.dataset} has images; nearest: 'auto'"
         )
-    # before any file is read
+    # before data and weights are read, which may take minutes
     if template_of(cfg) and backbone is not None:
         raise InputError(
             f"class_prompts: a backbone of your own has no text tower, as CLIP has; nearest: {CLIP}"
@@ -167,6 +167,7 @@ def _array_inputs(cfg: InputConfig, dataset: Dataset, kind: Kind, backbone: Pret
         if reads_images(backbone.config):
             check_images("backbone", dataset)
         return Inputs(backbone, dataset, kind, augments=False)
+    # ids of a tokenizer need the text encoder, whatever checkpoint it is loaded from
     x = dataset.x_train
     if cfg.backbone in TEXT_NETS or are_tokens(x) and (cfg.backbone == "auto" or is_hub_name(cfg.backbone)):
         return Inputs(_text_encoder(cfg, dataset, kind), dataset, kind, augments=False)
@@ -225,6 +226,7 @@ def _array_net(cfg: InputConfig, x: PyTree) -> str:
     """
     if cfg.backbone in ARRAY_NETS:
         return cfg.backbone
+    # series are [N, time, channels], rows of tables [N, columns]
     default = "conv1d" if getattr(x, "ndim", 2) == 3 else "mlp"
     if isinstance(x, dict) and "ids" in x:
         default = TEXT_NETS[0]
@@ -243,6 +245,7 @@ def _check_no_image_options(cfg: InputConfig, dataset: Dataset) -> None:
     Raises:
       InputError: naming the option.
     """
+    # a preset may set options of images, which then were not asked for
     usual = preset_of(cfg) if isinstance(cfg, RunConfig) else type(cfg)()
     names = [name for name in OF_IMAGES if getattr(cfg, name) != getattr(usual, name)]
     if are_tokens(dataset.x_train):
@@ -298,9 +301,9 @@ def named_weights(cfg: BackboneConfig) -> tuple[str | None, str | None]:
     return None, str(find_weights(cfg.backbone, folder))
 
 
-# Methods with which a whole network, trained in bfloat16, reached the accuracies of float32
-# within the noise of three seeds (docs/accelerators.md). Others stay in float32 until they are
-# measured.
+# Methods with which a whole network, trained in bfloat16, reached the accuracies of
+# float32 within the noise of three seeds (docs/accelerators.md). Others stay in float32
+# until they are measured.
 TRAIN_IN_BFLOAT16 = ("fedavg-ft",)
 
 
@@ -418,7 +421,7 @@ def surrogate_images(
         pixels = view(dataset.x_train[index], image_size)
         return np.round(np.asarray(pixels) * 255).astype(np.uint8)
 
-    # a chunk at a time: the views are four times as large as the grey levels
+    # a chunk at a time: views are float32, four times as large as the grey levels
     return np.concatenate([grey_levels(chosen[i : i + 256]) for i in range(0, len(chosen), 256)])
 
 
@@ -464,7 +467,7 @@ def inputs_of(
     features where they are cached and valid."""
     examples = _take(split, index)
     if augment and augments and isinstance(preprocess, Preprocess):
-        # cached query features are those of the clean view
+        # no query features: the cached ones are of the clean view
         return train_view(preprocess, examples.input, keys, examples.size), examples.label, None
     return clean_input(preprocess, examples.input, examples.size), examples.label, examples.query
 
@@ -499,7 +502,8 @@ def make_splits(
     test = Split(dataset.x_test, labels[1].astype(np.int32), dataset.size_test)
     available_bytes = device_memory() * RESIDENT_SHARE
     example_bytes = max(split.example_bytes for split in (train, test))
-    # a window, which gets a quarter of the budget, must hold two evaluation steps
+    # Two splits with two windows each share the budget, so a window has a quarter of
+    # it. It must hold two evaluation steps (`predict._Loops.steps`).
     least_bytes = 8 * eval_batch_size * example_bytes
     if budget is not None:
         available_bytes = budget * 2**20
@@ -565,5 +569,5 @@ def forward_flops(backbone: Pretrained) -> float:
     counts them; where it does not, two for each parameter."""
     traced, _ = forward_pass(backbone)
     costs = traced.lower().cost_analysis() or {}
-    # a backbone that hands the numbers on has neither
+    # the network `identity` has no products and no parameters, and callers divide by this
     return costs.get("flops") or 2.0 * sum(leaf.size for leaf in jax.tree.leaves(backbone.params)) or 1.0

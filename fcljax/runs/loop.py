@@ -64,6 +64,7 @@ def _ignore(_line: dict[str, Any]) -> None:
     """Do nothing with the line of a round."""
 
 
+# for runs within other work, such as tests
 QUIET = Console(quiet=True)
 
 
@@ -102,7 +103,8 @@ class Progress(NamedTuple):
     state: State
     records: Records
     step: int  # number of finished rounds, over all tasks; those left out count as finished
-    # files of clients' states in the newest checkpoint, if it has some (`checkpoint.Snapshot`)
+    # files of clients' states in the newest checkpoint, if it has some
+    # (`checkpoint.Snapshot`)
     shards: Sequence[dict[str, Any]] = ()
 
 
@@ -169,7 +171,8 @@ def _build(session: Session) -> Experiment:
 
     def build_for_devices() -> Experiment:
         exp = build(session.settings, session.supplied)
-        # a batch larger than any client's data would be padding in every step
+        # the batch was cut to the largest client's data; the rest would be padding in
+        # each step
         if exp.batch_size < exp.settings.batch_size:
             session.observer.say(
                 f"batch size: {exp.batch_size}, not {exp.settings.batch_size}, because no client has more "
@@ -211,9 +214,9 @@ def _resume(session: Session) -> dict[str, Any]:
         hosts.from_first(lambda: stack.enter_context(locked(out)))
         folder = out / CHECKPOINTS
         steps = hosts.from_first(lambda: checkpoint.steps(folder))
-        # checkpoints were removed to save space
+        # the user has removed the checkpoints, so missing figures cannot be drawn
         if finished and not steps:
-            return finished  # there is no checkpoint to draw its figures from
+            return finished
         origin = hosts.from_first(lambda: checkpoint.origin_of(folder))
         since = hosts.agree(lambda: resume.check_settings(origin, settings, steps, out))
         exp = _build(session)
@@ -223,7 +226,8 @@ def _resume(session: Session) -> dict[str, Any]:
         _say_changed(session)
         if finished:
             return _complete(session, exp, finished)
-        # checkpoints beyond the change were made under the old settings
+        # with another number of rounds, later checkpoints belong to a run that there is
+        # not
         later_steps = [step for step in steps if step > since]
         hosts.from_first(lambda: resume.change_settings(out, exp.settings, later_steps))
         hardware_change = resume.changed_hardware(origin or {}, resume.hardware(exp))
@@ -266,7 +270,7 @@ def _complete(
     settings, out, observer, hosts, _ = session
     tested: Sequence[Tested] = ()
     with contextlib.ExitStack() as stack:
-        # compilers may hold memory that the run's arrays need
+        # after compiling, glibc holds free memory that the run's arrays need
         stack.enter_context(memory.trim_after_compilation())
         with _checkpoints(session) as manager:
             progress = _begin(session, exp, manager)
@@ -295,10 +299,10 @@ def _complete(
                     tested = last_predictions(exp, state, records)
                 drawn_calibration = sampled_calibration(exp, state)
                 rebuilt = restored_images(exp, state.server)
-            # figures are drawn next, and need not add their memory to that of the last
-            # state
+            # figures are drawn next; without this line they and the last state are in
+            # memory at the same time
             del state
-            # asynchronous writes must end before the folder is sealed
+            # the last checkpoint may still be in the making, and `seal` digests files
             if manager:
                 checkpoint.finish(manager)
         summary = finished or summarize(exp, records, personal) | {"calibration_drawn": drawn_calibration}
@@ -313,7 +317,8 @@ def _complete(
                 write_json(out / "summary.json", summary)
                 seal(out)
             _write_results(session, exp, summary, rebuilt)
-            for line in summary.get("warnings", ()):  # older summaries have none
+            # summaries of earlier versions have no warnings
+            for line in summary.get("warnings", ()):
                 observer.say(line)
             following.ended(summary)
     return summary
@@ -411,16 +416,16 @@ def _begin(
     shapes = state_shapes(exp)
     check = intact_files(session.out / KEPT)
     folder = session.out / CHECKPOINTS
-    # rows of the clients that this process's devices hold
+    # each process reads the states of the clients on its own devices, and of no others
     index = process_rows(engine.mesh, exp.sizes.clients)
     snapshot = hosts.agree(lambda: checkpoint.newest(folder, shapes, say_line, check, hosts, index))
+    # the manager has listed checkpoints that `newest` may have set aside as damaged
     if manager:
-        manager.reload()  # damaged ones may have been set aside
+        manager.reload()
     if snapshot is None:
         server = put_server(hosts.broadcast(first_server(exp)), engine.mesh)
         return Progress(first_state(exp, server), Records(), 0)
     check_metrics(exp.metrics, snapshot.records.get("rounds", []))
-    # damaged checkpoints were skipped by all processes alike (`agree`)
     server, clients, key = snapshot.state
     server, key = hosts.broadcast((server, key))
     if snapshot.shards:
@@ -429,7 +434,7 @@ def _begin(
     else:
         clients = put_shared(hosts.broadcast(clients), engine.mesh)
     state = State(put_server(server, engine.mesh), clients, engine.place(key))
-    # earlier versions wrote all files of a checkpoint at its own step, and did not say so
+    # files of earlier versions name no step: they are of the checkpoint's own
     shards = [{"step": snapshot.step} | shard for shard in snapshot.shards]
     return Progress(state, Records(**snapshot.records), snapshot.step, shards)
 
@@ -476,6 +481,8 @@ def _play(
                 next_step = (t + 1) * settings.rounds
             exp = fill(exp, range(filled_tasks, t + 1), clock)
             filled_tasks = t + 1
+            # the arrays of the old state are donated: nothing may read them after this
+            # call
             state, buffer, line, client_ids = play_round(exp, state, past, step)
             changed[list(client_ids)] = True
             if buffer is not None:
@@ -486,6 +493,7 @@ def _play(
             decide = partial(_after_round, observer, settings.checkpoint_every, next_step, last_write)
             signal, due = hosts.from_first(decide)
             last_step = next_step == steps
+            # a first signal waits here: the log and the checkpoint end at the same round
             with signals.unbroken():
                 due = signal or due or last_step
                 _log_round(out, journal, records)
@@ -493,14 +501,17 @@ def _play(
                     reached = Progress(state, records, next_step, shards)
                     changed_in_files = changed if states_in_files else None
                     last_write, shards = _save_checkpoint(session, exp, journal, reached, changed_in_files)
-                    # otherwise this round's memory would be kept during the next one
+                    # it refers to the state, whose memory the next round overwrites
                     del reached
                     changed[:] = False
             journal.trackers.heard(line)
             bar.update(bar_task, advance=next_step - step, **last_round(records))
+            # after the last round there is nothing to resume, and the results are next
             if signal and not last_step:
                 hosts.leave()
                 raise signals.Stopped(signal)
+            # A signal since `decide`: with a checkpoint behind it, the run can end at
+            # once. The other processes write none, and end by themselves.
             if due or not hosts.first:
                 signals.check()
             observer.heard(line)
@@ -521,6 +532,7 @@ def _has_files(state: State, hosts: Hosts, shared: bool) -> bool:
 
     They have some where the processes share the run's folder, and where the states are large.
     """
+    # clients without a state
     if not jax.tree.leaves(state.clients):
         return False
     is_large = checkpoint.tree_bytes(state.clients) > checkpoint.BESIDE
@@ -547,7 +559,8 @@ def _save_shards(
 
 
 def _log_round(out: Path, journal: Journal, records: Records) -> None:
-    """Log the last round."""
+    """Append the line of the last round to metrics.jsonl."""
+    # only the first process has a manager
     if journal.manager:
         with (out / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json_line(records.rounds[-1]))

@@ -27,14 +27,16 @@ from fcljax.runs.inputs import forward_flops
 from fcljax.types import Method, Round
 
 # FLOPs in the time that compiling a step takes on one core of a CPU: 10 s at 100 GFLOP/s,
-# as for a ViT-Ti
+# as for a ViT-Ti. A further batch size pays if it saves more than this.
 COMPILING = 1e12
-TRAINING = 3  # a training step takes the time of so many forward passes
+# a training step takes the time of so many forward passes: the backward pass counts twice
+TRAINING = 3
 # FLOPs of a step that keeps an accelerator busy, some milliseconds of its peak: with
 # less, clients side by side cost no time. No chip has been measured yet.
 FILLING = 1e12
-# Memory on a device for the clients that one call of the compiled program plays. A call
-# costs milliseconds, which would be noticeable if tiny clients had one each.
+# Memory on a device for the clients that one call of the compiled program plays, 256
+# MiB. A call costs milliseconds, which would be noticeable if tiny clients had one
+# each.
 CHUNK_BYTES = 2**28
 MOST_PER_CHUNK = 4096
 
@@ -94,7 +96,6 @@ def plan_lanes(
     # the devices that share a batch act as one
     groups = machine.devices // batch_devices
     _check_lanes(lanes, groups)
-
     mode = settings.lane_mode
     if mode == "auto":
         # with one lane for each device there is nothing to batch
@@ -122,10 +123,12 @@ def _shortest_round(
         # a network that trains may need the statistics of its whole batch
         sharing = [1]
     else:
+        # at most one device for each example, in groups of equal size, and with lanes
+        # that the user has set for each group as many
         sharing = [
-            each
-            for each in range(1, batch_size + 1)
-            if devices % each == 0 and settings.lanes % (devices // each) == 0
+            size
+            for size in range(1, batch_size + 1)
+            if devices % size == 0 and settings.lanes % (devices // size) == 0
         ]
     step_flops = TRAINING * forward_flops(backbone) * batch_size
     return paying_mesh(
@@ -140,7 +143,7 @@ def _shortest_round(
 
 def _check_batch_devices(batch_devices: int, devices: int) -> None:
     if batch_devices and devices % batch_devices:
-        divisors = [each for each in range(1, min(batch_devices, devices) + 1) if devices % each == 0]
+        divisors = [size for size in range(1, min(batch_devices, devices) + 1) if devices % size == 0]
         raise InputError(
             f"batch_devices: {batch_devices} do not divide {devices} devices; nearest valid value: "
             f"{max(divisors)}"
@@ -190,7 +193,8 @@ def _with_widths(fit: Callable[..., tuple[Capacity, ...]], lanes: Lanes, backbon
     """Return the run's static shapes, with batch sizes that are worth compiling."""
     if not batches_alone(lanes):
         return fit(worth=np.inf)
-    # most partitions have no use for a further batch size, and then nobody counts FLOPs
+    # As if compiling cost nothing: most partitions have no use for a further batch size
+    # even then, and no FLOPs need to be counted, which takes a trace of the network.
     free = fit(worth=1.0)
     if all(len(widths) == 1 for capacity in free for widths in capacity.widths):
         return free

@@ -22,9 +22,9 @@ from fcljax.mesh import device_count
 from fcljax.runs.build import Experiment
 from fcljax.runs.inputs import device_memory, forward_pass
 
-# JAX's event after a compilation
+# the event that jax sends after a compilation
 COMPILED = "/jax/core/compile/backend_compile_duration"
-LONG = 0.5  # seconds: a shorter compilation leaves little memory behind
+LONG = 0.5  # seconds; a shorter compilation leaves little memory behind
 
 
 def check_memory(exp: Experiment) -> None:
@@ -38,6 +38,7 @@ def check_memory(exp: Experiment) -> None:
     need = sum(size for size, _ in parts.values())
     if need <= memory:
         return
+    # the largest part is what a user can save most at
     name, (size, setting) = max(parts.items(), key=lambda item: item[1][0])
     raise InputError(
         f"memory: this run needs at least {gib(need)}, of which {gib(size)} are {name}; the device has "
@@ -55,12 +56,15 @@ def least(exp: Experiment) -> dict[str, tuple[int, str]]:
     clients = jax.eval_shape(
         lambda server, key: init_clients(exp.method, server, exp.sizes.clients, key), server, exp.key
     )
+    # a split of type Host stays on the host, and only windows of it are on the device
     resident = [split.input_bytes for split in (exp.train, exp.test) if isinstance(split, Split)]
     image_bytes = _forward(exp)
     devices = device_count(exp.engine.mesh)
     batch = exp.engine.lanes.count * (exp.settings.microbatch or exp.batch_size)
+    # on accelerators `fit` may lower lanes and microbatch to 1, so more would refuse
+    # runs that fit
     if jax.default_backend() != "cpu" and not exp.settings.microbatch:
-        batch = 1  # the least that `fit` can choose
+        batch = 1
     return {
         "the network": (num_bytes(exp.frozen), "--backbone"),
         "images on the device": (sum(resident), "--data-budget"),

@@ -43,7 +43,8 @@ WITHOUT_DIGEST = "fcljax-model-2"
 WITHOUT_MASK = "fcljax-model-1"
 PLATFORMS = ("cpu", "cuda", "tpu")
 DIGEST = "sha256"
-# native code that a program may call: how arrays are placed, and JAX's random numbers on GPUs
+# Native code that a program may call: how arrays are placed, and JAX's random numbers on
+# GPUs. Other calls could do whatever this process can, such as run Python.
 CUSTOM_CALLS = {
     "Sharding",
     "SPMDFullToShardShape",
@@ -110,6 +111,7 @@ class Model:
             x = self._prepared(images) if preprocess else self._checked(images)
         size = self.image[0]
         count = tree_length(x)
+        # in the run's own batch size, for which the program is compiled
         batches = [self._scores(take(x, slice(start, start + size))) for start in range(0, count, size)]
         return np.concatenate(batches)
 
@@ -236,8 +238,8 @@ class Model:
             _check_call(program, arrays, side, stored, labels)
             # models of earlier versions do not say
             geometry = _geometry(about["geometry"]) if "geometry" in about else None
+        # anything: a damaged file meets the parsers of zip, npy, JSON and StableHLO
         except Exception as error:
-            # whatever a damaged file raises in the parsers
             raise InputError(f"model: {str(path)!r} is not a saved model ({reason(error)})") from error
         return cls(program.call, arrays, side, labels, geometry, stored)  # pyrefly: ignore[bad-argument-type]
 
@@ -271,8 +273,8 @@ def _check_program(text: str) -> None:
       ValueError: for another call, by name.
     """
     targets = [quoted or plain for quoted, plain in _CUSTOM_CALL.findall(text)]
-    # another form of a call, or a name that imitates one, is not read: there are none in
-    # what `save` writes
+    # A call in a form that the pattern does not match could hide its target. `save`
+    # writes no such form, so any file with one is refused.
     if len(targets) != text.count("custom_call"):
         raise ValueError("it calls native code in an unknown way")
     for target in targets:
@@ -398,6 +400,8 @@ def model_of_run(
     if client is not None and not 0 <= client < exp.sizes.clients:
         raise InputError(f"client: {client}; nearest: {min(max(client, 0), exp.sizes.clients - 1)}")
     dataset = exp.inputs.dataset
+    # from positions in the run's class order to labels of the data set, and from these to
+    # what the caller or the file calls them
     order = np.zeros(exp.sizes.classes, int)
     order[exp.scenario.train_label] = dataset.y_train
     arrays, structure = jax.tree.flatten(_arrays_of(exp, state, client))
@@ -419,6 +423,7 @@ def _arrays_of(exp: Experiment, state: State, client: int | None) -> PyTree:
     client_state = ()
     if client is not None:
         client_state = jax.tree.map(lambda x: x[client], state.clients)
+    # without what only training reads: the file needs no decoder and no images
     return exp.frozen._replace(decoder=(), surrogate=()), state.server, client_state
 
 
@@ -432,6 +437,7 @@ def _logits(
 
     def logits(arrays: list[Array], stored: PyTree, mask: Array) -> Array:
         frozen, server, client_state = jax.tree.unflatten(structure, arrays)
+        # methods read no labels in predictions, and index -1 tells padding
         no_label = jnp.zeros(len(mask), jnp.int32)
         index = jnp.where(mask, 0, -1)
         batch = Batch(clean_input(exp.inputs.preprocess, stored), no_label, mask, index)

@@ -15,9 +15,9 @@ from fcljax.mesh import WHOLE, AnyMesh, by_device, device_count, jit, on_each, p
 from fcljax.mesh import split as parted
 from fcljax.types import Batch, PyTree, RoundContext
 
-# most batches per call; progress is shown between calls
+# most batches per call of features, so that progress is shown in between
 BATCHES_PER_CALL = 16
-BYTES_PER_CALL = 2**27  # of images on each device, unless two batches have more
+BYTES_PER_CALL = 2**27  # bytes of images on each device, unless two batches have more
 
 # on_progress(images): called with the number of images that have been added
 OnProgress = Callable[[int], None]
@@ -105,6 +105,7 @@ def make_predict(
 
         def step(i, results):
             batch_index = jax.lax.dynamic_slice(index, (i * batch_size,), (batch_size,))
+            # padding (-1) reads the first image, and its result is cut off
             row = jnp.maximum(batch_index, 0)
             query = None
             if split.query is not None:
@@ -112,20 +113,20 @@ def make_predict(
             # a method must not see the labels of test images
             label = jnp.zeros_like(batch_index)
             batch = Batch(read(split, row), label, batch_index >= 0, batch_index, query)
-            # float32: a softmax over bfloat16 logits ties classes that differ
+            # bfloat16 has 8 bits of precision: probabilities of different logits would
+            # be equal
             logits = predict(round_context, *model, batch).astype(jnp.float32)
             in_task = task_of == task_of[split.label[row]][:, None]
             confidence = jnp.max(jax.nn.softmax(logits), axis=-1)
 
             def predicted_label(logits: Array) -> Array:
-                # argmax takes NaN for the largest, which would predict the first class
+                # argmax takes NaN for the largest value, and would predict that class
                 return jnp.where(jnp.isnan(confidence), -1, jnp.argmax(logits, -1)).astype(jnp.int32)
 
             def write(all_images: Array, of_batch: Array) -> Array:
                 return jax.lax.dynamic_update_slice(all_images, of_batch, (i * batch_size,))
 
-            # -inf, not a finite mask: a class of another
-            # task never wins, whatever the logits
+            # -inf, not a large negative number: logits may be lower than that
             label_in_task = jnp.where(in_task, logits, -jnp.inf)
             of_batch = (predicted_label(logits), confidence, predicted_label(label_in_task))
             return jax.tree.map(write, results, of_batch)
@@ -157,7 +158,8 @@ def make_features(
       mesh: as in `make_predict`.
     """
 
-    @jax.jit  # so that it is traced once, for the shape and for the step
+    # jit, so that it is traced once, for the shape and for the step
+    @jax.jit
     def of_batch(frozen: PyTree, split: Split, index: Array) -> Array:
         return features(frozen, read(split, index))
 
@@ -179,10 +181,12 @@ def make_features(
         stored = whole(split)
         if index is None:
             index = np.arange(len(stored.label))
-        # bounded by bytes as well: large images need fewer batches in flight
+        # large images get fewer batches a call: their window is copied to the device at
+        # once
         batches = min(BATCHES_PER_CALL, BYTES_PER_CALL // (batch_size * stored.example_bytes))
         capacity = batches * batch_size * device_count(mesh)
-        # windows, as a `Host` has them: one loop serves splits of any size
+        # Windows for any split: the loop then takes images of one shape, and one compile
+        # serves training and test split.
         result = loops.over(frozen, split, index, capacity, on_progress, windows=True)
         if isinstance(split, Host):
             return result
@@ -219,8 +223,7 @@ class _Loops(NamedTuple):
 
     def steps(self, capacity: int) -> int:
         """Return the steps of a call that takes so many images."""
-        # At least two: XLA compiles a loop over one step's
-        # images differently, with other roundings.
+        # At least two: XLA compiles a loop of one step differently, with other roundings.
         return max(2, -(-capacity // (device_count(self.mesh) * self.batch_size)))
 
     def over(
@@ -255,11 +258,11 @@ class _Loops(NamedTuple):
             arguments = put(arguments, mesh)
 
         def step(results: list, i: int, window: Split) -> list:
+            # data, not a shape: the last call stops early without another compile
             batches = np.int32(-(-len(parts[i]) // (devices * batch_size)))
-            # waits for the results before: without it, all
-            # windows would be on the device at once
+            # jax dispatches calls without waiting: all windows would be on the device
+            # at once
             jax.block_until_ready(results)
-            # the images of a call are done when the next one is dispatched
             if results:
                 on_progress(len(parts[i - 1]))
             function = self.resident
@@ -286,7 +289,7 @@ class _Loops(NamedTuple):
             in_order = [result[original_order] for result in results]
             return np.concatenate(in_order)[: len(index)]
 
-        # one transfer for all
+        # one transfer at the end, instead of one for each call
         result = jax.tree.map(join, *jax.device_get(results))
         on_progress(len(parts[-1]))
         return result

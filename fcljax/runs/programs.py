@@ -95,7 +95,7 @@ def programs_of(
         on the device.
       placement: of the arguments; on a mesh it is that of the experiment's programs.
     """
-    # cached queries change the programs' arguments, so their shapes belong to them
+    # the run's programs take cached query features, which are not computed yet
     exp = with_query_shapes(exp)
     placement = _on_mesh(exp, placement)
     engine = exp.engine
@@ -169,7 +169,7 @@ def _of_player(
         yield RoundProgram(f"{name} replay indices", player.replay_indices, (carry, chunk))
     data = place(whole(exp.train))
     frozen, task, key = place((exp.frozen, exp.scenario.tasks[0], exp.key))
-    # unguarded, as a run begins; the guard is data of the same program
+    # False: not guarded, as a run begins. The guard is data, so both share this program.
     call = Call(frozen, place(broadcast), chunk, task, key, place(np.bool_(False)))
     replay = ReplayData(data, may_replay, may_replay)
     for i, (run, phase_indices, ticks) in enumerate(zip(player.run_ticks, indices, chunk.ticks, strict=True)):
@@ -202,7 +202,8 @@ def _of_chunk(
     chunk = placement.of(CHUNK_SPECS)(first_chunk)
     accumulator = placement.of(ACCUMULATOR_SPECS)(jax.eval_shape(player.empty))
     states = place_parts(states)
-    # what `open` returns stays where it is: slots are divided over the devices
+    # `open` leaves the chunk's slots divided over the devices, and the phases find them
+    # there
     carry = place_parts(jax.eval_shape(player.open, accumulator, states, chunk))
     indices = placement.of(split(1))(jax.eval_shape(player.indices, chunk, exp.key))
     may_replay = np.zeros((len(chunk.id), 0), np.int32)
@@ -259,7 +260,7 @@ def engine_state(exp: Experiment) -> EngineState:
     placement = _on_mesh(exp, DEFAULT)
     server, states, _, broadcast = _round_of(exp)
     server = placement.of(server_specs(server, exp.engine.mesh))(server)
-    # before and after: the server's new state is written beside the old one
+    # the old broadcast is still needed when the next one is made
     of_server = server, placement.of()((broadcast, broadcast))
     chunks = [_of_chunk(exp, player, states, placement) for player in exp.engine.players]
     sizes = [(share((chunk.carry,)), share((chunk.chunk, chunk.indices))) for chunk in chunks]

@@ -37,22 +37,25 @@ from fcljax.settings import RunConfig, Scale
 from fcljax.terminal import progress_bar
 from fcljax.types import ReplayBuffer
 
-# of the base's rates, in the order in which they enter the range test: one step up is
-# the likeliest, since a short schedule ends before small rates have arrived
+# Factors on the base's rates, in the order in which they enter the range test. Larger
+# rates come first, since a short schedule ends before small ones have arrived.
 FACTORS = (1.0, 3.0, 10.0, 30.0, 0.3, 100.0, 0.1, 300.0, 1000.0)
-HELD_OUT = 0.2  # share of a class's training examples
-MOST_IMAGES = 200  # that evaluate a candidate, of each task
-BUDGET = 0.5  # share of the run's training steps
-RANGE_SHARE = 0.3  # of the budget, for the range test at most
+HELD_OUT = 0.2  # largest share of a class's training examples that is held out
+MOST_IMAGES = 200  # images of a task that evaluate a candidate
+BUDGET = 0.5  # share of the run's training steps that a search may take
+RANGE_SHARE = 0.3  # largest share of the budget for the range test
 RANGE_CLIENTS = 3
-RANGE_STEPS = 12  # of a client in the range test, or one in each epoch
-GRIDS = (len(FACTORS) + 1, 7, 5, 3, 2)  # candidates of the range test: the first that is affordable
-LEAD = 1.645  # standard errors: one-sided, at 5 %
-# tells the draw of held-out examples from other draws of the seed
+RANGE_STEPS = 12  # steps of a client in the range test; with more epochs, one in each
+# candidates of the range test: the first number that the budget allows
+GRIDS = (len(FACTORS) + 1, 7, 5, 3, 2)
+# the normal distribution's quantile for a one-sided test at 5 %
+LEAD = 1.645
+# in seeds, tells the draw of held-out examples from other draws
 PURPOSE = 0x46495453
-# candidates that begin, tasks on which they are compared, and the least share of the
-# clients in every trial. The first design within the budget is taken. A single task does
-# not show what a candidate forgets, and the images of clients that stay out evaluate.
+# (candidates of the first task, tasks, least share of the clients): the first design
+# within the budget is taken. Two tasks come before one, even with fewer clients,
+# because a single task does not show what a candidate forgets. Examples of clients that
+# stay out evaluate.
 DESIGNS = ((3, 2, 0.5), (2, 2, 0.26), (3, 1, 0.5), (2, 1, 0.0))
 
 Key = TypeVar("Key")
@@ -197,6 +200,7 @@ def search(
 
         trials = list(_trials(exp, design, on_round))
     seconds = time.perf_counter() - began
+    # a choice among candidates that all guess would be noise
     chosen = _chosen(trials)
     if chosen is None or _guessing(exp, trials):
         why = f"no factor ended above guessing ({_counts(trials, seconds)})"
@@ -235,6 +239,7 @@ def candidates_of(settings: RunConfig, short: bool) -> list[Candidate]:
       settings: if the user gave a rate, only the settings' rates are a base.
       short: whether the schedule is shorter than the paper's.
     """
+    # a rate of the user's own has no counterpart at the scale mini
     multiples_of_paper = [Candidate("paper", factor) for factor in FACTORS]
     if not _is_usual(settings):
         return multiples_of_paper
@@ -244,6 +249,7 @@ def candidates_of(settings: RunConfig, short: bool) -> list[Candidate]:
     if short:
         multiples = [Candidate("mini", factor) for factor in FACTORS]
         other = Candidate("paper", 1.0)
+        # where mini's rates are a multiple of the paper's, no candidate is tried twice
         if any(_same_rates(candidate, other, settings) for candidate in multiples):
             return multiples
     rest = [candidate for candidate in multiples if not _same_rates(candidate, mini, settings)]
@@ -354,6 +360,8 @@ def run_steps(exp: Experiment) -> int:
 
 def task_steps(exp: Experiment, t: int, clients: np.ndarray | None = None) -> int:
     """Return the training steps of some clients, or of all, in a task."""
+    # sampled clients are not drawn here: the steps of all, times the share that takes
+    # part
     part = exp.settings.participation
     partitions = exp.scenario.partitions[t]
     eligible = [int(np.sum(partition.count > 0)) for partition in partitions]
@@ -369,6 +377,7 @@ def design_of(exp: Experiment, total: int) -> Design | None:
     ordered = spread(first_partition)
     max_examples = range_examples(exp.settings)
     every_candidate = candidates_of(exp.settings, _is_short(exp))
+    # fewer clients before fewer candidates: a rate that is not tried cannot win
     affordable = [
         (candidates, ordered[:n])
         for candidates in (every_candidate[:count] for count in GRIDS)
@@ -394,6 +403,7 @@ def range_examples(settings: RunConfig) -> int:
 
 def _playing(begin: int, task: int) -> int:
     """Return how many candidates play a task."""
+    # successive halving: from the second task on, the best two go on
     if task == 0:
         return begin
     return min(begin, 2)
@@ -424,6 +434,8 @@ def spread(partition: ClientPartition) -> Int[np.ndarray, " n"]:
     left: list[int] = np.flatnonzero(count).tolist()
     order: list[int] = []
     while left:
+        # -client: of equal clients the one with the lower id, whatever the order of
+        # `left`
         missing = ~np.any(has[order], axis=0)
         gain = [(int(np.sum(has[client] & missing)), int(count[client]), -client) for client in left]
         order.append(-max(gain)[2])
@@ -457,7 +469,8 @@ def _held_out(
     """Return the held-out examples of a task."""
     owner = np.full(len(label), -1)
     owner[partition.indices] = np.repeat(np.arange(len(partition.count)), partition.count)
-    # the last entry stands for examples that no client has in the first round
+    # owner -1, the last entry, stands for examples that no client has in the first round:
+    # of these any number may be held out
     left = np.append(partition.count, len(label))
     share = min(HELD_OUT, MOST_IMAGES / max(1, len(examples)))
     held_out = []
@@ -491,6 +504,9 @@ def without(
     owner = np.repeat(np.arange(len(partition.count)), partition.count)
     stays = ~held_out[partition.indices] & np.isin(owner, clients)
     if most is not None:
+        # of n examples by rank, those at which floor(rank * most / n) steps up: `most`
+        # of them, evenly spaced, so that a client whose examples lie class by class
+        # keeps its mix
         left = np.bincount(owner[stays], minlength=len(partition.count))
         rank = np.arange(left.sum()) - np.repeat(np.cumsum(left) - left, left)
         share = most / left[owner[stays]]
@@ -632,6 +648,7 @@ def _trials(
     if not design.begin:
         return
     stage = _Stage(exp, design.clients, design, short=False)
+    # from the start again: the range test has trained a few clients on a few examples
     running = {candidate: AfterTasks(_copied(start), ()) for candidate in promising(accuracy, design.begin)}
     for t in range(design.tasks):
         remaining = promising(accuracy, _playing(design.begin, t))
@@ -666,12 +683,12 @@ def _compared(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def _chosen(trials: Sequence[Tried]) -> Candidate | None:
-    """Return the best of the candidates compared last, but the usual one unless the lead
-    is beyond chance.
+    """Return the best of the candidates compared last, if it leads the usual one by more
+    than chance; otherwise the usual one.
 
-    The usual one are mini's rates; without them, the best that did not diverge. A loss
-    above guessing alone drops nothing: a linear classifier of features with a large norm
-    can have a loss of 40 and the highest accuracy.
+    The usual one is mini's rates or, without them, the best that did not diverge. A loss
+    above guessing alone drops no candidate: a linear classifier on features with a large
+    norm can have a loss of 40 and the highest accuracy.
 
     The lead of a share p over a share q, both of n images, has the standard error
     sqrt(2 m (1 - m) / n) with m = (p + q) / 2 where they are equal. It has to be `LEAD`

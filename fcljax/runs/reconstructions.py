@@ -21,8 +21,8 @@ from fcljax.mesh import AnyMesh
 from fcljax.runs.build import Experiment
 from fcljax.types import Reconstruction, RoundContext
 
-MOST_IMAGES = 512
-SHOWN = 8
+MOST_IMAGES = 512  # of each split
+SHOWN = 8  # images in the figure
 BATCH = 64
 
 
@@ -57,14 +57,14 @@ def _of_split(
     label: np.ndarray,
 ) -> Rebuilt:
     task = exp.scenario.tasks[-1]
-    # labels of other tasks may be -1, which no class has
+    # -1 stands for an example of no class of the run, and would index the last class
     index = np.flatnonzero(task.current[np.maximum(label, 0)] & (label >= 0))[:MOST_IMAGES]
     round_context = RoundContext.on_host(exp.frozen, task, exp.sizes.rounds - 1, True)
     key = jax.random.fold_in(exp.key, RunKey.RECONSTRUCTION)
     read = jax.jit(exp.read)
     batches = []
     for start in range(0, len(index), BATCH):
-        # repeated images fill the last batch; their results are cut off below
+        # `resize` repeats images to fill the last batch; their results are cut off below
         batch_index = np.resize(index[start : start + BATCH], BATCH)
         image = _read(read, split, batch_index, exp.engine.mesh)
         # a key per batch: masks must not repeat over the images
@@ -148,7 +148,7 @@ def identification(
         # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, without an array of all pairs of pixels
         distance = (a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)
         num_identified += int(np.sum(np.argmin(distance, axis=1) == np.arange(len(a))))
-    # a guess is right for 1 of a class's n images, so for one image of each class
+    # guessing identifies 1 of n images of a class: one image per class, of all images
     return num_identified / len(label), len(classes) / len(label)
 
 

@@ -108,15 +108,15 @@ class Records:
 
     def keep(self, evaluated: Evaluated) -> None:
         """Add the accuracies after a task."""
-        # a value that was not measured leaves its list as long as before
-        # accuracies on new classes are in the lines of the rounds
+        # Each field has a list of its name here, which stays as it is for what was not
+        # measured. `new` has none: it is in the lines of the rounds.
         for name, values in evaluated._replace(new=None)._asdict().items():
             if values is not None:
                 getattr(self, name).append(values)
 
     def count(self, report: RoundReport) -> None:
         """Add a round's numbers to the totals."""
-        # a resumed run may have counted in another process
+        # before the first round there is no number for any of the method's rounds
         counts_before = self.uploads or [0] * len(report.uploads)
         self.uploads = [a + b for a, b in zip(counts_before, report.uploads, strict=True)]
         self.add(
@@ -199,7 +199,7 @@ def _metrics(report: RoundReport, besides: Sequence[RoundReport]) -> dict[str, f
     values: dict[str, float] = {}
     for exchange in besides:
         for name, value in exchange.metrics.items():
-            # the round's own metric of this name keeps it
+            # a metric of both: the round's keeps the name, by which runs are compared
             if name in report.metrics:
                 name = f"besides_{name}"
             values[name] = value
@@ -230,7 +230,8 @@ class Clock:
         self.compiling = 0.0
 
     def __enter__(self) -> "Clock":
-        # jax reports compile times by events, wherever they happen
+        # compilations happen inside of any call, and only jax's events tell how long
+        # they took
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
@@ -247,7 +248,7 @@ class Clock:
         compiled = self.compiling
         yield
         compiled = self.compiling - compiled
-        # a section that compiled in another thread could be negative
+        # threads that compile in parallel can report more seconds than have passed
         spent = max(0.0, time.perf_counter() - start - compiled)
         self.seconds[section] = self.seconds.get(section, 0.0) + spent
         self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiled

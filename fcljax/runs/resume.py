@@ -37,10 +37,11 @@ ROUNDING = ("devices", "batch_devices", "lanes", "lane_mode", "microbatch", "rem
 PER_DEVICES = ("batch_devices", "lanes", "lane_mode", "microbatch")
 # settings that a run chooses for its device, with the value that asks it to
 AUTOMATIC: dict[str, Any] = {"lanes": 0, "microbatch": 0, "dtype": "auto"}
+# names of digests, as messages have them
 _PROGRAM = "lines of the method's file"
 _CLASS_LIST = "classes of the class list"
 _WITHOUT_DATA = (_PROGRAM, _CLASS_LIST)  # digests that need no images
-PROGRAM_BYTES = 1 << 24  # of a method's file
+PROGRAM_BYTES = 1 << 24  # most bytes of a method's file
 
 
 def origin(settings: RunConfig, inputs: Inputs) -> dict[str, Any]:
@@ -59,9 +60,11 @@ def hardware(exp: Experiment) -> dict[str, Any]:
     settings = exp.settings
     kind = device.device_kind
     processes = jax.process_count()
+    # on CPUs sums have one order, however many processes share the devices
+    # (`mesh.add_over_devices`), but XLA compiles other code for another type of CPU
     if device.platform == "cpu":
         kind = f"cpu {compile_cache.cpu_type()}"
-        processes = None  # on CPUs it does not change the rounding
+        processes = None
     devices = 1
     if mesh is not None:
         devices = mesh.size
@@ -84,6 +87,7 @@ def changed_hardware(before: dict[str, Any], now: dict[str, Any]) -> str:
       before: origin of the checkpoint; those of earlier versions name no hardware.
       now: hardware of the run.
     """
+    # by the old names: what an earlier version did not record cannot be compared
     old = before.get("hardware", now)
     return ", ".join(config.differences(old, {name: now.get(name) for name in old}))
 
@@ -94,16 +98,16 @@ def digests(inputs: Inputs) -> dict[str, str]:
     decoder_digest = ""
     if decoder:
         decoder_digest = checkpoint.digest_of_tree(decoder.params)
-    found = {
+    digest_of = {
         "images": inputs.dataset.digest,
         "weights": inputs.backbone.digest,
         "decoder's weights": decoder_digest,
         "surrogate images": checkpoint.digest_of_tree(inputs.surrogate),
     }
     if inputs.texts is not None:
-        # a file of prompts and a tokenizer decide them
-        found["prompts of classes"] = checkpoint.digest_of_tree((inputs.texts.ids, inputs.texts.mask))
-    return found
+        # the ids, since a file of prompts and a tokenizer both decide them
+        digest_of["prompts of classes"] = checkpoint.digest_of_tree((inputs.texts.ids, inputs.texts.mask))
+    return digest_of
 
 
 def given_digests(settings: RunConfig, dataset: Dataset | None) -> dict[str, str]:
@@ -163,11 +167,14 @@ def differing(before: dict[str, Any], now: dict[str, Any], decided: Collection[s
     def differs(name: str) -> bool:
         if name in FREE or name in decided or before.get(name) == now.get(name):
             return False
+        # automatic again: the run takes what it chose before (`chosen_before`)
         if name in AUTOMATIC and now.get(name) == AUTOMATIC[name]:
             return False
+        # earlier versions had no such option, and played all rounds
         if name == "stop_when_flat" and name not in before and not now[name]:
-            return False  # earlier versions played all rounds
-        # files of earlier versions have the options of all choices, and null for a default
+            return False
+        # files of earlier versions have the options of all choices, and null for a
+        # default
         is_of_choice = name in before and readers(name)
         return not (is_of_choice and (name not in now or before[name] is None))
 
@@ -225,10 +232,11 @@ def finished_summary(out: Path, settings: RunConfig) -> dict[str, Any] | None:
         change only rounding.
     """
     check_file(out, settings, allowed=("rounds", *ROUNDING))
+    # there is none, or it is damaged and will be written again
     try:
         summary = load_summary(out)
     except InputError:
-        return None  # there is none, or it is damaged and will be written again
+        return None
     before = {"method": settings.method, **summary.get("config", {})}
     changes = _changed(before, settings)
     if set(changes) - {"rounds", *ROUNDING}:
@@ -271,7 +279,9 @@ def check_settings(
     if "rounds" not in changes:
         return max(steps, default=0)
     rounds = before["settings"]["rounds"]
-    # both numbers of rounds agree on the rounds before the first task's last
+    # A method may act differently in a task's last round, and schedules follow the
+    # task: up to the shorter one's last round, runs with either number have played the
+    # same.
     common = [step for step in steps if step < min(rounds, settings.rounds)]
     if settings.source not in METHODS:
         why = f"it is not known how {settings.method} depends on their number"
@@ -348,7 +358,7 @@ def change_settings(out: Path, settings: RunConfig, later_steps: list[int]) -> N
         aside = out / checkpoint.ASIDE
         aside.mkdir(exist_ok=True)
         os.replace(out / "summary.json", aside / f"summary-{secrets.token_hex(3)}.json")
-    # the digests are those of the old results
+    # they seal results that the run is about to replace
     (out / DIGESTS).unlink(missing_ok=True)
     for step in later_steps:
         checkpoint.set_aside(out / "checkpoints", step)

@@ -32,6 +32,7 @@ from fcljax.types import PyTree, ReplayBuffer, RoundContext, When
 
 def first_server(exp: Experiment) -> PyTree:
     """Return the server's state before the first round."""
+    # jit: without it each operation of `init` would compile by itself
     init = jit(exp.method.init, None)
     return init(fold(exp.key, RunKey.INIT), exp.frozen)
 
@@ -119,7 +120,7 @@ def make_play_round(
         held_out_accuracy = None
         if evaluate_held_out is not None and exp.held_out is not None:
             with clock("eval"):
-                # nothing of it joins the records of the test images
+                # records of its own: summary.json is about test images
                 on_held_out = evaluate_held_out(exp.held_out.split, state, t, Records())
             if on_held_out.accuracy is not None:
                 held_out_accuracy = on_held_out.accuracy[t]
@@ -142,7 +143,7 @@ def make_play_round(
 def _on_held_out(exp: Experiment) -> Experiment:
     """Return the experiment with the held-out training examples in place of test examples."""
     assert exp.held_out is not None
-    # metrics of the user and new classes are of the test examples
+    # the user's metrics and accuracies on new classes are for test examples alone
     method = exp.method._replace(names_classes=False)
     return exp._replace(scenario=exp.held_out.scenario, test=exp.held_out.split, metrics={}, method=method)
 
@@ -218,7 +219,8 @@ def make_play(
                 last,
                 past,
             )
-            # a bad upload rarely comes alone
+            # Guarded, every upload is checked as it arrives. Otherwise a chunk with a
+            # bad one is played again, which costs more once a run has had bad uploads.
             guarded = records.counts.get("rejected", 0) > 0
             server, states, report = run_round(
                 exp.engine, server, states, inputs, section=clock, clients=clients, guarded=guarded
@@ -226,7 +228,7 @@ def make_play(
             return report
 
         def play_beside_rounds(when: When) -> RoundReport:
-            # training examples are those of a task's rounds alone
+            # so that training speed is over the rounds, not over exchanges that measure
             report = play_stage(when)._replace(training_examples=0)
             records.count(report)
             return report

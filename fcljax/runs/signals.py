@@ -57,8 +57,9 @@ class _Flag:
         self.unbroken = 0  # number of open `unbroken` blocks
 
     def __call__(self, number: int, frame: object) -> None:
-        # only the first signal counts here, and `watch` sets the event: `is_set.set()`
-        # could wait for ever for a lock that the interrupted line holds
+        # A handler runs between any two steps of the main thread. `is_set.set()` here
+        # could wait for ever for a lock that the interrupted line holds, so `watch`
+        # calls it.
         self.number = self.number or number
 
     def watch(self, pipe: int) -> None:
@@ -66,21 +67,23 @@ class _Flag:
         is_first = True
         deadline = float("inf")
         while True:
-            timeout = None  # before the first signal there is no deadline
+            # before the first signal there is no deadline, and `select` takes no infinity
+            timeout = None
             if not is_first:
                 timeout = max(0.0, deadline - time.monotonic())
             if not select.select([pipe], [], [], timeout)[0]:
-                # a checkpoint is being written: it gets another grace period
                 if not self.unbroken:
                     return self.end(self.number)
+                # a checkpoint is being written, which gets another grace period
                 deadline = time.monotonic() + GRACE
                 continue
             numbers = os.read(pipe, 64)
-            # the pipe is closed when the block ends
+            # end of file: `terminable` has closed the other end
             if not numbers:
                 return os.close(pipe)
             for number in numbers:
-                # another library has replaced the handler
+                # the pipe gets every signal, also those that have another handler:
+                # USR1, say
                 if signal.getsignal(number) is not self:
                     continue
                 if not is_first:
@@ -93,7 +96,8 @@ class _Flag:
     def end(self, number: int | None) -> None:
         """End the process, whatever it does."""
         number = number or int(signal.SIGTERM)
-        # `_exit`: other threads may hold locks that an ordinary exit would wait for
+        # with os.write and os._exit: other threads, or the interrupted one, may hold
+        # the locks of sys.stderr and of an ordinary exit
         try:
             advice = ""
             if self.advice:
@@ -108,6 +112,8 @@ class _Flag:
 
 
 def _flag() -> _Flag | None:
+    # either handler: a background job of a shell ignores SIGINT and has the flag at
+    # SIGTERM
     return next((h for h in map(signal.getsignal, ENDING) if isinstance(h, _Flag)), None)
 
 
@@ -121,8 +127,10 @@ def terminable() -> Iterator[None]:
         yield
         return
     flag = _Flag()
+    # Python's C handler writes each signal's number into this pipe at once, also while
+    # the main thread is in compiled code, where no Python handler runs. It must not
+    # block there.
     reading, writing = os.pipe()
-    # the handler's write must never block the main thread
     os.set_blocking(writing, False)
     thread = threading.Thread(target=flag.watch, args=(reading,), daemon=True)
     thread.start()
@@ -130,7 +138,8 @@ def terminable() -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for number in ENDING:
-                # an ignored signal stays ignored, as SIGINT is for background jobs of a shell
+                # an ignored signal stays ignored, as SIGINT is for background jobs of a
+                # shell
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     stack.enter_context(_handled(number, flag))
             yield
@@ -228,6 +237,7 @@ def _handled(number: int, handler: Callable[[int, object], object]) -> Iterator[
     try:
         yield
     finally:
+        # None: the handler was not set from Python, which cannot set it again
         if previous is None:
             previous = signal.SIG_DFL
         signal.signal(number, previous)

@@ -39,21 +39,23 @@ from fcljax.scenario import domains_of
 from fcljax.types import RoundContext
 
 PREDICTED = ("index", "task", "class", "predicted", "probability")  # columns of predictions.csv
-# rows of predictions.csv: clients' models on their test images may be millions, 40 bytes each
+# Most rows of predictions.csv, of 40 bytes each: with personal models there is a row for
+# each client and test image.
 MOST_PREDICTIONS = 1_000_000
 NO_TRAFFIC = Traffic(0, 0, 0, 0)
-PRIVACY_POINTS = 50  # of the curve of epsilon
-LEAST_SHARE = 1e-3  # of the gradient's norm; a term below it is reported
-# training has not converged if its loss still falls by the share STEEP in a task's last
-# round, and if it classifies less than the share ARRIVED of its examples correctly
+PRIVACY_POINTS = 50  # points of the curve of epsilon
+LEAST_SHARE = 1e-3  # share of the gradient's norm below which a loss term is reported
+# Training has not converged if the loss still falls by more than STEEP in a task's last
+# round, and less than ARRIVED of the training examples are classified correctly.
 STEEP = 0.1
 ARRIVED = 0.8
-# ends of the options of a training at the server
+# how the names of options of training at the server end
 OF_TRAINING = ("_epochs", "_lr")
-# training steps of a client in a task; the presets `improved` were chosen with a dozen
-# to a hundred
+# Training steps of a client in a task below which a schedule is short. The presets
+# `improved` were chosen with a dozen to a hundred.
 FEW_STEPS = 100
-# distance from prototypes to their class means, over the distance between class means
+# Distance of prototypes from their class means, divided by the distance between class
+# means, above which they are reported.
 FAR = 1.0
 
 
@@ -77,7 +79,7 @@ def summarize(
     payloads = payload_shapes(exp)
     seconds = {"client": 0.0, "server": 0.0, "eval": 0.0, "compile": 0.0} | records.seconds
     counts = records.counts
-    # of the last evaluation: rows are true classes
+    # rows are true classes, columns predicted ones; the last column is "no prediction"
     confusion = np.asarray(records.confusion)
     by_part = {name: communication.count_scalars(tree) for name, tree in payloads.trainable.items()}
     method = short_name(settings.source)
@@ -242,7 +244,7 @@ def _holdings(exp: Experiment) -> np.ndarray:
     total = exp.scenario.holdings
     if exp.settings.population == "static":
         return total
-    # over all rounds the same example counts several times
+    # a sum over rounds: the mean round tells how many examples a client has at a time
     return total / exp.sizes.rounds
 
 
@@ -368,7 +370,7 @@ def _privacy(exp: Experiment) -> dict[str, Any] | None:
     rounds = len(exp.scenario.tasks) * exp.sizes.rounds
     participation = _largest_share(exp)
     spent = privacy.epsilon(noise, participation, rounds, delta)
-    # the curve's points need not be every round: the accountant is slow
+    # not every round: the accountant takes its time at each point
     points = np.linspace(1, rounds, min(rounds, PRIVACY_POINTS)).round().astype(int)
     points = np.unique(points).tolist()
     curve = privacy.by_round(noise, participation, points, delta)
@@ -421,7 +423,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
             f"warning: the server rejected {counts['rejected']} uploads in {rounds} of "
             f"{len(records.rounds)} rounds: they had NaN, an infinity or an impossible claim"
         )
-    # a claim that cannot be true is a lie or a mistake of the method
+    # apart from NaN: an impossible claim is a lie, or a bug in the method's own claims
     lies = {name: times for name, times in counts.items() if name.startswith("impossible ")}
     if lies:
         counted = ", ".join(f"{name.partition(' ')[2]} ({times})" for name, times in lies.items())
@@ -437,7 +439,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
             f"the previous model{where}"
         )
     confusion = np.asarray(records.confusion)
-    # nothing was evaluated
+    # a run that evaluated nothing has no matrix, for which `unpredicted` has no answer
     lost = metrics.unpredicted(confusion) if records.confusion else 0
     if lost:
         lines.append(
@@ -450,7 +452,7 @@ def warnings_of(records: Records, settings: RunConfig) -> list[str]:
 
 def _idle_terms(records: Records) -> list[str]:
     """Return a line for each further loss term that hardly moved the model."""
-    # the cross-entropy is not one of the further terms
+    # not the cross-entropy, which every method has
     names = {name for line in records.rounds for name in line if name.startswith(SHARE)} - {SHARE + OWN}
     lines = []
     for name in sorted(names):
@@ -539,8 +541,8 @@ def _far_prototypes(records: Records) -> list[str]:
         for line in last_rounds.values()
         for name, value in line.items()
         if name.endswith(PROTOTYPE_DISTANCE) and value is not None
-        # distances of tasks without prototypes are None
     ]
+    # the median over tasks; none if the method learns no prototypes
     distance = 0.0
     if distances:
         distance = float(np.median(distances))
@@ -555,14 +557,14 @@ def _far_prototypes(records: Records) -> list[str]:
 
 def _short_schedule(records: Records, settings: RunConfig) -> list[str]:
     """Return a line if clients take few steps and the method has a preset for that."""
-    # clients that took part, counted once per round
-    visits = sum(line["participants"] for line in records.rounds)  # of clients, over all rounds
+    # a client counts once for each round in which it took part
+    visits = sum(line["participants"] for line in records.rounds)
     trained = records.counts.get("trained_images", 0)
     if not visits or not trained:
         return []
     steps = settings.rounds * trained / visits / settings.batch_size
+    # whether the preset helps long schedules too was not tried
     changes = {}
-    # long schedules were not tried with the preset
     if steps < FEW_STEPS:
         changes = improvement(settings)
     if not changes:
@@ -624,7 +626,7 @@ def draw_figures(
     if rebuilt:
         figures[RESTORED] = partial(draw_restored, images=rebuilt[0].images, label=rebuilt[0].label)
     for name, draw in figures.items():
-        # figures are made last, and a run without them is complete
+        # after hours of training, no bug of a plotting library may fail the run
         path = folder / name
         try:
             draw(path)

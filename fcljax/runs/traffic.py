@@ -50,6 +50,7 @@ def payload_shapes(exp: Experiment) -> Payloads:
         context = ClientContext(frozen, broadcast.payload, broadcast.cached, task, info)
         uploads = tuple(upload(entry, context, state, key) for entry in method.rounds)
         trainable = {}
+        # a method that does not name what trains: what clients send to be averaged
         if method.trainable:
             trainable = method.trainable(round_context, server)
         elif uploads:
@@ -67,7 +68,7 @@ def traffic_by_round(exp: Experiment, payloads: Payloads) -> list[Traffic]:
     """Return what one client uploads and downloads in each of the method's rounds."""
     traffic = []
     for entry, upload in zip(exp.method.rounds, payloads.uploads, strict=True):
-        # without aggregation nothing is uploaded
+        # without a step of the server, `finish` returns an upload that is never sent
         uploaded = upload if entry.server else None
         traffic.append(communication.traffic(uploaded, payloads.broadcast))
     return traffic
