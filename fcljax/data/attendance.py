@@ -13,7 +13,8 @@ from fcljax.errors import InputError
 from fcljax.settings import PartitionConfig
 
 AWAY = -1  # a client that has not joined yet, or has left
-PURPOSE = 33  # separates this draw from others of the seed
+# In seeds, the purpose of a draw: no other draw of the run uses (seed, 33, task).
+PURPOSE = 33
 
 
 def changes(options: PartitionConfig) -> bool:
@@ -39,16 +40,17 @@ def attendance(options: PartitionConfig, tasks: int) -> Int[np.ndarray, "T K"]:
             f"new_clients: {options.new_clients} with each of {later_tasks} tasks leave none of "
             f"{options.clients} clients for the first task; nearest: {(options.clients - 1) // later_tasks}"
         )
-    # the first task's clients; the others have not joined
+    # the lowest ids begin; the others join in order
     by_task = [np.where(np.arange(options.clients) < first_clients, 0, AWAY)]
     for task in range(1, tasks):
-        # keyed by task: a run that is resumed draws the same
+        # a stream for each task: one more task leaves the draws of the others as they are
         rng = np.random.RandomState([options.seed, PURPOSE, task])
         joined = first_clients + options.new_clients * task
         task_of_client = by_task[-1].copy()
         present = np.flatnonzero(task_of_client != AWAY)
         # rounded down with a slack, since 0.9 * 10 is below 9 in floating point
         moving_on = rng.permutation(present)[: math.floor(options.move_on * len(present) + 1e-9)]
+        # all leave, and those that move on come back in the line after the next one
         if options.stay_behind == "leave":
             task_of_client[present] = AWAY
         # new clients have the highest ids so far

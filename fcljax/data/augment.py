@@ -21,7 +21,8 @@ from fcljax.data.geometry import PIPELINES, Geometry
 from fcljax.errors import InputError, choose
 from fcljax.pixels import NORMALISE
 
-# the usual ratio of the resized short side to the central crop
+# the ratio of the resized short side to the central crop that ImageNet models are
+# tested with
 MARGIN = 256 / 224
 # torchvision's RandomResizedCrop tries so often before it takes a central crop
 _ATTEMPTS = 10
@@ -141,7 +142,7 @@ def train_view(
         (`Geometry`); None: pixels are square.
     """
     if sizes is None:
-        # pixels are square unless the sizes before squeezing say otherwise
+        # nothing was squeezed: the sizes before are those as stored
         original = jnp.broadcast_to(jnp.array(images.shape[1:3]), (images.shape[0], 2))
     else:
         original = sizes
@@ -195,6 +196,7 @@ def _clean_grey(
         columns = max(short, short * width // height)
     top = round((rows - size) / 2)
     left = round((columns - size) / 2)
+    # stored at the right size already, as `Geometry` stores test images: only cropped
     if (rows, columns) == (height, width):
         return images[:, top : top + size, left : left + size].astype(jnp.float32)
     vertical = _weights(kernel, height, (0, height), rows, top + np.arange(size))
@@ -225,12 +227,11 @@ def sample_crops(
       sizes: height and width of each image, in whose pixels the boxes are.
       keys: one per image.
     """
-    # all draws of an image from its key at once, so that an image's crop does not
-    # depend on the batch
+    # Each image has a key, so its crop does not depend on the batch that it is in. Ten
+    # areas, ten ratios, a corner (2) and a flip.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2 * _ATTEMPTS + 3,)))(keys)
     flips = uniform[:, -1] < preprocess.flip
     if preprocess.crop_scale is None:
-        # without a random crop only the flip is drawn
         return jnp.concatenate([jnp.zeros_like(sizes), sizes], 1), flips
     low, high = preprocess.crop_scale
     scale = low + (high - low) * uniform[:, :_ATTEMPTS]
@@ -238,8 +239,8 @@ def sample_crops(
     # log-uniform, so that wide and tall crops are equally likely
     low, high = jnp.log(jnp.array(preprocess.crop_ratio))
     ratio = jnp.exp(low + (high - low) * uniform[:, _ATTEMPTS : 2 * _ATTEMPTS])
-    # [batch, attempts, (rows, columns)]; torchvision
-    # retries one by one and takes the first that fits
+    # [batch, attempts, (rows, columns)]: torchvision tries one after the other and
+    # takes the first that fits; here all are drawn, and argmax finds the first
     sides = jnp.round(jnp.sqrt(jnp.stack([area / ratio, area * ratio], -1))).astype(jnp.int32)
     fits = jnp.all((sides > 0) & (sides <= sizes[:, None]), -1)
     side = jnp.take_along_axis(sides, jnp.argmax(fits, 1)[:, None, None], 1)[:, 0]
@@ -265,8 +266,9 @@ def crop_resize(
     """
     height, width = images.shape[1:3]
     if sizes is not None:
-        # boxes in pixels of the stored image, which may have been squeezed
-        boxes = boxes * jnp.tile(jnp.array([height, width]) / sizes, (1, 2))  # now fractions of pixels
+        # from pixels before squeezing to pixels as stored, which gives fractions of
+        # pixels
+        boxes = boxes * jnp.tile(jnp.array([height, width]) / sizes, (1, 2))
     top, left, rows, columns = boxes.T
     vertical = _box_weights(height, top, rows, size)
     horizontal = _box_weights(width, left, columns, size)
@@ -285,7 +287,7 @@ def _central_boxes(
 ) -> Int[Array, "batch 4"]:
     """Return the largest central boxes with the nearest allowed ratio of sides."""
     height, width = sizes.astype(jnp.float32).T
-    # torchvision's fallback: the largest box of a valid ratio
+    # the whole image, cut on the side that is too long for the range of ratios
     rows = jnp.where(width / height < ratio[0], jnp.round(width / ratio[0]), height)
     columns = jnp.where(width / height > ratio[1], jnp.round(height * ratio[1]), width)
     sides = jnp.stack([rows, columns], 1).astype(jnp.int32)
@@ -323,7 +325,8 @@ def _weights(
       resized: length that this part gets.
       out: positions of the result to compute.
     """
-    # in numpy's float64, as Pillow computes, unless values are traced
+    # In numpy where nothing is traced: in float64, as Pillow computes its weights, and as
+    # constants of the program.
     xp = jnp
     if isinstance(out, np.ndarray):
         xp = np
@@ -345,8 +348,8 @@ def _resample(
     batch, height, width, channels = images.shape
     rows = vertical.shape[-2]
     columns = horizontal.shape[-2]
-    # with channels between rows and columns, both
-    # passes are plain batched matrix products
+    # with channels between rows and columns both passes are plain batched matrix
+    # products, which GPUs and TPUs are built for
     planar = images.transpose(0, 1, 3, 2).reshape(batch, height * channels, width).astype(jnp.float32)
     narrow = _grey_levels(lambda weights: _dot(planar, jnp.swapaxes(weights, -1, -2)), horizontal)
     narrow = narrow.reshape(batch, height, channels * columns)
@@ -366,12 +369,13 @@ def _grey_levels(product: Callable, weights: Array | np.ndarray) -> Array:
     high = xp.round(weights * 2**11) / 2**11
     low = xp.round((weights - high) * 2**22) / 2**22
     level = product(high) + 0.5
+    # the sum of both products would not fit into 24 bits, so whole levels are set aside
     floor = jnp.floor(level)
     return jnp.clip(floor + jnp.floor(level - floor + product(low)), 0.0, 255.0)
 
 
 def _dot(a: Array | np.ndarray, b: Array | np.ndarray) -> Array:
-    # accelerators' default passes have fewer than 24 bits, and the products are small
+    # accelerators would round factors to bfloat16 or tf32, and the sums need all 24 bits
     precision = jax.lax.Precision.HIGHEST
     return jnp.matmul(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision=precision)
 
@@ -380,7 +384,7 @@ def _brighten(preprocess: Preprocess, grey: Array, keys: Array) -> Array:
     """Multiply each image by a random factor, rounded down (torchvision's ColorJitter)."""
     if not preprocess.brightness:
         return grey
-    # another stream than the crops', so that brightness does not change them
+    # a key of its own: with and without brightness an image has the same crop
     uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (), minval=-1.0))(keys)
     factor = 1 + preprocess.brightness * uniform
     return jnp.clip(jnp.floor(grey * factor[:, None, None, None]), 0.0, 255.0)

@@ -58,11 +58,12 @@ FONTS = (
 )
 
 _CELL = 64  # pixels per side of a distance field
-# half the side of a field, in half-extents of the glyph: room to thicken strokes
+# Half the side of a field, in half-extents of the glyph. Beyond 1 there is room to
+# thicken strokes, and for warps that read outside of the glyph.
 _REACH = 1.6
 # control points per side of the elastic warp and of the pen pressure
 _CONTROL = 4
-_UNIT = 1 / 8192  # of the int16 distances
+_UNIT = 1 / 8192  # one step of the int16 distances, in half-extents of the glyph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,8 @@ def _characters(font: str) -> frozenset[str]:
     """Return the characters of a font."""
     with TTFont(_font_path(font), lazy=True) as file:
         characters = {chr(code) for code in file.getBestCmap() or ()}
-    # code points of Computer Modern other than ASCII letters are wrong
+    # matplotlib's Computer Modern has TeX's encodings: beyond ASCII letters, its code
+    # points show other characters
     ascii_only = font.startswith("cm")
     return frozenset(c for c in characters if not ascii_only or c.isascii() and c.isalpha())
 
@@ -130,7 +132,7 @@ def _bitmap(
     left, top, right, bottom = font.getbbox(char)
     ink = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(ink).text((1 - left, 1 - top), char, fill=255, font=font)
-    # what the font draws may be smaller than its bounding box
+    # the font's box may have margins, and the glyph must be centred by what is drawn
     ink = ink.crop(ink.getbbox())
     width, height = (max(1, round(length * extent / max(ink.size))) for length in ink.size)
     scaled = ink.resize((width, height), Image.Resampling.BOX)
@@ -146,7 +148,7 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
     `GLYPHS` are chosen.
     """
     font = ImageFont.truetype(_font_path("DejaVuSans"), 64)
-    # blurred, so that shifts by a pixel do not matter
+    # a shift by a pixel must not make the same letter look like another
     image = _bitmap(char, font, 24, 20.0).filter(ImageFilter.GaussianBlur(1.3))
     pixels = np.asarray(image, dtype=np.float64).ravel()
     centred = pixels - pixels.mean()
@@ -156,7 +158,7 @@ def outline(char: str) -> Float[np.ndarray, " 576"]:
 def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, float]:
     """Return the distance field of a glyph, half its stroke width and half its gap."""
     half_extent = _CELL / _REACH
-    # at twice the resolution, then pooled: outlines are smoother
+    # at twice the resolution and then pooled, because distances from a bitmap have steps
     inside = np.asarray(_bitmap(char, font, 2 * _CELL, 2 * half_extent)) > 127
     to_border = np.asarray(ndimage.distance_transform_edt(inside))
     from_border = np.asarray(ndimage.distance_transform_edt(~inside))
@@ -170,7 +172,7 @@ def _field(char: str, font: ImageFont.FreeTypeFont) -> tuple[np.ndarray, float, 
     if (box < 0).any():
         gap = -2 * box[box < 0].mean()
     pooled = distance.reshape(_CELL, 2, _CELL, 2).mean((1, 3))
-    # int16 at a quarter of the memory of float32
+    # int16 takes half of the memory of float32
     return np.round(np.clip(pooled, -2, 2) / _UNIT).astype(np.int16), ink, gap
 
 
@@ -251,10 +253,10 @@ def _per_image(values: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _spread(size: int) -> np.ndarray:
-    # normalised weights: a shift of all control points shifts the image
     """Return weights [size, control] that spread control points over pixels smoothly."""
     distance = np.linspace(-1, 1, size)[:, None] - np.linspace(-1, 1, _CONTROL)[None]
     weight = np.exp(-0.5 * (distance * _CONTROL / 1.6) ** 2)
+    # sums of 1, so that equal control points shift the whole image by their value
     return (weight / weight.sum(1, keepdims=True)).astype(np.float32)
 
 
@@ -307,11 +309,11 @@ def _source(
     warp = spread @ displacement @ spread.T
     tilt_x = _per_image(_symmetric(draw.tilt_x, style.perspective))
     tilt_y = _per_image(_symmetric(draw.tilt_y, style.perspective))
-    # perspective: what is farther away is smaller
+    # magnification changes linearly across the image
     depth = 1 + tilt_x * axis + tilt_y * axis[:, None]
     scale = _between(draw.scale, *style.scale)
     stretch = np.exp(_symmetric(draw.aspect, style.aspect) / 2)
-    # a smaller glyph may move farther
+    # a small glyph can move farther before it leaves the image
     margin = np.clip(1 - scale, 0, None) + style.shift
     x = (axis + warp[:, 0]) / depth - _per_image(_symmetric(draw.shift_x, 1.0) * margin)
     y = (axis[:, None] + warp[:, 1]) / depth - _per_image(_symmetric(draw.shift_y, 1.0) * margin)
@@ -339,7 +341,7 @@ def _lookup(
     x = x - column
     y = y - row
     index = (glyph * _CELL**2)[:, None, None] + row * _CELL + column
-    # flat indices: numpy's take is faster than two axes of indices
+    # `take` on a flat array is faster in numpy than indexing two axes
     flat = distance.reshape(-1)
     top = flat.take(index) * (1 - x) + flat.take(index + 1) * x
     bottom = flat.take(index + _CELL) * (1 - x) + flat.take(index + _CELL + 1) * x
@@ -425,13 +427,14 @@ def _render_class(
     style: Style,
 ) -> np.ndarray:
     """Render the first `count` images of a class."""
-    # generators fill arrays image by image: a larger
-    # count leaves the first images as they are
+    # A generator fills an array image by image, so more images leave the first ones as
+    # they are. Uniforms and noise have streams of their own for the same reason.
     uniform = np.random.default_rng([*stream, 0]).random((count, _COLUMNS), dtype=np.float32)
     noise = np.random.default_rng([*stream, 1]).standard_normal((count, size, size), dtype=np.float32)
     labels = np.full(count, label)
     blocks = [np.zeros((0, size, size), np.uint8)]
-    # bounded memory, and arrays that stay in cache
+    # 256 at a time: memory stays bounded, and intermediate arrays fit into the CPU's
+    # cache
     for start in range(0, count, 256):
         block = slice(start, start + 256)
         blocks.append(draw_glyphs(fields, labels[block], uniform[block], noise[block], style))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 PADDING = 0  # the id of padding; words have ids from 1
+# a word, a number, or one other character, in text that is lower-case already
 _WORD = re.compile(r"[a-z]+|[0-9]+|[^\sa-z0-9]")
 
 
@@ -44,6 +45,7 @@ class ArrayData:
     def standardised(self, x_train: np.ndarray) -> ArrayData:
         """Return the kind with the mean and standard deviation of training examples [N,
         ..., C]. A column that never changes has the divisor 1."""
+        # in float64: sums over a large table in float32 lose their last digits
         x = np.asarray(x_train, np.float64).reshape(-1, x_train.shape[-1])
         deviation = x.std(0)
         std = np.where(deviation > 0, deviation, 1.0)
@@ -74,6 +76,7 @@ class TextData:
         """Return the ids and the mask of texts, [N, L] each."""
         ids = np.full((len(texts), self.length), PADDING, np.int32)
         for row, text in zip(ids, texts, strict=True):
+            # crc32 and not `hash`, which differs from process to process
             tokens = _WORD.findall(text.lower())[: self.length]
             row[: len(tokens)] = [1 + zlib.crc32(token.encode()) % (self.vocabulary - 1) for token in tokens]
         return {"ids": ids, "mask": ids != PADDING}
@@ -89,6 +92,7 @@ def are_tokens(examples: PyTree) -> bool:
 
 def leaves(examples: PyTree) -> list[Any]:
     """Return the arrays of examples."""
+    # imported in the functions that need it: whoever needs only the kinds does without JAX
     import jax
 
     return jax.tree.leaves(examples)

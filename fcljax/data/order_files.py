@@ -13,6 +13,8 @@ import numpy as np
 from fcljax.errors import InputError, reason
 from fcljax.files import open_regular, read_user_text
 
+# the first bytes of files: numpy's; and pickles', which torch.save packs into a zip
+# archive
 NPY = b"\x93NUMPY"
 PICKLES = (b"\x80", b"PK\x03\x04")
 
@@ -56,6 +58,7 @@ def _read_json(where: str, text: str) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {reason(error)}") from None
     for label in classes:
+        # true is an int in Python, and would be class 1
         if isinstance(label, bool) or not isinstance(label, int | str):
             raise InputError(f"{where}: {label!r} is not a class; expected names, or numbers from 0")
     return [str(label).strip() for label in classes]
@@ -66,8 +69,8 @@ def _read_array(where: str, path: str) -> list[str]:
     # mapped, so that a header that claims too much allocates nothing
     try:
         classes = np.load(path, mmap_mode="r", allow_pickle=False)
+    # a header is a Python literal, whose parser raises errors of many kinds
     except Exception as error:
-        # numpy's parser of headers raises what Python's does
         raise InputError(f"{where} is not an array of numbers or text: {reason(error)}") from None
     if classes.ndim != 1 or classes.dtype.kind not in "iuU":
         raise InputError(

@@ -58,6 +58,7 @@ def find_owners(dataset: Dataset, partition: Chosen) -> Owners:
     sorted_names = natural_order(owner_names)
     if not sorted_names:
         raise InputError(f"partition: {partition!r} gives no example to any client")
+    # ids in the order of the names: they do not depend on who comes first in the file
     number = {name: k for k, name in enumerate(sorted_names)} | {NOBODY: -1}
     return Owners(np.array([number[name] for name in names.tolist()], np.int32), tuple(sorted_names))
 
@@ -69,7 +70,7 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     """
     owners = find_owners(dataset, partition)
     indices = np.arange(len(owners.client))
-    # a held-out example keeps its number in the file
+    # numbers of the whole data set, so that the file fits a run with another --holdout
     if dataset.kept is not None:
         indices = dataset.kept
     columns = [indices.tolist(), [owners.names[k] for k in owners.client]]
@@ -78,7 +79,7 @@ def owners_csv(dataset: Dataset, partition: Chosen) -> str:
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["example", "client", "task"][: len(columns)])
-    # examples of nobody are left out, which a reader of the file takes as such
+    # examples of nobody have no line, which is what the reader expects of them
     lines.writerows(line for k, *line in zip(owners.client, *columns, strict=True) if k >= 0)
     return text.getvalue()
 
@@ -92,7 +93,7 @@ def with_owners(dataset: Dataset, owners: object) -> Dataset:
     names = np.asarray(owners)
     indices = dataset.kept
     count = dataset.whole
-    # the user knows the data set before examples were held out
+    # `whole` is set only where examples were held out; the user numbers those before
     if indices is None:
         count = len(dataset.y_train)
     if names.shape != (count,) or names.dtype.kind not in "iuU":
@@ -164,6 +165,6 @@ def read_tasks(partition: Chosen, dataset: Dataset) -> Int[np.ndarray, " N"]:
     """
     names = read_partition(str(partition).partition(":")[2], dataset).task
     assert names is not None
-    # tasks in the order in which people count
+    # natural order: task 2 before task 10
     number = {name: task for task, name in enumerate(natural_order(names[names != NOBODY]))}
     return np.array([number.get(name, NONE) for name in names.tolist()], np.int32)

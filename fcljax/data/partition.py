@@ -23,7 +23,8 @@ from fcljax.data.sampled import sample_client as sample_client
 from fcljax.errors import InputError
 from fcljax.options import flag, option
 
-# clients with a draw each; for a million this takes seconds
+# With more clients `quantity` draws for all at once, which gives another partition: a
+# draw for each of a million clients takes seconds.
 MOST_DRAWN_APART = 100_000
 _PASSES = 1000  # draws of a partition before an error
 # at this size the partition is IID in all but name; far above it, gamma variates overflow
@@ -151,7 +152,7 @@ def dirichlet(
         return _dirichlet_draw(labels, clients, alpha, rng)
 
     parts = _redrawn(draw, min_size, len(labels), clients, f"alpha {alpha}")
-    # otherwise a client's examples would be sorted by class
+    # a part is sorted by class, and without shuffling batches would be of one class
     return _shuffled(parts, rng)
 
 
@@ -174,8 +175,8 @@ def iid(
     check_clients(len(labels), clients, min_size)
     shuffled = [rng.permutation(members) for members in _classes(labels)]
     left_over = np.array([len(members) % clients for members in shuffled])
+    # where all classes divide evenly nothing is drawn, and the stream is the release's
     first_client = 0
-    # the release draws nothing
     if left_over.any():
         first_client = rng.randint(clients)
     starts = first_client + np.cumsum(left_over) - left_over
@@ -352,7 +353,7 @@ def class_counts(
       num_classes: C.
     """
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    # one bincount of (client, class) pairs, not a loop over millions of clients
+    # pairs of client and class as one number, so that no loop runs over a million clients
     counts = np.bincount(owner * num_classes + labels, minlength=len(sizes) * num_classes)
     return counts.reshape(len(sizes), num_classes)
 
@@ -519,7 +520,7 @@ def _dirichlet_draw(
     owned: list[_Owned] = []
     for members in _classes(labels):
         members = rng.permutation(members)
-        # clients at or above their share are left out, as in FPPL's release
+        # as in FPPL's release, clients that have their fair share get nothing more
         shares = _shares(sizes < len(labels) / clients, alpha, rng)
         # truncated like the release's; the last client gets the rest
         cuts = (np.cumsum(shares) * len(members)).astype(np.int64)[:-1]
@@ -535,7 +536,8 @@ def _shares(
     rng: RandomState,
 ) -> Float[np.ndarray, " K"]:
     """Draw Dirichlet shares for the clients `below` their fair share, of which there is one."""
-    # drawn for all clients: the stream must not depend on sizes
+    # for all clients, also those that get nothing: the release draws so, and what
+    # follows in the stream would otherwise change
     shares = np.where(below, rng.dirichlet(np.repeat(alpha, len(below))), 0.0)
     total = shares.sum()
     if math.isfinite(total) and total > 0:

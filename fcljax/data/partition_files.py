@@ -21,11 +21,12 @@ from fcljax.errors import InputError, reason
 from fcljax.files import open_regular, read_user_text
 from fcljax.options import whole_number
 
-MOST_BYTES = 1 << 28  # of a file
+MOST_BYTES = 1 << 28  # most bytes of a file
 MOST_NAME = 200  # characters of a client's name: each example has one in memory
 COLUMNS = ("example", "file", "client", "task")
-NOBODY = ""
+NOBODY = ""  # the client of an example that the file leaves out
 
+# the first bytes of files, which decide their form
 NPY = b"\x93NUMPY"
 NPZ = b"PK\x03\x04"
 PICKLE = b"\x80"
@@ -118,7 +119,7 @@ def _kind(path: str) -> str:
             start = stream.read(1 << 10)
     except OSError as error:
         raise InputError(f"partition: cannot read {path!r}: {error.strerror or error}") from None
-    # loading a pickle runs it
+    # numpy would load it, and loading a pickle runs it
     if start.startswith(PICKLE):
         raise InputError(
             f"{_where(path)} is a pickle, which is a program and is never loaded; write it as JSON: "
@@ -127,7 +128,7 @@ def _kind(path: str) -> str:
     for magic, kind in ((NPY, "npy"), (NPZ, "npz")):
         if start.startswith(magic):
             return kind
-    # a byte-order mark, as spreadsheets write it
+    # spreadsheets write a byte-order mark before the text
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
         return "json"
@@ -197,8 +198,7 @@ def _find_by_name(examples: _Examples, dataset: Dataset) -> Callable[[str, str],
             f"numbers from 0 to {examples.count - 1}"
         )
     number = {name: i for i, name in enumerate(names)}
-    # by name without folders; images that share a name
-    # can only be given with their folders
+    # without folders too, if no two images have one name in different folders
     by_file_name = {Path(name).name: i for i, name in enumerate(names)}
     unique = len(by_file_name) == len(names)
 
@@ -281,8 +281,8 @@ def _npy(path: str) -> np.ndarray:
     """Map the array of a .npy file, so that a wrong header allocates nothing."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
+    # a header is a Python literal, whose parser raises errors of many kinds
     except Exception as error:
-        # numpy's parser of headers raises what Python's does
         raise InputError(f"{_where(path)} is not an array of numbers or text: {reason(error)}") from None
 
 
@@ -290,6 +290,6 @@ def _npz(path: str) -> dict[str, np.ndarray]:
     """Read the arrays of a .npz file."""
     try:
         return read_npz(Path(path), MOST_BYTES)
+    # anything: a damaged file meets the parsers of zip and npy
     except Exception as error:
-        # the parsers of zip and npy raise what Python's do
         raise InputError(f"{_where(path)} cannot be read: {reason(error)}") from None

@@ -31,7 +31,7 @@ def _inverted(images: Images) -> Images:
 
 def _noisy(images: Images) -> Images:
     """Add noise, the same in all channels and in every run."""
-    # the same seed always: the noise is part of the data set
+    # not the run's seed: the noise is part of the data set
     noise = np.random.RandomState(0).normal(0, NOISE, images.shape[:3])
     return np.clip(np.rint(images + noise[..., None]), 0, 255).astype(np.uint8)
 

@@ -66,6 +66,8 @@ def client_indices(
     """
     clients = parts if isinstance(parts, ClientIndices) else ClientIndices.of(parts)
     in_task = task_of[clients.indices] == task
+    # ends[i] of the first i examples are in the task: the offsets among those that stay,
+    # without a loop over clients
     ends = np.concatenate([[0], np.cumsum(in_task)])
     return ClientIndices(clients.indices[in_task], ends[clients.offset])
 

@@ -43,8 +43,8 @@ class Host(NamedTuple):
           mesh: of devices; None: the default device alone.
           parted: each device gets its part, and a process reads only those of its devices.
         """
-        # reading from a file is what takes the time: a
-        # mapped array's rows are copied here
+        # indexing copies rows of a mapped array from the disk, which is what takes the
+        # time
         if mesh is None:
             return jax.device_put(jax.tree.map(lambda array: np.asarray(array[indices]), self.tree))
         spec = WHOLE
@@ -86,25 +86,27 @@ def over_windows(
     if not items:
         return carry
     if len(items) == 1:
-        # Nothing is left to load during the step. To start a thread for each of thousands of
-        # clients, which are evaluated one after the other, takes as long as their predictions.
+        # Nothing is left to load during the step. To start a thread for each of
+        # thousands of clients, which are evaluated one after the other, takes as long
+        # as their predictions.
         window = load(items[0])
         jax.block_until_ready(carry)
         carry = step(carry, items[0], window)
         if not overlap:
             carry = jax.block_until_ready(carry)
         return carry
-    # one thread: windows must come in order, and two at a time fit on the device
+    # one thread, because windows must come in order, and two of them fit on the device
     with ThreadPoolExecutor(1) as loader:
         next_window = loader.submit(load, items[0])
         for position, item in enumerate(items):
             window = next_window.result()
-            # wait for the previous step, whose window is then free: never more than two
+            # the previous step's window is free only when that step has ended: without
+            # this line a third window could be loaded
             jax.block_until_ready(carry)
             if not overlap:
                 carry = jax.block_until_ready(step(carry, item, window))
-            # submitted before the step, because some backends
-            # block their caller while they dispatch
+            # before the step, because some backends block their caller while they
+            # dispatch
             if position + 1 < len(items):
                 next_window = loader.submit(load, items[position + 1])
             if overlap:

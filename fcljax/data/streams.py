@@ -222,7 +222,7 @@ def own_streams(
         raise InputError(
             f"tasks: a client cannot draw {tasks} tasks from a pool of {len(pool)}; nearest: {len(pool)}"
         )
-    # enough for all: no task twice, so that clients share nothing (NonIID-50)
+    # enough for all: no task goes to two clients, so that they share nothing (NonIID-50)
     if clients * tasks <= len(pool):
         order = rng.permutation(len(pool))[: clients * tasks].reshape(clients, tasks)
     else:
@@ -238,7 +238,7 @@ def _drawn_classes(
     participants = rng.permutation(clients)[: rng.randint(1, clients + 1)]
     count = max(1, round(share * len(classes)))
     drawn = [classes[:0]] * clients
-    # by client, not in the order of `participants`: the draws decide the partition
+    # in the order of ids: who draws when decides who gets which classes
     for client in np.sort(participants):
         drawn[client] = np.sort(rng.choice(classes, count, replace=False))
     return drawn

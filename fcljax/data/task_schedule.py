@@ -20,7 +20,8 @@ from fcljax.errors import InputError, nearest
 from fcljax.options import option
 from fcljax.types import Task
 
-PURPOSE = 34  # separates these draws from others of the seed
+# In seeds, the purpose of a draw: no other draw of the run uses (seed, 34).
+PURPOSE = 34
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def by_class(
       label: of the training examples, positions in the class order.
       test_label: of the test examples.
     """
-    # classes are in the class order, so tasks own ranges of them
+    # labels are positions in the class order, in which tasks are consecutive ranges
     task_of = np.repeat(np.arange(len(sizes)), sizes)
     return TaskSchedule(tasks_of_sizes(sizes), task_of[label], task_of[test_label])
 
@@ -104,15 +105,13 @@ def blurred(
     train = schedule.train.copy()
     tasks = len(schedule.tasks)
     classes = len(schedule.tasks[0].seen)
-    # in ascending order, so that the draws of a class do
-    # not depend on the order of the others
+    # in ascending order, so that a class's draws do not depend on the order of the others
     for blurry_class in np.sort(rng.permutation(classes)[round(disjoint * classes) :]):
         members = rng.permutation(np.flatnonzero(label == blurry_class))
-        # a share of the class's examples, whatever task they are in
         minority = members[: round(share * len(members))]
         other_tasks = rng.permutation(np.setdiff1d(np.arange(tasks), train[members[:1]]))
         if len(other_tasks):
-            # resized: each task in turn, as evenly as possible
+            # `resize` repeats the tasks in turn, so that all get as many as possible
             train[minority] = np.resize(other_tasks, len(minority))
     return schedule._replace(tasks=_tasks(train, label, classes), train=train)
 
@@ -150,7 +149,7 @@ def by_domain(
             problem = f"{missing!r} is missing"
         raise InputError(f"task_order: {','.join(order)!r}: {problem}")
     train, test = (np.array([number.get(name, NONE) for name in names]) for names in (domain, test_domain))
-    # a task without test images has no accuracy
+    # without test images a task has no accuracy, and the means over tasks would be NaN
     untested = next((name for name in order if number[name] not in test), None)
     if untested is not None:
         raise InputError(f"tasks_by: no test example is of domain {untested!r}; every task needs some")

@@ -46,7 +46,6 @@ def task_sizes(num_classes: int, tasks: int) -> tuple[int, ...]:
             f"tasks: {tasks} tasks cannot share {num_classes} classes; choose 1 to {num_classes}"
         )
     size, remainder = divmod(num_classes, tasks)
-    # the first tasks are larger by one
     return tuple(size + (task < remainder) for task in range(tasks))
 
 
@@ -81,9 +80,9 @@ def chosen_sizes(
         return task_sizes(num_classes, tasks)
     if base is not None and not base < num_classes:
         raise InputError(f"base_classes: {base} of {num_classes} classes; nearest: {num_classes - 1}")
+    # without a size of its own the first task is like the others
     first_size = each
     if base is not None:
-        # a first task of its own size, or one like the others
         first_size = base
     assert first_size is not None
     if each is None:
@@ -93,7 +92,7 @@ def chosen_sizes(
     remaining = num_classes - first_size
     further_tasks, remainder = divmod(remaining, each)
     if remainder or further_tasks < 1:
-        # only for the message: what would divide the rest
+        # for the message: the nearest size that would divide the rest
         divisors = [n for n in range(1, remaining + 1) if remaining % n == 0]
         nearest_size = min(divisors, key=lambda n: abs(n - each)) if divisors else num_classes // 2
         raise InputError(
@@ -114,7 +113,7 @@ def make_tasks(num_classes: int, tasks: int) -> tuple[Task, ...]:
 
 def tasks_of_sizes(sizes: Sequence[int]) -> tuple[Task, ...]:
     """Make the tasks that take so many classes, in the class order."""
-    # the ends of ranges in the class order
+    # tasks are consecutive ranges of the class order
     ends = np.cumsum(sizes)
     return tasks_of(np.split(np.arange(ends[-1]), ends[:-1]), int(ends[-1]))
 
@@ -155,7 +154,7 @@ def tasks_of(
       classes: of each task, positions in the class order; later tasks may repeat them.
       num_classes: C.
     """
-    # one shape for all tasks: shorter ones are padded by -1
+    # lists of classes are padded to one length, so that all tasks share one compile
     widest = max(map(len, classes))
     seen = np.zeros(num_classes, bool)
     tasks = []
@@ -170,7 +169,7 @@ def tasks_of(
 
 def relabel(labels: Int[np.ndarray, " N"], order: Int[np.ndarray, " C"]) -> Int64[np.ndarray, " N"]:
     """Turn original labels into positions in the class order."""
+    # the inverse permutation: from a class to its place in the order
     position = np.empty(len(order), np.int64)
-    # the inverse permutation: class -> place in the order
     position[order] = np.arange(len(order))
     return position[labels]
